@@ -1,0 +1,87 @@
+# Each target installs what it needs into .venv first; a stamp per extra keeps the second call fast.
+#
+#   make test PYTHON=python3.12     build .venv with another interpreter
+#   make test PY=path/to/python     use that interpreter as it stands, install nothing
+#   make test ARGS="-k graph -x"    pass arguments on to the tool
+
+PYTHON ?= python3
+ARGS ?=
+WORKERS ?= 2
+VENV := .venv
+
+ifeq ($(origin PY),command line)
+need =
+else
+override PY := $(VENV)/bin/python
+need = $(VENV)/.stamp-$(1)
+endif
+
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
+
+.PHONY: help demo test test-all lint format types docs tutorials bench bench-full clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo        train a discrete VAE with three estimators, write demo_output/"
+	@echo "make test        the tests but the slow ones"
+	@echo "make test-all    every test, and the doctests of docstrings and docs"
+	@echo "make lint        ruff: rules and format, nothing is changed"
+	@echo "make format      ruff: mend what it can"
+	@echo "make types       mypy"
+	@echo "make docs        HTML pages in docs/_build/html, warnings are errors"
+	@echo "make tutorials   execute the notebooks in place (SMOKE_TEST=1 for a short run)"
+	@echo "make bench       the short benchmarks; bench-full for all"
+	@echo "make clean       remove what these targets write, but not $(VENV)"
+
+demo: $(call need,demo)
+	$(PY) demo/digits.py $(ARGS)
+
+test: $(call need,test)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(call need,test)
+	$(PYTEST) --doctest-modules --doctest-glob="*.md" --ignore=docs/conf.py tests pyro_bpq docs $(ARGS)
+
+lint: $(call need,dev)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(call need,dev)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+types: $(call need,dev)
+	$(PY) -m mypy $(ARGS)
+
+docs: $(call need,docs)
+	$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html $(ARGS)
+	@echo "docs/_build/html/index.html"
+
+NOTEBOOKS = $(sort $(wildcard tutorials/*.ipynb))
+tutorials: $(call need,tutorials)
+	@test -n "$(NOTEBOOKS)" || { echo "make tutorials: tutorials/ holds no notebook" >&2; exit 1; }
+	$(PY) -c "from nbclient.cli import main; main()" --inplace --timeout=900 $(ARGS) $(NOTEBOOKS)
+
+bench: $(call need,bench)
+	$(PY) benchmarks/run.py $(ARGS)
+
+bench-full: $(call need,bench)
+	$(PY) benchmarks/run.py --full $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf docs/_build docs/generated demo_output
+	find pyro_bpq tests demo benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "pyro_bpq needs Python 3.10 or newer; say which: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' \
+	  || { echo "$(PYTHON) lacks the venv module (on Debian: apt-get install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.stamp-%: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
+	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[$*]'
+	@touch $@

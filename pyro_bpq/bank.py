@@ -1,0 +1,258 @@
+r"""The one module that holds state: critics, running statistics and scales, one row per site.
+
+Rows of like-shaped sites live together in a *block*: a module whose tensors have a leading axis of
+sites. Blocks are made when a site is first seen and never resized, so that an optimiser that holds their
+parameters keeps them. Rows that were loaded before their block exists wait in the bank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Block", "CriticBank", "Selection", "Write"]
+
+# (block, tensor, rows or None for all of them, new value): a change that is applied after the step.
+Write = tuple[str, str, "Tensor | None", Tensor]
+
+
+class Block(nn.Module):
+    """Rows of like-shaped sites.
+
+    Args:
+        kind: What the rows are and which shape they have.
+        keys: Key of each row.
+        critic: The critics, a module whose parameters have a leading site axis, or ``None``.
+        buffers: Running statistics with a leading site axis.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        keys: Sequence[str],
+        critic: nn.Module | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.keys = tuple(keys)
+        self.critic = critic
+        for name, buffer in (buffers or {}).items():
+            self.register_buffer(name, buffer)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Trainable tensors of the critics, by name within the critic."""
+        if self.critic is None:
+            return {}
+        tensors = {**dict(self.critic.named_parameters()), **dict(self.critic.named_buffers())}
+        return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+
+    def hide_weights(self) -> None:
+        """Turns the critics' parameters into buffers."""
+        for module in self.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                del module._parameters[name]
+                module.register_buffer(name, parameter.detach().requires_grad_())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Block:
+        hidden = [(m, n) for m in self.modules() for n, b in m.named_buffers(recurse=False) if b.requires_grad]
+        super()._apply(fn, recurse)
+        for module, name in hidden:
+            # A converted buffer is no leaf any more.
+            module._buffers[name] = getattr(module, name).detach().requires_grad_()
+        return self
+
+    def extra_repr(self) -> str:
+        """Kind and keys."""
+        keys = list(self.keys) if len(self.keys) < 5 else [*self.keys[:2], "...", self.keys[-1]]
+        return f"{self.kind}: {', '.join(keys)}"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rows of a bank in a given order, possibly from several blocks.
+
+    Args:
+        parts: For each block its name, the module, rows of it and positions in the order that they fill;
+            ``None`` stands for all of them in order.
+    """
+
+    parts: tuple[tuple[str, Block, Tensor | None, Tensor | None], ...]
+
+    def read(self, name: str) -> Tensor:
+        """The buffer ``name`` of the selected rows, with a leading site axis."""
+        # A copy: a later commit writes in place, and autograd may hold what was read.
+        return self.gather(lambda block, rows, at: _rows(getattr(block, name), rows).clone())
+
+    def gather(self, evaluate: Callable[[Block, Tensor | None, Tensor | None], Tensor]) -> Tensor:
+        """Concatenates ``evaluate(block, rows, positions)`` over the parts, in the selected order."""
+        results = [evaluate(block, rows, at) for _, block, rows, at in self.parts]
+        if len(results) == 1:
+            return results[0]
+        order = torch.cat([at for *_, at in self.parts if at is not None])
+        return torch.cat(results)[torch.argsort(order)]
+
+    def write(self, name: str, value: Tensor) -> list[Write]:
+        """The writes that set the buffer ``name`` of the selected rows to ``value``."""
+        return [(key, name, rows, _rows(value, at).detach()) for key, _, rows, at in self.parts]
+
+
+class CriticBank(nn.Module):
+    """Critics and running statistics of all sites seen so far.
+
+    Args:
+        seed: Seed of the generator that critics are initialised from; the global generator is left alone.
+        is_own: Whether critics are trained by an optimiser of their own; they are then buffers, in
+            ``state_dict()`` but not in ``parameters()``.
+    """
+
+    def __init__(self, seed: int = 0, is_own: bool = True) -> None:
+        super().__init__()
+        self.seed, self.is_own = seed, is_own
+        self.blocks = nn.ModuleDict()
+        self._index: dict[tuple[str, str], tuple[str, int]] = {}
+        self._selections: dict[Hashable, Selection] = {}
+        self._waiting: dict[str, Any] = {}
+
+    def generator(self) -> torch.Generator:
+        """A generator for the next block: it depends on the seed and on how many blocks there are."""
+        return torch.Generator().manual_seed(self.seed * 7919 + len(self.blocks))
+
+    def select(
+        self, kind: str, keys: tuple[str, ...], make: Callable[[tuple[str, ...]], Block] | None
+    ) -> Selection | None:
+        """Rows for ``keys``, building those that are missing.
+
+        Args:
+            kind: Kind and shape of the rows.
+            keys: One key per row; a key may occur more than once (a shared critic).
+            make: Builds a block for the missing keys; ``None`` forbids it.
+
+        Returns:
+            The selection, or ``None`` if rows are missing and may not be built.
+        """
+        found = self._selections.get((kind, keys))
+        if found is not None:
+            return found
+        missing = tuple(dict.fromkeys(k for k in keys if (kind, k) not in self._index))
+        if missing:
+            if make is None:
+                return None
+            block = make(missing)
+            if self.is_own:
+                block.hide_weights()
+            self._add(block)
+        selection = self._find(kind, keys)
+        # Programs of changing structure ask for ever new combinations.
+        if len(self._selections) >= 256:
+            self._selections.clear()
+        self._selections[kind, keys] = selection
+        return selection
+
+    def weights(self) -> dict[str, Tensor]:
+        """The critics' trainable tensors, by name in ``blocks``."""
+        tensors = {**dict(self.blocks.named_parameters()), **dict(self.blocks.named_buffers())}
+        return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+
+    @torch.no_grad()
+    def commit(self, writes: Sequence[Write]) -> None:
+        """Applies writes collected during a step."""
+        for key, name, rows, value in writes:
+            if key not in self.blocks:
+                continue
+            buffer = getattr(self.blocks[key], name)
+            if rows is None:
+                buffer.copy_(value)
+            else:
+                buffer[rows] = value
+
+    def snapshot(self) -> int:
+        """A mark to which :meth:`restore` takes the bank back."""
+        return len(self.blocks)
+
+    def restore(self, mark: int) -> None:
+        """Forgets blocks that were built after ``mark``."""
+        for key in list(self.blocks)[mark:]:
+            del self.blocks[key]
+            self._index = {k: v for k, v in self._index.items() if v[0] != key}
+            self._selections.clear()
+
+    def _add(self, block: Block) -> None:
+        key = f"b{len(self.blocks)}"
+        self.blocks[key] = block
+        for row, name in enumerate(block.keys):
+            self._index[block.kind, name] = (key, row)
+        self._load_waiting(key, block)
+
+    def _find(self, kind: str, keys: tuple[str, ...]) -> Selection:
+        places: dict[str, tuple[list[int], list[int]]] = {}
+        for position, name in enumerate(keys):
+            key, row = self._index[kind, name]
+            rows, positions = places.setdefault(key, ([], []))
+            rows.append(row)
+            positions.append(position)
+        parts = []
+        for key, (rows, positions) in places.items():
+            block = self.blocks[key]
+            assert isinstance(block, Block)
+            device = next((t.device for t in block.state_dict().values()), None)
+            whole = rows == list(range(len(block.keys)))
+            parts.append(
+                (
+                    key,
+                    block,
+                    None if whole else torch.tensor(rows, device=device),
+                    None if len(places) == 1 else torch.tensor(positions, device=device),
+                )
+            )
+        return Selection(tuple(parts))
+
+    # Saving and loading: rows find their place by kind and key, whatever block they came from.
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Kind and keys of every block."""
+        blocks = {k: {"kind": b.kind, "keys": list(b.keys)} for k, b in self.blocks.items()}
+        return {"blocks": blocks, "waiting": self._waiting}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Handled with the tensors in :meth:`_load_from_state_dict`."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        extra = state_dict.get(prefix + "_extra_state", {"blocks": {}, "waiting": {}})
+        waiting = {key: dict(rows) for key, rows in extra["waiting"].items()}
+        for key, described in extra["blocks"].items():
+            start = f"{prefix}blocks.{key}."
+            tensors = {
+                name[len(start) :]: state_dict.pop(name) for name in list(state_dict) if name.startswith(start)
+            }
+            for row, name in enumerate(described["keys"]):
+                rows = {tensor: value[row].clone() for tensor, value in tensors.items()}
+                waiting[_waiting_key(described["kind"], name)] = rows
+        self._waiting = waiting
+        for key, block in self.blocks.items():
+            assert isinstance(block, Block)
+            self._load_waiting(key, block)
+            # The rows are in place: show them to the ordinary loader as what it expects.
+            own = block.state_dict(prefix=f"{prefix}blocks.{key}.")
+            state_dict.update({name: value.clone() for name, value in own.items()})
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    @torch.no_grad()
+    def _load_waiting(self, key: str, block: Block) -> None:
+        own = block.state_dict(keep_vars=True)
+        for row, name in enumerate(block.keys):
+            for tensor, value in self._waiting.pop(_waiting_key(block.kind, name), {}).items():
+                if tensor in own and own[tensor].shape[1:] == value.shape:
+                    own[tensor][row] = value.to(own[tensor])
+
+
+def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    return tensor if rows is None else tensor[rows]
+
+
+def _waiting_key(kind: str, name: str) -> str:
+    return f"{kind}\n{name}"

@@ -1,0 +1,175 @@
+r"""Critics: learned Q-functions with a leading site axis, in dueling form.
+
+A critic of a site with ``D`` finite components of ``K`` values predicts
+
+    Q(context, x) = V(context) + Σ_d A_d(context)[x_d],
+
+so that its expectation over the site's distribution, and its value after flipping any component, are
+closed forms. ``D = 1`` makes the form fully general. A site without finite components has ``V`` only.
+All critics of like-shaped sites are evaluated in one batched call.
+
+References:
+    | Dueling network architectures for deep reinforcement learning (Wang et al., 2016)
+    | https://arxiv.org/abs/1511.06581
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from pyro_bpq.errors import OptionError
+
+__all__ = [
+    "Critic",
+    "CriticOutput",
+    "CriticShape",
+    "LinearCritic",
+    "MLPCritic",
+    "TabularCritic",
+]
+
+
+class CriticOutput(NamedTuple):
+    """Normalised output of a batch of critics.
+
+    Args:
+        level: ``V`` of shape ``(G, N)``.
+        advantage: ``A`` of shape ``(G, N, D, K)``.
+    """
+
+    level: Tensor
+    advantage: Tensor
+
+
+@dataclass(frozen=True)
+class CriticShape:
+    """What a batch of like-shaped critics sees and predicts.
+
+    Args:
+        sites: Number of critics ``G``.
+        features: Number of context features ``F``.
+        components: Number of finite components ``D`` of the site, 0 if it has none.
+        cardinality: Values ``K`` of a component.
+        cells: Joint states of the rest of the scope, 0 where they are not finite.
+    """
+
+    sites: int
+    features: int
+    components: int
+    cardinality: int
+    cells: int = 0
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs ``1 + D K``."""
+        return 1 + self.components * self.cardinality
+
+
+@runtime_checkable
+class Critic(Protocol):
+    """How to build critics: a value object that is passed, compared and printed.
+
+    ``build`` returns a module whose parameters all have a leading site axis ``G`` and whose
+    ``forward(context, cells)`` maps a detached context ``(G, N, F)`` and a long tensor ``(G, N)`` of
+    joint states to outputs ``(G, N, 1 + D K)``, in units of the running scale of its targets.
+    """
+
+    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
+        """Builds the critics of ``shape.sites`` like-shaped sites."""
+        ...
+
+
+@dataclass(frozen=True)
+class MLPCritic:
+    """A multilayer perceptron per site; its last layer starts at zero.
+
+    Args:
+        hidden: Sizes of the hidden layers.
+    """
+
+    hidden: tuple[int, ...] = (32,)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.hidden, int):
+            object.__setattr__(self, "hidden", (self.hidden,))
+        if not all(isinstance(h, int) and h > 0 for h in self.hidden):
+            raise OptionError(f"MLPCritic(hidden={self.hidden!r}): write positive layer sizes, e.g. (32,).")
+
+    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
+        """Builds the perceptrons; without context features only the bias table remains."""
+        hidden = self.hidden if shape.features else ()
+        return _Perceptron(shape, hidden, generator)
+
+
+@dataclass(frozen=True)
+class LinearCritic:
+    """Linear in the context, starting at zero."""
+
+    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
+        """Builds the linear maps."""
+        return _Perceptron(shape, (), generator)
+
+
+@dataclass(frozen=True)
+class TabularCritic:
+    """A table over the joint states of the scope.
+
+    Args:
+        max_cells: Largest number of joint states of the scope without the site itself.
+    """
+
+    max_cells: int = 65536
+
+    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
+        """Builds the tables, all zero.
+
+        Raises:
+            OptionError: If the scope is not finite or has more than ``max_cells`` joint states.
+        """
+        if not 0 < shape.cells <= self.max_cells:
+            raise OptionError(
+                f"TabularCritic cannot hold a scope with {shape.cells or 'infinitely many'} joint states "
+                f"(max_cells={self.max_cells}); write critic=MLPCritic() instead."
+            )
+        return _Table(shape)
+
+
+class _Perceptron(nn.Module):
+    def __init__(self, shape: CriticShape, hidden: Sequence[int], generator: torch.Generator) -> None:
+        super().__init__()
+        sizes = [shape.features, *hidden, shape.outputs]
+        self.weights = nn.ParameterList()
+        self.biases = nn.ParameterList()
+        for i, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+            weight = torch.zeros(shape.sites, fan_in, fan_out)
+            if i < len(hidden):
+                weight.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / fan_in))
+            self.weights.append(nn.Parameter(weight))
+            self.biases.append(nn.Parameter(torch.zeros(shape.sites, 1, fan_out)))
+
+    def forward(self, context: Tensor, cells: Tensor | None) -> Tensor:
+        last = len(self.weights) - 1
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            if context.shape[-1]:
+                context = torch.baddbmm(bias, context, weight)
+            else:
+                context = bias.expand(-1, context.shape[1], -1)
+            if i < last:
+                context = silu(context)
+        return context
+
+
+class _Table(nn.Module):
+    def __init__(self, shape: CriticShape) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(shape.sites, shape.cells, shape.outputs))
+
+    def forward(self, context: Tensor, cells: Tensor) -> Tensor:
+        return self.table.gather(1, cells.unsqueeze(-1).expand(-1, -1, self.table.shape[-1]))

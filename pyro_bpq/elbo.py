@@ -1,0 +1,353 @@
+r"""``TraceBackpropQ_ELBO``: wiring only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.infer import ELBO
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.util import prune_subsample_sites  # noqa: F401
+from pyro.util import check_if_enumerated, warn_if_nan
+from torch import Tensor, nn
+
+from pyro_bpq.bank import CriticBank, Write
+from pyro_bpq.critics import Critic, MLPCritic
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators import Estimator
+from pyro_bpq.immediate import flipped_costs
+from pyro_bpq.learner import CriticLearner, CriticOptimizer
+from pyro_bpq.network import Reduction
+from pyro_bpq.plan import Plan, Planner
+from pyro_bpq.rollout import Rollout
+from pyro_bpq.structure import StructureCache
+from pyro_bpq.surrogate import Learning, StepResult, step
+from pyro_bpq.tracing import TracedRun, trace_run
+
+__all__ = ["TraceBackpropQ_ELBO"]
+
+_REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
+
+
+class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
+    r"""ELBO whose gradients through non-reparameterised sites come from Backprop-Q.
+
+    Each latent site of the guide gets a gradient estimator that fits it. By default: reparameterised sites the
+    pathwise one; sites with finite components :class:`~pyro_bpq.AllAction`, with the immediate costs summed
+    exactly over their values, critics for the costs further downstream, graph-wise control variates and
+    adaptive scales; others the score function. Its baseline is the mean of the other particles from
+    ``num_particles=2`` on, a running mean with one. All of these are unbiased for any state of the critics, first
+    call included. The guide runs ``num_particles`` times; the model runs once more where that pays.
+
+    Args:
+        num_particles: Number of particles ``M``.
+        max_plate_nesting: As in Pyro's ELBOs.
+        max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
+        vectorize_particles: Whether particles run in one vectorised call.
+        strict_enumeration_warning: As in Pyro's ELBOs.
+        ignore_jit_warnings: As in Pyro's ELBOs.
+        jit_options: As in Pyro's ELBOs.
+        retain_graph: Passed to ``backward``.
+        tail_adaptive_beta: As in Pyro's ELBOs.
+        estimator: Estimator of every site without ``rsample`` that does not choose its own;
+            ``None`` picks per site.
+        critic: How to build critics; ``None`` for none.
+        reduction: Reduction of the Backprop-Q network.
+        lam: Weight of the lambda-return against the critic in targets, in ``[0, 1]``, or a function of the step.
+        gamma: Discount of targets per edge, in ``(0, 1]``, or a function of the step.
+        learner: Trains the critics with an optimiser of its own; ``None`` adds their loss to the surrogate,
+            so that the user's optimiser trains them.
+        structure: ``"auto"``, ``"dynamic"``, ``"dense"`` or ``"static"``: when dependencies are tracked.
+        seed: Seed of what the ELBO itself draws: the initial weights of critics.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | Backprop-Q: Generalized Backpropagation for Stochastic Computation Graphs (Xu et al., 2018)
+        | https://arxiv.org/abs/1807.09511
+    """
+
+    def __init__(
+        self,
+        num_particles: int = 1,
+        max_plate_nesting: float = float("inf"),
+        max_iarange_nesting: float | None = None,
+        vectorize_particles: bool = False,
+        strict_enumeration_warning: bool = True,
+        ignore_jit_warnings: bool = False,
+        jit_options: dict[str, Any] | None = None,
+        retain_graph: bool | None = None,
+        tail_adaptive_beta: float = -1.0,
+        *,
+        estimator: Estimator | None = None,
+        critic: Critic | None = MLPCritic(),
+        reduction: Reduction = "chain",
+        lam: float | Callable[[int], float] = 0.9,
+        gamma: float | Callable[[int], float] = 1.0,
+        learner: CriticLearner | None = CriticLearner(),
+        structure: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        nn.Module.__init__(self)
+        ELBO.__init__(
+            self,
+            num_particles=num_particles,
+            max_plate_nesting=max_plate_nesting,
+            max_iarange_nesting=max_iarange_nesting,
+            vectorize_particles=vectorize_particles,
+            strict_enumeration_warning=strict_enumeration_warning,
+            ignore_jit_warnings=ignore_jit_warnings,
+            jit_options=jit_options,
+            retain_graph=retain_graph,
+            tail_adaptive_beta=tail_adaptive_beta,
+        )
+        _check(estimator, critic, reduction, lam, gamma, learner)
+        self.planner = Planner(estimator, critic, reduction)
+        self.lam, self.gamma, self.learner = lam, gamma, learner
+        self.critics = CriticBank(seed, is_own=learner is not None)
+        self.num_steps = 0
+        self.info: dict[str, dict[str, Tensor]] = {}
+        self._structure = StructureCache(structure)
+        self._optimizer = None if learner is None else CriticOptimizer(learner)
+        self._plans: dict[Any, Plan] = {}
+        self._cannot_flip: set[Any] = set()
+        self._waiting: tuple[list[Write], dict[str, Tensor]] | None = None
+
+    __call__ = ELBO.__call__
+
+    def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The same as :meth:`differentiable_loss`."""
+        return self.differentiable_loss(model, guide, *args, **kwargs)
+
+    def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Minus the ELBO of ``num_particles`` draws, in nats; nothing learns.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The loss.
+        """
+        with torch.no_grad():
+            runs = [self._trace(*arguments, track=False) for arguments in self._arguments(model, guide, args, kwargs)]
+        loss = self._mean([traced.run.loss for traced in runs]).item()
+        warn_if_nan(loss, "loss")
+        return float(loss)
+
+    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Adds the gradients of the loss to ``.grad``, then lets the critics learn.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The loss, minus the ELBO, in nats.
+        """
+        self._register_for_pyro()
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        if loss.requires_grad:
+            loss.backward(retain_graph=self.retain_graph)
+        if self.training and torch.is_grad_enabled():
+            self._learn()
+        return float(loss.item())
+
+    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss, whose ``backward`` gives the gradient estimate.
+
+        In training mode what was learned from the previous call is applied first; what is learned from this
+        one waits for the next, so that nothing changes between forward and backward.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            A scalar: minus the ELBO, in nats.
+        """
+        learning = self.training and torch.is_grad_enabled()
+        if learning:
+            self._learn()
+        mark = self.critics.snapshot()
+        try:
+            loss, results = self._evaluate(model, guide, args, kwargs, learning)
+        except BaseException:
+            self.critics.restore(mark)
+            raise
+        value = loss.detach()
+        warn_if_nan(value, "loss")
+        surrogate = self._surrogate(results)
+        if learning and bool(torch.isfinite(value)):
+            surrogate = self._prepare(surrogate, [result for _, result in results])
+        return value + (surrogate - surrogate.detach())
+
+    # One step.
+
+    def _arguments(self, model: Any, guide: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any, Any, Any]]:
+        """The programs of each run, wrapped for vectorised particles as Pyro does."""
+        return list(self._get_traces(model, guide, args, kwargs))
+
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        return model, guide, args, kwargs
+
+    def _trace(self, model: Any, guide: Any, args: Any, kwargs: Any, track: bool) -> TracedRun:
+        traced = trace_run(
+            model, guide, args, kwargs, self.max_plate_nesting, self.planner.choose, self.num_particles, track
+        )
+        if is_validation_enabled():
+            check_if_enumerated(traced.guide_trace)
+        return traced
+
+    def _evaluate(
+        self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
+    ) -> tuple[Tensor, list[tuple[Tensor, StepResult]]]:
+        track = self._structure.wants_tracking()
+        programs = self._arguments(model, guide, args, kwargs)
+        runs = [self._trace(*program, track=track) for program in programs]
+        loss = self._mean([traced.run.loss for traced in runs])
+        graphs = [self._structure.graph(traced) for traced in runs]
+        if any(graph != graphs[0] for graph in graphs[1:]) and all(r.key == runs[0].key for r in runs):
+            graphs = [self._structure.merge(runs)] * len(runs)
+        results = []
+        for members in _group(runs, graphs):
+            traced = [runs[i] for i in members]
+            results.append(self._step(traced, graphs[members[0]], programs[members[0]], learning))
+        return loss, results
+
+    def _step(self, traced: list[TracedRun], graph: Any, program: Any, learning: bool) -> tuple[Tensor, StepResult]:
+        model, _, args, kwargs = program
+        plan = self._plan(traced[0], graph)
+        is_vectorized = self.vectorize_particles and self.num_particles > 1
+        rollout = Rollout(
+            tuple(t.run for t in traced),
+            self.num_particles if is_vectorized else len(traced),
+            traced[0].plate_sizes,
+            traced[0].plate_ndim,
+            is_vectorized,
+        )
+        tables = {}
+        if plan.flips is not None:
+            found = flipped_costs(plan.flips, plan.components, traced, rollout, model, args, kwargs, graph)
+            if found is None:
+                self._cannot_flip.add(traced[0].key)
+                self._plans.clear()
+                plan = self._plan(traced[0], graph)
+            tables = found or {}
+        learning_options = Learning(
+            _at(self.lam, self.num_steps),
+            _at(self.gamma, self.num_steps),
+            1.0 if self.learner is None else self.learner.level_weight,
+        )
+        result = step(plan.layout, rollout, tables, self.critics, learning_options, learning)
+        return sum((t.run.differentiable for t in traced), torch.zeros(())), result
+
+    def _plan(self, traced: TracedRun, graph: Any) -> Plan:
+        key = (traced.key, graph)
+        if key not in self._plans:
+            if len(self._plans) >= 64:
+                self._plans.clear()
+            self._plans[key] = self.planner.plan(traced, graph, traced.key not in self._cannot_flip)
+        return self._plans[key]
+
+    def _mean(self, losses: list[Tensor]) -> Tensor:
+        return sum(losses[1:], losses[0]) / self.num_particles
+
+    def _surrogate(self, results: list[tuple[Tensor, StepResult]]) -> Tensor:
+        terms = [differentiable + result.surrogate for differentiable, result in results]
+        return sum(terms[1:], terms[0]) / self.num_particles
+
+    # Learning.
+
+    def _prepare(self, surrogate: Tensor, results: list[StepResult]) -> Tensor:
+        """Notes what the step teaches; adds the critics' loss to the surrogate where the user trains them."""
+        writes = [write for result in results for write in result.writes]
+        losses = [result.critic_loss for result in results if result.critic_loss is not None]
+        self.info = {name: values for result in results for name, values in result.info.items()}
+        gradients = {}
+        if losses and self._optimizer is None:
+            surrogate = surrogate + sum(losses[1:], losses[0])
+        elif losses:
+            tensors = self.critics.weights()
+            total = sum(losses[1:], losses[0])
+            found = torch.autograd.grad(total, list(tensors.values()), allow_unused=True)
+            gradients = {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
+        self._waiting = (writes, gradients)
+        return surrogate
+
+    def _learn(self) -> None:
+        """Applies what the last step taught."""
+        if self._waiting is None:
+            return
+        writes, gradients = self._waiting
+        self._waiting = None
+        self.num_steps += 1
+        self.critics.commit(writes)
+        if self._optimizer is not None:
+            self._optimizer.step(self.critics, gradients)
+
+    def _register_for_pyro(self) -> None:
+        if self.learner is None:
+            import pyro
+
+            pyro.module("bpq_critics", self.critics)
+
+    # State.
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
+        return {
+            "num_steps": self.num_steps,
+            "optimizer": {} if self._optimizer is None else self._optimizer.state_dict(),
+            "waiting": self._waiting,
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`get_extra_state`."""
+        self.num_steps = state["num_steps"]
+        self._waiting = state["waiting"]
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+
+    def extra_repr(self) -> str:
+        """The options."""
+        planner = self.planner
+        return (
+            f"num_particles={self.num_particles}, estimator={planner.estimator}, critic={planner.critic}, "
+            f"reduction={planner.reduction!r}, lam={self.lam}, gamma={self.gamma}, learner={self.learner}, "
+            f"structure={self._structure.mode!r}"
+        )
+
+
+def _group(runs: list[TracedRun], graphs: list[Any]) -> list[list[int]]:
+    """Runs of one structure together; where particles differ, each on its own."""
+    if all(run.key == runs[0].key and graph == graphs[0] for run, graph in zip(runs, graphs, strict=True)):
+        return [list(range(len(runs)))]
+    return [[i] for i in range(len(runs))]
+
+
+def _at(value: float | Callable[[int], float], at: int) -> float:
+    return float(value(at)) if callable(value) else float(value)
+
+
+def _check(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:
+    if estimator is not None and not isinstance(estimator, Estimator):
+        raise OptionError(f"estimator={estimator!r} is not an estimator; write an object such as AllAction().")
+    if critic is not None and not isinstance(critic, Critic):
+        raise OptionError(f"critic={critic!r} is not a critic; write an object such as MLPCritic(), or None.")
+    if reduction not in _REDUCTIONS:
+        raise OptionError(f"reduction={reduction!r} is unknown; write one of {', '.join(map(repr, _REDUCTIONS))}.")
+    if not callable(lam) and not 0.0 <= lam <= 1.0:
+        raise OptionError(f"lam={lam!r}: write a number in [0, 1] or a function of the step.")
+    if not callable(gamma) and not 0.0 < gamma <= 1.0:
+        raise OptionError(f"gamma={gamma!r}: write a number in (0, 1] or a function of the step.")
+    if learner is not None and not isinstance(learner, CriticLearner):
+        raise OptionError(f"learner={learner!r} is not a learner; write CriticLearner(lr=...) or None.")

@@ -1,0 +1,64 @@
+"""Exceptions and warnings whose text names the site and says what to write instead.
+
+Every exception is also a subclass of what Pyro raises in the same situation, so that code written
+against Pyro's ELBOs keeps catching it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BPQError",
+    "BPQWarning",
+    "CriticShapeError",
+    "GraphError",
+    "OptionError",
+    "PlateError",
+    "SiteNotFoundError",
+    "StructureChangedError",
+    "UnsupportedProgramError",
+    "UnsupportedSiteError",
+]
+
+
+class BPQError(Exception):
+    """Base class of all errors raised by pyro_bpq."""
+
+
+class OptionError(BPQError, ValueError):
+    """An option has an unknown name or a value outside its range."""
+
+
+class GraphError(BPQError, ValueError):
+    """A stochastic computation graph is malformed (a cycle, an unknown parent, a duplicate name)."""
+
+
+class SiteNotFoundError(BPQError, KeyError):
+    """A latent site of the model has no counterpart in the guide, or a queried site does not exist."""
+
+    def __str__(self) -> str:
+        # KeyError shows the repr of its argument, which would print "\n" literally.
+        return str(self.args[0]) if self.args else ""
+
+
+class UnsupportedSiteError(BPQError, NotImplementedError, ValueError):
+    """An estimator or a critic cannot serve a site."""
+
+
+class UnsupportedProgramError(BPQError, NotImplementedError):
+    """A program uses a feature for which no right gradient can be given."""
+
+
+class PlateError(BPQError, ValueError):
+    """Plates or shapes of a site do not fit together."""
+
+
+class CriticShapeError(BPQError, ValueError):
+    """A critic returned a tensor of the wrong shape."""
+
+
+class StructureChangedError(BPQError, RuntimeError):
+    """A program declared static changed its structure."""
+
+
+class BPQWarning(UserWarning):
+    """Base class of all warnings issued by pyro_bpq."""

@@ -1,0 +1,21 @@
+"""Gradient estimators, one family a file."""
+
+from pyro_bpq.estimators.all_action import AllAction as AllAction
+from pyro_bpq.estimators.base import Estimator as Estimator
+from pyro_bpq.estimators.base import SiteContext as SiteContext
+from pyro_bpq.estimators.base import SiteTerm as SiteTerm
+from pyro_bpq.estimators.baselines import LeaveOneOut as LeaveOneOut
+from pyro_bpq.estimators.baselines import RunningBaseline as RunningBaseline
+from pyro_bpq.estimators.pathwise import Pathwise as Pathwise
+from pyro_bpq.estimators.score_function import ScoreFunction as ScoreFunction
+
+__all__ = [
+    "AllAction",
+    "Estimator",
+    "LeaveOneOut",
+    "Pathwise",
+    "RunningBaseline",
+    "ScoreFunction",
+    "SiteContext",
+    "SiteTerm",
+]

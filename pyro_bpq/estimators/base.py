@@ -1,0 +1,129 @@
+r"""The protocol of a gradient estimator: tensors of like-shaped sites in, a surrogate term out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from pyro_bpq.features import Components
+
+__all__ = ["Estimator", "SiteContext", "SiteInfo", "SiteTerm", "Statistics", "update_mean"]
+
+# Name of a running statistic and its initial value per site: a float for a scalar, a tuple for a vector.
+Statistics = Mapping[str, float | tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class SiteInfo:
+    """What is known of a site before any tensor: an estimator decides on it whether it can serve.
+
+    Args:
+        name: Name of the site.
+        distribution: Name of its distribution's class.
+        has_rsample: Whether the distribution is reparameterised.
+        components: Its finite components, or ``None``.
+        num_particles: Number of particles.
+        plates: Names of its plates.
+    """
+
+    name: str
+    distribution: str
+    has_rsample: bool
+    components: Components | None
+    num_particles: int
+    plates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SiteContext:
+    """Tensors of ``G`` like-shaped sites: batch shape ``(G, M, plate dims...)``, costs in nats.
+
+    All but ``score`` and ``log_probs`` are detached.
+
+    Args:
+        names: Names of the sites.
+        score: ``log q`` of the sample, neither scaled nor masked, with its gradient.
+        cost: Cost-to-go ``C_X``, the sum of the costs downstream in this run.
+        num_particles: Number of particles ``M``.
+        log_probs: Log-probabilities ``(..., D, K)`` of the finite components, with gradient, or ``None``.
+        index: Index ``(..., D)`` of the sampled value, or ``None``.
+        exact: Immediate costs after setting component ``d`` to value ``k``, ``(..., D, K)``; the entry at
+            the sampled index is the cost of the sample. ``None`` where none are known.
+        exact_cost: The sum of those immediate costs in this run.
+        learned: Critic's advantages ``(..., D, K)`` for the remaining costs, or ``None``.
+        level: Critic's ``V`` for the remaining costs, or ``None``.
+        correction: Sum over later sites ``Y`` of ``A_Y = Q_Y(y) - E_Y[Q_Y]``, or ``None``.
+        statistics: Running statistics from earlier steps, by name, with a leading site axis.
+        count: Number of steps behind the statistics, ``(G,)``.
+    """
+
+    names: tuple[str, ...]
+    score: Tensor
+    cost: Tensor
+    num_particles: int = 1
+    log_probs: Tensor | None = None
+    index: Tensor | None = None
+    exact: Tensor | None = None
+    exact_cost: Tensor | None = None
+    learned: Tensor | None = None
+    level: Tensor | None = None
+    correction: Tensor | None = None
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    count: Tensor | None = None
+
+
+class SiteTerm(NamedTuple):
+    """What an estimator returns.
+
+    Args:
+        surrogate: Any shape; the gradient of its sum is the gradient estimate, summed over particles.
+        statistics: New values of running statistics; they take effect after the step.
+    """
+
+    surrogate: Tensor
+    statistics: Mapping[str, Tensor] = {}
+
+
+@runtime_checkable
+class Estimator(Protocol):
+    """A gradient estimator is a frozen value object that turns a :class:`SiteContext` into a surrogate.
+
+    Attributes:
+        is_unbiased: Whether its expectation is the exact gradient for any state of the critics.
+        is_pathwise: Whether the site's value carries the gradient.
+        uses_critic: Whether it reads ``learned``, ``level`` or ``correction``.
+    """
+
+    is_unbiased: ClassVar[bool]
+    is_pathwise: ClassVar[bool]
+    uses_critic: ClassVar[bool]
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Why the site cannot be served and what to write instead, or ``None`` if it can."""
+        ...
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Names and initial values of the running statistics that it keeps per site."""
+        ...
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The surrogate term."""
+        ...
+
+
+def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float) -> Tensor:
+    """Running mean: the plain mean of the first steps, exponential with ``decay`` afterwards."""
+    weight = (1.0 / (count + 1.0)).clamp(min=1.0 - decay)
+    return old + weight.reshape(-1, *(1,) * (new.dim() - 1)) * (new - old)
+
+
+def site_mean(value: Tensor) -> Tensor:
+    """Mean over everything but the site axis."""
+    return value.flatten(1).mean(1)
+
+
+def _unused(*_: Any) -> None:
+    """Keeps the protocol's names in one place."""

@@ -1,0 +1,43 @@
+r"""The pathwise (reparameterisation) estimator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+
+__all__ = ["Pathwise"]
+
+
+@dataclass(frozen=True)
+class Pathwise:
+    r"""Reparameterisation: the gradient flows through the value ``z(ε; θ)`` itself.
+
+        g_X = ∂C/∂z ∂z/∂θ
+
+    It needs no surrogate term: the differentiable costs carry it.
+
+    References:
+        | Auto-encoding variational Bayes (Kingma and Welling, 2014)
+        | Backprop-Q (Xu et al., 2018), Appendix, Reparameterization Trick
+    """
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = True
+    uses_critic: ClassVar[bool] = False
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs a reparameterised distribution."""
+        if site.has_rsample:
+            return None
+        other = "AllAction()" if site.components else "ScoreFunction()"
+        return f"Pathwise() needs a distribution with rsample, which {site.distribution} lacks; use {other}"
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """None."""
+        return {}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Nothing to add."""
+        return SiteTerm(context.score.new_zeros(()))

@@ -1,0 +1,49 @@
+r"""The score-function estimator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.baselines import Baseline
+
+__all__ = ["ScoreFunction"]
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    r"""Score function (REINFORCE, likelihood ratio), for any site.
+
+        g_X = (C_X - b) ∇ log q(x)
+
+    with the cost-to-go ``C_X`` of this run. Without a baseline it is what ``TraceGraph_ELBO`` computes.
+
+    Args:
+        baseline: ``None``, :class:`LeaveOneOut` or :class:`RunningBaseline`.
+
+    References:
+        | Simple statistical gradient-following algorithms (Williams, 1992)
+        | Backprop-Q (Xu et al., 2018), Appendix, REINFORCE
+    """
+
+    baseline: Baseline | None = None
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = False
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Serves every site that its baseline serves."""
+        return None if self.baseline is None else self.baseline.unsupported(site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Those of the baseline."""
+        return {} if self.baseline is None else self.baseline.statistics()
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The centred cost-to-go times ``log q``."""
+        if self.baseline is None:
+            return SiteTerm(context.cost * context.score)
+        centred, statistics = self.baseline(context.cost, context.statistics, context.count)
+        return SiteTerm(centred * context.score, statistics)

@@ -1,0 +1,149 @@
+r"""Finite components of a distribution, and the features that a critic sees.
+
+A distribution with finite support is written as ``D`` independent components of ``K`` values each: a
+Bernoulli has ``D=1, K=2``; ``Bernoulli.to_event(1)`` of 20 has ``D=20, K=2``; a Categorical or a
+OneHotCategorical has ``D=1``. Its probabilities are a tensor ``log_probs[..., d, k]`` and its value an
+index ``[..., d]``. Everything that sums over a support, or flips one component, works on these.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributions as td
+from torch.nn.functional import one_hot, softplus
+
+__all__ = ["Components", "encode_real", "finite_components"]
+
+
+@dataclass(frozen=True)
+class Components:
+    """How a distribution with finite support splits into independent components; no tensors.
+
+    Args:
+        kind: ``"bernoulli"``, ``"categorical"``, ``"one_hot"`` or ``"support"`` (any other finite one).
+        event_shape: Shape of the components that ``to_event`` made part of the event.
+        cardinality: Number of values ``K`` of a component.
+    """
+
+    kind: str
+    event_shape: tuple[int, ...]
+    cardinality: int
+
+    @property
+    def size(self) -> int:
+        """Number of components ``D``."""
+        return math.prod(self.event_shape)
+
+    @property
+    def event_ndim(self) -> int:
+        """Number of event dimensions of :meth:`parameters`."""
+        return len(self.event_shape) + (self.kind != "bernoulli")
+
+    @property
+    def value_ndim(self) -> int:
+        """Number of event dimensions of a value."""
+        return len(self.event_shape) + (self.kind == "one_hot")
+
+    def parameters(self, fn: Any) -> Tensor:
+        """The tensor that :meth:`log_probs` reads, of shape ``batch_shape + event``."""
+        base = _base(fn)
+        if self.kind != "support":
+            return base.logits
+        support = base.enumerate_support(expand=False)
+        return torch.movedim(base.log_prob(support), 0, -1)
+
+    def log_probs(self, parameters: Tensor) -> Tensor:
+        """Log-probabilities of shape ``(..., D, K)`` from stacked :meth:`parameters`."""
+        if self.kind == "bernoulli":
+            flat = parameters.reshape(*parameters.shape[: parameters.dim() - self.event_ndim], self.size)
+            return -softplus(torch.stack((flat, -flat), -1))
+        lead = parameters.shape[: parameters.dim() - self.event_ndim]
+        return parameters.reshape(*lead, self.size, self.cardinality)
+
+    def index(self, value: Tensor, fn: Any = None) -> Tensor:
+        """Index of each component's value: from ``(..., event)`` to a long tensor ``(..., D)``."""
+        lead = value.shape[: value.dim() - self.value_ndim]
+        if self.kind == "one_hot":
+            return value.argmax(-1).reshape(*lead, self.size)
+        if self.kind == "support":
+            support = _base(fn).enumerate_support(expand=False)
+            return (value.unsqueeze(-1) == support.reshape(-1)).long().argmax(-1, keepdim=True)
+        return value.reshape(*lead, self.size).long()
+
+    def value(self, index: Tensor, fn: Any = None) -> Tensor:
+        """Inverse of :meth:`index`; the dtype is the caller's to restore."""
+        shaped = index.reshape(*index.shape[:-1], *self.event_shape)
+        if self.kind == "one_hot":
+            return one_hot(shaped, self.cardinality)
+        if self.kind == "support":
+            return _base(fn).enumerate_support(expand=False).reshape(-1)[shaped]
+        return shaped
+
+
+@singledispatch
+def finite_components(fn: Any) -> Components | None:
+    """Splits a distribution into finite components, or returns ``None`` where it has none.
+
+    Register a function for a distribution of your own with ``finite_components.register``.
+
+    Args:
+        fn: A distribution.
+
+    Returns:
+        Its components; ``None`` if its support is infinite or not known to factorise.
+    """
+    if not getattr(fn, "has_enumerate_support", False):
+        return None
+    if hasattr(fn, "base_dist"):
+        return finite_components(fn.base_dist)
+    if fn.event_shape:
+        return None
+    support = fn.enumerate_support(expand=False)
+    # A support that differs between batch elements has no common index.
+    if support.numel() != support.shape[0]:
+        return None
+    return Components("support", (), support.shape[0])
+
+
+@finite_components.register(td.Bernoulli)
+def _bernoulli(fn: td.Bernoulli) -> Components:
+    return Components("bernoulli", (), 2)
+
+
+@finite_components.register(td.Categorical)
+def _categorical(fn: td.Categorical) -> Components:
+    return Components("categorical", (), fn.param_shape[-1])
+
+
+@finite_components.register(td.OneHotCategorical)
+def _one_hot(fn: td.OneHotCategorical) -> Components | None:
+    # Straight-through variants are reparameterised: their value carries a gradient.
+    return None if fn.has_rsample else Components("one_hot", (), fn.param_shape[-1])
+
+
+@finite_components.register(td.Independent)
+def _independent(fn: td.Independent) -> Components | None:
+    base = finite_components(fn.base_dist)
+    if base is None or (base.kind == "support"):
+        return None
+    batch = fn.base_dist.batch_shape
+    taken = tuple(batch[len(batch) - fn.reinterpreted_batch_ndims :])
+    return Components(base.kind, taken + base.event_shape, base.cardinality)
+
+
+def _base(fn: Any) -> Any:
+    """The distribution under ``to_event`` and ``mask``."""
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return fn
+
+
+def encode_real(value: Tensor) -> Tensor:
+    """Bounded growth for real-valued critic inputs: ``asinh``, linear near zero and logarithmic far out."""
+    return torch.asinh(value)

@@ -1,0 +1,242 @@
+r"""Immediate costs of finite sites, evaluated exactly by one extra run of the model.
+
+Every component of a site is set to each of its other values in a dimension of its own, to the left of all
+plates, while everything else keeps its sampled value. Sites that no evaluated cost reads together are
+flipped in the same rows; the others get rows of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+from pyro_bpq.features import Components
+from pyro_bpq.graph import StochasticComputationGraph
+from pyro_bpq.rollout import Rollout
+from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
+
+__all__ = ["FlipPlan", "flip_plan", "immediate_costs", "immediate_model_costs"]
+
+
+@dataclass(frozen=True)
+class FlipPlan:
+    """Which rows of the extra run flip which site.
+
+    Args:
+        start: First row of each flipped site; row 0 is the sample.
+        rows: Number of rows in all.
+        costs: For each flipped site the model's sites whose costs are read off.
+    """
+
+    start: Mapping[str, int]
+    rows: int
+    costs: Mapping[str, tuple[str, ...]]
+
+
+def immediate_costs(graph: StochasticComputationGraph) -> dict[str, tuple[str, ...]]:
+    """For each stochastic node the costs that read nothing sampled later, in history form."""
+    found: dict[str, list[str]] = {node.name: [] for node in graph.nodes}
+    for cost in graph.costs:
+        last = graph.last_variable(cost.name)
+        if last is not None:
+            found[last].append(cost.name)
+    return {name: tuple(costs) for name, costs in found.items()}
+
+
+def immediate_model_costs(graph: StochasticComputationGraph) -> dict[str, tuple[str, ...]]:
+    """For each stochastic node its immediate costs of the model that can be read off row by row.
+
+    They are immediate, belong to another site of the model, and have all plates of the node: flipping
+    all its plate rows at once then leaves each row's cost its own.
+    """
+    found = {}
+    for name, costs in immediate_costs(graph).items():
+        plates = set(graph.node(name).plates)
+        own = (cost_of_guide(name), cost_of_model(name))
+        found[name] = tuple(
+            cost
+            for cost in costs
+            if cost not in own and not cost.startswith("log q(") and plates <= set(graph.cost(cost).plates)
+        )
+    return found
+
+
+def flip_plan(
+    graph: StochasticComputationGraph,
+    components: Mapping[str, Components],
+    costs: Mapping[str, tuple[str, ...]],
+) -> FlipPlan:
+    """Assigns rows to sites by greedy colouring.
+
+    Args:
+        graph: The graph.
+        components: Finite components of the sites to flip.
+        costs: For each of them the costs to evaluate.
+
+    Returns:
+        The plan.
+    """
+    reads = {name: {p for cost in costs[name] for p in graph.cost(cost).parents} for name in components}
+    colours: list[list[str]] = []
+    for name in components:
+        for members in colours:
+            if all(m not in reads[name] and name not in reads[m] for m in members):
+                members.append(name)
+                break
+        else:
+            colours.append([name])
+    start, rows = {}, 1
+    for members in colours:
+        for name in members:
+            start[name] = rows
+        rows += max(components[m].size * (components[m].cardinality - 1) for m in members)
+    return FlipPlan(start, rows, {name: tuple(costs[name]) for name in components})
+
+
+class _Substitute(Messenger):  # type: ignore[misc]
+    """Sets the values of latent sites."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not msg["is_observed"] and msg["name"] in self.values:
+            msg["value"] = self.values[msg["name"]]
+            msg["done"] = True
+
+
+@torch.no_grad()
+def flipped_costs(
+    plan: FlipPlan,
+    components: Mapping[str, Components],
+    traced: Sequence[TracedRun],
+    rollout: Rollout,
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    graph: StochasticComputationGraph,
+) -> dict[str, Tensor] | None:
+    """Runs the model with flipped values and reads the immediate costs off.
+
+    Args:
+        plan: The rows.
+        components: Finite components of the flipped sites.
+        traced: The runs of the step.
+        rollout: Their tensors.
+        model: The model.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        graph: The graph.
+
+    Returns:
+        For each flipped site its immediate costs in nats, ``(M, plate dims, D, K)``; ``None`` if the
+        model cannot be run with a dimension to the left of its plates: then its costs in the row of the
+        sample differ from those of the sample, or it raises.
+    """
+    tables: dict[str, list[Tensor]] = {name: [] for name in components}
+    for run in traced:
+        rows = _run_flipped(plan, components, run, model, args, kwargs)
+        if rows is None:
+            return None
+        for name, split in components.items():
+            shape = rollout.batch_shape(graph.node(name).plates)
+            if not rollout.is_vectorized:
+                shape = (1, *shape[1:])
+            total = rows["zero"].new_zeros(())
+            for cost in plan.costs[name]:
+                plates = graph.node(name).plates
+                total = total + _reduce(rows[cost], graph.cost(cost).plates, plates, len(shape))
+            index = split.index(run.run.sites[name].value, run.run.sites[name].fn)
+            index = index.reshape(*(1,) * (len(shape) + 1 - index.dim()), *index.shape)
+            tables[name].append(_table(total, index.expand(*shape, -1), split, plan.start[name]))
+    return {name: torch.cat(parts) for name, parts in tables.items()}
+
+
+def _run_flipped(
+    plan: FlipPlan,
+    components: Mapping[str, Components],
+    traced: TracedRun,
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[str, Tensor] | None:
+    """Costs ``(rows, batch)`` of the extra run, by name."""
+    values = {
+        name: site["value"]
+        for name, site in traced.model_trace.nodes.items()
+        if site["type"] == "sample" and not site["is_observed"]
+    }
+    for name, split in components.items():
+        record = traced.run.sites[name]
+        lead = traced.batch_ndim - (record.value.dim() - split.value_ndim)
+        values[name] = _flip(record.value, record.fn, split, plan, name, lead)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            trace = poutine.trace(_Substitute(values)(model)).get_trace(*args, **kwargs)
+            rows = {}
+            wanted = {cost for costs in plan.costs.values() for cost in costs}
+            for name, site in trace.nodes.items():
+                if site["type"] != "sample" or cost_of_model(name) not in wanted:
+                    continue
+                cost = site["fn"].log_prob(site["value"])
+                rows[cost_of_model(name)] = -scale_and_mask(cost, site["scale"], site["mask"])
+    except Exception:
+        # Whatever the program raises: it does not broadcast, and the sampled run stands on its own.
+        return None
+    for name in wanted:
+        sample = traced.run.costs[name].detach()
+        row = rows[name][:1] if rows[name].dim() > traced.batch_ndim else rows[name].unsqueeze(0)
+        row = row.reshape(row.shape[1:]) if row.dim() > sample.dim() + 1 else row[0]
+        if not _same(row, sample):
+            return None
+        if rows[name].dim() <= traced.batch_ndim:
+            rows[name] = rows[name].expand(plan.rows, *rows[name].shape)
+    rows["zero"] = next(iter(rows.values()))
+    return rows
+
+
+def _same(row: Tensor, sample: Tensor) -> bool:
+    try:
+        row = row.expand(sample.shape) if row.dim() <= sample.dim() else row.reshape(sample.shape)
+    except RuntimeError:
+        return False
+    tolerance = 1e-3 if sample.dtype == torch.float32 else 1e-8
+    return bool(torch.allclose(row, sample, rtol=tolerance, atol=tolerance, equal_nan=True))
+
+
+def _flip(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str, lead: int) -> Tensor:
+    """Values ``(rows, 1.., batch, event)``: one component after the other set to its other values."""
+    index = split.index(value, fn)
+    others = split.cardinality - 1
+    delta = torch.zeros(plan.rows, split.size, dtype=torch.long, device=value.device)
+    steps = torch.arange(split.size * others, device=value.device)
+    delta[plan.start[name] + steps, steps // others] = steps % others + 1
+    delta = delta.reshape(plan.rows, *(1,) * (lead + index.dim() - 1), split.size)
+    return split.value((index + delta) % split.cardinality, fn).to(value.dtype)
+
+
+def _reduce(cost: Tensor, source: Sequence[Any], target: Sequence[Any], ndim: int) -> Tensor:
+    """Brings a cost ``(rows, batch)`` to ``(rows, M, plates)`` with the plates of the site."""
+    cost = cost.reshape(cost.shape[0], *(1,) * (ndim + 1 - cost.dim()), *cost.shape[1:])
+    dims = [plate.dim for plate in source if plate not in target]
+    return cost.sum(dims, keepdim=True) if dims else cost
+
+
+def _table(cost: Tensor, index: Tensor, split: Components, start: int) -> Tensor:
+    """From costs by row to costs by component and value, ``(M, plates, D, K)``."""
+    others = split.cardinality - 1
+    flipped = cost[start : start + split.size * others]
+    flipped = flipped.reshape(split.size, others, *cost.shape[1:])
+    sample = cost[:1].unsqueeze(0).expand(split.size, 1, *cost.shape[1:])
+    relative = torch.cat((sample, flipped), 1).movedim((0, 1), (-2, -1))
+    relative = relative.expand(*index.shape, split.cardinality)
+    values = torch.arange(split.cardinality, device=index.device)
+    return relative.gather(-1, (values - index.unsqueeze(-1)) % split.cardinality)

@@ -1,0 +1,305 @@
+r"""How the sites of a graph are batched: classes of like-shaped sites, and the matrices between them.
+
+Everything here depends on structure only and is computed once per structure. A sum of costs over the
+nodes downstream of each of ``G`` sites is a ``G × costs`` matrix of zeros and ones times the stacked costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_bpq.critics import Critic
+from pyro_bpq.estimators.base import Estimator
+from pyro_bpq.features import Components
+from pyro_bpq.graph import Plate, StochasticComputationGraph
+from pyro_bpq.network import BackpropQNetwork, QNode
+
+__all__ = ["ContextPlan", "CostClass", "Layout", "SiteClass", "SiteSpec", "matrix"]
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """What a site is and how it is to be treated; two sites with equal specs are stacked.
+
+    Args:
+        plates: Its plates.
+        components: Its finite components, or ``None``.
+        event_shape: Shape of an event of its distribution.
+        estimator: Its gradient estimator.
+        critic: How to build its critic, or ``None`` for none.
+        tabled: Kinds of immediate costs known at every value: ``"q"``, ``"p"``, ``"model"``.
+        has_params: Whether the critic sees the parameters of the site's distribution.
+        context: Number of context features given by the user.
+        share: Name under which the critic is shared, or ``None``.
+    """
+
+    plates: tuple[Plate, ...]
+    components: Components | None
+    event_shape: tuple[int, ...]
+    estimator: Estimator
+    critic: Critic | None = None
+    tabled: frozenset[str] = frozenset()
+    has_params: bool = False
+    context: int = 0
+    share: str | None = None
+
+
+@dataclass(frozen=True)
+class SiteClass:
+    """Sites with equal specs, in program order."""
+
+    spec: SiteSpec
+    names: tuple[str, ...]
+
+    @property
+    def value_ndim(self) -> int:
+        """Number of event dimensions of a value."""
+        return len(self.spec.event_shape)
+
+    @property
+    def width(self) -> int:
+        """Number of features of an encoded value."""
+        components = self.spec.components
+        if components is None:
+            return int(np.prod(self.spec.event_shape, dtype=int))
+        return components.size * (components.cardinality if components.cardinality > 2 else 1)
+
+
+@dataclass(frozen=True)
+class CostClass:
+    """Costs with the same plates."""
+
+    plates: tuple[Plate, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """How the context of a batch of Q-nodes is read from the values of one class of sites.
+
+    Args:
+        source: Position of the class.
+        window: Positions ``(Q, W)`` in the class of the most recent members of each scope, latest first;
+            the class's size where there are fewer.
+        rest: Matrix ``(Q, G)`` that averages the older members, or ``None``.
+    """
+
+    source: int
+    window: np.ndarray
+    rest: np.ndarray | None
+
+    @property
+    def slots(self) -> int:
+        """Number of encoded values that it yields."""
+        return self.window.shape[1] + (self.rest is not None)
+
+
+class Layout:
+    """Classes of sites, classes of costs, and what connects them.
+
+    Args:
+        graph: The graph.
+        network: Its Backprop-Q network.
+        specs: Spec of every stochastic node.
+        tabled: For each site, the immediate costs that are known at every value of it.
+        window: Number of most recent scope members per class that a critic sees as they are.
+    """
+
+    def __init__(
+        self,
+        graph: StochasticComputationGraph,
+        network: BackpropQNetwork | None,
+        specs: Mapping[str, SiteSpec],
+        tabled: Mapping[str, tuple[str, ...]],
+        window: int = 4,
+    ) -> None:
+        self.graph, self.network, self.specs, self.window = graph, network, specs, window
+        self.tabled = tabled
+        by_spec: dict[SiteSpec, list[str]] = {}
+        for node in graph.nodes:
+            by_spec.setdefault(specs[node.name], []).append(node.name)
+        self.classes = tuple(SiteClass(spec, tuple(names)) for spec, names in by_spec.items())
+        by_plates: dict[tuple[Plate, ...], list[str]] = {}
+        for cost in graph.costs:
+            by_plates.setdefault(cost.plates, []).append(cost.name)
+        self.cost_classes = tuple(CostClass(plates, tuple(names)) for plates, names in by_plates.items())
+        self.place = {n: (c, i) for c, cls in enumerate(self.classes) for i, n in enumerate(cls.names)}
+        self._tensors: dict[tuple[str, int, int, torch.dtype, torch.device], Tensor | None] = {}
+        self._rules: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def matrix(self, kind: str, row: int, column: int, like: Tensor) -> Tensor | None:
+        """A matrix between a class of sites and a class of costs or sites, or ``None`` if it is zero.
+
+        Args:
+            kind: ``"downstream"`` (sites × costs), ``"tabled"`` (sites × costs) or ``"later"`` (sites × sites).
+            row: Position of the class of sites.
+            column: Position of the other class.
+            like: Gives dtype and device.
+        """
+        key = (kind, row, column, like.dtype, like.device)
+        if key not in self._tensors:
+            array = getattr(self, f"_{kind}")(row, column)
+            self._tensors[key] = torch.as_tensor(array, dtype=like.dtype).to(like.device) if array.any() else None
+        return self._tensors[key]
+
+    def _downstream(self, row: int, column: int) -> np.ndarray:
+        bits = [self.graph.downstream_bits[self.graph.index[n]] for n in self.classes[row].names]
+        return _bit_matrix(bits, [self.graph.cost_index[c] for c in self.cost_classes[column].names])
+
+    def _tabled(self, row: int, column: int) -> np.ndarray:
+        columns = {cost: j for j, cost in enumerate(self.cost_classes[column].names)}
+        array = np.zeros((len(self.classes[row].names), len(columns)), dtype=np.float32)
+        for i, name in enumerate(self.classes[row].names):
+            for cost in self.tabled.get(name, ()):
+                if cost in columns:
+                    array[i, columns[cost]] = 1.0
+        return array
+
+    def _later(self, row: int, column: int) -> np.ndarray:
+        """Which later sites' ``A_Y`` a site may use: those whose costs are all among its own."""
+        array = np.zeros((len(self.classes[row].names), len(self.classes[column].names)), dtype=np.float32)
+        index, downstream = self.graph.index, self.graph.downstream_bits
+        columns = [(index[n], downstream[index[n]]) for n in self.classes[column].names]
+        for i, name in enumerate(self.classes[row].names):
+            own, position = downstream[index[name]], index[name]
+            for j, (later, costs) in enumerate(columns):
+                if later > position and costs and costs & ~own == 0:
+                    array[i, j] = 1.0
+        return array
+
+    @cached_property
+    def q_nodes(self) -> tuple[tuple[QNode, ...], ...]:
+        """For each class, the Q-nodes that are learned, in program order of their sites."""
+        if self.network is None:
+            return tuple(() for _ in self.classes)
+        found: list[list[QNode]] = [[] for _ in self.classes]
+        for node in reversed(self.network.nodes):
+            c, _ = self.place[node.site]
+            if self.classes[c].spec.critic is not None and self.learned_sources(node):
+                found[c].append(node)
+        return tuple(tuple(sorted(nodes, key=lambda n: self.place[n.site][1])) for nodes in found)
+
+    def learned_sources(self, node: QNode) -> tuple[str, ...]:
+        """The costs that the critic of a Q-node predicts: its sources that are used as they are."""
+        return tuple(cost for cost in node.sources if cost not in node.immediate)
+
+    def membership(self, c: int, like: Tensor) -> Tensor | None:
+        """Matrix (sites × Q-nodes) of a class; ``None`` where it is the identity."""
+        sites = [self.place[node.site][1] for node in self.q_nodes[c]]
+        if sites == list(range(len(self.classes[c].names))):
+            return None
+        key = ("membership", c, c, like.dtype, like.device)
+        if key not in self._tensors:
+            array = np.zeros((len(self.classes[c].names), len(sites)), dtype=np.float32)
+            array[sites, range(len(sites))] = 1.0
+            self._tensors[key] = torch.as_tensor(array, dtype=like.dtype).to(like.device)
+        return self._tensors[key]
+
+    @cached_property
+    def contexts(self) -> tuple[tuple[ContextPlan, ...], ...]:
+        """For each class, how the contexts of its Q-nodes are read."""
+        return tuple(self._context_plans(nodes) for nodes in self.q_nodes)
+
+    def _context_plans(self, nodes: Sequence[QNode]) -> tuple[ContextPlan, ...]:
+        scopes: list[dict[int, list[int]]] = []
+        for node in nodes:
+            members: dict[int, list[int]] = {}
+            for name in reversed(node.scope):
+                if name != node.site:
+                    c, i = self.place[name]
+                    members.setdefault(c, []).append(i)
+            scopes.append(members)
+        plans = []
+        for c in sorted({c for members in scopes for c in members}):
+            size = len(self.classes[c].names)
+            found = [members.get(c, []) for members in scopes]
+            wide = min(self.window, max(len(m) for m in found))
+            window = np.full((len(nodes), wide), size)
+            rest = np.zeros((len(nodes), size), dtype=np.float32)
+            for q, members in enumerate(found):
+                window[q, : min(wide, len(members))] = members[:wide]
+                older = members[wide:]
+                if older:
+                    rest[q, older] = 1.0 / len(older)
+            plans.append(ContextPlan(c, window, rest if rest.any() else None))
+        return tuple(plans)
+
+    @cached_property
+    def rule_order(self) -> dict[str, int]:
+        """Position of each Q-node of the network in program order."""
+        assert self.network is not None
+        return {node.name: i for i, node in enumerate(reversed(self.network.nodes))}
+
+    def rule_matrices(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The network's rules as matrices: averages over Q-nodes, over roots, immediate costs.
+
+        Args:
+            like: Gives dtype and device.
+
+        Returns:
+            Matrices ``(Q, Q)``, strictly upper triangular, ``(Q, costs)`` and ``(Q, costs)``.
+        """
+        key = (like.dtype, like.device)
+        if key not in self._rules:
+            rule, root, immediate = (torch.as_tensor(a).to(*key[::-1]) for a in self._rule_arrays())
+            self._rules[key] = rule, root, immediate
+        return self._rules[key]
+
+    def _rule_arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        assert self.network is not None
+        nodes, costs, order = self.network.nodes, self.graph.cost_index, self.rule_order
+        rule = np.zeros((len(nodes), len(nodes)), dtype=np.float32)
+        root = np.zeros((len(nodes), len(costs)), dtype=np.float32)
+        immediate = np.zeros_like(root)
+        for node in nodes:
+            i = order[node.name]
+            immediate[i, [costs[cost] for cost in node.immediate]] = 1.0
+            for average in node.rule:
+                for child in average.children:
+                    if child in order:
+                        rule[i, order[child]] += 1.0 / len(average.children)
+                    else:
+                        root[i, costs[child]] += 1.0 / len(average.children)
+        return rule, root, immediate
+
+    def num_features(self, c: int) -> int:
+        """Number of context features of the critics of a class."""
+        spec = self.classes[c].spec
+        total = sum(plan.slots * self.classes[plan.source].width for plan in self.contexts[c])
+        if spec.has_params and spec.components is not None:
+            total += self.classes[c].width
+        return total + spec.context
+
+    def cells(self, c: int) -> int:
+        """Joint states of the scope without the site itself; 0 where they are not finite or too many."""
+        total = 1
+        for plan in self.contexts[c]:
+            components = self.classes[plan.source].spec.components
+            if components is None or plan.rest is not None:
+                return 0
+            total *= components.cardinality ** (components.size * plan.window.shape[1])
+            if total > 1 << 30:
+                return 0
+        return total
+
+
+def _bit_matrix(rows: Sequence[int], columns: Sequence[int]) -> np.ndarray:
+    """Matrix of the bits ``columns`` of each int in ``rows``."""
+    if not rows or not columns:
+        return np.zeros((len(rows), len(columns)), dtype=np.float32)
+    length = max(columns) // 8 + 1
+    mask = (1 << 8 * length) - 1
+    data = b"".join((bits & mask).to_bytes(length, "little") for bits in rows)
+    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8).reshape(len(rows), length), axis=1, bitorder="little")
+    return bits[:, list(columns)].astype(np.float32)
+
+
+def matrix(left: Tensor, stacked: Tensor) -> Tensor:
+    """``(G, n) @ (n, ...)``: sums stacked tensors with the weights of a matrix."""
+    return (left @ stacked.reshape(stacked.shape[0], -1)).reshape(left.shape[0], *stacked.shape[1:])

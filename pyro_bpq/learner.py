@@ -1,0 +1,106 @@
+r"""The optimiser of the critics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.bank import Block, CriticBank
+from pyro_bpq.errors import OptionError
+
+__all__ = ["CriticLearner", "CriticOptimizer"]
+
+
+@dataclass(frozen=True)
+class CriticLearner:
+    """How critics are trained by an optimiser of their own, after the gradients of model and guide.
+
+    Args:
+        lr: Learning rate, in units of the spread of a critic's targets.
+        optimizer: Builds the optimiser from parameters and ``lr``; ``None`` for Adam.
+        clip: Largest norm of each critic's gradient, or ``None``.
+        level_weight: Weight of the level of ``Q`` against its differences within a data point.
+    """
+
+    lr: float = 1e-2
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    clip: float | None = None
+    level_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise OptionError(f"CriticLearner(lr={self.lr!r}): write a positive number.")
+        if self.clip is not None and not self.clip > 0:
+            raise OptionError(f"CriticLearner(clip={self.clip!r}): write a positive number or None.")
+
+    def make(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        """An optimiser of some critics."""
+        if self.optimizer is not None:
+            return self.optimizer(parameters, lr=self.lr)
+        return torch.optim.Adam(parameters, lr=self.lr, betas=(0.9, 0.99))
+
+
+class CriticOptimizer:
+    """Applies gradients to the critics of a bank; one optimiser per block, made when it is first needed.
+
+    Args:
+        learner: Its options.
+    """
+
+    def __init__(self, learner: CriticLearner) -> None:
+        self.learner = learner
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._loaded: dict[str, Any] = {}
+
+    def step(self, bank: CriticBank, gradients: Mapping[str, Tensor]) -> None:
+        """One step along the given gradients, by name of the parameter in the bank's ``blocks``."""
+        named = bank.weights()
+        touched: dict[str, list[Tensor]] = {}
+        for name, gradient in gradients.items():
+            if name in named:
+                named[name].grad = gradient
+                touched.setdefault(name.split(".")[0], []).append(named[name])
+        for key, parameters in touched.items():
+            if self.learner.clip is not None:
+                _clip(parameters, self.learner.clip)
+            self._optimizer(bank, key).step()
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _optimizer(self, bank: CriticBank, key: str) -> torch.optim.Optimizer:
+        block = bank.blocks[key]
+        assert isinstance(block, Block)
+        weights = list(block.weights().values())
+        optimizer = self.optimizers.get(key)
+        if optimizer is None or any(a is not b for a, b in zip(_held(optimizer), weights, strict=True)):
+            # New, or its tensors were replaced by a move to another device or dtype.
+            state = self._loaded.pop(key, None) if optimizer is None else optimizer.state_dict()
+            optimizer = self.optimizers[key] = self.learner.make(weights)
+            if state is not None:
+                optimizer.load_state_dict(state)
+        return optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of every block's optimiser."""
+        return {**self._loaded, **{key: opt.state_dict() for key, opt in self.optimizers.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over the state of every block's optimiser, also of blocks yet to be built."""
+        self.optimizers, self._loaded = {}, dict(state)
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
+
+
+def _clip(parameters: list[Tensor], limit: float) -> None:
+    """Clips the norm of each critic's own gradient: the leading axis is the site."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    square = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
+    factor = (limit / square.sqrt().clamp(min=1e-12)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.reshape(-1, *(1,) * (gradient.dim() - 1)))

@@ -1,0 +1,226 @@
+r"""Decides per site what is done: its estimator, its critic, and which of its costs are known exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pyro_bpq.config import SiteOptions
+from pyro_bpq.critics import Critic
+from pyro_bpq.errors import UnsupportedSiteError
+from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, Pathwise, RunningBaseline, ScoreFunction
+from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.features import Components
+from pyro_bpq.graph import StochasticComputationGraph
+from pyro_bpq.immediate import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
+from pyro_bpq.layout import Layout, SiteSpec
+from pyro_bpq.network import BackpropQNetwork, Reduction
+from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
+
+__all__ = ["Plan", "Planner", "default_estimator"]
+
+
+def default_estimator(site: SiteInfo, max_support: int) -> Estimator:
+    """The estimator of a site for which nobody chose one.
+
+    Reparameterised: :class:`Pathwise`. Finite components of at most ``max_support`` values: :class:`AllAction`. Else
+    the score function, with leave-one-out from two particles on, with a running baseline for one.
+
+    Args:
+        site: The site.
+        max_support: Largest number of values of a component that are summed over.
+
+    Returns:
+        The estimator.
+    """
+    if site.has_rsample:
+        return Pathwise()
+    if site.components is not None and site.components.cardinality <= max_support:
+        return AllAction()
+    return ScoreFunction(LeaveOneOut() if site.num_particles > 1 else RunningBaseline())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step does on a structure.
+
+    Args:
+        graph: The graph.
+        layout: The batching of sites and costs.
+        flips: The extra run of the model, or ``None``.
+        components: Finite components of the sites that it flips.
+    """
+
+    graph: StochasticComputationGraph
+    layout: Layout
+    flips: FlipPlan | None
+    components: dict[str, Components]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Options of an ELBO that decide what is done on a structure.
+
+    Args:
+        estimator: Estimator of all sites without ``rsample``, or ``None`` for the default of each.
+        critic: How to build critics, or ``None`` for none.
+        reduction: Reduction of the Backprop-Q network.
+        max_support: Largest number of values of a component that are summed over by default.
+        max_elements: Largest number of costs that the extra run of the model may evaluate by default.
+    """
+
+    estimator: Estimator | None
+    critic: Critic | None
+    reduction: Reduction
+    max_support: int = 64
+    max_elements: int = 1 << 21
+
+    def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
+        """The estimator of a site: its own option, the ELBO's, or the default.
+
+        Raises:
+            UnsupportedSiteError: If the chosen estimator cannot serve the site.
+        """
+        chosen = options.estimator
+        if chosen is None and self.estimator is not None:
+            chosen = Pathwise() if site.has_rsample else self.estimator
+        if chosen is None:
+            return default_estimator(site, self.max_support)
+        reason = chosen.unsupported(site)
+        if reason is not None:
+            plates = ", ".join(site.plates) or "none"
+            raise UnsupportedSiteError(
+                f"Site {site.name!r} ({site.distribution}, plates: {plates}): {reason}. Set it with "
+                f'infer={{"bpq": {{"estimator": ...}}}} at the site, config_bpq(guide, estimator=...), or the '
+                "ELBO's argument estimator=..."
+            )
+        return chosen
+
+    def plan(self, traced: TracedRun, graph: StochasticComputationGraph, can_flip: bool) -> Plan:
+        """Plans the steps on a structure.
+
+        Args:
+            traced: A run of that structure.
+            graph: Its graph.
+            can_flip: Whether the model has not failed to run with an extra dimension.
+
+        Returns:
+            The plan.
+        """
+        estimators = {name: self._estimator(traced, name) for name in traced.run.sites}
+        immediate = immediate_costs(graph)
+        flips, components = self._flips(traced, graph, estimators) if can_flip else (None, {})
+        specs, tabled, known = {}, {}, set()
+        for name in traced.run.sites:
+            kinds = self._tabled_kinds(traced, name, graph, estimators[name], immediate[name])
+            if name in components:
+                kinds |= {"model"}
+            costs = {"q": (cost_of_guide(name),), "p": (cost_of_model(name),)}
+            costs["model"] = flips.costs.get(name, ()) if flips is not None else ()
+            tabled[name] = tuple(cost for kind in sorted(kinds) for cost in costs[kind])
+            critic = self._critic(traced.options[name], estimators[name])
+            info = traced.infos[name]
+            # Many components at once: what they cost right away is for the extra run, not for a critic.
+            if critic is None or (info.components is not None and info.components.size > 1):
+                known |= set(immediate[name])
+            known |= set(tabled[name])
+            specs[name] = self._spec(traced, name, estimators[name], critic, frozenset(kinds))
+        network = self._network(graph, specs, known)
+        return Plan(graph, Layout(graph, network, specs, tabled), flips, components)
+
+    def _estimator(self, traced: TracedRun, name: str) -> Estimator:
+        estimator = self.choose(traced.infos[name], traced.options[name])
+        if estimator.is_pathwise and traced.run.sites[name].score is not None:
+            # Partly reparameterised (rejection sampling): the rest of its gradient is a score-function term.
+            return ScoreFunction(LeaveOneOut() if traced.infos[name].num_particles > 1 else RunningBaseline())
+        return estimator
+
+    def _critic(self, options: SiteOptions, estimator: Estimator) -> Critic | None:
+        if not estimator.uses_critic or options.critic is False:
+            return None
+        return self.critic if options.critic is None else options.critic  # type: ignore[return-value]
+
+    def _tabled_kinds(
+        self,
+        traced: TracedRun,
+        name: str,
+        graph: StochasticComputationGraph,
+        estimator: Estimator,
+        immediate: tuple[str, ...],
+    ) -> set[str]:
+        """The site's own costs that follow from its distributions alone."""
+        components = traced.infos[name].components
+        if components is None or not estimator.uses_critic:
+            return set()
+        kinds = {"q"}
+        prior, cost = traced.run.sites[name].prior, cost_of_model(name)
+        if prior is not None and cost in immediate and graph.cost(cost).plates == graph.node(name).plates:
+            if _components(prior) == components and prior.batch_shape == traced.run.sites[name].fn.batch_shape:
+                kinds.add("p")
+        return kinds
+
+    def _flips(
+        self, traced: TracedRun, graph: StochasticComputationGraph, estimators: dict[str, Estimator]
+    ) -> tuple[FlipPlan | None, dict[str, Components]]:
+        costs = immediate_model_costs(graph)
+        components, wanted = {}, False
+        finite = 0
+        for name, info in traced.infos.items():
+            exact = getattr(estimators[name], "exact", False)
+            if info.components is None or exact is False:
+                continue
+            finite += 1
+            if costs[name]:
+                components[name] = info.components
+                wanted |= exact is True
+        # One extra run of the whole model pays where many sites gain by it.
+        if not components or (not wanted and 2 * len(components) < finite):
+            return None, {}
+        flips = flip_plan(graph, components, costs)
+        names = {cost for chosen in flips.costs.values() for cost in chosen}
+        elements = flips.rows * sum(traced.run.costs[cost].numel() * _events(traced, cost) for cost in names)
+        if elements > self.max_elements and not wanted:
+            return None, {}
+        return flips, components
+
+    def _spec(
+        self, traced: TracedRun, name: str, estimator: Estimator, critic: Critic | None, kinds: frozenset[str]
+    ) -> SiteSpec:
+        info, options, record = traced.infos[name], traced.options[name], traced.run.sites[name]
+        plates = next(entry[1] for entry in traced.key if entry[0] == name)
+        event = tuple(record.fn.event_shape)
+        return SiteSpec(
+            plates=plates,
+            components=None if estimator.is_pathwise else info.components,
+            event_shape=event,
+            estimator=estimator,
+            critic=critic if info.components is not None else None,
+            tabled=kinds,
+            has_params=bool(plates),
+            context=0 if options.context is None else options.context.shape[-1],
+            share=options.share,
+        )
+
+    def _network(
+        self, graph: StochasticComputationGraph, specs: dict[str, SiteSpec], known: set[str]
+    ) -> BackpropQNetwork | None:
+        if all(spec.critic is None for spec in specs.values()):
+            return None
+        return BackpropQNetwork.build(graph, self.reduction, immediate=frozenset(known))
+
+
+def _components(fn: Any) -> Components | None:
+    from pyro_bpq.features import finite_components
+
+    return finite_components(fn)
+
+
+def _events(traced: TracedRun, cost: str) -> int:
+    """Number of elements of an event of the site that a cost belongs to."""
+    name = cost[len("-log p(") : -1]
+    event: int = traced.model_trace.nodes[name]["fn"].event_shape.numel()
+    return event
+
+
+Builder = Callable[[TracedRun], Plan]

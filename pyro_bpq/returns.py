@@ -1,0 +1,105 @@
+r"""Lambda-returns of the stacked Q-nodes of a step.
+
+Where all nodes and costs share their plates the returns come from one triangular solve, else from a
+backward pass over the nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.layout import Layout, matrix
+from pyro_bpq.targets import lambda_return, lambda_return_solve
+
+__all__ = ["lambda_returns"]
+
+
+def lambda_returns(
+    layout: Layout,
+    costs: Sequence[Tensor],
+    values: Mapping[int, Tensor],
+    ahead: Mapping[int, Tensor],
+    lam: float,
+    gamma: float,
+) -> dict[int, Tensor]:
+    """Targets of all learned Q-nodes.
+
+    Args:
+        layout: The layout.
+        costs: Stacked costs by class of costs, in nats, detached.
+        values: ``q_X(x)`` by class of sites, ``(Q, M, plates)``, in nats, detached.
+        ahead: ``E_X[q_X]`` plus the correction of the exact immediate costs to their expectation.
+        lam: Weight of the return against the critic.
+        gamma: Discount per edge.
+
+    Returns:
+        Targets by class of sites, of the shapes of ``values``.
+    """
+    assert layout.network is not None
+    plates = {cls.plates for cls in layout.cost_classes} | {cls.spec.plates for cls in layout.classes}
+    if len(plates) == 1 and len(layout.network.nodes) > 2:
+        return _solve(layout, costs[0], values, ahead, lam, gamma)
+    return _backward(layout, costs, values, ahead, lam, gamma)
+
+
+def _backward(
+    layout: Layout,
+    costs: Sequence[Tensor],
+    values: Mapping[int, Tensor],
+    ahead: Mapping[int, Tensor],
+    lam: float,
+    gamma: float,
+) -> dict[int, Tensor]:
+    network = layout.network
+    assert network is not None
+    roots = {
+        name: cost
+        for cls, stacked in zip(layout.cost_classes, costs, strict=True)
+        for name, cost in zip(cls.names, stacked.unbind(0), strict=True)
+    }
+    q, expected = {}, {}
+    for c, value in values.items():
+        for node, own, mean in zip(layout.q_nodes[c], value.unbind(0), ahead[c].unbind(0), strict=True):
+            q[node.name] = own
+            expected[node.name] = _with_immediate(layout, node.name, mean, roots)
+    returns = lambda_return(network, q, roots, lam, gamma, expected)
+    return {
+        c: torch.stack([returns[node.name].expand(value.shape[1:]) for node in layout.q_nodes[c]])
+        for c, value in values.items()
+    }
+
+
+def _with_immediate(layout: Layout, name: str, mean: Tensor, roots: Mapping[str, Tensor]) -> Tensor:
+    assert layout.network is not None
+    graph, node = layout.graph, layout.network.q_node(name)
+    plates = graph.node(node.site).plates
+    for cost in node.immediate:
+        dims = [plate.dim for plate in graph.cost(cost).plates if plate not in plates]
+        mean = mean + (roots[cost].sum(dims, keepdim=True) if dims else roots[cost])
+    return mean
+
+
+def _solve(
+    layout: Layout,
+    costs: Tensor,
+    values: Mapping[int, Tensor],
+    ahead: Mapping[int, Tensor],
+    lam: float,
+    gamma: float,
+) -> dict[int, Tensor]:
+    rule, root, immediate = layout.rule_matrices(costs)
+    order = layout.rule_order
+    size = (len(order), *costs.shape[1:])
+    learned, mean = costs.new_zeros(size), costs.new_zeros(size)
+    weight = costs.new_ones(len(order))
+    where = {}
+    for c, value in values.items():
+        where[c] = [order[node.name] for node in layout.q_nodes[c]]
+        learned[where[c]], mean[where[c]], weight[where[c]] = value, ahead[c], lam
+    returns = lambda_return_solve(
+        rule, gamma * matrix(root, costs), mean + matrix(immediate, costs), learned, weight, gamma
+    )
+    return {c: returns[rows] for c, rows in where.items()}

@@ -1,0 +1,160 @@
+r"""The stacked tensors of one class of sites in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from pyro_bpq.errors import PlateError
+from pyro_bpq.features import Components, encode_real
+from pyro_bpq.layout import SiteClass
+from pyro_bpq.rollout import Rollout, Run, SiteRecord
+
+__all__ = ["SiteBatch"]
+
+
+class SiteBatch:
+    """Tensors of ``G`` like-shaped sites, stacked when first asked for.
+
+    Args:
+        cls: The class of sites.
+        rollout: The runs.
+    """
+
+    def __init__(self, cls: SiteClass, rollout: Rollout) -> None:
+        self.cls, self.rollout = cls, rollout
+        self.plates = cls.spec.plates
+        self.batch_shape = rollout.batch_shape(self.plates)
+
+    @property
+    def components(self) -> Components:
+        """The finite components of the sites."""
+        assert self.cls.spec.components is not None
+        return self.cls.spec.components
+
+    def _stack(self, pick: Callable[[SiteRecord], Tensor], event_ndim: int) -> Tensor:
+        def from_run(run: Run, name: str) -> Tensor:
+            return pick(run.sites[name])
+
+        try:
+            return self.rollout.stack(from_run, self.cls.names, self.plates, event_ndim)
+        except RuntimeError as error:
+            plates = ", ".join(f"{p.name} (dim {p.dim})" for p in self.plates) or "none"
+            raise PlateError(
+                f"Sites {list(self.cls.names)}: a tensor does not fit the plates {plates} of batch shape "
+                f"{self.batch_shape[1:]}. Put every batch dimension into a pyro.plate or into the event "
+                f"with .to_event()."
+            ) from error
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """``log q`` of every value of every component, ``(G, M, plates, D, K)``, with gradient."""
+        split = self.components
+        return split.log_probs(self._stack(lambda site: split.parameters(site.fn), split.event_ndim))
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """Probabilities, detached."""
+        return self.log_probs.detach().exp()
+
+    @cached_property
+    def index(self) -> Tensor:
+        """Index of the sampled value, ``(G, M, plates, D)``."""
+        split = self.components
+        if split.kind == "support":
+            return self._stack(lambda site: split.index(site.value.detach(), site.fn), 1)
+        return split.index(self._stack(lambda site: site.value.detach(), split.value_ndim))
+
+    @cached_property
+    def score(self) -> Tensor:
+        """``log q`` of the sample, ``(G, M, plates)``, neither scaled nor masked, with gradient."""
+        if self.cls.spec.components is not None and not self.cls.spec.estimator.is_pathwise:
+            return self.sampled(self.log_probs).sum(-1)
+        return self._stack(_score, 0)
+
+    @cached_property
+    def encoded(self) -> Tensor:
+        """Values as critic inputs, ``(G, M, plates, width)``, detached and centred."""
+        if self.cls.spec.components is None:
+            value = self._stack(lambda site: site.value.detach(), self.cls.value_ndim)
+            lead = value.shape[: value.dim() - self.cls.value_ndim]
+            return encode_real(value.reshape(*lead, self.cls.width))
+        if self.components.cardinality == 2:
+            return 2.0 * self.index.to(self.probs.dtype) - 1.0
+        cardinality = self.components.cardinality
+        return (one_hot(self.index, cardinality).to(self.probs.dtype) - 1.0 / cardinality).flatten(-2)
+
+    @cached_property
+    def parameters(self) -> Tensor:
+        """Parameters of the distributions as critic inputs, ``(G, M, plates, width)``, detached."""
+        log_probs = self.log_probs.detach()
+        if self.components.cardinality == 2:
+            return (log_probs[..., 1] - log_probs[..., 0]).clamp(-6.0, 6.0) / 2.0
+        return (log_probs - log_probs.mean(-1, keepdim=True)).clamp(-6.0, 6.0).flatten(-2) / 2.0
+
+    @cached_property
+    def context(self) -> Tensor:
+        """Context features of the user, ``(G, M, plates, C)``, detached."""
+        return self._stack(_context, 1)
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """Scale of the sites, broadcastable to ``(G, M, plates)``."""
+        return self._scales(lambda site: site.scale)
+
+    @cached_property
+    def own_q(self) -> Tensor:
+        """The cost ``log q`` at every value: scale and mask times :attr:`log_probs`, detached."""
+        return self._weighted(self.log_probs.detach(), self.scale, lambda site: site.mask)
+
+    @cached_property
+    def own_p(self) -> Tensor:
+        """The cost ``-log p`` of the model's site at every value, ``(G, M, plates, D, K)``, detached."""
+        split = self.components
+        stacked = self._stack(lambda site: split.parameters(site.prior).detach(), split.event_ndim)
+        scale = self._scales(lambda site: site.prior_scale)
+        return -self._weighted(split.log_probs(stacked), scale, lambda site: site.prior_mask)
+
+    def sampled(self, table: Tensor) -> Tensor:
+        """Entry of a table ``(..., D, K)`` at the sampled value, ``(..., D)``."""
+        return table.gather(-1, self.index.unsqueeze(-1)).squeeze(-1)
+
+    def centred(self, table: Tensor) -> Tensor:
+        r"""``Σ_d (T[d, x_d] - E_k T[d, k])``: zero in expectation given all that was sampled before."""
+        return (self.sampled(table) - (self.probs * table).sum(-1)).sum(-1)
+
+    def _scales(self, pick: Callable[[SiteRecord], float | Tensor]) -> Tensor:
+        first = self.rollout.runs[0].sites
+        scales = [pick(first[name]) for name in self.cls.names]
+        like = self.probs
+        if any(isinstance(scale, Tensor) and scale.dim() for scale in scales):
+            return self._stack(lambda site: torch.as_tensor(pick(site)).to(like), 0)
+        tensor = torch.tensor([float(scale) for scale in scales], dtype=like.dtype).to(like.device)
+        return tensor.reshape(-1, *(1,) * len(self.batch_shape))
+
+    def _weighted(self, table: Tensor, scale: Tensor, mask: Callable[[SiteRecord], Any]) -> Tensor:
+        first = self.rollout.runs[0].sites
+        table = table * scale[..., None, None]
+        if all(mask(first[name]) is None for name in self.cls.names):
+            return table
+        masks = self._stack(lambda site: _mask(mask(site), table), 0)
+        return table * masks[..., None, None]
+
+
+def _score(site: SiteRecord) -> Tensor:
+    assert site.score is not None
+    return site.score
+
+
+def _context(site: SiteRecord) -> Tensor:
+    assert site.context is not None
+    return site.context.detach()
+
+
+def _mask(mask: Tensor | bool | None, like: Tensor) -> Tensor:
+    return torch.as_tensor(True if mask is None else mask, device=like.device).to(like.dtype)

@@ -1,0 +1,125 @@
+r"""Which graph a run has: tracked when it must be, cached when it may be.
+
+A superset of a site's downstream costs is always unbiased, a subset in general not. So cached
+dependencies are merged and never replaced, and a run that was not tracked and whose key is unknown gets the
+dense graph.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
+from pyro_bpq.graph import StochasticComputationGraph
+from pyro_bpq.tracing import TracedRun, build_graph, dense_graph
+
+__all__ = ["STRUCTURES", "StructureCache"]
+
+STRUCTURES = ("auto", "dynamic", "dense", "static")
+
+# Tracked runs in agreement after which a key counts as static, and steps after which it is looked at again.
+_AGREEMENTS = 3
+_CAPACITY = 256
+
+
+class StructureCache:
+    """Graphs by key of the run.
+
+    Args:
+        mode: ``"auto"``: track until the structure has shown to be static, then reuse the graph and look
+            again now and then; a program that lets a sampled value leave torch stays tracked.
+            ``"dynamic"``: always track. ``"dense"``: every earlier site is an ancestor. ``"static"``: track
+            once, raise if a later look contradicts.
+
+    Raises:
+        OptionError: If the mode is unknown.
+    """
+
+    def __init__(self, mode: str) -> None:
+        if mode not in STRUCTURES:
+            raise OptionError(f"structure={mode!r} is unknown; write one of {', '.join(map(repr, STRUCTURES))}.")
+        self.mode = mode
+        self.escapes = False
+        self.unknown = True
+        self.untracked_steps = 0
+        self.next_look = 10
+        self.reads: OrderedDict[Any, tuple[dict[str, frozenset[str]], int]] = OrderedDict()
+        self.graphs: dict[Any, StochasticComputationGraph] = {}
+
+    def wants_tracking(self) -> bool:
+        """Whether the next run must be tracked."""
+        if self.mode == "dense":
+            return False
+        if self.mode == "dynamic" or self.unknown or (self.escapes and self.mode == "auto"):
+            return True
+        return self.untracked_steps >= self.next_look
+
+    def graph(self, traced: TracedRun) -> StochasticComputationGraph:
+        """The graph of a run.
+
+        Args:
+            traced: The run, tracked or not.
+
+        Returns:
+            Its graph; the dense one where nothing is known.
+
+        Raises:
+            StructureChangedError: In mode ``"static"``, if the run contradicts what was seen before.
+        """
+        if traced.reads is not None:
+            return self._tracked(traced, traced.reads)
+        self.untracked_steps += 1
+        graph = self.graphs.get(traced.key)
+        if graph is not None:
+            return graph
+        if self.mode != "dense":
+            # A structure that was never tracked: the dense graph is right, and the next run is tracked.
+            self.unknown = True
+            return dense_graph(traced)
+        return self._store(traced.key, dense_graph(traced))
+
+    def _tracked(self, traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
+        if self.mode == "dynamic":
+            return build_graph(traced, reads)
+        known, agreements = self.reads.get(traced.key, ({}, 0))
+        merged = {name: sources | known.get(name, frozenset()) for name, sources in reads.items()}
+        changed = bool(known) and merged != known
+        if changed:
+            self._contradicted(traced, known, merged)
+        self.escapes |= traced.escaped
+        agreements = 1 if changed else agreements + 1
+        self.reads[traced.key] = (merged, agreements)
+        if len(self.reads) > _CAPACITY:
+            forgotten, _ = self.reads.popitem(last=False)
+            self.graphs.pop(forgotten, None)
+        self.unknown = self.mode == "auto" and agreements < _AGREEMENTS
+        if self.untracked_steps >= self.next_look:
+            self.next_look = min(10 * self.next_look, 1000)
+        self.untracked_steps = 0
+        if changed or traced.key not in self.graphs:
+            return self._store(traced.key, build_graph(traced, merged))
+        return self.graphs[traced.key]
+
+    def _contradicted(
+        self, traced: TracedRun, known: Mapping[str, frozenset[str]], merged: Mapping[str, frozenset[str]]
+    ) -> None:
+        new = [f"{cost} also reads {sorted(merged[cost] - known[cost])}" for cost in merged if merged[cost] - known[cost]]
+        if self.mode == "static":
+            raise StructureChangedError(
+                f'The program was declared structure="static", but {"; ".join(new)}. '
+                'Write structure="auto" or "dynamic".'
+            )
+        if self.untracked_steps:
+            warnings.warn(
+                f"Dependencies changed within the last {self.untracked_steps} steps: {'; '.join(new)}. They are "
+                'taken into account from now on; write structure="dynamic" to track every step.',
+                BPQWarning,
+                stacklevel=2,
+            )
+
+    def _store(self, key: Any, graph: StochasticComputationGraph) -> StochasticComputationGraph:
+        self.graphs[key] = graph
+        return graph

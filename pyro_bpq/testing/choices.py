@@ -1,0 +1,365 @@
+r"""Tree search over the executions of a program: every outcome of everything it draws.
+
+A run of a program is a path of choices. The first run takes the first value of every choice it
+meets; each later run repeats a prefix of the path and takes the next value at its end. Choices are
+discovered on the way, so sites may exist in some branches only. The probabilities of the outcomes
+sum to one, which is checked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pyro.distributions as dist
+import torch
+from pyro.ops.provenance import detach_provenance
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor
+
+from pyro_bpq.errors import OptionError, StructureChangedError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.testing.distributions import TwoPoint
+
+__all__ = ["ChoiceMessenger", "ChoiceNoise", "iter_outcomes", "walk"]
+
+T = TypeVar("T")
+
+_MAX_MISSING_PROBABILITY = 1e-5
+
+
+class _Choice:
+    """One choice on the current path: ``num_elements`` independent picks among ``num_values``."""
+
+    def __init__(self, name: str, log_probs: Tensor) -> None:
+        self.name = name
+        self.shape = tuple(log_probs.shape)
+        self.index = (0,) * log_probs.shape[1]
+        self._log_probs = log_probs
+        self._table: list[list[float]] | None = None
+        self._rest: Iterator[tuple[int, ...]] = iter(())
+
+    def settle(self) -> bool:
+        """Reads the probabilities once the run is over; returns whether ``index`` is possible.
+
+        During the run nothing may leave torch: a tracker of dependencies would see an escape.
+        """
+        if self._table is None:
+            self._table = detach_provenance(self._log_probs).exp().T.tolist()
+            possible = [[value for value, p in enumerate(row) if p > 0] for row in self._table]
+            if not all(possible):
+                raise UnsupportedSiteError(
+                    f"Site {self.name!r}: no value has a positive probability. Check its parameters for NaN."
+                )
+            self._rest = itertools.product(*possible)
+            first = next(self._rest)
+            if first != self.index:
+                self._rest = itertools.chain([first], self._rest)
+                return False
+        return True
+
+    def advance(self) -> bool:
+        """Moves on to the next possible index; returns False when there is none."""
+        index = next(self._rest, None)
+        if index is None:
+            return False
+        self.index = index
+        return True
+
+    @property
+    def probability(self) -> float:
+        """Probability of ``index`` given the choices before it."""
+        assert self._table is not None
+        return math.prod(row[value] for row, value in zip(self._table, self.index, strict=True))
+
+
+class ChoiceMessenger(Messenger):
+    """Replaces every draw of a program by the choices of the current path.
+
+    It must be the outermost handler of the step: it then acts last before a value would be drawn, sees
+    distributions as the particle plate has expanded them, and the values it sets pass through all
+    other handlers as ordinary samples. The distribution at the site stays as it is.
+
+    Args:
+        num_outcomes: Limit on the number of outcomes.
+        keep_score: Whether to collect the differentiable log-probability of the run in ``score``.
+    """
+
+    def __init__(self, num_outcomes: int, keep_score: bool = False) -> None:
+        super().__init__()
+        self.num_outcomes = num_outcomes
+        self.keep_score = keep_score
+        self.score: list[Tensor] = []
+        self._path: list[_Choice] = []
+        self._position = 0
+
+    def begin(self) -> None:
+        """Goes back to the start of the path."""
+        self._position = 0
+        self.score = []
+
+    def settle(self) -> bool:
+        """Closes a run; returns whether it is possible, else cuts the path at the culprit."""
+        for depth, choice in enumerate(self._path, start=1):
+            if not choice.settle():
+                del self._path[depth:]
+                return False
+        return True
+
+    def check_repeated(self) -> None:
+        """Raises unless the run has met all choices of its path."""
+        if self._position < len(self._path):
+            self._raise_changed("nothing")
+
+    def advance(self) -> bool:
+        """Moves on to the next path; returns False when all have been taken."""
+        while self._path:
+            if self._path[-1].advance():
+                return True
+            self._path.pop()
+        return False
+
+    @property
+    def probability(self) -> float:
+        """Probability of the path."""
+        return math.prod(choice.probability for choice in self._path)
+
+    def choose(
+        self, name: str, num_values: int, num_elements: int, log_probs: Callable[[], Tensor]
+    ) -> tuple[int, ...]:
+        """Returns the index of every element at the next choice of the path.
+
+        Args:
+            name: Name of the site, for messages.
+            num_values: Size of the support of one element.
+            num_elements: Number of independent elements.
+            log_probs: Called when the choice is met first; returns shape ``(num_values, num_elements)``.
+        """
+        if self._position == len(self._path):
+            self._check_size(name, num_values, num_elements)
+            with torch.no_grad():
+                self._path.append(_Choice(name, log_probs()))
+        choice = self._path[self._position]
+        if choice.name != name or choice.shape != (num_values, num_elements):
+            self._raise_changed(f"site {name!r} with {num_elements} elements of {num_values} values")
+        self._position += 1
+        return choice.index
+
+    def _check_size(self, name: str, num_values: int, num_elements: int) -> None:
+        size = math.prod(choice.shape[0] ** choice.shape[1] for choice in self._path)
+        if size * num_values**num_elements > self.num_outcomes:
+            raise OptionError(
+                f"More than num_outcomes={self.num_outcomes} joint outcomes at site {name!r}, which has "
+                f"{num_elements} elements of {num_values} values each, after {size} outcomes of the choices "
+                "before it. Use a smaller program, fewer particles or a larger num_outcomes; for large "
+                "programs use sample_gradients and z_scores."
+            )
+
+    def _raise_changed(self, found: str) -> None:
+        expected = self._path[self._position]
+        raise StructureChangedError(
+            f"Under the same choices the program met {found} where it had met site {expected.name!r} with "
+            f"{expected.shape[1]} elements of {expected.shape[0]} values. It must be deterministic given "
+            "what it draws through pyro.sample: make it free of counters, caches and noise of its own, and "
+            "call elbo.eval() first."
+        )
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["is_observed"] or msg["done"] or msg["value"] is not None:
+            return
+        name, fn = msg["name"], msg["fn"]
+        if isinstance(fn, _Subsample):
+            msg["value"] = self._subset(name, fn)
+            return
+        if msg["args"] or msg["kwargs"]:
+            raise UnsupportedSiteError(
+                f"Site {name!r}: arguments of pyro.sample other than obs and infer cannot be enumerated. "
+                "Expand the distribution instead: fn.expand_by(shape)."
+            )
+        msg["value"] = self._value(name, fn)
+
+    def _subset(self, name: str, fn: _Subsample) -> Tensor | None:
+        size, chosen = fn.size, fn.subsample_size
+        if chosen is None or chosen >= size:
+            return None  # Pyro draws nothing here
+        count = math.comb(size, chosen)
+        (index,) = self.choose(name, count, 1, lambda: torch.full((count, 1), -math.log(count)).double())
+        subset = next(itertools.islice(itertools.combinations(range(size), chosen), index, None))
+        return torch.tensor(subset, device=fn.device)
+
+    def _value(self, name: str, fn: Any) -> Tensor | None:
+        core = _unwrap(fn)
+        if isinstance(core, dist.Delta):
+            return None  # one outcome
+        if isinstance(core, TwoPoint) and core.has_rsample:
+            return self._transported(name, core)
+        support = _support(name, core)
+        num_values, shape = support.shape[0], core.batch_shape
+        index = self.choose(name, num_values, shape.numel(), lambda: _log_probs(core, support))
+        rows = support.reshape((num_values, *core.event_shape))
+        value = rows[torch.tensor(index, dtype=torch.long, device=rows.device).reshape(shape)]
+        if self.keep_score:
+            self.score.append(core.log_prob(value).sum())
+        return value
+
+    def _transported(self, name: str, core: TwoPoint) -> Tensor:
+        shape = core.batch_shape
+        num_elements = shape.numel()
+        index = self.choose(
+            name, 2, num_elements, lambda: torch.full((2, num_elements), -math.log(2.0), dtype=torch.float64)
+        )
+        noise = torch.tensor(index, dtype=core.loc.dtype, device=core.loc.device).reshape(shape)
+        return core.transport(2 * noise - 1)
+
+
+def _unwrap(fn: Any) -> Any:
+    """Strips masks and event dimensions: elements are independent, and drawn whatever the mask."""
+    while isinstance(fn, (torch.distributions.Independent, dist.MaskedDistribution)):
+        fn = fn.base_dist
+    return fn
+
+
+def _support(name: str, core: Any) -> Tensor:
+    """Values of one element, shape ``(num_values, 1, ..., 1) + event_shape``."""
+    cause: Exception | None = None
+    if getattr(core, "has_enumerate_support", False) and not core.has_rsample:
+        try:
+            support: Tensor = core.enumerate_support(expand=False)
+            return support
+        except NotImplementedError as error:
+            cause = error
+    raise UnsupportedSiteError(
+        f"Site {name!r} ({type(core).__name__}) with batch shape {tuple(core.batch_shape)} and event shape "
+        f"{tuple(core.event_shape)} has no finite support that can be enumerated. In the program under "
+        "test, use a discrete distribution, or pyro_bpq.testing.TwoPoint(loc, scale) in place of a "
+        "reparameterised one."
+    ) from cause
+
+
+def _log_probs(core: Any, support: Tensor) -> Tensor:
+    """Log-probability of every value of every element, shape ``(num_values, num_elements)``."""
+    table: Tensor = core.log_prob(support)
+    return table.expand((support.shape[0], *core.batch_shape)).reshape(support.shape[0], -1)
+
+
+class ChoiceNoise:
+    """A source of finite noise that expectations can run through.
+
+    An estimator with randomness of its own takes such an object and draws with :meth:`draw_choice`.
+    Passed on as ``noise=`` to :func:`expected_gradient` the draws are part of the outcome; at any other
+    time they are drawn from a generator of their own, never the global one.
+
+    Args:
+        seed: Seed of that generator.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._choices: ChoiceMessenger | None = None
+
+    def draw_choice(self, probabilities: Tensor) -> Tensor:
+        """Draws one index per row.
+
+        Args:
+            probabilities: Shape ``(*rows, num_values)``, each row sums to one; detached.
+
+        Returns:
+            Indices, integers of shape ``rows``.
+        """
+        *rows, num_values = probabilities.shape
+        flat = probabilities.detach().reshape(-1, num_values)
+        if self._choices is None:
+            drawn = torch.multinomial(flat.cpu(), 1, generator=self._generator)
+            return drawn.reshape(rows).to(probabilities.device)
+        index = self._choices.choose("noise", num_values, flat.shape[0], lambda: flat.log().T)
+        return torch.tensor(index, dtype=torch.long, device=probabilities.device).reshape(rows)
+
+
+def iter_outcomes(
+    step: Callable[[], T], *, num_outcomes: int = 200_000, noise: ChoiceNoise | None = None
+) -> Iterator[tuple[float, T]]:
+    """Runs ``step`` once for every joint outcome of all that it draws.
+
+    Args:
+        step: Runs Pyro programs, any number of times; deterministic given what they draw.
+        num_outcomes: Limit on the number of outcomes.
+        noise: Source of further noise that belongs to the step.
+
+    Yields:
+        Probability of the outcome and what ``step`` returned; the probabilities sum to one.
+
+    Raises:
+        OptionError: If there are more than ``num_outcomes`` outcomes.
+        UnsupportedSiteError: If a site has no finite support.
+        UnsupportedProgramError: If something is drawn behind the choices.
+        StructureChangedError: If ``step`` is not deterministic given its choices.
+    """
+    return walk(ChoiceMessenger(num_outcomes), step, noise)
+
+
+def walk(
+    choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None = None
+) -> Iterator[tuple[float, T]]:
+    """Runs ``step`` on every path of ``choices``; see :func:`iter_outcomes`."""
+    count, total, is_last = 0, 0.0, False
+    while not is_last:
+        result = _run_settled(choices, step, noise, may_draw=count == 0)
+        if choices.settle():
+            count, total = count + 1, total + choices.probability
+            _check_count(count, choices.num_outcomes)
+            yield choices.probability, result[0]
+        is_last = not choices.advance()
+    if abs(total - 1) > _MAX_MISSING_PROBABILITY:
+        raise UnsupportedProgramError(
+            f"The probabilities of all outcomes sum to {total}, not to 1: some distribution changed after "
+            "it was drawn from, or is not normalised. Do not write in place into its parameters."
+        )
+
+
+def _check_count(count: int, limit: int) -> None:
+    if count > limit:
+        raise OptionError(
+            f"More than num_outcomes={limit} joint outcomes. Use a smaller program, fewer particles or a "
+            "larger num_outcomes."
+        )
+
+
+def _run_settled(
+    choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None, may_draw: bool
+) -> tuple[T, ...]:
+    """Runs ``step`` on the current path; returns its result, or nothing if the path is impossible."""
+    try:
+        result, has_drawn = _run(choices, step, noise)
+        if has_drawn and may_draw:  # such as Pyro's guess of max_plate_nesting, once per object
+            result, has_drawn = _run(choices, step, noise)
+    except Exception:
+        if choices.settle():
+            raise
+        return ()  # the first value of a new choice may be impossible, and the program unprepared for it
+    choices.check_repeated()
+    if has_drawn:
+        raise UnsupportedProgramError(
+            "The step drew from torch's global generator behind the choices, so its expectation cannot be "
+            "computed. Look for a site hidden by poutine.block, dropout, or an estimator with noise of its "
+            "own: let that draw through a ChoiceNoise, passed as noise=."
+        )
+    return (result,)
+
+
+def _run(choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None) -> tuple[T, bool]:
+    """Runs ``step`` once; returns its result and whether it moved the global generator (put back)."""
+    state = torch.get_rng_state()
+    choices.begin()
+    if noise is not None:
+        noise._choices = choices
+    try:
+        with choices:
+            result = step()
+    finally:
+        if noise is not None:
+            noise._choices = None
+        has_drawn = not torch.equal(state, torch.get_rng_state())
+        torch.set_rng_state(state)
+    return result, has_drawn

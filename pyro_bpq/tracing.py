@@ -1,0 +1,333 @@
+r"""Runs Pyro programs and splits what they did into structure (a graph) and tensors (a run)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.distributions.util import is_identically_zero
+from pyro.infer.enum import get_importance_trace
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+from pyro_bpq.config import SiteOptions, site_options
+from pyro_bpq.errors import SiteNotFoundError
+from pyro_bpq.estimators.base import Estimator, SiteInfo
+from pyro_bpq.features import finite_components
+from pyro_bpq.graph import CostNode, Plate, StochasticComputationGraph, StochasticNode
+from pyro_bpq.provenance import DependencyTracker
+from pyro_bpq.rollout import Run, SiteRecord
+
+__all__ = [
+    "PARTICLES",
+    "TracedRun",
+    "build_graph",
+    "cost_of_guide",
+    "cost_of_model",
+    "dense_graph",
+    "trace_run",
+]
+
+# Pyro's name of the plate of vectorised particles.
+PARTICLES = "num_particles_vectorized"
+
+# Chooses the estimator of a site.
+Choose = Callable[[SiteInfo, SiteOptions], Estimator]
+
+
+def cost_of_guide(site: str) -> str:
+    """Name of the cost ``log q`` of a guide site."""
+    return f"log q({site})"
+
+
+def cost_of_model(site: str) -> str:
+    """Name of the cost ``-log p`` of a model site."""
+    return f"-log p({site})"
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """What one run of guide and model did.
+
+    Args:
+        key: What can be seen of its structure without tracking; equal keys mean the same sites, plates,
+            kinds of distributions and options in the same order.
+        run: Its tensors.
+        reads: What every latent site and cost reads: latent sites, by name; ``None`` if not tracked.
+        escaped: Whether a sampled value left torch.
+        plate_sizes: Size of each vectorised plate.
+        infos: What is known of every latent site.
+        options: Options of every latent site.
+        model_trace: The model's trace, for a replay.
+        guide_trace: The guide's trace.
+        batch_ndim: Largest number of batch dimensions of any site.
+    """
+
+    key: tuple[Any, ...]
+    run: Run
+    reads: Mapping[str, frozenset[str]] | None
+    escaped: bool
+    plate_sizes: Mapping[Plate, int]
+    infos: Mapping[str, SiteInfo]
+    options: Mapping[str, SiteOptions]
+    model_trace: Any
+    guide_trace: Any
+    batch_ndim: int
+
+    @property
+    def plate_ndim(self) -> int:
+        """Number of plate dimensions."""
+        return max((-plate.dim for plate in self.plate_sizes), default=0)
+
+
+class _Watch(Messenger):  # type: ignore[misc]
+    """Notes at every sample statement what has left torch so far; hands out tracked values.
+
+    Args:
+        is_guide: Whether the program draws values, which become sources.
+        tracker: The tracker, or ``None``.
+        choose: Gives the estimator of a site.
+        particles: Number of particles of the step.
+    """
+
+    def __init__(self, is_guide: bool, tracker: DependencyTracker | None, choose: Choose, particles: int) -> None:
+        super().__init__()
+        self.is_guide, self.tracker, self.choose, self.particles = is_guide, tracker, choose, particles
+        self.escaped: dict[str, frozenset[str]] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if self.tracker is not None:
+            self.escaped[msg["name"]] = self.tracker.escaped
+        if not self.is_guide or msg["is_observed"] or not getattr(msg["fn"], "has_rsample", False):
+            return
+        info = _info(msg, (), self.particles)
+        if not self.choose(info, site_options(msg["name"], msg["infer"])).is_pathwise:
+            msg["fn"] = _without_rsample(msg["fn"])
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if self.is_guide and self.tracker is not None and not msg["is_observed"]:
+            if isinstance(msg["value"], Tensor):
+                msg["value"] = self.tracker.source(msg["name"], msg["value"])
+
+
+def _without_rsample(fn: Any) -> Any:
+    fn = copy.copy(fn)
+    if hasattr(fn, "base_dist"):
+        fn.base_dist = _without_rsample(fn.base_dist)
+    else:
+        fn.has_rsample = False
+    return fn
+
+
+def trace_run(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    max_plate_nesting: float,
+    choose: Choose,
+    num_particles: int = 1,
+    track: bool = False,
+) -> TracedRun:
+    """Runs the guide, replays the model against it, and records both.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        args: Their arguments.
+        kwargs: Their keyword arguments.
+        max_plate_nesting: Bound on the number of nested plates, for Pyro's shape checks.
+        choose: Gives the estimator of a site.
+        num_particles: Number of particles in all runs of the step.
+        track: Whether to track which values depend on which.
+
+    Returns:
+        The traced run.
+
+    Raises:
+        SiteNotFoundError: If the model has a latent site that the guide lacks.
+    """
+    tracker = DependencyTracker() if track else None
+    watch_guide = _Watch(True, tracker, choose, num_particles)
+    watch_model = _Watch(False, tracker, choose, num_particles)
+    with tracker if tracker is not None else contextlib.nullcontext():
+        model_trace, guide_trace = get_importance_trace(
+            "flat",
+            max_plate_nesting,
+            model if tracker is None else watch_model(model),
+            watch_guide(guide),
+            args,
+            kwargs,
+        )
+    reads = None
+    if tracker is not None:
+        reads = _reads(tracker, guide_trace, watch_guide.escaped, cost_of_guide)
+        reads |= _reads(tracker, model_trace, watch_model.escaped, cost_of_model)
+    escaped = tracker is not None and bool(tracker.escaped)
+    return _record(model_trace, guide_trace, reads, escaped, num_particles)
+
+
+def _reads(
+    tracker: DependencyTracker,
+    trace: Any,
+    escaped: Mapping[str, frozenset[str]],
+    cost_name: Callable[[str], str],
+) -> dict[str, frozenset[str]]:
+    return {
+        cost_name(name): tracker.sources_of(site["log_prob"]) | escaped.get(name, frozenset())
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample"
+    }
+
+
+def _record(
+    model_trace: Any, guide_trace: Any, reads: Mapping[str, frozenset[str]] | None, escaped: bool, particles: int
+) -> TracedRun:
+    sizes: dict[Plate, int] = {}
+    options, infos, sites, costs = {}, {}, {}, {}
+    key: list[Any] = []
+    guide_sites = _samples(guide_trace)
+    model_sites = _samples(model_trace)
+    for name, site in guide_sites.items():
+        plates = _plates(site, sizes)
+        costs[cost_of_guide(name)] = site["log_prob"]
+        chosen = None
+        if not site["is_observed"]:
+            infos[name] = info = _info(site, plates, particles)
+            options[name] = chosen = site_options(name, site["infer"])
+            sites[name] = _site(site, model_sites.get(name), chosen, info)
+        key.append((name, plates, tuple(site["fn"].event_shape), type(site["fn"]), _fingerprint(chosen)))
+    for name, site in model_sites.items():
+        if name not in sites and not site["is_observed"]:
+            raise SiteNotFoundError(
+                f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are "
+                f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, or observe it in the model.'
+            )
+        costs[cost_of_model(name)] = -site["log_prob"]
+        key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"]))
+    everything = [*guide_sites.values(), *model_sites.values()]
+    run = Run(sites, costs, *_sums(guide_sites, model_sites))
+    ndim = max((site["log_prob"].dim() for site in everything), default=0)
+    return TracedRun(tuple(key), run, reads, escaped, sizes, infos, options, model_trace, guide_trace, ndim)
+
+
+def _samples(trace: Any) -> dict[str, Any]:
+    return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+
+
+def _sums(guide_sites: dict[str, Any], model_sites: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The costs through which pathwise gradients flow, and the loss."""
+    guide_sum = _sum([site["log_prob_sum"].detach() for site in guide_sites.values()])
+    model_sum = _sum([site["log_prob_sum"] for site in model_sites.values()])
+    entropy = [
+        site["score_parts"].entropy_term.sum()
+        for site in guide_sites.values()
+        if not is_identically_zero(site["score_parts"].entropy_term)
+    ]
+    return _sum(entropy) - model_sum, guide_sum - model_sum.detach()
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    if not terms:
+        return torch.zeros(())
+    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:
+    """The vectorised plates of a site but for that of the particles."""
+    plates = []
+    for frame in site["cond_indep_stack"]:
+        if frame.vectorized and frame.name != PARTICLES:
+            plate = Plate(frame.name, frame.dim)
+            sizes[plate] = frame.size
+            plates.append(plate)
+    return tuple(sorted(plates)) if len(plates) > 1 else tuple(plates)
+
+
+def _info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
+    fn = site["fn"]
+    return SiteInfo(
+        name=site["name"],
+        distribution=_distribution_name(fn),
+        has_rsample=bool(getattr(fn, "has_rsample", False)),
+        components=finite_components(fn),
+        num_particles=particles,
+        plates=tuple(plate.name for plate in plates),
+    )
+
+
+def _distribution_name(fn: Any) -> str:
+    while hasattr(fn, "base_dist") and type(fn).__name__ in ("Independent", "MaskedDistribution", "ExpandedDistribution"):
+        fn = fn.base_dist
+    return type(fn).__name__
+
+
+def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRecord:
+    score = site["score_parts"].score_function
+    return SiteRecord(
+        fn=site["fn"],
+        value=site["value"],
+        score=None if is_identically_zero(score) else score,
+        scale=site["scale"],
+        mask=site["mask"],
+        prior=None if prior is None else prior["fn"],
+        prior_scale=1.0 if prior is None else prior["scale"],
+        prior_mask=None if prior is None else prior["mask"],
+        context=options.context,
+    )
+
+
+def _fingerprint(options: SiteOptions | None) -> tuple[Any, ...] | None:
+    if options is None:
+        return None
+    width = None if options.context is None else options.context.shape[-1]
+    return (options.estimator, options.critic, options.share, width)
+
+
+def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
+    """The graph in which every site reads every earlier one, and every cost of the model all of them.
+
+    It is a superset of any graph that the program can have: right whatever the program does, at the
+    price of more variance.
+    """
+    earlier: list[str] = []
+    reads: dict[str, frozenset[str]] = {}
+    for cost in traced.run.costs:
+        name = _guide_site(cost, traced)
+        if name is not None:
+            earlier.append(name)
+        reads[cost] = frozenset(earlier)
+    return build_graph(traced, reads)
+
+
+def _guide_site(cost: str, traced: TracedRun) -> str | None:
+    name = cost[len("log q(") : -1]
+    return name if cost.startswith("log q(") and name in traced.run.sites else None
+
+
+def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
+    """The graph of a run whose sites and costs read what ``reads`` says.
+
+    Args:
+        traced: The run.
+        reads: For each cost the latent sites that it reads; a site's parents are what its ``log q`` reads.
+
+    Returns:
+        The graph: stochastic nodes in the guide's order, costs of the guide, then of the model.
+    """
+    order = {name: i for i, name in enumerate(traced.run.sites)}
+    plates = {entry[0]: entry[1] for entry in reversed(traced.key)}
+    nodes = []
+    for name in order:
+        parents = sorted(reads[cost_of_guide(name)] - {name}, key=order.__getitem__)
+        nodes.append(StochasticNode(name, tuple(parents), plates[name], traced.infos[name].has_rsample))
+    costs = []
+    for (name, where, *_), cost in zip(traced.key, traced.run.costs, strict=True):
+        site = _guide_site(cost, traced)
+        members = reads[cost] | {site} if site is not None else reads[cost]
+        costs.append(CostNode(cost, tuple(sorted(members, key=order.__getitem__)), where, name))
+    return StochasticComputationGraph(tuple(nodes), tuple(costs))

@@ -1,0 +1,305 @@
+"""The layering of DESIGN, read from the sources by ``ast``: nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "pyro_bpq"
+ROOT = Path(__file__).parents[1] / PACKAGE
+MAX_LINES = 500
+
+# A module imports from its own layer, without cycles, and from those before it. A package stands for all
+# of its modules. Which layer a new module belongs to is a decision: add it here.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("graph", "network", "reductions"),
+    ("rollout", "targets", "provenance"),
+    ("features", "critics", "replay"),
+    ("estimators",),
+    ("learner", "surrogate"),
+    ("tracing", "config"),
+    ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing"),
+    ("__init__",),
+)
+TENSOR_FREE = frozenset(LAYERS[0] + LAYERS[1])
+MAY_IMPORT_PYRO = frozenset(LAYERS[-3] + LAYERS[-2])
+
+# What a module may call to make a constant: the results are immutable or, as a logger, not ours.
+CONSTANT_MAKERS = frozenset(
+    "MappingProxyType NamedTuple NewType ParamSpec TypeVar TypeVarTuple bool bytes complex float frozenset "
+    "getLogger int namedtuple singledispatch str tuple".split()
+)
+# Of those, the ones that may be handed a mutable display, since they copy or wrap it.
+WRAPPERS = frozenset("MappingProxyType NamedTuple bytes frozenset namedtuple tuple".split())
+MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+
+
+def module_names() -> dict[str, Path]:
+    """Maps ``elbo``, ``estimators.__init__``, ``estimators.pathwise``, ... to their files."""
+    files = sorted(ROOT.rglob("*.py"))
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
+
+
+MODULES = {name: file.read_text(encoding="utf-8") for name, file in module_names().items()}
+
+
+def layer_of(name: str) -> int | None:
+    head = name.split(".")[0]
+    return next((i for i, layer in enumerate(LAYERS) if head in layer), None)
+
+
+def imported(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields line and absolute dotted name of each import, wherever it stands."""
+    package = [PACKAGE, *name.split(".")[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join(base + ([node.module] if node.module else []))
+            yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+
+
+def own_module(target: str, known: frozenset[str]) -> str | None:
+    """The module of the package that ``target`` (a module, or a name in one) comes from, if it is ours."""
+    head, *rest = target.split(".")
+    if head != PACKAGE:
+        return None
+    for end in range(len(rest), -1, -1):
+        for name in (".".join(rest[:end]), ".".join([*rest[:end], "__init__"])):
+            if name in known:
+                return name
+    return rest[0] if rest else "__init__"
+
+
+def dependencies(name: str, tree: ast.Module, known: frozenset[str]) -> Iterator[tuple[int, str]]:
+    for line, target in imported(name, tree):
+        module = own_module(target, known)
+        if module is not None:
+            yield line, module
+
+
+def import_faults(name: str, tree: ast.Module, known: frozenset[str]) -> Iterator[str]:
+    layer, head = layer_of(name), name.split(".")[0]
+    if layer is None:
+        yield "has no layer: add it to LAYERS"
+        return
+    for line, module in dependencies(name, tree, known):
+        below = layer_of(module)
+        if below is None or below > layer:
+            yield f"line {line}: imports {module}, which is not above it"
+    for line, target in imported(name, tree):
+        root = target.split(".")[0]
+        if root in ("pyro", "pyroapi") and head not in MAY_IMPORT_PYRO:
+            yield f"line {line}: imports {root}"
+        if root in ("torch", "numpy") and head in TENSOR_FREE:
+            yield f"line {line}: imports {root} into the structure layers"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and called(node) in ("__import__", "import_module"):
+            yield f"line {node.lineno}: imports by name, which hides the module"
+
+
+def called(node: ast.expr) -> str:
+    """Last part of the name that a call calls, for ``TypeVar(..)`` and ``typing.TypeVar(..)`` alike."""
+    func = node.func if isinstance(node, ast.Call) else node
+    if isinstance(func, ast.Attribute):
+        return func.attr
+    return func.id if isinstance(func, ast.Name) else ""
+
+
+def is_constant(node: ast.expr) -> bool:
+    """Whether an expression at module level makes no mutable object."""
+    if isinstance(node, MUTABLE):
+        return False
+    if isinstance(node, ast.Call):
+        module = getattr(node.func, "value", None)
+        if isinstance(module, ast.Name) and (module.id, called(node)) in {("re", "compile")} | {
+            ("math", attr) for attr in ("exp", "log", "sqrt")
+        }:
+            return True
+        if called(node) not in CONSTANT_MAKERS:
+            return False
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        return called(node) in WRAPPERS or all(map(is_constant, arguments))
+    if isinstance(node, ast.Subscript):
+        return is_constant(node.value)  # an alias such as Callable[[int], str] has lists in its slice
+    if isinstance(node, ast.Lambda):
+        return True
+    return all(is_constant(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+
+
+def module_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yields the statements run at import, also those inside ``if``, ``try``, ``with`` and loops."""
+    for node in body:
+        yield node
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            yield from module_statements(getattr(node, field, []))
+        for handler in getattr(node, "handlers", []):
+            yield from module_statements(handler.body)
+
+
+def state_faults(tree: ast.Module) -> Iterator[str]:
+    for node in module_statements(tree.body):
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, node.value
+        elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+            targets, value = [node.target], node.value
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            if called(node.value) != "register":  # of a singledispatch function
+                yield f"line {node.lineno}: calls {ast.unparse(node.value.func)} at import"
+            continue
+        else:
+            continue
+        text = ", ".join(map(ast.unparse, targets))
+        if text == "__all__" or value is None:
+            continue
+        if any(isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets):
+            yield f"line {node.lineno}: assigns to {text} at import"
+        elif isinstance(node, ast.AugAssign) or not is_constant(value):
+            yield f"line {node.lineno}: {text} is module-level mutable state"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield f"line {node.lineno}: global {', '.join(node.names)}"
+
+
+def form_faults(name: str, source: str, tree: ast.Module) -> Iterator[str]:
+    lines = len(source.splitlines())
+    if lines > MAX_LINES:
+        yield f"has {lines} lines, more than {MAX_LINES}"
+    is_public = all(part == "__init__" or not part.startswith("_") for part in name.split("."))
+    if not is_public:
+        return
+    if not ast.get_docstring(tree):
+        yield "has no docstring"
+    assigned = {ast.unparse(t) for node in tree.body if isinstance(node, ast.Assign) for t in node.targets}
+    if "__all__" not in assigned:
+        yield "has no __all__"
+
+
+def faults(name: str, source: str, known: frozenset[str]) -> list[str]:
+    tree = ast.parse(source)
+    found = [*import_faults(name, tree, known), *state_faults(tree), *form_faults(name, source, tree)]
+    return [f"{name}: {fault}" for fault in found]
+
+
+def import_cycle(sources: Mapping[str, str]) -> list[str]:
+    """A cycle of modules that import each other, or nothing."""
+    known = frozenset(sources)
+    edges = {
+        name: {module for _, module in dependencies(name, ast.parse(source), known)} - {name}
+        for name, source in sources.items()
+    }
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_module_keeps_the_house_rules(name):
+    assert not faults(name, MODULES[name], frozenset(MODULES))
+
+
+def test_package_has_no_import_cycle():
+    assert not import_cycle(MODULES)
+
+
+def test_package_was_found():
+    assert {"__init__", "errors", "graph"} <= set(MODULES)
+
+
+PREAMBLE = '"""A module."""\n\n__all__ = ["f"]\n'
+KNOWN = frozenset({"__init__", "errors", "graph", "targets", "learner", "elbo", "tracing", "estimators.__init__"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("graph", "from pyro_bpq.targets import td", "imports targets"),
+        ("graph", "from pyro_bpq import targets", "imports targets"),
+        ("graph", "import pyro_bpq.targets", "imports targets"),
+        ("graph", "from . import targets", "imports targets"),
+        ("graph", "from .targets import td", "imports targets"),
+        ("graph", "from pyro_bpq.unheard_of import f", "imports unheard_of"),
+        ("targets", "from pyro_bpq import __version__", "imports __init__"),
+        ("targets", "from pyro_bpq.estimators import Pathwise", "imports estimators.__init__"),
+        ("estimators.pathwise", "from ..learner import CriticLearner", "imports learner"),
+        ("estimators.pathwise", "import pyro.distributions as dist", "imports pyro"),
+        ("learner", "def f():\n    from pyro.infer import ELBO", "imports pyro"),
+        ("learner", "f = lambda: __import__('pyro')", "imports by name"),
+        ("__init__", "import pyro", "imports pyro"),
+        ("network", "import torch", "imports torch into"),
+        ("unheard_of", "", "has no layer"),
+        ("targets", "CACHE = {}", "CACHE is module-level mutable state"),
+        ("targets", "CACHE: dict[str, int] = dict()", "CACHE is module-level mutable state"),
+        ("targets", "if True:\n    CACHE = []", "CACHE is module-level mutable state"),
+        ("targets", "CACHE = ((), [])", "CACHE is module-level mutable state"),
+        ("targets", "ZERO = torch.zeros(())", "ZERO is module-level mutable state"),
+        ("targets", "N = 0\nN += 1", "N is module-level mutable state"),
+        ("targets", "N = 0\ndef f():\n    global N", "global N"),
+        ("targets", "torch.set_default_dtype(torch.float64)", "calls torch.set_default_dtype at import"),
+        ("elbo", "import pyro\npyro.infer.ELBO = None", "assigns to pyro.infer.ELBO at import"),
+        ("targets", "\n" * MAX_LINES, "more than 500"),
+    ],
+)
+def test_planted_fault_is_found(name, text, fault):
+    found = faults(name, PREAMBLE + text, KNOWN | {name})
+    assert len(found) == 1
+    assert fault in found[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"), [('"""A module."""', "has no __all__"), ("__all__ = []", "has no docstring")]
+)
+def test_missing_form_is_found(source, fault):
+    assert faults("targets", source, KNOWN) == [f"targets: {fault}"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from pyro_bpq.graph import StochasticNode\nfrom pyro_bpq import errors\nimport torch",
+        "Rule = Callable[[int], str]\nForm = Literal['a', 'b']\nNumber = int | float",
+        "T = typing.TypeVar('T')\nLOG = logging.getLogger(__name__)\nINF = -float('inf')",
+        "NAMES = ('a', 'b')\nKEYS = frozenset(['a'])\nTABLE = MappingProxyType({'a': 1})",
+        "HALF = 0.5 * math.log(2 * math.pi)\nINDEX = re.compile('[0-9]+')\nneg = lambda x: [x]",
+        "@singledispatch\ndef f(x): return []\n@f.register\ndef _(x: int): return {}\nf.register(str, len)",
+        "class C:\n    names: ClassVar = ('a',)\n    def f(self): self.x = []",
+    ],
+)
+def test_sound_module_passes(text):
+    assert not faults("targets", PREAMBLE + text, KNOWN)
+
+
+def test_tracing_may_import_pyro():
+    assert not faults("tracing", PREAMBLE + "import pyro\nfrom pyro_bpq.learner import CriticLearner", KNOWN)
+
+
+def test_private_module_needs_no_all():
+    assert not faults("estimators._base", "import torch", KNOWN | {"estimators._base"})
+
+
+@pytest.mark.parametrize(
+    ("sources", "cycle"),
+    [
+        ({"elbo": "from pyro_bpq.svi import f", "svi": "from . import elbo"}, {"elbo", "svi"}),
+        ({"elbo": "from pyro_bpq.svi import f", "svi": "import torch"}, set()),
+        (
+            {
+                "estimators.__init__": "from pyro_bpq.estimators.pathwise import Pathwise",
+                "estimators.pathwise": "from pyro_bpq.estimators import Estimator",
+            },
+            {"estimators.__init__", "estimators.pathwise"},
+        ),
+    ],
+)
+def test_import_cycle_is_found(sources, cycle):
+    assert set(import_cycle(sources)) == cycle

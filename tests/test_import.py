@@ -1,0 +1,142 @@
+"""What ``import pyro_bpq`` costs and touches, seen from processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+MAX_SECONDS = 0.15
+MAX_RUNS = 6
+
+# Runs `import torch, pyro`, then the statement in argv[1], and prints what that statement changed.
+PROBE = r"""
+import hashlib, json, random, sys, time, types, warnings
+import numpy, torch, torch.distributions, pyro
+import pyro.infer, pyro.optim, pyro.poutine, pyro.contrib
+from pyro.util import get_rng_state
+
+OURS = "pyro_bpq"
+WATCHED = ("pyro", "torch")
+# Rewritten by the class machinery for each subclass that is defined, or counters of it.
+NOISE = {"__abstractmethods__", "_abc_impl", "__dict__", "__weakref__", "__doc__", "__subclasshook__"}
+
+def is_watched(name):
+    return name.split(".")[0] in WATCHED
+
+def settings():
+    tasks = {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "grad enabled": torch.is_grad_enabled(),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "torch validation": torch.distributions.Distribution._validate_args,
+        "random states": hashlib.sha256(repr(random.getstate()).encode()).hexdigest(),
+        "numpy state": hashlib.sha256(repr(numpy.random.get_state()).encode()).hexdigest(),
+        "torch state": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+        "param store": sorted(pyro.get_param_store().keys()),
+        "handlers": len(pyro.poutine.runtime._PYRO_STACK),
+        "warning filters": list(map(str, warnings.filters)),
+        "excepthook": id(sys.excepthook),
+        "numpy errors": numpy.geterr(),
+    }
+    return tasks | {f"pyro.settings {key}": value for key, value in pyro.settings.get().items()}
+
+def attributes():
+    seen = {}
+    for name, module in list(sys.modules.items()):
+        if not is_watched(name) or not isinstance(module, types.ModuleType):
+            continue
+        for key, value in list(vars(module).items()):
+            seen[name, key] = value
+            if isinstance(value, (dict, list, set)) and name.startswith(("pyro", "torch.distributions")):
+                seen[name, key, "length"] = len(value)
+            if isinstance(value, type) and is_watched(value.__module__):
+                members = {k: v for k, v in vars(value).items() if k not in NOISE}
+                seen |= {(name, key, "member", k): v for k, v in members.items()}
+                seen[name, key, "members"] = sorted(members)
+    return seen
+
+def is_same(before, after):
+    return before is after or (type(before) in (int, list) and before == after)
+
+modules, options, held = set(sys.modules), settings(), attributes()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    start = time.perf_counter()
+    exec(sys.argv[1])
+    seconds = time.perf_counter() - start
+
+later, now = settings(), attributes()
+fresh = {name.split(".")[0] for name in set(sys.modules) - modules}
+print(json.dumps({
+    "seconds": seconds,
+    "warnings": [str(w.message) for w in caught],
+    "settings": sorted(key for key in options if options[key] != later.get(key)),
+    "patched": sorted(".".join(key) for key in held if key not in now or not is_same(held[key], now[key])),
+    "packages": sorted(fresh - set(sys.stdlib_module_names) - {OURS}),
+}))
+"""
+
+
+def probe(statement):
+    command = [sys.executable, "-c", PROBE, statement]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def report():
+    return probe("import pyro_bpq")
+
+
+def test_import_is_quick(report):
+    """The least of a few runs, as other work on the machine can only add to one; as a rule the first will do."""
+    seconds = [report["seconds"]]
+    while min(seconds) > MAX_SECONDS and len(seconds) < MAX_RUNS:
+        seconds.append(probe("import pyro_bpq")["seconds"])
+    assert min(seconds) <= MAX_SECONDS, seconds
+
+
+def test_import_changes_no_setting(report):
+    assert not report["settings"]
+
+
+def test_import_patches_nothing(report):
+    assert not report["patched"]
+
+
+def test_import_draws_no_other_package(report):
+    assert not report["packages"]
+
+
+def test_import_warns_of_nothing(report):
+    assert not report["warnings"]
+
+
+def test_probe_finds_planted_faults():
+    report = probe(
+        "torch.set_default_dtype(torch.float64)\n"
+        "pyro.enable_validation(False)\n"
+        "pyro.infer.Trace_ELBO = object\n"
+        "pyro.infer.TraceGraph_ELBO.loss = None\n"
+        "torch.distributions.Normal.planted = 1\n"
+        "torch.distributions.kl._KL_REGISTRY[int, int] = None\n"
+        "torch.rand(1)\n"
+        "warnings.warn('planted')\n"
+        "import networkx\n"
+    )
+    assert {"default dtype", "torch validation", "torch state"} <= set(report["settings"])
+    assert {
+        "pyro.infer.Trace_ELBO",
+        "pyro.infer.TraceGraph_ELBO.member.loss",
+        "torch.distributions.Normal.members",
+        "torch.distributions.kl._KL_REGISTRY.length",
+    } <= set(report["patched"])
+    assert "networkx" in report["packages"]
+    assert "planted" in report["warnings"]
