@@ -60,7 +60,7 @@ def evaluate_critics(
         features=layout.num_features(c),
         components=split.size if split else 0,
         cardinality=split.cardinality if split else 0,
-        cells=layout.cells(c),
+        cells=layout.cells(c) if spec.critic is not None and spec.critic.uses_cells else 0,
     )
     like = batch.probs
     keys = tuple(_key(node.name, node.site, spec.share) for node in nodes)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,12 @@ class Critic(Protocol):
     ``build`` returns a module whose parameters all have a leading site axis ``G`` and whose
     ``forward(context, cells)`` maps a detached context ``(G, N, F)`` and a long tensor ``(G, N)`` of
     joint states to outputs ``(G, N, 1 + D K)``, in units of the running scale of its targets.
+
+    Attributes:
+        uses_cells: Whether it reads ``cells``; they are ``None`` otherwise.
     """
+
+    uses_cells: ClassVar[bool]
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics of ``shape.sites`` like-shaped sites."""
@@ -95,6 +100,8 @@ class MLPCritic:
     """
 
     hidden: tuple[int, ...] = (32,)
+
+    uses_cells: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.hidden, int):
@@ -112,6 +119,8 @@ class MLPCritic:
 class LinearCritic:
     """Linear in the context, starting at zero."""
 
+    uses_cells: ClassVar[bool] = False
+
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the linear maps."""
         return _Perceptron(shape, (), generator)
@@ -126,6 +135,8 @@ class TabularCritic:
     """
 
     max_cells: int = 65536
+
+    uses_cells: ClassVar[bool] = True
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the tables, all zero.

@@ -214,24 +214,28 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         programs = self._arguments(model, guide, args, kwargs)
         runs = [self._trace(*program, track=track) for program in programs]
         loss = self._mean([traced.run.loss for traced in runs])
-        graphs = [self._structure.graph(traced) for traced in runs]
-        if any(graph != graphs[0] for graph in graphs[1:]) and all(r.key == runs[0].key for r in runs):
-            graphs = [self._structure.merge(runs)] * len(runs)
+        graphs = [self._structure.graph(traced, learning) for traced in runs]
+        is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
+        if all(run.key == runs[0].key for run in runs) and any(graph != graphs[0] for graph in graphs[1:]):
+            graphs = [self._structure.merge(runs[0], graphs)] * len(runs)
         results = []
-        for members in _group(runs, graphs):
+        for members in _group(runs, is_dynamic):
             traced = [runs[i] for i in members]
-            results.append(self._step(traced, graphs[members[0]], programs[members[0]], learning))
+            results.append(self._step(traced, graphs[members[0]], programs[members[0]], learning, is_dynamic))
         return loss, results
 
-    def _step(self, traced: list[TracedRun], graph: Any, program: Any, learning: bool) -> tuple[Tensor, StepResult]:
+    def _step(
+        self, traced: list[TracedRun], graph: Any, program: Any, learning: bool, is_dynamic: bool
+    ) -> tuple[Tensor, StepResult]:
         model, _, args, kwargs = program
-        plan = self._plan(traced[0], graph)
+        plan = self._plan(traced[0], graph, is_dynamic)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
         rollout = Rollout(
             tuple(t.run for t in traced),
             self.num_particles if is_vectorized else len(traced),
             traced[0].plate_sizes,
-            traced[0].plate_ndim,
+            # Particles lie to the left of as many dimensions as plates may have, whether there are plates or not.
+            int(self.max_plate_nesting) - 1 if is_vectorized else traced[0].plate_ndim,
             is_vectorized,
         )
         tables = {}
@@ -240,7 +244,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
             if found is None:
                 self._cannot_flip.add(traced[0].key)
                 self._plans.clear()
-                plan = self._plan(traced[0], graph)
+                plan = self._plan(traced[0], graph, is_dynamic)
             tables = found or {}
         learning_options = Learning(
             _at(self.lam, self.num_steps),
@@ -250,12 +254,12 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         result = step(plan.layout, rollout, tables, self.critics, learning_options, learning)
         return sum((t.run.differentiable for t in traced), torch.zeros(())), result
 
-    def _plan(self, traced: TracedRun, graph: Any) -> Plan:
-        key = (traced.key, graph)
+    def _plan(self, traced: TracedRun, graph: Any, is_dynamic: bool) -> Plan:
+        key = (traced.key, graph, is_dynamic)
         if key not in self._plans:
             if len(self._plans) >= 64:
                 self._plans.clear()
-            self._plans[key] = self.planner.plan(traced, graph, traced.key not in self._cannot_flip)
+            self._plans[key] = self.planner.plan(traced, graph, traced.key not in self._cannot_flip, is_dynamic)
         return self._plans[key]
 
     def _mean(self, losses: list[Tensor]) -> Tensor:
@@ -327,9 +331,13 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         )
 
 
-def _group(runs: list[TracedRun], graphs: list[Any]) -> list[list[int]]:
-    """Runs of one structure together; where particles differ, each on its own."""
-    if all(run.key == runs[0].key and graph == graphs[0] for run, graph in zip(runs, graphs, strict=True)):
+def _group(runs: list[TracedRun], is_dynamic: bool) -> list[list[int]]:
+    """All particles together; where a particle's values may steer its structure, each on its own.
+
+    A baseline from those particles that happen to have the same structure would depend on the value of the
+    site that it is for.
+    """
+    if not is_dynamic and all(run.key == runs[0].key for run in runs):
         return [list(range(len(runs)))]
     return [[i] for i in range(len(runs))]
 

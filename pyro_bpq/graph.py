@@ -298,7 +298,8 @@ class StochasticComputationGraph:
         Returns:
             The scope; ``name`` itself is in it if one of the costs depends on it.
         """
-        return frozenset(self.node_names(self.scope_bits(self._position(name), self.cost_set_bits(costs), form)))
+        position, reached = self._position(name), self.cost_set_bits(costs)
+        return frozenset(self.node_names(self.scope_bits(position, reached, form)))
 
     def scope_bits(self, position: int, reached: int, form: Form) -> int:
         """Scope in bits of the node at ``position`` for costs that read ``reached``."""

@@ -7,6 +7,8 @@ flipped in the same rows; the others get rows of their own.
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_bpq.features import Components
 from pyro_bpq.graph import StochasticComputationGraph
@@ -113,6 +115,48 @@ class _Substitute(Messenger):  # type: ignore[misc]
             msg["done"] = True
 
 
+class _Sandbox:
+    """Undoes what the extra run does to global generators and to buffers of modules (batch statistics).
+
+    Attributes:
+        has_drawn: Whether something was drawn, as by dropout: the run is then not the sampled one with
+            other values.
+    """
+
+    def __init__(self) -> None:
+        self.has_drawn = False
+        self._thread = threading.get_ident()
+        self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
+
+    def __enter__(self) -> _Sandbox:
+        self._devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        self._states = self._generators()
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._lend_buffers)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+        for module, buffers in self._buffers.items():
+            module._buffers.update(buffers)
+        cpu, *others = self._states
+        self.has_drawn = any(
+            not torch.equal(old, new) for old, new in zip(self._states, self._generators(), strict=True)
+        )
+        torch.set_rng_state(cpu)
+        for device, state in zip(self._devices, others, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    def _generators(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+
+    def _lend_buffers(self, module: nn.Module, _: object) -> None:
+        if module._buffers and module not in self._buffers and threading.get_ident() == self._thread:
+            self._buffers[module] = dict(module._buffers)
+            # The originals are left untouched: autograd may hold them.
+            lent = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+            module._buffers.update(lent)
+
+
 @torch.no_grad()
 def flipped_costs(
     plan: FlipPlan,
@@ -174,15 +218,18 @@ def _run_flipped(
         for name, site in traced.model_trace.nodes.items()
         if site["type"] == "sample" and not site["is_observed"]
     }
+    values.update(traced.subsamples)
     for name, split in components.items():
         record = traced.run.sites[name]
         lead = traced.batch_ndim - (record.value.dim() - split.value_ndim)
         values[name] = _flip(record.value, record.fn, split, plan, name, lead)
+    wanted = {cost for costs in plan.costs.values() for cost in costs}
+    sandbox = _Sandbox()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with sandbox, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             trace = poutine.trace(_Substitute(values)(model)).get_trace(*args, **kwargs)
             rows = {}
-            wanted = {cost for costs in plan.costs.values() for cost in costs}
             for name, site in trace.nodes.items():
                 if site["type"] != "sample" or cost_of_model(name) not in wanted:
                     continue
@@ -190,6 +237,8 @@ def _run_flipped(
                 rows[cost_of_model(name)] = -scale_and_mask(cost, site["scale"], site["mask"])
     except Exception:
         # Whatever the program raises: it does not broadcast, and the sampled run stands on its own.
+        return None
+    if sandbox.has_drawn or not wanted <= rows.keys():
         return None
     for name in wanted:
         sample = traced.run.costs[name].detach()

@@ -181,13 +181,9 @@ class Layout:
         found: list[list[QNode]] = [[] for _ in self.classes]
         for node in reversed(self.network.nodes):
             c, _ = self.place[node.site]
-            if self.classes[c].spec.critic is not None and self.learned_sources(node):
+            if self.classes[c].spec.critic is not None and node.is_learned:
                 found[c].append(node)
         return tuple(tuple(sorted(nodes, key=lambda n: self.place[n.site][1])) for nodes in found)
-
-    def learned_sources(self, node: QNode) -> tuple[str, ...]:
-        """The costs that the critic of a Q-node predicts: its sources that are used as they are."""
-        return tuple(cost for cost in node.sources if cost not in node.immediate)
 
     def membership(self, c: int, like: Tensor) -> Tensor | None:
         """Matrix (sites × Q-nodes) of a class; ``None`` where it is the identity."""

@@ -23,12 +23,12 @@ from typing import Literal, get_args
 
 from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
 from pyro_bpq.graph import Form, StochasticComputationGraph, ones
-from pyro_bpq.reductions import Reduced, immediate_bits, reduce_graph, split
+from pyro_bpq.reductions import Reduced, reduce_graph, split
 
 __all__ = ["Average", "BackpropQNetwork", "Immediate", "QNode", "Reduction"]
 
 Reduction = Literal["per_cost", "merged", "tree", "chain", "single"]
-Immediate = Literal["exact", "learned"]
+Immediate = Literal["exact", "learned"] | frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class BackpropQNetwork:
         nodes: Q-nodes, children before those whose rules read them.
         reduction: How the networks of the costs were reduced, see :meth:`build`.
         form: What a Q-function conditions on: its ancestors, or all sampled so far.
-        immediate: Whether immediate costs are used as they are or learned.
+        immediate: Which immediate costs are used as they are: all, none, or those named.
 
     Example:
         >>> graph = StochasticComputationGraph.from_parents(
@@ -127,7 +127,8 @@ class BackpropQNetwork:
             graph: The stochastic computation graph.
             reduction: See above.
             immediate: ``"exact"`` uses immediate costs as they are; ``"learned"``, the paper's form, has
-                nothing immediate, and the costs that a node reads stand in its rule as roots.
+                nothing immediate, and the costs that a node reads stand in its rule as roots; a set of
+                names of costs uses these as they are where they are immediate, and learns the others.
             form: ``"ancestor"``, the paper's, or ``"history"``.
 
         Returns:
@@ -135,18 +136,16 @@ class BackpropQNetwork:
 
         Raises:
             OptionError: If an option has an unknown name.
+            SiteNotFoundError: If ``immediate`` names an unknown cost.
             GraphError: If a Q-node would have the name of another one or of a cost.
 
         References:
             | Backprop-Q (Xu et al., 2018), Sec. 3.2, Theorem 3
         """
         _check_option("reduction", reduction, get_args(Reduction))
-        _check_option("immediate", immediate, get_args(Immediate))
         _check_option("form", form, get_args(Form))
-        exact = immediate_bits(graph, form) if immediate == "exact" else None
-        reduced = reduce_graph(graph, reduction, exact, form)
-        nodes = _Assembly(graph, reduced, exact or [0] * len(graph.nodes), form).nodes()
-        return cls(graph, nodes, reduction, form, immediate)
+        reduced = reduce_graph(graph, reduction, _exact_costs(graph, immediate), form)
+        return cls(graph, _Assembly(graph, reduced, form).nodes(), reduction, form, immediate)
 
     def q_node(self, name: str) -> QNode:
         """The Q-node called ``name``."""
@@ -213,7 +212,6 @@ class _Assembly:
 
     graph: StochasticComputationGraph
     reduced: Reduced
-    immediate: list[int]
     form: Form
     # A Q-node is found by its site's position and the lowest one of the bits of its sources.
     names: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -241,7 +239,7 @@ class _Assembly:
         return [self._q_node(i, block, rules[block], reads[block]) for block in blocks]
 
     def _q_node(self, i: int, block: int, rule: list[tuple[int, Average]], reads: int) -> QNode:
-        graph, immediate = self.graph, block & self.immediate[i]
+        graph, immediate = self.graph, block & self.reduced.immediate[i]
         site, sources = graph.nodes[i].name, graph.cost_names(block)
         scope = graph.frontier_bits(graph.known_bits(i, self.form), reads)
         name = site if len(self.reduced.blocks[i]) == 1 else f"{site}^{_abbreviated(sources)}"
@@ -252,7 +250,7 @@ class _Assembly:
         return QNode(name, site, graph.node_names(scope), sources, graph.cost_names(immediate), averages)
 
     def _averages(self, children: int, costs: int) -> list[tuple[int, Average]]:
-        """A rule for ``costs``: an average for each Q-node that the first of the ``children`` has for them."""
+        """A rule for ``costs``: an average for each of the Q-nodes that a child has for them."""
         *sites, last = ones(children)
         root = last == len(self.graph.nodes)
         if not root:
@@ -272,6 +270,13 @@ class _Assembly:
         for _, part in split(costs, self.reduced.blocks[j]):
             bits |= self.known[j, _low(part)]
         return bits
+
+
+def _exact_costs(graph: StochasticComputationGraph, immediate: Immediate) -> int:
+    if isinstance(immediate, str):
+        _check_option("immediate", immediate, ["exact", "learned"])
+        return (1 << len(graph.costs)) - 1 if immediate == "exact" else 0
+    return sum(1 << graph.cost_index[graph.cost(name).name] for name in immediate)
 
 
 def _low(bits: int) -> int:

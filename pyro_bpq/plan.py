@@ -97,20 +97,27 @@ class Planner:
             )
         return chosen
 
-    def plan(self, traced: TracedRun, graph: StochasticComputationGraph, can_flip: bool) -> Plan:
+    def plan(
+        self, traced: TracedRun, graph: StochasticComputationGraph, can_flip: bool, is_dynamic: bool = False
+    ) -> Plan:
         """Plans the steps on a structure.
+
+        What corrects a site's gradient must not depend on its value. Where sampled values may steer the
+        program, the structure after a site does: then there are no critics, no extra run of the model, and
+        only those costs are tabled that follow from what was known before the site.
 
         Args:
             traced: A run of that structure.
             graph: Its graph.
             can_flip: Whether the model has not failed to run with an extra dimension.
+            is_dynamic: Whether sampled values may steer the program.
 
         Returns:
             The plan.
         """
         estimators = {name: self._estimator(traced, name) for name in traced.run.sites}
-        immediate = immediate_costs(graph)
-        flips, components = self._flips(traced, graph, estimators) if can_flip else (None, {})
+        immediate = {name: () for name in estimators} if is_dynamic else immediate_costs(graph)
+        flips, components = self._flips(traced, graph, estimators) if can_flip and not is_dynamic else (None, {})
         specs, tabled, known = {}, {}, set()
         for name in traced.run.sites:
             kinds = self._tabled_kinds(traced, name, graph, estimators[name], immediate[name])
@@ -119,7 +126,7 @@ class Planner:
             costs = {"q": (cost_of_guide(name),), "p": (cost_of_model(name),)}
             costs["model"] = flips.costs.get(name, ()) if flips is not None else ()
             tabled[name] = tuple(cost for kind in sorted(kinds) for cost in costs[kind])
-            critic = self._critic(traced.options[name], estimators[name])
+            critic = None if is_dynamic else self._critic(traced.options[name], estimators[name])
             info = traced.infos[name]
             # Many components at once: what they cost right away is for the extra run, not for a critic.
             if critic is None or (info.components is not None and info.components.size > 1):

@@ -1,24 +1,22 @@
 """Which tensors depend on which named sources, through everything a program can do to a tensor.
 
-A *source* is the value of a sample site. What is computed from it depends on it, and so does the
-memory it is written into; provenance is therefore a property of storages, not of Python objects, and is
-followed below autograd, where views, in-place writes, ``out=``, :func:`torch.func.vmap` and
-scripted functions are all plain operator calls. A value can also *escape*: once Python has looked at it
-(``if z``, ``int(z)``, ``z.tolist()``, the length of ``x[mask]``) no bookkeeping on tensors
-can tell what depends on it, and everything later has to be taken as dependent.
-
-The answers are supersets of the true dependencies. What they cannot see is listed at
-:class:`DependencyTracker`.
+A *source* is the value of a sample site. What is computed from it depends on it, and so does the memory it is
+written into; provenance is therefore a property of storages, not of Python objects, and is followed below
+autograd, where views, in-place writes, ``out=``, :func:`torch.func.vmap` and scripted functions are all plain
+operator calls. A value can also *escape*: once Python has looked at it (``if z``, ``int(z)``, the length of
+``x[mask]``) no bookkeeping on tensors can tell what depends on it, and everything later has to be
+taken as dependent. The answers are supersets of the true dependencies.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import cache
-from types import FunctionType, MappingProxyType, TracebackType
+from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,36 +27,37 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["LIBRARIES", "DependencyTracker"]
 
-LIBRARIES = (
-    "torch.distributions.",
-    "pyro.distributions.",
-    "pyro.poutine.",
-    "pyro.util",
-    "pyro.primitives",
-    "pyro.infer.util",
-)
-"""Modules whose looks at booleans and shapes are argument checks and steer nothing the caller sees."""
+LIBRARIES = ("torch.distributions.", "pyro.distributions.", "pyro.poutine.", "pyro.util", "pyro.primitives")
+"""Modules whose looks at booleans and shapes are argument checks and steer nothing that the caller sees."""
 
 _storage = Tensor.untyped_storage
+_LIFT = torch.ops.aten.lift_fresh.default  # seen for torch.from_numpy
+_NOT_READ = MappingProxyType({"tensor_split": 1, "tensordot": 2, "ctc_loss": 2})  # operators follow the first
+_NO_STORAGE = (NotImplementedError, RuntimeError)  # raised for sparse tensors and inside torch.func
+_MASKS = (torch.bool, torch.uint8)  # types of tensors that select in an index, and do not count
+
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
 
 
 class DependencyTracker:
-    """Follows named sources through the tensors of a program run inside ``with tracker:``.
+    """Follows named sources through the tensors of a program that runs inside ``with tracker:``.
 
-    Values are followed through operators, views, writes, transforms of :mod:`torch.func`, scripted functions and
-    autograd. A value that leaves torch is added to :attr:`escaped`. A boolean or a shape that the modules in
-    ``libraries`` look at (distributions checking their arguments) is no escape; a number they read is.
+    Provenance is kept per storage: an element of a tensor depends on whatever any element depends on, and
+    what was once written into it stays. Only ``table[z]`` with a scalar ``z`` is finer: that view depends on
+    ``z`` and the table does not. Booleans and shapes that modules in ``libraries`` look at (distributions
+    checking their arguments) are no escape; numbers that they read are.
 
-    Provenance is kept per storage: an element of a tensor depends on whatever any element depends on. Sources
-    already in a tensor are never removed, not even when it is overwritten.
+    Not seen, because nothing in torch reports it:
 
-    Not seen, because nothing in torch reports it: work in other threads; ``tolist`` *inside* a scripted function;
-    ``torch.utils.dlpack.to_dlpack``; a Python object that shared memory with a tensor before the tracker was
-    entered; an exception that depends on a value and is caught; what a function wrapped by
-    :func:`torch.compile` does where it is not run eagerly.
+    - work in other threads; the first use of :func:`torch.compile` in a process (later ones run eagerly);
+    - ``to_dlpack``; ``tolist`` and ``numpy`` inside of a scripted function or of a backward pass;
+    - numpy arrays that shared memory with a tensor before the tracker was entered;
+    - an exception that depends on a value and is caught;
+    - what a distribution keeps of a draw besides the value (``flow.inv(z)``, when cached, lacks ``z``).
 
     Args:
-        libraries: Prefixes of module names whose argument checks are not escapes.
+        libraries: Prefixes of the names of modules whose argument checks are no escapes.
 
     Example:
         >>> with DependencyTracker() as tracker:
@@ -75,101 +74,91 @@ class DependencyTracker:
 
     def __enter__(self) -> DependencyTracker:
         if self._stack is not None:
-            raise RuntimeError("This DependencyTracker is active. Nest a second one instead: DependencyTracker().")
+            raise RuntimeError("The tracker is active. Nest another one: with DependencyTracker() as inner:")
         with ExitStack() as stack:
             stack.enter_context(_Operators(self._ledger))
             stack.enter_context(_Calls(self._ledger))
+            if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         stack, self._stack = self._stack, None
         if stack is not None:
-            stack.__exit__(kind, error, trace)
+            stack.__exit__(*error)
 
     @property
     def escaped(self) -> frozenset[str]:
         """Sources whose value has left torch so far: all that is sampled or scored later depends on them."""
         return self._ledger.names(self._ledger.escaped)
 
-    def source(self, name: str, value: Any) -> Any:  # noqa: ANN401
-        """Returns a copy of ``value`` that depends on the source ``name`` and on nothing else.
+    def source(self, name: str, value: Any) -> Any:
+        """Returns ``value``, from now on depending on the source ``name`` and on nothing else.
 
-        A name may be used again, for a value that is handed out twice. Gradients flow through the copy.
+        That is ``value`` itself, so that caches by identity (flows) still know it, or a copy if its memory
+        may hold something else too: a view, a leaf that requires gradients, another source. Gradients flow
+        through the copy. What ``value`` depended on before is kept, see :meth:`origins_of`. A name may be
+        used again, for a value that is handed out twice.
 
         Args:
             name: Name of the source.
             value: A tensor of any shape and type. Anything else is returned as it is and counts as escaped.
 
-        Returns:
-            Tensor of the same shape in memory of its own.
-
         Raises:
             RuntimeError: If the tracker is not active.
         """
+        ledger = self._ledger
         if self._stack is None:
             raise RuntimeError("The tracker is not active. Write: with tracker: tracker.source(name, value)")
-        bit = self._ledger.bit(name)
+        bit = ledger.bits.setdefault(name, 1 << len(ledger.bits))
         if not isinstance(value, Tensor):
-            self._ledger.escaped |= bit
+            ledger.escaped |= bit
             return value
-        copy = value.clone()
-        self._ledger.reset(copy, bit)
-        return copy
+        with torch._C.DisableTorchFunction():
+            ledger.origins[name] = ledger.origins.get(name, 0) | ledger.mask(value) & ~bit
+            value = value if ledger.owns(value, bit) else value.clone()
+            for storage in _storages(value):
+                entry = ledger.entry(storage)
+                entry.mask = entry.source = bit
+        return value
+
+    def origins_of(self, name: str) -> frozenset[str]:
+        """Sources that the values handed to :meth:`source` under ``name`` depended on before."""
+        return self._ledger.names(self._ledger.origins.get(name, 0))
 
     def sources_of(self, value: object) -> frozenset[str]:
-        """Names of the sources that the tensors in ``value`` depend on.
+        """Names of the sources that the tensors in ``value``, a tensor or a pytree, depend on.
 
-        Args:
-            value: A tensor or a pytree of tensors; leaves of other types have no sources.
-
-        Returns:
-            The union over the tensors; escaped sources are not added.
+        Escaped sources are not added. Leaves that are no tensors have no sources.
         """
-        if isinstance(value, Tensor):
-            return self._ledger.names(self._ledger.mask(value))
-        return self._ledger.names(self._ledger.mask(tree_leaves(value)))
-
-    @contextmanager
-    def ignoring_reads(self) -> Iterator[None]:
-        """Inside, looking at values is no escape; for code that inspects a run and does not steer it."""
-        before, self._ledger.muted = self._ledger.muted, True
-        try:
-            yield
-        finally:
-            self._ledger.muted = before
-
-    def forget(self) -> None:
-        """Drops all sources, dependencies and escapes."""
-        self._ledger.clear()
+        leaves = value if isinstance(value, Tensor) else tree_leaves(value)
+        with torch._C.DisableTorchFunction():
+            return self._ledger.names(self._ledger.mask(leaves))
 
 
 class _Entry(weakref.ref[torch.UntypedStorage]):
-    """What is known about one storage; it vanishes with the storage, so that reused addresses start clean.
+    """What is known about one storage; vanishes with it, so that a reused address starts clean.
 
-    ``views`` is filled once a latent position has chosen a view (``table[z]``): that view depends on ``z``
-    while the memory under it does not. Views that were not seen to be made count with all of ``chosen``.
+    ``views`` is filled once a source has chosen a view (``table[z]``): what each view depends on because of
+    *which* view it is. A view that was not seen to be made counts with all of ``chosen``.
     """
-
-    __slots__ = ("chosen", "key", "mask", "shared", "views")
 
     key: int
     mask: int
-    shared: bool
-    chosen: int
-    views: dict[int, tuple[weakref.ref[Tensor], int]] | None
+    source: int = 0  # the bit of the source that this storage is
+    shared: bool = False  # visible to Python objects outside torch
+    chosen: int = 0
+    views: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
 
-    def choice(self, view: Tensor) -> int:
+    def mask_of(self, view: Tensor) -> int:
         if self.views is None:
-            return 0
+            return self.mask
         known = self.views.get(id(view))
-        return known[1] if known is not None and known[0]() is view else self.chosen
+        return self.mask | (known[1] if known is not None and known[0]() is view else self.chosen)
 
-    def register(self, view: Tensor, mask: int) -> None:
-        if self.views is None:
-            self.views = {}
+    def add(self, view: Tensor, mask: int) -> None:
+        self.views = self.views or {}
         known = self.views.get(id(view))
         if known is not None and known[0]() is view:
             mask |= known[1]
@@ -184,257 +173,222 @@ class _Ledger:
         self.libraries = libraries
         self.entries: dict[int, _Entry] = {}
         self.bits: dict[str, int] = {}
+        self.origins: dict[str, int] = {}
         self.escaped = 0
-        self.muted = False
-        self.has_views = False
-        self.deferred: int | None = None  # not None: collects scalars read for an index instead of escaping them
+        self.reads = 0
+        self.positions = 0  # sources that have chosen a view
+        self.deferred: int | None = None  # not None: scalars read now are positions, collected here
         entries = self.entries
         self._expire: Callable[[Any], Any] = lambda entry: entries.pop(entry.key, None)
 
-    def clear(self) -> None:
-        self.entries.clear()
-        self.bits.clear()
-        self.escaped = 0
-        self.has_views = False
-
-    def bit(self, name: str) -> int:
-        return self.bits.setdefault(name, 1 << len(self.bits))
-
     def names(self, mask: int) -> frozenset[str]:
-        return frozenset(name for name, bit in self.bits.items() if mask & bit)
+        return frozenset(name for name, bit in self.bits.items() if mask & bit) if mask else frozenset()
 
-    def entry(self, storage: torch.UntypedStorage) -> _Entry:
+    def entry(self, storage: torch.UntypedStorage, mask: int = 0) -> _Entry:
+        """The entry of a storage; a new one if nothing is known about it, with the sources ``mask``."""
         key = id(storage)
         entry = self.entries.get(key)
         if entry is None:
             entry = self.entries[key] = _Entry(storage, self._expire)
-            entry.key, entry.mask, entry.chosen, entry.shared, entry.views = key, 0, 0, False, None
+            entry.key, entry.mask = key, mask
         return entry
 
     def mask(self, value: object) -> int:
         """Sources of a tensor, or of all tensors in nested lists and tuples."""
-        if isinstance(value, Tensor):
-            try:
-                entry = self.entries.get(id(_storage(value)))
-            except (NotImplementedError, RuntimeError):
-                parts = _parts(value)
-                return self.mask(parts) if parts else (1 << len(self.bits)) - 1
-            return 0 if entry is None else entry.mask | entry.choice(value)
         mask = 0
+        if isinstance(value, Tensor):
+            storages = _storages(value)
+            for storage in storages:
+                entry = self.entries.get(id(storage))
+                if entry is not None:
+                    mask |= entry.mask_of(value)
+            return mask if storages else (1 << len(self.bits)) - 1
         if isinstance(value, (list, tuple)):
             for item in value:
                 mask |= self.mask(item)
-        elif isinstance(value, slice):
-            mask = self.mask([value.start, value.stop, value.step])
         return mask
 
     def taint(self, value: object, mask: int, *, written: bool = False) -> None:
-        """Adds sources to the tensors in a result; ``written`` if they are arguments that were written into."""
+        """Adds sources to the tensors in a result; ``written`` if their memory took in something new."""
         if isinstance(value, Tensor):
-            try:
-                storage = _storage(value)
-            except (NotImplementedError, RuntimeError):
-                return self.taint(_parts(value), mask, written=True)
-            entry = self.entries.get(id(storage))
-            if entry is None:
-                if mask:
-                    self.entry(storage).mask = mask
-            elif entry.views is not None and not written:
-                entry.register(value, mask)
-            else:
-                entry.mask |= mask
-                if entry.shared:
-                    self.read(mask, check=False)
+            for storage in _storages(value):
+                entry = self.entries.get(id(storage))
+                if entry is None:
+                    if mask:
+                        self.entry(storage, mask)
+                elif entry.views is not None and not written:
+                    entry.add(value, mask)
+                else:
+                    entry.mask |= mask
+                    if entry.shared:
+                        self.read(mask, check=False)
         elif isinstance(value, (list, tuple)):
             for item in value:
                 self.taint(item, mask, written=written)
 
-    def reset(self, value: Tensor, mask: int) -> None:
-        try:
-            self.entry(_storage(value)).mask = mask
-        except (NotImplementedError, RuntimeError):
-            for part in _parts(value):
-                self.reset(part, mask)
+    def owns(self, value: Tensor, bit: int) -> bool:
+        """Whether the memory of ``value`` is all its own, so that it may become the source ``bit``."""
+        storages = _storages(value)
+        if value._base is not None or (value.is_leaf and value.requires_grad) or len(storages) != 1:
+            return False
+        entry = self.entries.get(id(storages[0]))
+        if entry is not None and (entry.shared or entry.views is not None or entry.source not in (0, bit)):
+            return False
+        return value.layout is torch.strided and storages[0].nbytes() == value.numel() * value.element_size()
 
-    def choose(self, base: Tensor, view: Tensor, mask: int) -> None:
-        """Notes that ``view`` was taken from ``base`` at a position that depends on ``mask``."""
-        try:
-            storage = _storage(view)
-            is_view = storage is _storage(base)
-        except (NotImplementedError, RuntimeError):
-            is_view = False
-        if not is_view:
-            return self.taint(view, mask, written=True)
-        entry, self.has_views = self.entry(storage), True
-        before = entry.choice(base)
-        entry.register(base, before)
-        entry.register(view, before | mask)
-
-    def share(self, value: object) -> None:
-        """Notes that memory is visible outside torch: whatever is written into it later escapes at once."""
-        if isinstance(value, Tensor):
-            try:
-                self.entry(_storage(value)).shared = True
-            except (NotImplementedError, RuntimeError):
-                self.share(_parts(value))
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                self.share(item)
+    def choose(self, base: object, result: object, mask: int) -> None:
+        """Notes that ``result`` was taken from ``base`` at a position that depends on ``mask``."""
+        storages = _storages(result) if isinstance(result, Tensor) else ()
+        if not isinstance(base, Tensor) or len(storages) != 1 or storages != _storages(base):
+            return self.taint(result, mask, written=True)
+        entry = self.entry(storages[0])
+        before = entry.mask_of(base) & ~entry.mask
+        entry.add(base, before)
+        entry.add(result, before | mask)  # type: ignore[arg-type]
 
     def read(self, mask: int, *, check: bool) -> None:
-        """Notes that a value left torch; ``check`` if it is a boolean or a shape, which libraries may look at."""
-        if mask & ~self.escaped and not self.muted and not (check and _is_library_check(self.libraries)):
+        """Notes that a value left torch; ``check`` if it is one that libraries may look at."""
+        if mask & ~self.escaped and not (check and self._is_library_check()):
             self.escaped |= mask
 
-    @contextmanager
-    def deferring(self) -> Iterator[None]:
-        before, self.deferred = self.deferred, 0
-        try:
-            yield
-        finally:
-            self.deferred = before
+    def _is_library_check(self) -> bool:
+        """Whether the nearest caller outside of torch's internals is one of the libraries."""
+        frame: Any = sys._getframe(2)
+        while frame is not None:
+            module = frame.f_globals.get("__name__") or ""
+            if module.startswith(self.libraries):
+                return bool(frame.f_code.co_name != "__eq__")  # its answer goes on to whoever compares
+            if module not in ("torch", __name__) and not module.startswith("torch."):
+                return False
+            frame = frame.f_back
+        return False
 
 
-def _parts(value: Tensor) -> list[Tensor]:
-    """Tensors that hold the data of a tensor without storage; empty if it cannot be opened."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return [torch._C._functorch.get_unwrapped(value)]
-    if value.layout is torch.sparse_coo:
-        return [value._indices(), value._values()]
-    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [value.crow_indices(), value.col_indices(), value.values()]
-    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [value.ccol_indices(), value.row_indices(), value.values()]
-    return []
-
-
-def _is_library_check(libraries: tuple[str, ...]) -> bool:
-    """Whether the nearest caller outside of torch's internals is one of the libraries."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__") or ""
-        if module.startswith(libraries):
-            return frame.f_code.co_name != "__eq__"  # its answer is handed on to whoever compares
-        if module != __name__ and module != "torch" and not module.startswith("torch."):
-            return False
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+def _storages(value: Tensor) -> tuple[torch.UntypedStorage, ...]:
+    """The memory that holds the data of a tensor; empty if it cannot be reached."""
+    try:
+        return (_storage(value),)
+    except _NO_STORAGE:
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return _storages(torch._C._functorch.get_unwrapped(value))
+        if value.layout is torch.sparse_coo:
+            return _storages(value._indices()) + _storages(value._values())
+        return ()
 
 
 class _Plan(NamedTuple):
     """What an operator does besides computing new tensors from its arguments."""
 
     reads: bool = False
-    shape_from: slice | None = None
+    is_sized: bool = False  # the shape of the result depends on values,
+    shape_from: int | None = None  # those of this argument; of all if None
     writes: tuple[int | str, ...] = ()
+    is_blank: bool = False
 
 
 _PLAIN = _Plan()
-_METADATA = frozenset(
-    "_batch_norm_impl_index _debug_has_internal_overlap _dimI _dimV _fused_sdp_choice _has_compatible_shallow_copy_type "
-    "_has_same_storage_numel _is_zerotensor _nested_get_ragged_idx _use_cudnn_ctc_loss _use_miopen_ctc_loss _version "
-    "cudnn_is_acceptable dense_dim dim element_size get_device is_coalesced is_complex is_conj is_contiguous "
-    "is_distributed is_floating_point is_inference is_leaf is_neg is_non_overlapping_and_dense is_pinned is_same_size "
-    "is_set_to is_signed is_strides_like_format numel output_nr q_per_channel_axis qscheme result_type retains_grad "
-    "size sparse_dim stride sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride".split()
+_SHAPE_FROM = MappingProxyType({"masked_select": 1, "index": 1, "sparse_mask": 1, "_pack_padded_sequence": 1})
+_UNTAGGED_SHAPES = re.compile(
+    r"(_coalesce|_?to_sparse|nonzero_numpy|repeat_interleave|tensor_split|unique_dim|_nested_tensor_from_mask)\..*"
+    r"|where\."
 )
-_SHAPE_FROM = MappingProxyType(
-    {"masked_select": slice(1, 2), "repeat_interleave": slice(0, 2), "index": slice(1, 2), "bincount": slice(0, 1)}
-)
-_UNTAGGED_SHAPES = frozenset(
-    "_coalesce _nested_tensor_from_mask _pack_padded_sequence _pad_packed_sequence _to_sparse nonzero_numpy "
-    "repeat_interleave sparse_mask tensor_split to_sparse unique_dim".split()
+_METADATA = re.compile(
+    r"(sym_|_is_|is_(?!nonzero)|_use_|_dim|_nested_get|_debug_|_has_|\w*attention)\w*|_fused_sdp_choice|size|dim"
+    r"|numel|stride|(dense|sparse)_dim|result_type|_version|cudnn_is_acceptable|_batch_norm_impl_index"
 )
 
 
 @cache
-def _plan(func: Any) -> _Plan:  # noqa: ANN401
+def _plan(func: Any) -> _Plan:
     schema = getattr(func, "_schema", None)
-    if schema is None:  # a higher-order operator: it may choose between its branches, its outputs tell no more
+    if schema is None:  # a higher-order operator
         return _PLAIN
-    name = schema.name.split("::")[-1]
+    name = schema.name.removeprefix("aten::")
     opaque = any("Tensor" not in str(result.type) for result in schema.returns)
-    reads = torch.Tag.data_dependent_output in func.tags or (
-        opaque and name not in _METADATA and "attention" not in name
-    )
-    sized = torch.Tag.dynamic_output_shape in func.tags or name in _UNTAGGED_SHAPES
-    if name == "repeat_interleave" and schema.overload_name == "self_int":
-        sized = False
-    sized = sized or (name == "where" and not schema.overload_name)
+    reads = torch.Tag.data_dependent_output in func.tags or (opaque and not _METADATA.fullmatch(name))
+    sized = torch.Tag.dynamic_output_shape in func.tags or name in _SHAPE_FROM
+    sized = sized or bool(_UNTAGGED_SHAPES.fullmatch(f"{name}.{schema.overload_name}"))
     writes: list[int | str] = []
     for position, argument in enumerate(schema.arguments):
         alias = argument.alias_info
         # Training-mode batch norm updates its running statistics without saying so in its schema.
         if (alias is not None and alias.is_write) or ("batch_norm" in name and "running" in argument.name):
             writes.append(argument.name if argument.kwarg_only else position)
-    plan = _Plan(reads, _SHAPE_FROM.get(name, slice(None)) if sized else None, tuple(writes))
+    # Only the shape of the argument matters, and a shape that depends on a value has escaped before.
+    tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
+    is_blank = tensors == 1 and bool(re.fullmatch(r"new_\w+|\w+_like", name))
+    plan = _Plan(reads, sized, _SHAPE_FROM.get(name), tuple(writes), is_blank)
     return _PLAIN if plan == _PLAIN else plan
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows sources through operators, below autograd and :mod:`torch.func`."""
 
     supports_higher_order_operators = True
 
     def __init__(self, ledger: _Ledger) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
         self._find = ledger.entries.get
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401
-        mask, find = 0, self._find
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True wraps every operator call in two more Python frames
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: _Args = (), kwargs: Any = None) -> Any:
+        mask, find, ledger = 0, self._find, self._ledger
         try:
             for arg in args:
                 if isinstance(arg, Tensor):
                     entry = find(id(_storage(arg)))
                     if entry is not None:
-                        mask |= entry.mask if entry.views is None else entry.mask | entry.choice(arg)
+                        mask |= entry.mask if entry.views is None else entry.mask_of(arg)
                 elif isinstance(arg, (list, tuple)):
-                    mask |= self._ledger.mask(arg)
-        except (NotImplementedError, RuntimeError):
-            mask = self._ledger.mask(args)
-        if not kwargs:
-            result = func(*args)
-        else:
-            mask |= self._ledger.mask([*kwargs.values()])
-            result = func(*args, **kwargs)
-        if mask or self._ledger.has_views:
+                    mask |= ledger.mask(arg)
+        except _NO_STORAGE:
+            mask = ledger.mask(args)
+        if kwargs:
+            mask |= ledger.mask([*kwargs.values()])
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if mask or ledger.positions:
             plan = _plan(func)
-            if plan is _PLAIN:
-                self._ledger.taint(result, mask)
+            # In a backward pass the graph of a view holds the position of the view as a plain number.
+            if ledger.positions and torch._C._current_graph_task_id() != -1:
+                mask |= ledger.positions
+            if plan is _PLAIN and not ledger.deferred:
+                ledger.taint(result, mask)
             else:
                 self._settle(plan, args, kwargs or {}, result, mask)
         return result
 
-    def _settle(
-        self, plan: _Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object, mask: int
-    ) -> None:
+    def _settle(self, plan: _Plan, args: _Args, kwargs: _Kwargs, result: object, mask: int) -> None:
         ledger = self._ledger
+        if plan.is_blank:
+            mask = 0
+        if ledger.deferred:
+            mask |= ledger.deferred
+            if plan is _PLAIN:
+                return ledger.choose(next(iter(args), None), result, mask)
         if plan.reads:
+            ledger.reads += 1
             if ledger.deferred is not None and not isinstance(result, Tensor):
                 ledger.deferred |= mask
+                ledger.positions |= mask
             else:
                 ledger.read(mask, check=isinstance(result, bool))
-        if plan.shape_from is not None:
-            ledger.read(ledger.mask(_shape_sources(args[plan.shape_from])) if not kwargs else mask, check=True)
+        if plan.is_sized:
+            sizing: Any = args if plan.shape_from is None else args[plan.shape_from]
+            if isinstance(sizing, list):  # the indices of a tensor: integer ones do not decide the shape
+                sizing = [index for index in sizing if isinstance(index, Tensor) and index.dtype in _MASKS]
+            shape_mask = ledger.mask(sizing)
+            ledger.read(shape_mask, check=True)
+            if plan.shape_from is not None and isinstance(result, tuple):  # (packed data, batch_sizes)
+                ledger.taint(result[1], shape_mask)
+                result = result[0]
         ledger.taint(result, mask, written=bool(plan.writes))
         for key in plan.writes:
             target = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             ledger.taint(target, mask, written=True)
-
-
-def _shape_sources(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Drops the integer positions among the indices of a tensor: only masks decide the size of the result."""
-    if len(args) == 1 and isinstance(args[0], (list, tuple)):
-        return tuple(
-            index for index in args[0] if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-        )
-    return args
-
-
-_Handler = Callable[[_Ledger, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Calls(TorchFunctionMode):
@@ -445,100 +399,71 @@ class _Calls(TorchFunctionMode):
         self._ledger = ledger
         self._find = _handlers().get
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401
-        handler = self._find(func)
-        if handler is not None:
-            return handler(self._ledger, func, args, kwargs or {})
-        if func.__class__ is FunctionType and not func.__module__.startswith("torch"):
-            # Its body runs where this mode is off, so nothing is known about what it does.
+    def __torch_function__(self, func: Any, types: Any, args: _Args = (), kwargs: Any = None) -> Any:
+        if (handler := self._find(func)) is not None:
+            return handler(self, func, args, kwargs or {})
+        # The body of a user's function that torch hands over runs where this mode is off.
+        if func.__class__ is FunctionType and not (func.__module__ or "").startswith("torch"):
             self._ledger.escaped |= (1 << len(self._ledger.bits)) - 1
         return func(*args, **kwargs) if kwargs else func(*args)
 
-
-def _leave(ledger: _Ledger, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    """The values of the arguments are handed to Python."""
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    ledger.read(ledger.mask(leaves), check=all(leaf.dtype is torch.bool for leaf in leaves))
-    return func(*args, **kwargs)
-
-
-def _expose(ledger: _Ledger, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    """The memory of the argument is handed to Python."""
-    if sys._getframe(2).f_globals is globals():  # the ledger looks up a storage
+    def leave(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """The values of the arguments are handed to Python."""
+        skip = _NOT_READ.get(func.__name__, 0)
+        leaves = [leaf for leaf in tree_leaves((args[skip:], kwargs)) if isinstance(leaf, Tensor)]
+        self._ledger.read(self._ledger.mask(leaves), check=all(leaf.dtype is torch.bool for leaf in leaves))
         return func(*args, **kwargs)
-    ledger.share(args[:1])
-    return _leave(ledger, func, args, kwargs)
 
+    def scalar(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """A number is read; ``torch.Tensor([z])`` does so out of sight of the operators."""
+        before, result = self._ledger.reads, func(*args)
+        if self._ledger.reads == before:
+            self._ledger.read(self._ledger.mask(args), check=args[0].dtype is torch.bool)
+        return result
 
-def _copy(ledger: _Ledger, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    """A tensor is made of tensors, numbers or foreign memory, out of sight of the operators."""
-    mask = ledger.mask(tree_leaves((args, kwargs)))
-    with ledger.deferring():
+    def expose(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """The memory of the argument is handed to Python."""
+        if sys._getframe(2).f_globals is globals():  # the ledger looks up a storage
+            return func(*args, **kwargs)
+        for storage in _storages(args[0]):
+            self._ledger.entry(storage).shared = True  # whatever is written into it later escapes at once
+        return self.leave(func, args, kwargs)
+
+    def copy(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """A tensor is made of tensors or numbers out of sight of the operators, or of foreign memory."""
+        first = 1 if func.__name__ in ("new", "new_tensor", "__set__") else 0
+        data = args[first] if len(args) > first else kwargs.get("data", kwargs.get("obj"))
         result = func(*args, **kwargs)
-    data = kwargs.get("data", kwargs.get("obj", args[0] if args else None))
-    if func in (torch.as_tensor, torch.asarray) and not isinstance(data, (Tensor, list, tuple, int, float, complex)):
-        ledger.share(result)
-    ledger.taint(result, mask, written=True)
-    return result
+        target = args[0] if result is None else result  # x.data = y
+        is_alias = func in (torch.as_tensor, torch.asarray)
+        if func is _LIFT or (is_alias and not isinstance(data, (Tensor, list, tuple, int, float))):
+            self._ledger.entry(_storage(target)).shared = True
+        self._ledger.taint(target, self._ledger.mask(tree_leaves(data)), written=True)
+        return result
 
+    def defer(self, func: Any, args: _Args, kwargs: _Kwargs, mask: int = 0) -> Any:
+        """Scalars are read as positions only; what is returned depends on them."""
+        ledger = self._ledger
+        before, ledger.deferred = ledger.deferred, mask
+        ledger.positions |= mask
+        try:
+            return func(*args, **kwargs)
+        finally:
+            ledger.deferred = before
 
-def _adopt(ledger: _Ledger, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    """A tensor is made of memory that a Python object may own (``torch.from_numpy``)."""
-    result = func(*args, **kwargs)
-    ledger.share(result)
-    return result
+    def one_hot(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """The range of the argument is checked; only without ``num_classes`` does that decide anything."""
+        num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        return func(*args, **kwargs) if num_classes == -1 else self.defer(func, args, kwargs)
 
-
-def _get(ledger: _Ledger, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    """``x[index]``: a scalar tensor in the index is read by torch to make a view, which is no escape."""
-    x, index = args[0], args[1]
-    if not _has_tensor(index) or not _is_position(index, masks=False):
-        return func(*args, **kwargs)
-    with ledger.deferring():
-        result = func(*args, **kwargs)
-        chosen = (ledger.deferred or 0) | _listed(ledger, index)
-    if chosen:
-        ledger.choose(x, result, chosen)
-    return result
-
-
-def _set(ledger: _Ledger, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    """``x[index] = value``, see :func:`_get`."""
-    x, index = args[0], args[1]
-    if not _has_tensor(index) or not _is_position(index, masks=True):
-        return func(*args, **kwargs)
-    with ledger.deferring():
-        result = func(*args, **kwargs)
-        chosen = (ledger.deferred or 0) | _listed(ledger, index)
-    ledger.taint(x, chosen | (ledger.mask(x) if ledger.has_views else 0), written=True)
-    return result
-
-
-def _one_hot(ledger: _Ledger, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    """Checks its argument's range by reading it; only without ``num_classes`` does that decide anything."""
-    if (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1:
-        return func(*args, **kwargs)
-    with ledger.deferring():
-        return func(*args, **kwargs)
-
-
-def _assign_data(ledger: _Ledger, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    """``x.data = y``: ``x`` may be known as a view of the same memory, with other sources."""
-    mask = ledger.mask(args[1]) if ledger.has_views else 0
-    result = func(*args, **kwargs)
-    if mask:
-        ledger.taint(args[0], mask, written=True)
-    return result
-
-
-def _has_tensor(index: object) -> bool:
-    if isinstance(index, (list, tuple)):
-        return any(_has_tensor(item) for item in index)
-    if isinstance(index, slice):
-        return any(isinstance(bound, Tensor) for bound in (index.start, index.stop, index.step))
-    return isinstance(index, Tensor)
+    def index(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """``x[index]`` and ``x[index] = y``: scalars in the index are read to make a view."""
+        index = args[1]
+        if not _is_position(index, masks=func is Tensor.__setitem__):
+            return func(*args, **kwargs)
+        # Tensors inside lists are converted out of sight of the operators.
+        listed = [item for item in index if isinstance(item, list)] if isinstance(index, tuple) else index
+        return self.defer(func, args, kwargs, self._ledger.mask(listed) if isinstance(listed, list) else 0)
 
 
 def _is_position(index: object, *, masks: bool) -> bool:
@@ -546,37 +471,31 @@ def _is_position(index: object, *, masks: bool) -> bool:
     if isinstance(index, (list, tuple)):
         return all(_is_position(item, masks=masks) for item in index)
     if isinstance(index, Tensor):
-        return masks or index.dim() > 0 or index.dtype not in (torch.bool, torch.uint8)
+        return masks or index.dim() > 0 or index.dtype not in _MASKS
     if isinstance(index, slice):
-        return all(bound is None or type(bound) is int for bound in (index.start, index.stop, index.step))
-    return index is None or index is Ellipsis or type(index) in (int, bool)
-
-
-def _listed(ledger: _Ledger, index: object) -> int:
-    """Sources of the tensors in lists inside an index, which torch converts out of sight."""
-    if isinstance(index, list):
-        return ledger.mask(index)
-    return ledger.mask([item for item in index if isinstance(item, list)]) if isinstance(index, tuple) else 0
+        return not any(isinstance(bound, Tensor) for bound in (index.start, index.stop, index.step))
+    return index is None or index is Ellipsis or isinstance(index, int)
 
 
 @cache
-def _handlers() -> Mapping[Any, _Handler]:
+def _handlers() -> Mapping[Any, Callable[[_Calls, Any, _Args, _Kwargs], Any]]:
     cls: Any = Tensor  # several of these names are missing from torch's stubs
-    calls: dict[_Handler, tuple[Any, ...]] = {
-        _leave: (
+    calls: dict[Callable[..., Any], tuple[Any, ...]] = {
+        _Calls.leave: (
             *(cls.tolist, cls.apply_, cls.map_, cls.map2_, cls.storage_offset, cls.__repr__, cls.__format__),
-            *(cls.__reduce_ex__, cls.tensor_split, torch.tensor_split, torch.tensordot, torch.ctc_loss),
-            *(torch.nn.functional.ctc_loss, torch.functional.tensordot),
+            *(cls.__reduce_ex__, cls.tensor_split, torch.tensor_split, torch.functional.tensordot),
+            *(torch.ctc_loss, torch.nn.functional.ctc_loss),
         ),
-        _expose: (
+        _Calls.scalar: (cls.item, cls.__bool__, cls.__int__, cls.__float__, cls.__index__, cls.__complex__),
+        _Calls.expose: (
             *(cls.numpy, cls.__array__, cls.__dlpack__, cls.data_ptr, cls.untyped_storage, cls.storage),
             *(cls._typed_storage, cls.__cuda_array_interface__.__get__, cls.share_memory_),
         ),
-        _copy: (torch.tensor, torch.as_tensor, torch.asarray, cls.new_tensor, cls.__deepcopy__),
-        _adopt: (torch.ops.aten.lift_fresh.default,),
-        _get: (cls.__getitem__,),
-        _set: (cls.__setitem__,),
-        _one_hot: (torch.nn.functional.one_hot,),
-        _assign_data: (cls.data.__set__,),
+        _Calls.copy: (
+            *(torch.tensor, torch.as_tensor, torch.asarray, cls.new_tensor, cls.new, cls.__deepcopy__),
+            *(cls.data.__set__, _LIFT),
+        ),
+        _Calls.one_hot: (torch.nn.functional.one_hot,),
+        _Calls.index: (cls.__getitem__, cls.__setitem__),
     }
     return MappingProxyType({call: handler for handler, group in calls.items() for call in group})

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 from pyro_bpq.graph import Form, StochasticComputationGraph, ones, union
 
-__all__ = ["Reduced", "immediate_bits", "merge", "reduce_graph", "split"]
+__all__ = ["Reduced", "merge", "reduce_graph", "split"]
 
 Edges = list[tuple[int, int]]
+Blocks = dict[int, None]  # an ordered set: what is split is mostly a block itself, found at once
 
 
 @dataclass(frozen=True)
@@ -33,42 +34,43 @@ class Reduced:
         edges: For each node, pairs of the children that are kept and the costs that keep exactly these.
             The root, a cost itself, is child number ``len(graph.nodes)``; a pair with it has one cost.
         blocks: For each node the sets of costs that share a Q-function.
+        immediate: For each node the costs that are used there as they are.
     """
 
     edges: list[Edges]
-    blocks: list[list[int]]
+    blocks: list[Blocks]
+    immediate: list[int]
 
 
-def reduce_graph(
-    graph: StochasticComputationGraph, reduction: str, immediate: list[int] | None, form: Form
-) -> Reduced:
+def reduce_graph(graph: StochasticComputationGraph, reduction: str, exact: int, form: Form) -> Reduced:
     """Reduces the networks of all costs.
 
     Args:
         graph: The stochastic computation graph.
         reduction: One of ``"per_cost"``, ``"merged"``, ``"tree"``, ``"chain"``, ``"single"``.
-        immediate: For each node, in program order, the costs that are used there as they are, as bits;
-            ``None`` if costs are learned everywhere.
+        exact: The costs, as bits, that are used as they are where they are immediate.
         form: ``"ancestor"`` or ``"history"``.
 
     Returns:
         Kept children and merged costs.
     """
+    immediate = _immediate_bits(graph, exact, form)
     if reduction == "single":
-        return _wrap_all(graph, immediate, form)
-    exact = immediate or [0] * len(graph.nodes)
-    remote = [d & ~f for d, f in zip(graph.downstream_bits, exact, strict=True)]
+        return _wrap_all(graph, immediate, exact, form)
+    remote = [d & ~f for d, f in zip(graph.downstream_bits, immediate, strict=True)]
     keep = {"tree": _shortest_paths, "chain": _first_child}.get(reduction, _every_child)
     edges = keep(graph, remote)
     if reduction == "per_cost":
-        return Reduced(edges, [[1 << f for f in ones(costs)] for costs in graph.downstream_bits])
-    return Reduced(edges, merge(graph, edges))
+        singles = [dict.fromkeys(1 << f for f in ones(costs)) for costs in graph.downstream_bits]
+        return Reduced(edges, singles, immediate)
+    return Reduced(edges, merge(graph, edges), immediate)
 
 
-def immediate_bits(graph: StochasticComputationGraph, form: Form) -> list[int]:
-    """For each stochastic node the costs that read it and otherwise only what its Q conditions on."""
+def _immediate_bits(graph: StochasticComputationGraph, costs: int, form: Form) -> list[int]:
+    """For each node those of ``costs`` that read it and otherwise only what its Q-function conditions on."""
     immediate = [0] * len(graph.nodes)
-    for f, reads in enumerate(graph.cost_bits):
+    for f in ones(costs):
+        reads = graph.cost_bits[f]
         last = reads.bit_length() - 1
         if reads and not reads & ~graph.known_bits(last, form):
             immediate[last] |= 1 << f
@@ -117,17 +119,17 @@ def _first_child(graph: StochasticComputationGraph, remote: list[int]) -> list[E
     return edges
 
 
-def _wrap_all(graph: StochasticComputationGraph, immediate: list[int] | None, form: Form) -> Reduced:
-    """One virtual cost: the sum of all; where costs are used exactly, of all not known before."""
+def _wrap_all(graph: StochasticComputationGraph, immediate: list[int], exact: int, form: Form) -> Reduced:
+    """One virtual cost: the sum of all; of those that are used exactly, of all not known before."""
     every = _known_costs(graph, (1 << len(graph.nodes)) - 1)
     sources = [every if downstream else 0 for downstream in graph.downstream_bits]
     remote = list(sources)
-    if immediate is not None:
+    if exact:
         for i, own in enumerate(immediate):
-            remote[i] &= ~_known_costs(graph, graph.known_bits(i, form))
-            sources[i] &= remote[i] | own
+            remote[i] &= ~(exact & _known_costs(graph, graph.known_bits(i, form)))
+            sources[i] = remote[i] | own
     edges = [_first_of_one(graph, i, costs, sources) for i, costs in enumerate(remote)]
-    return Reduced(edges, [[costs] if costs else [] for costs in sources])
+    return Reduced(edges, [{costs: None} if costs else {} for costs in sources], immediate)
 
 
 def _first_of_one(graph: StochasticComputationGraph, i: int, remote: int, sources: list[int]) -> Edges:
@@ -155,7 +157,7 @@ def _group(kept: Iterable[tuple[int, int]], root: int) -> Edges:
     return [*together.items(), *alone]
 
 
-def merge(graph: StochasticComputationGraph, edges: list[Edges]) -> list[list[int]]:
+def merge(graph: StochasticComputationGraph, edges: list[Edges]) -> list[Blocks]:
     """Applies the merging theorem.
 
     The Q-functions of two costs at ``X`` are summed if at every strict ancestor of ``X`` in either network
@@ -181,11 +183,11 @@ def merge(graph: StochasticComputationGraph, edges: list[Edges]) -> list[list[in
 
 def _merge_downwards(
     graph: StochasticComputationGraph, edges: list[Edges], bounds: list[set[int]]
-) -> tuple[list[list[int]], Edges]:
+) -> tuple[list[Blocks], Edges]:
     """Merges in program order what every rule that reads a node reads together, within ``bounds``."""
     sites = (1 << len(graph.nodes)) - 1
     read = [set(bound) for bound in bounds]
-    blocks: list[list[int]] = []
+    blocks: list[Blocks] = []
     rules: Edges = []
     for i, downstream in enumerate(graph.downstream_bits):
         blocks.append(_refine(downstream, read[i]))
@@ -199,7 +201,7 @@ def _merge_downwards(
     return blocks, rules
 
 
-def _tighten(bounds: list[set[int]], blocks: list[list[int]], rules: Edges) -> bool:
+def _tighten(bounds: list[set[int]], blocks: list[Blocks], rules: Edges) -> bool:
     """Adds to ``bounds`` what makes children of one average carry the same costs; says if it had to."""
     changed = False
     for children, costs in rules:
@@ -214,7 +216,7 @@ def _tighten(bounds: list[set[int]], blocks: list[list[int]], rules: Edges) -> b
     return changed
 
 
-def _refine(whole: int, parts: Iterable[int]) -> list[int]:
+def _refine(whole: int, parts: Iterable[int]) -> Blocks:
     """The coarsest partition of ``whole`` of which every one of ``parts`` is a union."""
     blocks = [whole] if whole else []
     done = set(blocks)
@@ -230,11 +232,14 @@ def _refine(whole: int, parts: Iterable[int]) -> list[int]:
                 rest &= ~inner
             if not rest:
                 break
-    return sorted(blocks, key=lambda block: block & -block)
+    return dict.fromkeys(sorted(blocks, key=lambda block: block & -block))
 
 
-def split(costs: int, blocks: list[int]) -> Iterator[tuple[int, int]]:
+def split(costs: int, blocks: Blocks) -> Iterator[tuple[int, int]]:
     """Pairs of a block and its part in ``costs``, for the blocks that meet ``costs``."""
+    if costs in blocks:
+        yield costs, costs
+        return
     for block in blocks:
         if part := block & costs:
             yield block, part

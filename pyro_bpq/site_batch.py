@@ -55,7 +55,9 @@ class SiteBatch:
     def log_probs(self) -> Tensor:
         """``log q`` of every value of every component, ``(G, M, plates, D, K)``, with gradient."""
         split = self.components
-        return split.log_probs(self._stack(lambda site: split.parameters(site.fn), split.event_ndim))
+        table = split.log_probs(self._stack(lambda site: split.parameters(site.fn), split.event_ndim))
+        # Values that cannot occur have weight zero: keep them finite, since 0 * inf is NaN.
+        return table.clamp(min=-1e6)
 
     @cached_property
     def probs(self) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
@@ -51,17 +51,24 @@ class StructureCache:
 
     def wants_tracking(self) -> bool:
         """Whether the next run must be tracked."""
-        if self.mode == "dense":
-            return False
         if self.mode == "dynamic" or self.unknown or (self.escapes and self.mode == "auto"):
             return True
-        return self.untracked_steps >= self.next_look
+        return self.mode != "dense" and self.untracked_steps >= self.next_look
 
-    def graph(self, traced: TracedRun) -> StochasticComputationGraph:
+    def is_dynamic(self, traced: TracedRun) -> bool:
+        """Whether Python may have steered by sampled values, so that the next run may differ in structure.
+
+        Whatever steers by a value lets it leave torch first, in every run: one tracked run shows it.
+        """
+        is_unseen = self.mode == "dense" and traced.reads is None and traced.key not in self.graphs
+        return self.escapes or traced.escaped or is_unseen
+
+    def graph(self, traced: TracedRun, learn: bool = True) -> StochasticComputationGraph:
         """The graph of a run.
 
         Args:
             traced: The run, tracked or not.
+            learn: Whether the cache may change.
 
         Returns:
             Its graph; the dense one where nothing is known.
@@ -70,26 +77,30 @@ class StructureCache:
             StructureChangedError: In mode ``"static"``, if the run contradicts what was seen before.
         """
         if traced.reads is not None:
-            return self._tracked(traced, traced.reads)
-        self.untracked_steps += 1
+            return self._tracked(traced, traced.reads, learn)
         graph = self.graphs.get(traced.key)
-        if graph is not None:
-            return graph
-        if self.mode != "dense":
+        if learn:
+            self.untracked_steps += 1
             # A structure that was never tracked: the dense graph is right, and the next run is tracked.
-            self.unknown = True
-            return dense_graph(traced)
-        return self._store(traced.key, dense_graph(traced))
+            self.unknown |= graph is None
+        return dense_graph(traced) if graph is None else graph
 
-    def _tracked(self, traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
+    def _tracked(
+        self, traced: TracedRun, reads: Mapping[str, frozenset[str]], learn: bool
+    ) -> StochasticComputationGraph:
+        if learn:
+            self.escapes |= traced.escaped
         if self.mode == "dynamic":
             return build_graph(traced, reads)
+        if self.mode == "dense":
+            return self._dense(traced, learn)
         known, agreements = self.reads.get(traced.key, ({}, 0))
         merged = {name: sources | known.get(name, frozenset()) for name, sources in reads.items()}
         changed = bool(known) and merged != known
         if changed:
             self._contradicted(traced, known, merged)
-        self.escapes |= traced.escaped
+        if not learn:
+            return build_graph(traced, merged) if changed or not known else self.graphs[traced.key]
         agreements = 1 if changed else agreements + 1
         self.reads[traced.key] = (merged, agreements)
         if len(self.reads) > _CAPACITY:
@@ -102,6 +113,16 @@ class StructureCache:
         if changed or traced.key not in self.graphs:
             return self._store(traced.key, build_graph(traced, merged))
         return self.graphs[traced.key]
+
+    def _dense(self, traced: TracedRun, learn: bool) -> StochasticComputationGraph:
+        if traced.key in self.graphs:
+            return self.graphs[traced.key]
+        if not learn:
+            return dense_graph(traced)
+        self.unknown = False
+        if len(self.graphs) >= _CAPACITY:
+            self.graphs.clear()
+        return self._store(traced.key, dense_graph(traced))
 
     def _contradicted(
         self, traced: TracedRun, known: Mapping[str, frozenset[str]], merged: Mapping[str, frozenset[str]]
@@ -119,6 +140,16 @@ class StructureCache:
                 BPQWarning,
                 stacklevel=2,
             )
+
+    def merge(
+        self, traced: TracedRun, graphs: Sequence[StochasticComputationGraph]
+    ) -> StochasticComputationGraph:
+        """The union of graphs of runs with the key of ``traced``."""
+        reads = {
+            cost.name: frozenset().union(*(graph.cost(cost.name).parents for graph in graphs))
+            for cost in graphs[0].costs
+        }
+        return build_graph(traced, reads)
 
     def _store(self, key: Any, graph: StochasticComputationGraph) -> StochasticComputationGraph:
         self.graphs[key] = graph

@@ -156,7 +156,7 @@ class _Step:
             table = table + batch.own_p
         if "model" in cls.spec.tabled:
             table = table + torch.stack([self.tables[name].expand(table.shape[1:]) for name in cls.names])
-        return table
+        return table.masked_fill(batch.probs == 0, 0.0)
 
     def critic(self, c: int) -> CriticBatch | None:
         if self.layout.classes[c].spec.critic is None:
@@ -241,10 +241,18 @@ class _Step:
 
         kind = f"statistics {type(cls.spec.estimator).__name__} {tuple(initial)}"
         selection = self.bank.select(kind, cls.names, make if self.build else None)
-        if selection is None:
-            block = make(cls.names)
-            return None, {name: getattr(block, name) for name in (*initial, "count")}
-        return selection, {name: selection.read(name) for name in (*initial, "count")}
+        if selection is not None:
+            return selection, {name: selection.read(name) for name in (*initial, "count")}
+        # Which other sites are missing must not matter to a site: they come with its value.
+        rows = [self.bank.select(kind, (site,), None) for site in cls.names]
+        new = make(cls.names)
+        found = {
+            name: torch.cat([
+                getattr(new, name)[i : i + 1] if row is None else row.read(name) for i, row in enumerate(rows)
+            ])
+            for name in (*initial, "count")
+        }
+        return None, found
 
     # Learning.
 

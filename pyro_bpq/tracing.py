@@ -12,6 +12,7 @@ import torch
 from pyro.distributions.util import is_identically_zero
 from pyro.infer.enum import get_importance_trace
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.config import SiteOptions, site_options
@@ -64,6 +65,7 @@ class TracedRun:
         options: Options of every latent site.
         model_trace: The model's trace, for a replay.
         guide_trace: The guide's trace.
+        subsamples: Indices that subsampled plates drew, by name of the plate.
         batch_ndim: Largest number of batch dimensions of any site.
     """
 
@@ -76,6 +78,7 @@ class TracedRun:
     options: Mapping[str, SiteOptions]
     model_trace: Any
     guide_trace: Any
+    subsamples: Mapping[str, Any]
     batch_ndim: int
 
     @property
@@ -87,21 +90,36 @@ class TracedRun:
 class _Watch(Messenger):  # type: ignore[misc]
     """Notes at every sample statement what has left torch so far; hands out tracked values.
 
+    It must be the outermost handler, so that the traces record the values that it hands out.
+
     Args:
-        is_guide: Whether the program draws values, which become sources.
         tracker: The tracker, or ``None``.
         choose: Gives the estimator of a site.
         particles: Number of particles of the step.
     """
 
-    def __init__(self, is_guide: bool, tracker: DependencyTracker | None, choose: Choose, particles: int) -> None:
+    def __init__(self, tracker: DependencyTracker | None, choose: Choose, particles: int) -> None:
         super().__init__()
-        self.is_guide, self.tracker, self.choose, self.particles = is_guide, tracker, choose, particles
-        self.escaped: dict[str, frozenset[str]] = {}
+        self.tracker, self.choose, self.particles = tracker, choose, particles
+        self.is_guide = False
+        self.escaped: dict[tuple[bool, str], frozenset[str]] = {}
+        self.subsamples: dict[str, Any] = {}
+
+    def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
+        """The guide, whose draws become sources."""
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self.is_guide = True
+            try:
+                return guide(*args, **kwargs)
+            finally:
+                self.is_guide = False
+
+        return marked
 
     def _pyro_sample(self, msg: Any) -> None:
         if self.tracker is not None:
-            self.escaped[msg["name"]] = self.tracker.escaped
+            self.escaped[self.is_guide, msg["name"]] = self.tracker.escaped
         if not self.is_guide or msg["is_observed"] or not getattr(msg["fn"], "has_rsample", False):
             return
         info = _info(msg, (), self.particles)
@@ -109,7 +127,9 @@ class _Watch(Messenger):  # type: ignore[misc]
             msg["fn"] = _without_rsample(msg["fn"])
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if self.is_guide and self.tracker is not None and not msg["is_observed"]:
+        if isinstance(msg["fn"], _Subsample):
+            self.subsamples[msg["name"]] = msg["value"]
+        elif self.is_guide and self.tracker is not None and not msg["is_observed"]:
             if isinstance(msg["value"], Tensor):
                 msg["value"] = self.tracker.source(msg["name"], msg["value"])
 
@@ -152,40 +172,40 @@ def trace_run(
         SiteNotFoundError: If the model has a latent site that the guide lacks.
     """
     tracker = DependencyTracker() if track else None
-    watch_guide = _Watch(True, tracker, choose, num_particles)
-    watch_model = _Watch(False, tracker, choose, num_particles)
-    with tracker if tracker is not None else contextlib.nullcontext():
+    watch = _Watch(tracker, choose, num_particles)
+    with tracker if tracker is not None else contextlib.nullcontext(), watch:
         model_trace, guide_trace = get_importance_trace(
-            "flat",
-            max_plate_nesting,
-            model if tracker is None else watch_model(model),
-            watch_guide(guide),
-            args,
-            kwargs,
+            "flat", max_plate_nesting, model, watch.guide(guide), args, kwargs
         )
-    reads = None
-    if tracker is not None:
-        reads = _reads(tracker, guide_trace, watch_guide.escaped, cost_of_guide)
-        reads |= _reads(tracker, model_trace, watch_model.escaped, cost_of_model)
+        reads = None
+        if tracker is not None:
+            reads = _reads(tracker, guide_trace, watch.escaped, True)
+            reads |= _reads(tracker, model_trace, watch.escaped, False)
     escaped = tracker is not None and bool(tracker.escaped)
-    return _record(model_trace, guide_trace, reads, escaped, num_particles)
+    return _record(model_trace, guide_trace, reads, escaped, num_particles, watch.subsamples)
 
 
 def _reads(
     tracker: DependencyTracker,
     trace: Any,
-    escaped: Mapping[str, frozenset[str]],
-    cost_name: Callable[[str], str],
+    escaped: Mapping[tuple[bool, str], frozenset[str]],
+    is_guide: bool,
 ) -> dict[str, frozenset[str]]:
+    cost_name = cost_of_guide if is_guide else cost_of_model
     return {
-        cost_name(name): tracker.sources_of(site["log_prob"]) | escaped.get(name, frozenset())
+        cost_name(name): tracker.sources_of(site["log_prob"]) | escaped.get((is_guide, name), frozenset())
         for name, site in trace.nodes.items()
         if site["type"] == "sample"
     }
 
 
 def _record(
-    model_trace: Any, guide_trace: Any, reads: Mapping[str, frozenset[str]] | None, escaped: bool, particles: int
+    model_trace: Any,
+    guide_trace: Any,
+    reads: Mapping[str, frozenset[str]] | None,
+    escaped: bool,
+    particles: int,
+    subsamples: Mapping[str, Any],
 ) -> TracedRun:
     sizes: dict[Plate, int] = {}
     options, infos, sites, costs = {}, {}, {}, {}
@@ -210,9 +230,22 @@ def _record(
         costs[cost_of_model(name)] = -site["log_prob"]
         key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"]))
     everything = [*guide_sites.values(), *model_sites.values()]
-    run = Run(sites, costs, *_sums(guide_sites, model_sites))
+    differentiable, loss = _sums(guide_sites, model_sites)
+    run = Run(sites, costs, differentiable, loss)
     ndim = max((site["log_prob"].dim() for site in everything), default=0)
-    return TracedRun(tuple(key), run, reads, escaped, sizes, infos, options, model_trace, guide_trace, ndim)
+    return TracedRun(
+        key=tuple(key),
+        run=run,
+        reads=reads,
+        escaped=escaped,
+        plate_sizes=sizes,
+        infos=infos,
+        options=options,
+        model_trace=model_trace,
+        guide_trace=guide_trace,
+        subsamples=subsamples,
+        batch_ndim=ndim,
+    )
 
 
 def _samples(trace: Any) -> dict[str, Any]:
@@ -223,12 +256,13 @@ def _sums(guide_sites: dict[str, Any], model_sites: dict[str, Any]) -> tuple[Ten
     """The costs through which pathwise gradients flow, and the loss."""
     guide_sum = _sum([site["log_prob_sum"].detach() for site in guide_sites.values()])
     model_sum = _sum([site["log_prob_sum"] for site in model_sites.values()])
-    entropy = [
-        site["score_parts"].entropy_term.sum()
-        for site in guide_sites.values()
-        if not is_identically_zero(site["score_parts"].entropy_term)
-    ]
-    return _sum(entropy) - model_sum, guide_sum - model_sum.detach()
+    # A factor of the guide is a cost; of the other sites only what has a gradient in expectation.
+    terms = {
+        name: site["log_prob"] if site["is_observed"] else site["score_parts"].entropy_term
+        for name, site in guide_sites.items()
+    }
+    entropy = _sum([term.sum() for term in terms.values() if not is_identically_zero(term)])
+    return entropy - model_sum, guide_sum - model_sum.detach()
 
 
 def _sum(terms: list[Tensor]) -> Tensor:

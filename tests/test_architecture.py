@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -17,12 +18,12 @@ MAX_LINES = 500
 # of its modules. Which layer a new module belongs to is a decision: add it here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("graph", "network", "reductions"),
+    ("graph", "network", "reductions", "validation"),
     ("rollout", "targets", "provenance"),
-    ("features", "critics", "replay"),
+    ("features", "critics", "bank", "replay"),
     ("estimators",),
-    ("learner", "surrogate"),
-    ("tracing", "config"),
+    ("layout", "site_batch", "returns", "critic_step", "learner", "surrogate"),
+    ("tracing", "config", "structure", "immediate", "plan"),
     ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing"),
     ("__init__",),
 )
@@ -31,10 +32,10 @@ MAY_IMPORT_PYRO = frozenset(LAYERS[-3] + LAYERS[-2])
 
 # What a module may call to make a constant: the results are immutable or, as a logger, not ours.
 CONSTANT_MAKERS = frozenset(
-    "MappingProxyType NamedTuple NewType ParamSpec TypeVar TypeVarTuple bool bytes complex float frozenset "
-    "getLogger int namedtuple singledispatch str tuple".split()
+    "NewType ParamSpec TypeVar TypeVarTuple bool complex float getLogger int singledispatch str".split()
 )
-# Of those, the ones that may be handed a mutable display, since they copy or wrap it.
+PURE_CALLS = frozenset("math.exp math.log math.sqrt re.compile".split())
+# These may be handed a mutable display, since they copy or wrap it.
 WRAPPERS = frozenset("MappingProxyType NamedTuple bytes frozenset namedtuple tuple".split())
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 
@@ -63,6 +64,8 @@ def imported(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             base = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join(base + ([node.module] if node.module else []))
             yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+        elif is_import_by_name(node) and isinstance(node.args[0], ast.Constant):
+            yield node.lineno, str(node.args[0].value)
 
 
 def own_module(target: str, known: frozenset[str]) -> str | None:
@@ -74,7 +77,7 @@ def own_module(target: str, known: frozenset[str]) -> str | None:
         for name in (".".join(rest[:end]), ".".join([*rest[:end], "__init__"])):
             if name in known:
                 return name
-    return rest[0] if rest else "__init__"
+    return "__init__"
 
 
 def dependencies(name: str, tree: ast.Module, known: frozenset[str]) -> Iterator[tuple[int, str]]:
@@ -100,8 +103,8 @@ def import_faults(name: str, tree: ast.Module, known: frozenset[str]) -> Iterato
         if root in ("torch", "numpy") and head in TENSOR_FREE:
             yield f"line {line}: imports {root} into the structure layers"
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and called(node) in ("__import__", "import_module"):
-            yield f"line {node.lineno}: imports by name, which hides the module"
+        if is_import_by_name(node) and not isinstance(node.args[0], ast.Constant):
+            yield f"line {node.lineno}: imports a module whose name is computed"
 
 
 def called(node: ast.expr) -> str:
@@ -112,25 +115,41 @@ def called(node: ast.expr) -> str:
     return func.id if isinstance(func, ast.Name) else ""
 
 
-def is_constant(node: ast.expr) -> bool:
+def is_import_by_name(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and called(node) in ("__import__", "import_module") and bool(node.args)
+
+
+def value_classes(tree: ast.Module) -> frozenset[str]:
+    """Classes of the module whose instances are immutable: named tuples, enumerations, frozen dataclasses."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            bases = {called(base) for base in node.bases}
+            decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+            if bases & {"NamedTuple", "Enum"} or any("frozen=True" in text for text in decorators):
+                found.add(node.name)
+    return frozenset(found)
+
+
+def is_constant(node: ast.expr, classes: frozenset[str] = frozenset()) -> bool:
     """Whether an expression at module level makes no mutable object."""
     if isinstance(node, MUTABLE):
         return False
     if isinstance(node, ast.Call):
-        module = getattr(node.func, "value", None)
-        if isinstance(module, ast.Name) and (module.id, called(node)) in {("re", "compile")} | {
-            ("math", attr) for attr in ("exp", "log", "sqrt")
-        }:
+        if called(node) in WRAPPERS or ast.unparse(node.func) in PURE_CALLS:
             return True
-        if called(node) not in CONSTANT_MAKERS:
-            return False
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        return called(node) in WRAPPERS or all(map(is_constant, arguments))
+        return called(node) in CONSTANT_MAKERS | classes and all(
+            is_constant(arg, classes) for arg in arguments
+        )
     if isinstance(node, ast.Subscript):
-        return is_constant(node.value)  # an alias such as Callable[[int], str] has lists in its slice
+        return is_constant(
+            node.value, classes
+        )  # an alias such as Callable[[int], str] has lists in its slice
     if isinstance(node, ast.Lambda):
         return True
-    return all(is_constant(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+    children = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+    return all(is_constant(child, classes) for child in children)
 
 
 def module_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -146,6 +165,7 @@ def module_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def state_faults(tree: ast.Module) -> Iterator[str]:
+    classes = value_classes(tree)
     for node in module_statements(tree.body):
         if isinstance(node, ast.Assign):
             targets, value = node.targets, node.value
@@ -162,7 +182,7 @@ def state_faults(tree: ast.Module) -> Iterator[str]:
             continue
         if any(isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets):
             yield f"line {node.lineno}: assigns to {text} at import"
-        elif isinstance(node, ast.AugAssign) or not is_constant(value):
+        elif isinstance(node, ast.AugAssign) or not is_constant(value, classes):
             yield f"line {node.lineno}: {text} is module-level mutable state"
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
@@ -178,8 +198,10 @@ def form_faults(name: str, source: str, tree: ast.Module) -> Iterator[str]:
         return
     if not ast.get_docstring(tree):
         yield "has no docstring"
-    assigned = {ast.unparse(t) for node in tree.body if isinstance(node, ast.Assign) for t in node.targets}
-    if "__all__" not in assigned:
+    names = {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    if "__all__" not in names:
         yield "has no __all__"
 
 
@@ -217,7 +239,9 @@ def test_package_was_found():
 
 
 PREAMBLE = '"""A module."""\n\n__all__ = ["f"]\n'
-KNOWN = frozenset({"__init__", "errors", "graph", "targets", "learner", "elbo", "tracing", "estimators.__init__"})
+KNOWN = frozenset(
+    {"__init__", "errors", "graph", "targets", "learner", "elbo", "tracing", "estimators.__init__"}
+)
 
 
 @pytest.mark.parametrize(
@@ -228,13 +252,14 @@ KNOWN = frozenset({"__init__", "errors", "graph", "targets", "learner", "elbo", 
         ("graph", "import pyro_bpq.targets", "imports targets"),
         ("graph", "from . import targets", "imports targets"),
         ("graph", "from .targets import td", "imports targets"),
-        ("graph", "from pyro_bpq.unheard_of import f", "imports unheard_of"),
+        ("graph", "from pyro_bpq.unheard_of import f", "imports __init__"),
         ("targets", "from pyro_bpq import __version__", "imports __init__"),
         ("targets", "from pyro_bpq.estimators import Pathwise", "imports estimators.__init__"),
         ("estimators.pathwise", "from ..learner import CriticLearner", "imports learner"),
         ("estimators.pathwise", "import pyro.distributions as dist", "imports pyro"),
         ("learner", "def f():\n    from pyro.infer import ELBO", "imports pyro"),
-        ("learner", "f = lambda: __import__('pyro')", "imports by name"),
+        ("learner", "f = lambda: __import__('pyro')", "imports pyro"),
+        ("learner", "f = lambda x: importlib.import_module(x)", "name is computed"),
         ("__init__", "import pyro", "imports pyro"),
         ("network", "import torch", "imports torch into"),
         ("unheard_of", "", "has no layer"),
@@ -242,6 +267,8 @@ KNOWN = frozenset({"__init__", "errors", "graph", "targets", "learner", "elbo", 
         ("targets", "CACHE: dict[str, int] = dict()", "CACHE is module-level mutable state"),
         ("targets", "if True:\n    CACHE = []", "CACHE is module-level mutable state"),
         ("targets", "CACHE = ((), [])", "CACHE is module-level mutable state"),
+        ("targets", "class C: pass\nONE = C()", "ONE is module-level mutable state"),
+        ("targets", "class C(NamedTuple):\n    x: list\nONE = C([])", "ONE is module-level mutable state"),
         ("targets", "ZERO = torch.zeros(())", "ZERO is module-level mutable state"),
         ("targets", "N = 0\nN += 1", "N is module-level mutable state"),
         ("targets", "N = 0\ndef f():\n    global N", "global N"),
@@ -272,6 +299,9 @@ def test_missing_form_is_found(source, fault):
         "NAMES = ('a', 'b')\nKEYS = frozenset(['a'])\nTABLE = MappingProxyType({'a': 1})",
         "HALF = 0.5 * math.log(2 * math.pi)\nINDEX = re.compile('[0-9]+')\nneg = lambda x: [x]",
         "@singledispatch\ndef f(x): return []\n@f.register\ndef _(x: int): return {}\nf.register(str, len)",
+        "class C(NamedTuple):\n    x: int = 0\nZERO = C()",
+        "@dataclass(frozen=True)\nclass C:\n    x: int = 0\nONE = C(1)",
+        "__all__: list[str] = []",
         "class C:\n    names: ClassVar = ('a',)\n    def f(self): self.x = []",
     ],
 )

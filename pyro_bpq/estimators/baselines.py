@@ -52,6 +52,9 @@ def leave_one_out(cost: Tensor) -> Tensor:
 class LeaveOneOut:
     """The mean cost-to-go of the other particles at the same data point; needs two particles.
 
+    Where sampled values steer a program, its particles need not have the same sites: then the running mean of
+    earlier steps takes its place.
+
     References:
         | Buy 4 REINFORCE samples, get a baseline for free (Kool et al., 2019), Eq. 8
         | Variational inference for Monte Carlo objectives (Mnih and Rezende, 2016)
@@ -67,13 +70,15 @@ class LeaveOneOut:
         return None
 
     def statistics(self) -> Statistics:
-        """None."""
-        return {}
+        """Those of :class:`RunningBaseline`."""
+        return RunningBaseline().statistics()
 
     def __call__(
         self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Subtracts the mean over the other particles."""
+        """Subtracts the mean over the other particles, if there are any."""
+        if cost.shape[1] == 1:
+            return RunningBaseline()(cost, statistics, count)
         return leave_one_out(cost), {}
 
 

@@ -37,6 +37,7 @@ class _Choice:
         self.name = name
         self.shape = tuple(log_probs.shape)
         self.index = (0,) * log_probs.shape[1]
+        self._is_possible = True
         self._log_probs = log_probs
         self._table: list[list[float]] | None = None
         self._rest: Iterator[tuple[int, ...]] = iter(())
@@ -48,17 +49,19 @@ class _Choice:
         """
         if self._table is None:
             self._table = detach_provenance(self._log_probs).exp().T.tolist()
-            possible = [[value for value, p in enumerate(row) if p > 0] for row in self._table]
+            # torch clamps the probabilities of a categorical distribution to eps: that is zero here.
+            zero = 2 * torch.finfo(self._log_probs.dtype).eps
+            possible = [[value for value, p in enumerate(row) if p > zero] for row in self._table]
             if not all(possible):
                 raise UnsupportedSiteError(
                     f"Site {self.name!r}: no value has a positive probability. Check its parameters for NaN."
                 )
             self._rest = itertools.product(*possible)
             first = next(self._rest)
-            if first != self.index:
+            self._is_possible = first == self.index
+            if not self._is_possible:
                 self._rest = itertools.chain([first], self._rest)
-                return False
-        return True
+        return self._is_possible
 
     def advance(self) -> bool:
         """Moves on to the next possible index; returns False when there is none."""
@@ -66,6 +69,7 @@ class _Choice:
         if index is None:
             return False
         self.index = index
+        self._is_possible = True
         return True
 
     @property
@@ -99,6 +103,10 @@ class ChoiceMessenger(Messenger):
         """Goes back to the start of the path."""
         self._position = 0
         self.score = []
+
+    def reset(self) -> None:
+        """Forgets the path."""
+        self._path.clear()
 
     def settle(self) -> bool:
         """Closes a run; returns whether it is possible, else cuts the path at the culprit."""
@@ -196,16 +204,18 @@ class ChoiceMessenger(Messenger):
         if isinstance(core, TwoPoint) and core.has_rsample:
             return self._transported(name, core)
         support = _support(name, core)
-        num_values, shape = support.shape[0], core.batch_shape
+        # The shape of a distribution that was built under provenance tracking is a bare tuple.
+        num_values, shape = support.shape[0], torch.Size(core.batch_shape)
         index = self.choose(name, num_values, shape.numel(), lambda: _log_probs(core, support))
         rows = support.reshape((num_values, *core.event_shape))
         value = rows[torch.tensor(index, dtype=torch.long, device=rows.device).reshape(shape)]
         if self.keep_score:
             self.score.append(core.log_prob(value).sum())
-        return value
+            return value
+        return _in_place_of_draw(core, value)
 
     def _transported(self, name: str, core: TwoPoint) -> Tensor:
-        shape = core.batch_shape
+        shape = torch.Size(core.batch_shape)
         num_elements = shape.numel()
         index = self.choose(
             name, 2, num_elements, lambda: torch.full((2, num_elements), -math.log(2.0), dtype=torch.float64)
@@ -242,6 +252,14 @@ def _log_probs(core: Any, support: Tensor) -> Tensor:
     """Log-probability of every value of every element, shape ``(num_values, num_elements)``."""
     table: Tensor = core.log_prob(support)
     return table.expand((support.shape[0], *core.batch_shape)).reshape(support.shape[0], -1)
+
+
+def _in_place_of_draw(core: Any, value: Tensor) -> Tensor:
+    """Computes ``value`` from a real draw, so that trackers of dependencies see the parents of the site."""
+    state = torch.get_rng_state()
+    drawn = core.sample()
+    torch.set_rng_state(state)
+    return torch.where(torch.ones((), dtype=torch.bool, device=value.device), value, drawn)
 
 
 class ChoiceNoise:
@@ -333,6 +351,7 @@ def _run_settled(
     try:
         result, has_drawn = _run(choices, step, noise)
         if has_drawn and may_draw:  # such as Pyro's guess of max_plate_nesting, once per object
+            choices.reset()
             result, has_drawn = _run(choices, step, noise)
     except Exception:
         if choices.settle():

@@ -41,10 +41,8 @@ class TwoPoint(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> TwoPoint:
         """Returns a copy with the parameters expanded to ``batch_shape``."""
-        new = self._get_checked_instance(TwoPoint, _instance)
-        new.loc = self.loc.expand(torch.Size(batch_shape))
-        new.scale = self.scale.expand(torch.Size(batch_shape))
-        super(TwoPoint, new).__init__(torch.Size(batch_shape), validate_args=False)
+        shape = torch.Size(batch_shape)
+        new = TwoPoint(self.loc.expand(shape), self.scale.expand(shape), validate_args=False)
         new._validate_args = self._validate_args
         return new
 

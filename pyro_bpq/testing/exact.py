@@ -1,0 +1,140 @@
+"""The exact loss and its gradient, by enumeration of every joint state; no ELBO class is involved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.poutine.guide import GuideMessenger
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.util import prune_subsample_sites
+from torch import Tensor
+
+from pyro_bpq.errors import SiteNotFoundError
+from pyro_bpq.testing.choices import ChoiceMessenger, walk
+from pyro_bpq.testing.parameters import ParameterCollector
+
+__all__ = ["exact_gradient", "exact_loss"]
+
+Program = Callable[..., Any]
+
+
+class _RequireGuideSites(Messenger):
+    """Refuses latent sites of the model that replay has not filled."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["is_observed"] or msg["value"] is not None or isinstance(msg["fn"], _Subsample):
+            return
+        raise SiteNotFoundError(
+            f"Site {msg['name']!r} is a latent of the model that the guide lacks. Add "
+            f"pyro.sample({msg['name']!r}, ...) to the guide, or observe it with obs=."
+        )
+
+
+def _cost(model: Program, guide: Program, args: Any, kwargs: Any) -> Tensor:
+    """Runs guide and model once; returns ``log q - log p``, scaled and masked, in nats."""
+    messenger = poutine.unwrap(guide)
+    if isinstance(messenger, GuideMessenger):
+        guide(*args, **kwargs)
+        model_trace, guide_trace = messenger.get_traces()
+    else:
+        guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+        with _RequireGuideSites():
+            model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
+    log_q = prune_subsample_sites(guide_trace).log_prob_sum()
+    log_p = prune_subsample_sites(model_trace).log_prob_sum()
+    return torch.as_tensor(log_q - log_p)
+
+
+def _objective(choices: ChoiceMessenger, step: Callable[[], Tensor]) -> Tensor:
+    """Sums ``q(state) * cost(state)`` over all states, differentiably."""
+
+    def scored() -> tuple[Tensor, Tensor]:
+        cost = step()
+        return cost, torch.stack(choices.score).sum() if choices.score else torch.zeros_like(cost)
+
+    total = torch.zeros(())
+    for probability, (cost, score) in walk(choices, scored):
+        # The factor is one; its gradient turns the probability into a differentiable one.
+        total = total + probability * (score - score.detach()).exp() * cost
+    return total
+
+
+def exact_loss(
+    model: Program, guide: Program, *args: Any, num_outcomes: int = 200_000, **kwargs: Any
+) -> Tensor:
+    r"""Computes the negative ELBO by enumeration.
+
+        J = Σ_state q(state) · (log q(state) - log p(state)).
+
+    Args:
+        model: Model, run with the guide's values by ``poutine.replay``.
+        guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
+        *args: Arguments of both.
+        num_outcomes: Limit on the number of joint states.
+        **kwargs: Keyword arguments of both.
+
+    Returns:
+        The loss in nats, a scalar, detached.
+
+    Raises:
+        SiteNotFoundError: If the guide lacks a latent site of the model.
+        OptionError: If there are more than ``num_outcomes`` states.
+        UnsupportedSiteError: If a site has no finite support.
+    """
+    with torch.no_grad():
+        return _objective(ChoiceMessenger(num_outcomes), lambda: _cost(model, guide, args, kwargs))
+
+
+def exact_gradient(
+    model: Program,
+    guide: Program,
+    *args: Any,
+    parameters: Mapping[str, Tensor] | None = None,
+    num_outcomes: int = 200_000,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    r"""Computes the gradient of the loss (negative ELBO) by enumeration and one call of autograd.
+
+        ∇ Σ_state q(state) · (log q(state) - log p(state)).
+
+    The log-probabilities are Pyro's, with scales and masks; the probability of a state is neither
+    scaled nor masked, since a masked site is drawn all the same. A :class:`TwoPoint` site contributes
+    the expectation over its noise, with the value differentiable; a subsampled plate that over all
+    subsets of its size, equally likely.
+
+    Args:
+        model: Model, run with the guide's values by ``poutine.replay``.
+        guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
+        *args: Arguments of both.
+        parameters: Leaves to differentiate, by name. Default: all that ``pyro.param`` and
+            ``pyro.module`` reach on any path, under the names of the param store and in unconstrained
+            form, and those of model and guide if they are modules.
+        num_outcomes: Limit on the number of joint states.
+        **kwargs: Keyword arguments of both; the names of the options above are taken.
+
+    Returns:
+        Gradient of each parameter, detached, in its shape; zero where it has no influence. The
+        ``.grad`` fields are not touched.
+
+    Raises:
+        SiteNotFoundError: If the guide lacks a latent site of the model.
+        OptionError: If there are more than ``num_outcomes`` states.
+        UnsupportedSiteError: If a site has no finite support.
+        UnsupportedProgramError: If something is drawn behind the sites.
+    """
+    choices = ChoiceMessenger(num_outcomes, keep_score=True)
+    with torch.enable_grad(), ParameterCollector(model, guide, parameters) as collector:
+        objective = _objective(choices, lambda: _cost(model, guide, args, kwargs))
+        collector.add_modules()
+    leaves = collector.leaves
+    if not leaves or not objective.requires_grad:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    grads = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+    }

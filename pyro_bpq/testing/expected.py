@@ -1,0 +1,225 @@
+"""The expectation of the gradient that a training step computes, and its comparison with the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.errors import StructureChangedError
+from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes
+from pyro_bpq.testing.exact import exact_gradient
+from pyro_bpq.testing.parameters import GradientReader
+
+__all__ = ["Moments", "assert_unbiased", "expected_gradient", "expected_moments"]
+
+Program = Callable[..., Any]
+
+
+class Moments(NamedTuple):
+    """Mean and variance of a gradient over everything a step draws, by name of the parameter."""
+
+    mean: dict[str, Tensor]
+    variance: dict[str, Tensor]
+
+    @property
+    def total_variance(self) -> float:
+        """Sum of the variances of all components."""
+        return sum(float(variance.sum()) for variance in self.variance.values())
+
+
+def backward(
+    elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, use_differentiable_loss: bool
+) -> None:
+    """Adds the gradient of one step to ``.grad``."""
+    if not use_differentiable_loss:
+        elbo.loss_and_grads(model, guide, *args, **kwargs)
+        return
+    loss = elbo.differentiable_loss(model, guide, *args, **kwargs)
+    if getattr(loss, "requires_grad", False):
+        loss.backward()
+
+
+def _state(elbo: Any) -> dict[str, Tensor]:
+    """Copies the tensors of the estimator's state, none for an object that is no module."""
+    entries = elbo.state_dict() if isinstance(elbo, torch.nn.Module) else {}
+    return {name: entry.clone() for name, entry in entries.items() if isinstance(entry, Tensor)}
+
+
+def _check_state(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    for name, entry in after.items():
+        old = before.get(name)
+        if old is None or not torch.allclose(old, entry, rtol=0.0, atol=0.0, equal_nan=True):
+            raise StructureChangedError(
+                f"The step changed {name!r} in the state of the ELBO, so its outcomes are not comparable. "
+                "Call elbo.eval() first."
+            )
+
+
+def expected_moments(
+    elbo: Any,
+    model: Program,
+    guide: Program,
+    *args: Any,
+    parameters: Mapping[str, Tensor] | None = None,
+    num_outcomes: int = 200_000,
+    use_differentiable_loss: bool = False,
+    noise: ChoiceNoise | None = None,
+    **kwargs: Any,
+) -> Moments:
+    r"""Computes mean and variance of the gradient of one step, over everything it draws.
+
+        mean = Σ_outcome P(outcome) · g(outcome),   variance = Σ_outcome P(outcome) · g(outcome)² - mean².
+
+    The step is the ELBO's own, run once per outcome with the draws replaced; see
+    :func:`expected_gradient` for the arguments.
+
+    Returns:
+        Moments of each component, in the shapes of the parameters.
+    """
+    mean: dict[int, Tensor] = {}
+    square: dict[int, Tensor] = {}
+    with torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
+
+        def step() -> dict[int, Tensor]:
+            reader.clear()
+            backward(elbo, model, guide, args, kwargs, use_differentiable_loss)
+            return reader.read()
+
+        # The first step of an object may do more than all others, such as look at the program's structure.
+        next(iter_outcomes(step, num_outcomes=num_outcomes, noise=noise))
+        before = _state(elbo)
+        for probability, gradient in iter_outcomes(step, num_outcomes=num_outcomes, noise=noise):
+            for key, g in gradient.items():
+                mean[key] = mean.get(key, 0.0) + probability * g
+                square[key] = square.get(key, 0.0) + probability * g**2
+    _check_state(before, _state(elbo))
+    variance = {key: (square[key] - mean[key] ** 2).clamp(min=0.0) for key in mean}
+    return Moments(reader.named(mean), reader.named(variance))
+
+
+def expected_gradient(
+    elbo: Any,
+    model: Program,
+    guide: Program,
+    *args: Any,
+    parameters: Mapping[str, Tensor] | None = None,
+    num_outcomes: int = 200_000,
+    use_differentiable_loss: bool = False,
+    noise: ChoiceNoise | None = None,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    r"""Computes the expectation of the gradient of one step, without sampling.
+
+        Σ_outcome P(outcome) · g(outcome).
+
+    An outcome is everything the step draws: all particles jointly, one after another or in a plate,
+    subsets of subsampled plates included. For each outcome the ELBO's own step runs once with its draws
+    replaced (and once more before that, so that what it builds lazily is there); distributions, scores
+    and pathwise gradients are the real ones. Two particles of a program with n states have n² outcomes.
+
+    The ELBO runs in the mode that the caller has set: use ``elbo.eval()``, so that critics and running
+    statistics are the same for every outcome.
+
+    Args:
+        elbo: An ELBO with ``loss_and_grads``.
+        model: Model.
+        guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
+        *args: Arguments of both.
+        parameters: Leaves to read, by name. Default: as in :func:`exact_gradient`.
+        num_outcomes: Limit on the number of outcomes.
+        use_differentiable_loss: Whether to call ``differentiable_loss(...).backward()`` instead.
+        noise: Source through which an estimator draws noise of its own.
+        **kwargs: Keyword arguments of both; the names of the options above are taken.
+
+    Returns:
+        Expected gradient of the loss (negative ELBO) for each parameter, detached, in its shape. The
+        ``.grad`` fields and the global generator are as before.
+
+    Raises:
+        OptionError: If there are more than ``num_outcomes`` outcomes.
+        UnsupportedSiteError: If a site has no finite support.
+        UnsupportedProgramError: If something is drawn behind the sites.
+        StructureChangedError: If the step is not deterministic given its draws, or changes the ELBO.
+    """
+    return expected_moments(
+        elbo,
+        model,
+        guide,
+        *args,
+        parameters=parameters,
+        num_outcomes=num_outcomes,
+        use_differentiable_loss=use_differentiable_loss,
+        noise=noise,
+        **kwargs,
+    ).mean
+
+
+def assert_unbiased(
+    elbo: Any,
+    model: Program,
+    guide: Program,
+    *args: Any,
+    atol: float = 1e-10,
+    parameters: Mapping[str, Tensor] | None = None,
+    num_outcomes: int = 200_000,
+    use_differentiable_loss: bool = False,
+    noise: ChoiceNoise | None = None,
+    **kwargs: Any,
+) -> None:
+    r"""Asserts that the expected gradient of a step is the exact one, for every parameter.
+
+        max |expected - exact| <= atol.
+
+    Args:
+        elbo: An ELBO with ``loss_and_grads``, frozen by ``elbo.eval()``.
+        model: Model.
+        guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
+        *args: Arguments of both.
+        atol: Largest error of a component; the default is for float64.
+        parameters: As in :func:`expected_gradient`.
+        num_outcomes: Likewise.
+        use_differentiable_loss: Likewise.
+        noise: Likewise.
+        **kwargs: Keyword arguments of both.
+
+    Raises:
+        AssertionError: If a parameter differs, with both gradients; or if the exact gradient vanishes,
+            so that the comparison would say nothing.
+    """
+    limits: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes}
+    exact = exact_gradient(model, guide, *args, **limits, **kwargs)
+    if all(float(g.abs().max()) <= atol for g in exact.values() if g.numel()):
+        raise AssertionError(
+            f"The exact gradient is zero for all of {sorted(exact)}: this program tests nothing. Give its "
+            "parameters asymmetric values."
+        )
+    expected = expected_gradient(
+        elbo,
+        model,
+        guide,
+        *args,
+        **limits,
+        use_differentiable_loss=use_differentiable_loss,
+        noise=noise,
+        **kwargs,
+    )
+    report = _differences(exact, expected, atol)
+    if report:
+        raise AssertionError("\n".join([f"{type(elbo).__name__} is biased (atol={atol}):", *report]))
+
+
+def _differences(exact: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> list[str]:
+    """Describes every parameter whose gradients differ by more than ``atol`` or are not finite."""
+    report = []
+    for name, truth in exact.items():
+        found = expected.get(name, torch.zeros_like(truth))
+        error = (found - truth).abs()
+        if not bool((error <= atol).all()):
+            report.append(
+                f"  parameter {name!r}: largest error {float(error.max()):.3g}\n"
+                f"    exact    {truth.tolist()}\n    expected {found.tolist()}"
+            )
+    return report

@@ -1,0 +1,105 @@
+"""Finding the parameters of a model and guide, and reading their gradients without leaving a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+__all__ = ["GradientReader", "ParameterCollector"]
+
+
+class ParameterCollector(Messenger):
+    """Collects the leaves behind every ``pyro.param`` statement that runs under it.
+
+    Names are those of the param store; parameters of an ``nn.Module`` model or guide that no statement
+    reaches are called ``model.<name>`` and ``guide.<name>``.
+
+    Args:
+        model: Model, searched for parameters if it is an ``nn.Module``.
+        guide: Guide, likewise.
+        parameters: Leaves by name; if given, no others are collected.
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], guide: Callable[..., Any], parameters: Mapping[str, Tensor] | None
+    ) -> None:
+        super().__init__()
+        self.leaves: dict[str, Tensor] = {}
+        self._known: set[int] = set()
+        self._programs = {"model": model, "guide": guide}
+        self._is_fixed = parameters is not None
+        for name, leaf in (parameters or {}).items():
+            self._add(name, leaf)
+
+    def add_modules(self) -> None:
+        """Adds the parameters of modules that no statement has reached; call it when all runs are over."""
+        for name, leaf in self._module_leaves():
+            self._add(name, leaf)
+
+    def _module_leaves(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, program in self._programs.items():
+            if not self._is_fixed and isinstance(program, torch.nn.Module):
+                yield from ((f"{prefix}.{name}", leaf) for name, leaf in program.named_parameters())
+
+    def _add(self, name: str, leaf: Tensor) -> None:
+        if leaf.requires_grad and id(leaf) not in self._known:
+            self._known.add(id(leaf))
+            self.leaves[name] = leaf
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        if not self._is_fixed and msg["value"] is not None:
+            unconstrained = getattr(msg["value"], "unconstrained", None)
+            self._add(msg["name"], msg["value"] if unconstrained is None else unconstrained())
+
+
+class GradientReader(ParameterCollector):
+    """Also lends out ``.grad`` of every parameter, and puts the old one back on exit.
+
+    Gradients are kept by the identity of their leaf: its name is certain only after the last run.
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], guide: Callable[..., Any], parameters: Mapping[str, Tensor] | None
+    ) -> None:
+        self._lent: dict[int, tuple[Tensor, Tensor | None]] = {}
+        super().__init__(model, guide, parameters)
+        for _, leaf in self._module_leaves():
+            self._lend(leaf)
+
+    def clear(self) -> None:
+        """Clears the gradients of all parameters known so far."""
+        for leaf, _ in self._lent.values():
+            leaf.grad = None
+
+    def read(self) -> dict[int, Tensor]:
+        """Returns a copy of the gradients there are, by ``id`` of the leaf."""
+        return {
+            key: leaf.grad.detach().clone() for key, (leaf, _) in self._lent.items() if leaf.grad is not None
+        }
+
+    def named(self, values: Mapping[int, Tensor], lead: tuple[int, ...] = ()) -> dict[str, Tensor]:
+        """Names ``values``, zero of shape ``lead + leaf.shape`` where a parameter has none."""
+        self.add_modules()
+        return {
+            name: values[id(leaf)] if id(leaf) in values else leaf.new_zeros((*lead, *leaf.shape))
+            for name, leaf in self.leaves.items()
+        }
+
+    def _lend(self, leaf: Tensor) -> None:
+        # A parameter first met in the middle of a step must not bring an older gradient with it.
+        if leaf.requires_grad and id(leaf) not in self._lent:
+            self._lent[id(leaf)] = leaf, leaf.grad
+            leaf.grad = None
+
+    def _add(self, name: str, leaf: Tensor) -> None:
+        super()._add(name, leaf)
+        self._lend(leaf)
+
+    def __exit__(self, *args: Any) -> Any:
+        for leaf, grad in self._lent.values():
+            leaf.grad = grad
+        return super().__exit__(*args)

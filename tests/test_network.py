@@ -1,0 +1,473 @@
+"""Backprop-Q networks: the paper's cases, set definitions on random graphs, exact Q-functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+import time
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from test_graph import graphs
+
+from pyro_bpq.errors import BPQError, GraphError, OptionError, SiteNotFoundError
+from pyro_bpq.graph import Plate, StochasticComputationGraph
+from pyro_bpq.network import Average, BackpropQNetwork, QNode, Reduction
+from pyro_bpq.render import render_network, render_scg
+from pyro_bpq.validation import validate_network
+
+REDUCTIONS = get_args(Reduction)
+MODES = [(r, i, f) for r in REDUCTIONS for i in ("exact", "learned") for f in ("ancestor", "history")]
+graph_of = StochasticComputationGraph.from_parents
+build = BackpropQNetwork.build
+
+
+def rule(network: BackpropQNetwork, name: str) -> str:
+    """The rule of a Q-node as printed."""
+    return network.rule_text(network.q_node(name))
+
+
+def learned_at(network: BackpropQNetwork, site: str) -> list[QNode]:
+    """Q-nodes of a site with something to learn."""
+    return [node for node in network.q_nodes(site) if node.is_learned]
+
+
+# Worked cases of the paper.
+
+CASE_1 = graph_of({"x": [], "y": ["x"]}, {"f": ["x", "y"]})
+CASE_2 = graph_of({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
+CASE_3 = graph_of({"x1": [], "y1": ["x1"], "y2": ["x1"], "z": ["y1", "y2"]}, {"f": ["z"]})
+CASE_4 = graph_of(
+    {"x1": [], "x2": ["x1"], "x3": ["x2"], "x4": ["x3"]}, {"fa": ["x2", "x3"], "fb": ["x3", "x4"]}
+)
+
+
+def layers(depth: int, letters: str = "xy") -> StochasticComputationGraph:
+    """Fully connected layers with a cost on every node."""
+    nodes = {
+        f"{a}{t}": [f"{b}{t - 1}" for b in letters] if t > 1 else []
+        for t in range(1, depth + 1)
+        for a in letters
+    }
+    return graph_of(nodes, {f"f_{name}": [name] for name in nodes})
+
+
+def test_case_1_bypass() -> None:
+    network = build(CASE_1, "per_cost", immediate="learned")
+    assert network.q_node("y").scope == ("x", "y") and rule(network, "y") == "f"
+    assert network.q_node("x").scope == ("x",) and rule(network, "x") == "(Q_y + f)/2"
+    chain = build(CASE_1)
+    assert chain.q_node("y").immediate == ("f",) and chain.q_node("y").rule == ()
+    assert chain.q_node("x").immediate == () and rule(chain, "x") == "Q_y"
+
+
+@pytest.mark.parametrize("reduction", ["per_cost", "merged"])
+def test_case_2_two_costs(reduction: Reduction) -> None:
+    network = build(CASE_2, reduction, immediate="learned")
+    assert network.q_node("y^f1").scope == ("y",)
+    assert network.q_node("y^f2").scope == ("x", "y")
+    assert network.q_node("z").scope == ("x", "z")
+    if reduction == "merged":
+        assert rule(network, "x") == "Q_y^f1 + (Q_y^f2 + Q_z)/2"
+        assert network.children("x") == ("y^f1", "y^f2", "z")
+    else:
+        assert rule(network, "x^f1") == "Q_y^f1" and rule(network, "x^f2") == "(Q_y^f2 + Q_z)/2"
+
+
+def test_case_2_with_exact_immediate_costs() -> None:
+    network = build(CASE_2, "merged")
+    assert network.q_node("y^f1") == QNode("y^f1", "y", (), ("f1",), ("f1",), ())
+    assert network.q_node("y^f2") == QNode("y^f2", "y", ("x", "y"), ("f2",), (), (Average(("f2",)),))
+    assert rule(network, "x") == "Q_y^f1 + (Q_y^f2 + Q_z)/2"
+    assert rule(build(CASE_2), "x") == "Q_y"
+    assert build(CASE_2, form="history").q_node("z").immediate == ("f2",)
+
+
+@pytest.mark.parametrize("immediate", ["exact", "learned"])
+def test_case_3_siblings_are_averaged(immediate: str) -> None:
+    network = build(CASE_3, "per_cost", immediate=immediate)
+    assert rule(network, "x1") == "(Q_y1 + Q_y2)/2"
+    assert rule(network, "y1") == rule(network, "y2") == "Q_z"
+    assert rule(network, "z") == ("f" if immediate == "learned" else "")
+    assert [node.name for node in network.nodes] == ["z", "y2", "y1", "x1"]
+
+
+def test_case_4_chain_removes_bypasses_and_sums_sources() -> None:
+    network = build(CASE_4, immediate="learned")
+    assert [rule(network, f"x{t}") for t in (1, 2, 3, 4)] == ["Q_x2", "Q_x3", "fa + Q_x4", "fb"]
+    assert network.q_node("x1").sources == ("fa", "fb")
+    exact = build(CASE_4)
+    assert [rule(exact, f"x{t}") for t in (1, 2, 3, 4)] == ["Q_x2", "Q_x3", "Q_x4", ""]
+    assert exact.q_node("x3").immediate == ("fa",) and exact.q_node("x3").scope == ("x3",)
+
+
+@pytest.mark.parametrize("letters", ["xy", "xyz"])
+def test_case_5_layers_need_one_q_function_a_node(letters: str) -> None:
+    depth, width = 4, len(letters)
+    graph = layers(depth, letters)
+    per_cost = build(graph, "per_cost", immediate="learned")
+    for reduction in ("merged", "chain"):
+        network = build(graph, reduction)
+        for t, a in itertools.product(range(1, depth + 1), letters):
+            assert len(per_cost.q_nodes(f"{a}{t}")) == (depth - t) * width + 1
+            remote = learned_at(network, f"{a}{t}")
+            if t == depth:
+                assert remote == []
+                continue
+            (node,) = remote
+            assert len(node.remote) == (depth - t) * width
+            earlier = tuple(f"{b}{t - 1}" for b in letters) if t > 1 else ()
+            # The value of the node itself and, as the bypass, the whole layer before it.
+            assert node.scope == (*earlier, f"{a}{t}")
+
+
+def test_merged_layers_match_by_hand() -> None:
+    network = build(layers(3), "merged", immediate="learned")
+    assert rule(network, "x2^f_x3,f_y3") == "Q_x3 + Q_y3"
+    assert rule(network, "x2^f_x2") == "f_x2"
+    assert rule(network, "x1") == "f_x1 + Q_x2^f_x2 + Q_y2^f_y2 + (Q_x2^f_x3,f_y3 + Q_y2^f_x3,f_y3)/2"
+
+
+# Set definitions on random graphs.
+
+
+def naive_children(network: BackpropQNetwork, reduction: Reduction) -> dict[str, dict[str, frozenset[str]]]:
+    """For each site and cost downstream of it the kept children; empty where the cost is immediate."""
+    graph = network.graph
+    kept: dict[str, dict[str, frozenset[str]]] = {}
+    for i, node in enumerate(graph.nodes):
+        earlier = {n.name for n in graph.nodes[: i + 1]}
+        known = graph.ancestors(node.name) | {node.name} if network.form == "ancestor" else earlier
+        kept[node.name] = {}
+        for cost in graph.downstream_costs(node.name):
+            reads = set(graph.cost(cost).parents)
+            ways = [child for child in graph.children(node.name) if cost in graph.downstream_costs(child)]
+            if network.immediate == "exact" and node.name in reads and reads <= known:
+                ways = []
+            else:
+                ways += [cost] if node.name in reads else []
+                if reduction == "chain":
+                    ways = ways[:1]
+                if reduction == "tree":
+                    ways = [min(ways, key=lambda child: _distance(graph, child, cost))]
+            kept[node.name][cost] = frozenset(ways)
+    return kept
+
+
+@cache
+def _distance(graph: StochasticComputationGraph, name: str, cost: str) -> float:
+    if name == cost:
+        return 0
+    if name in graph.cost(cost).parents:
+        return 1
+    return 1 + min((_distance(graph, child, cost) for child in graph.children(name)), default=np.inf)
+
+
+def naive_partition(
+    graph: StochasticComputationGraph, kept: dict[str, dict[str, frozenset[str]]]
+) -> dict[str, set[frozenset[str]]]:
+    """Costs at a site are equivalent if their networks agree at every node upstream of it."""
+
+    def upstream(site: str, cost: str) -> set[str]:
+        direct = {w for w in graph.index if site in kept[w].get(cost, ())}
+        return direct.union(*(upstream(w, cost) for w in direct))
+
+    related = {
+        (x, f, g): True
+        for x in graph.index
+        for f, g in itertools.product(graph.downstream_costs(x), repeat=2)
+    }
+    changed = True
+    while changed:
+        changed = False
+        for x, f, g in [key for key, value in related.items() if value]:
+            agrees = all(
+                kept[w].get(f) == kept[w].get(g)
+                and all(related[y, f, g] for y in kept[w][f] if y in graph.index)
+                for w in upstream(x, f) | upstream(x, g)
+            )
+            if not agrees:
+                related[x, f, g] = False
+                changed = True
+    return {
+        x: {
+            frozenset(g for g in graph.downstream_costs(x) if related[x, f, g])
+            for f in graph.downstream_costs(x)
+        }
+        for x in graph.index
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(graphs(max_nodes=6))
+def test_networks_match_their_definitions(graph: StochasticComputationGraph) -> None:
+    for reduction, immediate, form in MODES:
+        network = build(graph, reduction, immediate=immediate, form=form)
+        validate_network(network)
+        if reduction == "single":
+            continue
+        kept = naive_children(network, reduction)
+        found = {x: {frozenset(node.sources) for node in network.q_nodes(x)} for x in graph.index}
+        if reduction == "per_cost":
+            assert found == {x: {frozenset([f]) for f in kept[x]} for x in graph.index}
+        else:
+            assert found == naive_partition(graph, kept)
+        for node in network.nodes:
+            for average in node.rule:
+                carried = next(iter(average.children))
+                costs = network.q_node(carried).sources if carried in network._by_name else (carried,)
+                at = {c if c in graph.cost_index else network.q_node(c).site for c in average.children}
+                assert all(kept[node.site][cost] == at for cost in costs)
+
+
+@settings(max_examples=150, deadline=None)
+@given(graphs(max_nodes=6))
+def test_single_has_one_q_node_a_site(graph: StochasticComputationGraph) -> None:
+    every = tuple(cost.name for cost in graph.costs if cost.parents)
+    for immediate, form in itertools.product(("exact", "learned"), ("ancestor", "history")):
+        network = build(graph, "single", immediate=immediate, form=form)
+        sites = [node.name for node in reversed(graph.nodes) if graph.downstream_costs(node.name)]
+        assert [node.name for node in network.nodes] == sites
+        for node in network.nodes:
+            if immediate == "learned":
+                assert node.sources == every
+                assert set(node.scope) == graph.scope(node.site, every, form)
+            assert sum(child in graph.index for child in network.children(node.name)) <= 1
+
+
+def test_children_of_one_average_are_merged_alike() -> None:
+    # Only y2 is read by v too, where g goes another way: y1 must be split like y2.
+    graph = graph_of(
+        {"w": [], "v": [], "y1": ["w"], "y2": ["w", "v"], "u": ["v"]},
+        {"f": ["y1", "y2"], "g": ["y1", "y2", "u"]},
+    )
+    network = build(graph, "merged")
+    assert rule(network, "w") == "(Q_y1^f + Q_y2^f)/2 + (Q_y1^g + Q_y2^g)/2"
+    validate_network(network)
+
+
+# Exact Q-functions by enumeration: each variable is binary and an axis of the joint distribution.
+
+
+class Model:
+    """Random conditionals and costs on a graph; arrays over the joint states, size 1 where constant."""
+
+    def __init__(self, graph: StochasticComputationGraph, rng: np.random.Generator) -> None:
+        self.graph, self.axes = graph, graph.index
+        self.conditional = {}
+        for node in graph.nodes:
+            p = rng.uniform(0.1, 0.9, self._shape(node.parents))
+            self.conditional[node.name] = np.concatenate([p, 1 - p], self.axes[node.name])
+        self.costs = {cost.name: rng.normal(size=self._shape(cost.parents)) for cost in graph.costs}
+        self.joint = np.ones(())
+        for p in self.conditional.values():
+            self.joint = self.joint * p
+
+    def _shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(2 if name in names else 1 for name in self.axes)
+
+    def expect(self, value: np.ndarray, given: set[str]) -> np.ndarray:
+        """``E[value | given]``."""
+        rest = tuple(i for name, i in self.axes.items() if name not in given)
+        return (self.joint * value).sum(rest, keepdims=True) / self.joint.sum(rest, keepdims=True)
+
+    def known(self, node: QNode, form: str) -> set[str]:
+        """What the Q-function conditions on."""
+        if form == "ancestor":
+            return set(self.graph.ancestors(node.site)) | {node.site}
+        return {n for n, i in self.axes.items() if i <= self.axes[node.site]}
+
+    def backup_error(self, network: BackpropQNetwork) -> float:
+        """Largest ``|E[backup | Sc_X] - Q_X|``, children enumerated, and of ``Q_X`` given less than Sc_X."""
+        totals, error = dict(self.costs), 0.0
+        for node in network.nodes:
+            remote = sum((self.costs[cost] for cost in node.remote), np.zeros(()))
+            exact = self.expect(remote, self.known(node, network.form))
+            learned = self.expect(remote, set(node.scope))
+            # Only roots are sampled, children are enumerated and nothing else of the run is averaged yet.
+            backup = sum((self._average(network, a, totals) for a in node.rule), np.zeros(()))
+            error = max(error, np.abs(exact - learned).max())
+            error = max(error, np.abs(self.expect(backup, set(node.scope)) - learned).max())
+            totals[node.name] = learned + sum((self.costs[c] for c in node.immediate), np.zeros(()))
+        return error
+
+    def _average(
+        self, network: BackpropQNetwork, average: Average, totals: dict[str, np.ndarray]
+    ) -> np.ndarray:
+        backups = []
+        for child in average.children:
+            total = totals[child]
+            if child not in self.graph.cost_index:
+                site = network.q_node(child).site
+                total = (self.conditional[site] * total).sum(self.axes[site], keepdims=True)
+            backups.append(total)
+        return sum(backups, np.zeros(())) / len(backups)
+
+
+def random_model(seed: int) -> Model:
+    """A random graph of up to five nodes and four costs, bypasses included."""
+    rng = np.random.default_rng(seed)
+    names = [f"x{i}" for i in range(rng.integers(2, 6))]
+    nodes = {name: [p for p in names[:i] if rng.random() < 0.55] for i, name in enumerate(names)}
+    costs = {f"f{k}": [n for n in names if rng.random() < 0.4] for k in range(rng.integers(1, 5))}
+    return Model(graph_of(nodes, costs), rng)
+
+
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+def test_exact_q_functions_satisfy_their_rules(mode: tuple[Reduction, str, str]) -> None:
+    reduction, immediate, form = mode
+    for seed in range(200):
+        model = random_model(seed)
+        network = build(model.graph, reduction, immediate=immediate, form=form)
+        assert model.backup_error(network) < 1e-10, (seed, network)
+
+
+def test_exact_q_functions_satisfy_their_rules_when_some_costs_are_exact() -> None:
+    for seed, reduction in itertools.product(range(40), REDUCTIONS):
+        model = random_model(seed)
+        network = build(model.graph, reduction, immediate=frozenset(list(model.costs)[::2]))
+        validate_network(network)
+        assert model.backup_error(network) < 1e-10
+        assert all(set(node.immediate) <= network.immediate for node in network.nodes)
+
+
+# Planted faults: what the checks above must see.
+
+
+def _replaced(network: BackpropQNetwork, name: str, **changes: object) -> BackpropQNetwork:
+    nodes = tuple(dataclasses.replace(n, **changes) if n.name == name else n for n in network.nodes)
+    return dataclasses.replace(network, nodes=nodes)
+
+
+FAULTS = {
+    "scope without the bypass": ("y^f2", {"scope": ("y",)}, "scope"),
+    "a cost counted twice": (
+        "x",
+        {"rule": (Average(("y^f1",)), Average(("y^f2",)), Average(("z",)))},
+        "counted once",
+    ),
+    "a cost halved": ("x", {"rule": (Average(("y^f1", "z")), Average(("y^f2",)))}, "equal sources"),
+    "a cost dropped": ("x", {"rule": (Average(("y^f2",)),)}, "counted once"),
+    "an immediate cost that is not": ("z", {"immediate": ("f2",), "rule": (), "scope": ()}, "not immediate"),
+    "a child too late": ("z", {"rule": (Average(("y^f2",)),)}, "do not precede"),
+    "a sibling as child": ("y^f2", {"rule": (Average(("z",)),)}, "children of 'y'"),
+    "a missing source": ("y^f1", {"sources": (), "scope": (), "rule": ()}, "counted once|sources"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_planted_faults_are_seen(fault: str) -> None:
+    name, changes, text = FAULTS[fault]
+    network = build(CASE_2, "merged", immediate="learned")
+    validate_network(network)
+    broken = _replaced(network, name, **changes)
+    with pytest.raises(GraphError, match=text):
+        validate_network(broken)
+    if fault not in ("a child too late", "a sibling as child", "an immediate cost that is not"):
+        model = Model(CASE_2, np.random.default_rng(0))
+        assert model.backup_error(network) < 1e-12
+        assert model.backup_error(broken) > 1e-3
+
+
+# The rest of the interface.
+
+
+def test_network_prints_an_aligned_table() -> None:
+    assert repr(build(CASE_2, "merged")).splitlines() == [
+        "Q-node  scope  immediate  rule",
+        "z       x, z              f2",
+        "y^f1           f1",
+        "y^f2    x, y              f2",
+        "x       x                 Q_y^f1 + (Q_y^f2 + Q_z)/2",
+    ]
+
+
+def test_network_is_a_value() -> None:
+    network, twin = build(CASE_2, "merged"), build(CASE_2, "merged")
+    restored = pickle.loads(pickle.dumps(network))
+    assert network == twin == restored and hash(network) == hash(twin) == hash(restored)
+    assert network != build(CASE_2, "merged", form="history")
+    assert network.learned == tuple(node for node in network.nodes if node.name != "y^f1")
+
+
+def test_long_source_lists_are_abbreviated_in_names() -> None:
+    graph = graph_of(
+        {"w": [], "x": ["w"], "y": ["w", "x"]},
+        {"a": ["w", "x"], **{f"f{k}": ["x", "y"] for k in range(9)}, "b": ["x"]},
+    )
+    names = [node.name for node in build(graph, "tree", immediate="learned").nodes]
+    assert len(set(names)) == len(names)
+    layered = build(layers(4), "merged", immediate="learned")
+    assert {"x2^f_x2", "x2^f_x3,f_y3,+2"} == {node.name for node in layered.q_nodes("x2")}
+
+
+def test_nodes_without_downstream_cost_have_no_q_node() -> None:
+    network = build(graph_of({"x": [], "idle": ["x"]}, {"f": ["x"], "constant": []}))
+    assert [node.name for node in network.nodes] == ["x"]
+    assert network.q_nodes("idle") == ()
+
+
+def test_wrong_options_and_names_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"reduction='trees' is unknown; use one of \['per_cost'"):
+        build(CASE_1, "trees")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="immediate="):
+        build(CASE_1, immediate="none")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="form="):
+        build(CASE_1, form="past")  # type: ignore[arg-type]
+    with pytest.raises(SiteNotFoundError, match="no cost 'g'"):
+        build(CASE_1, immediate=frozenset(["g"]))
+    with pytest.raises(SiteNotFoundError, match="no Q-node 'w'"):
+        build(CASE_1).q_node("w")
+    with pytest.raises(SiteNotFoundError, match="no stochastic node 'w'"):
+        build(CASE_1).q_nodes("w")
+    clash = graph_of({"x": [], "x^f1": ["x"]}, {"f1": ["x", "x^f1"], "f2": ["x"]})
+    with pytest.raises(GraphError, match="rename site"):
+        build(clash, "per_cost")
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_large_graphs_are_built_in_seconds(dense: bool) -> None:
+    count = 1000
+    nodes = {f"x{t}": [f"x{s}" for s in range(0 if dense else max(t - 1, 0), t)] for t in range(count)}
+    graph = graph_of(nodes, {f"f{t}": [f"x{t}"] for t in range(count)})
+    start = time.perf_counter()
+    network = build(graph)
+    assert time.perf_counter() - start < 5.0  # measured: 0.1 s and 0.4 s
+    assert len(network.learned) == count - 1
+    assert rule(network, "x0") == "Q_x1" and network.q_node("x500").immediate == ("f500",)
+
+
+# Drawings.
+
+
+def test_drawings_are_dot_text_with_scopes_plates_and_colours(tmp_path: Path) -> None:
+    graph = graph_of(
+        {"x": [], 'y"': ["x"]}, {"f": ["x", 'y"'], "g": ["x"]}, {'y"': [Plate("data", -1), Plate("b", -2)]}
+    )
+    scg, both = render_scg(graph), render_network(build(graph, immediate="learned"))
+    assert '"scg x" -> "scg y\\"";' in scg.dot
+    assert scg.dot.index('"cluster scg b"') < scg.dot.index('"cluster scg b data"')
+    assert '"q y\\"" [label="Q_y\\"(x, y\\")"' in both.dot and '"scg f"' in both.dot
+    assert '"q x" -> "q y\\"" [dir="back", style="solid", color="#0072B2"];' in both.dot
+    for text in (scg.dot, both.dot):
+        assert text.count("{") == text.count("}") and str(scg) == scg.dot
+    assert scg.save(tmp_path / "graph.dot").read_text() == scg.dot
+    assert "dotted" in render_network(build(graph)).dot
+    assert 'style="dashed"' in render_network(build(graph, "per_cost")).dot
+
+
+def test_pictures_without_graphviz_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "graphviz", None)
+    drawing = render_scg(CASE_1)
+    with pytest.raises(BPQError, match="pip install graphviz"):
+        drawing.save(tmp_path / "graph.svg")
+    with pytest.raises(BPQError, match="no ending"):
+        drawing.save(tmp_path / "graph")
+    assert drawing._repr_mimebundle_() == {"text/plain": drawing.dot}

@@ -1,0 +1,650 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME, CASES, Case, each_case
+from pyro import poutine
+from pyro.infer import Trace_ELBO, TraceGraph_ELBO
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_bpq.errors import (
+    OptionError,
+    SiteNotFoundError,
+    StructureChangedError,
+    UnsupportedProgramError,
+    UnsupportedSiteError,
+)
+from pyro_bpq.testing import (
+    ChoiceNoise,
+    TwoPoint,
+    assert_unbiased,
+    exact_gradient,
+    exact_loss,
+    expected_gradient,
+    expected_moments,
+    iter_outcomes,
+    sample_gradients,
+    z_scores,
+)
+
+ATOL = 1e-10
+BIAS = 1e-2
+
+
+def is_small(case: Case) -> bool:
+    return case.num_states <= 16
+
+
+def largest_error(exact: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    return max(float((truth - found[name]).abs().max()) for name, truth in exact.items())
+
+
+def errors_of(elbo: Any, case: Case, **options: Any) -> float:
+    case.params()
+    exact = exact_gradient(case.model, case.guide, *case.args)
+    return largest_error(exact, expected_gradient(elbo, case.model, case.guide, *case.args, **options))
+
+
+def num_outcomes_of(program: Callable[[], Any]) -> int:
+    return sum(1 for _ in iter_outcomes(program))
+
+
+# Numbers by hand
+
+
+def coin_model() -> None:
+    z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("b")))
+    pyro.factor("cost", -(0.7 + 1.9 * z))
+
+
+def coin_guide() -> None:
+    pyro.sample("z", dist.Bernoulli(logits=pyro.param("a")))
+
+
+def coin_params(a: float = -0.6, b: float = 0.9) -> tuple[float, float]:
+    """Returns the probabilities of heads of guide and model."""
+    pyro.param("a", torch.tensor(a, dtype=torch.float64))
+    pyro.param("b", torch.tensor(b, dtype=torch.float64))
+    return 1 / (1 + math.exp(-a)), 1 / (1 + math.exp(-b))
+
+
+def coin_costs(q: float, p: float) -> tuple[float, float]:
+    return math.log(1 - q) - math.log(1 - p) + 0.7, math.log(q) - math.log(p) + 2.6
+
+
+def test_exact_gradient_of_a_coin_by_hand() -> None:
+    q, p = coin_params()
+    tails, heads = coin_costs(q, p)
+    gradient = exact_gradient(coin_model, coin_guide)
+    assert float(exact_loss(coin_model, coin_guide)) == pytest.approx((1 - q) * tails + q * heads, abs=1e-14)
+    assert float(gradient["a"]) == pytest.approx(q * (1 - q) * (heads - tails), abs=1e-14)
+    assert float(gradient["b"]) == pytest.approx(p - q, abs=1e-14)
+
+
+def test_exact_gradient_of_two_point_by_hand() -> None:
+    # E[log q - log p] = -log scale - 1/2 + (loc² + scale²) / 2
+    loc, scale = torch.tensor(0.7), torch.tensor(0.4)
+
+    def guide() -> None:
+        pyro.sample(
+            "x", TwoPoint(pyro.param("loc", loc), pyro.param("scale", scale, constraint=constraints.positive))
+        )
+
+    def model() -> None:
+        pyro.sample("x", dist.Normal(torch.zeros(()), 1.0))
+
+    gradient = exact_gradient(model, guide)
+    assert float(exact_loss(model, guide)) == pytest.approx(-math.log(0.4) - 0.5 + 0.325, abs=1e-14)
+    assert float(gradient["loc"]) == pytest.approx(0.7, abs=1e-14)
+    assert float(gradient["scale"]) == pytest.approx(0.4 * (0.4 - 1 / 0.4), abs=1e-14)  # in log scale
+
+
+def test_exact_loss_of_the_posterior_is_the_evidence() -> None:
+    prior, likelihood = torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.9, 0.1, 0.4])
+
+    def model() -> None:
+        k = pyro.sample("k", dist.Categorical(prior))
+        pyro.sample("x", dist.Bernoulli(likelihood[k]), obs=torch.ones(()))
+
+    def guide() -> None:
+        pyro.sample("k", dist.Categorical(prior * likelihood))
+
+    assert float(exact_loss(model, guide)) == pytest.approx(-math.log(0.35), abs=1e-14)
+
+
+def test_exact_gradient_averages_over_subsets_by_hand() -> None:
+    data = torch.tensor([1.0, 2.0, 6.0])
+
+    def model() -> None:
+        with pyro.plate("rows", 3, subsample_size=2) as rows:
+            pyro.factor("cost", -(pyro.param("w", torch.tensor(0.5)) ** 2) * data[rows])
+
+    gradient = exact_gradient(model, lambda: None)
+    assert float(gradient["w"]) == pytest.approx(9.0, abs=1e-12)
+    assert num_outcomes_of(model) == 3
+
+
+def test_exact_gradient_draws_masked_sites_all_the_same() -> None:
+    # The masked site costs nothing, but what depends on it is weighted by its probability.
+    q, _ = coin_params()
+
+    def model() -> None:
+        with poutine.mask(mask=False):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.factor("cost", -2.0 * z)
+
+    gradient = exact_gradient(model, poutine.mask(coin_guide, mask=False))
+    assert float(gradient["a"]) == pytest.approx(2.0 * q * (1 - q), abs=1e-14)
+
+
+def test_expected_moments_of_a_coin_by_hand() -> None:
+    q, p = coin_params()
+    costs = coin_costs(q, p)
+    g = [cost * (z - q) for z, cost in enumerate(costs)]  # cost · ∂ log q(z) / ∂a
+    for elbo in (Trace_ELBO(), TraceGraph_ELBO()):
+        moments = expected_moments(elbo, coin_model, coin_guide)
+        assert float(moments.mean["a"]) == pytest.approx((1 - q) * g[0] + q * g[1], abs=1e-14)
+        assert float(moments.variance["a"]) == pytest.approx(q * (1 - q) * (g[1] - g[0]) ** 2, abs=1e-13)
+        assert float(moments.variance["b"]) == pytest.approx(q * (1 - q), abs=1e-13)
+        assert moments.total_variance == pytest.approx(sum(float(v) for v in moments.variance.values()))
+
+
+# Identities on the zoo
+
+
+def test_cases_have_distinct_names() -> None:
+    assert len(BY_NAME) == len(CASES)
+
+
+@each_case()
+def test_case_has_the_stated_number_of_states(case: Case) -> None:
+    case.params()
+
+    def program() -> None:
+        guide_trace = poutine.trace(case.guide).get_trace(*case.args)
+        poutine.replay(case.model, trace=guide_trace)(*case.args)
+
+    assert num_outcomes_of(program) == case.num_states
+
+
+@each_case()
+def test_exact_gradient_reaches_every_parameter(case: Case) -> None:
+    case.params()
+    gradient = exact_gradient(case.model, case.guide, *case.args)
+    assert set(gradient) == set(case.shapes)
+    assert all(float(g.abs().max()) > 1e-3 for g in gradient.values())
+
+
+@each_case()
+def test_exact_gradient_is_the_slope_of_exact_loss(case: Case) -> None:
+    # exact_loss sums probabilities, the gradient differentiates them: two paths, one truth. The
+    # slope misses nothing but the noise's value, which moves with its parameters.
+    case.params()
+    gradient = exact_gradient(case.model, case.guide, *case.args)
+    leaves = dict(pyro.get_param_store().named_parameters())
+    directions = {
+        name: torch.cos(torch.arange(g.numel()) + 1.0).reshape(g.shape) for name, g in gradient.items()
+    }
+
+    def loss_at(step: float) -> float:
+        with torch.no_grad():
+            for name, direction in directions.items():
+                leaves[name].add_(step * direction)
+            value = float(exact_loss(case.model, case.guide, *case.args))
+            for name, direction in directions.items():
+                leaves[name].sub_(step * direction)
+        return value
+
+    h = 1e-4
+    slope = (8 * (loss_at(h) - loss_at(-h)) - (loss_at(2 * h) - loss_at(-2 * h))) / (12 * h)
+    inner = sum(float((g * directions[name]).sum()) for name, g in gradient.items())
+    assert slope == pytest.approx(inner, rel=1e-7, abs=1e-8)
+
+
+@each_case(lambda case: case.trace_is_unbiased)
+def test_trace_elbo_is_unbiased(case: Case) -> None:
+    case.params()
+    assert_unbiased(Trace_ELBO(), case.model, case.guide, *case.args)
+
+
+@each_case(lambda case: not case.trace_is_unbiased)
+def test_trace_elbo_is_biased_for_sites_of_the_guide_alone(case: Case) -> None:
+    assert errors_of(Trace_ELBO(), case) > BIAS
+
+
+@each_case(lambda case: case.tracegraph_is_unbiased)
+def test_tracegraph_elbo_is_unbiased_on_static_programs(case: Case) -> None:
+    case.params()
+    assert_unbiased(TraceGraph_ELBO(), case.model, case.guide, *case.args)
+
+
+@each_case(lambda case: not case.tracegraph_is_unbiased)
+def test_tracegraph_elbo_is_biased_where_a_value_leaves_torch(case: Case) -> None:
+    assert errors_of(TraceGraph_ELBO(), case) > BIAS
+
+
+@each_case(lambda case: case.trace_is_unbiased and is_small(case))
+def test_expected_gradient_runs_through_differentiable_loss(case: Case) -> None:
+    assert errors_of(Trace_ELBO(), case, use_differentiable_loss=True) < ATOL
+
+
+@each_case(lambda case: case.trace_is_unbiased and is_small(case))
+def test_expected_gradient_of_two_sequential_particles(case: Case) -> None:
+    assert errors_of(Trace_ELBO(num_particles=2), case) < ATOL
+
+
+@each_case(lambda case: case.trace_is_unbiased and is_small(case) and case.is_vectorisable)
+def test_expected_gradient_of_two_vectorised_particles(case: Case) -> None:
+    assert errors_of(Trace_ELBO(num_particles=2, vectorize_particles=True), case) < ATOL
+
+
+@pytest.mark.parametrize("is_vectorised", [False, True])
+def test_expected_moments_of_two_particles_halve_the_variance(is_vectorised: bool) -> None:
+    case = BY_NAME["chain"]
+    case.params()
+    one = expected_moments(Trace_ELBO(), case.model, case.guide)
+    two = expected_moments(
+        Trace_ELBO(num_particles=2, vectorize_particles=is_vectorised), case.model, case.guide
+    )
+    for name, variance in one.variance.items():
+        torch.testing.assert_close(two.variance[name], variance / 2, rtol=1e-10, atol=1e-12)
+
+
+# Planted faults
+
+
+class HalvedScore(Trace_ELBO):
+    """Loses half of the score term: invisible to training tests, the fixed point is the same."""
+
+    def _differentiable_loss_particle(self, model_trace: Any, guide_trace: Any) -> Any:
+        for site in guide_trace.nodes.values():
+            if site["type"] == "sample":
+                log_prob, score, entropy = site["score_parts"]
+                site["score_parts"] = type(site["score_parts"])(log_prob, 0.5 * score, entropy)
+        return super()._differentiable_loss_particle(model_trace, guide_trace)
+
+
+class SwappedSign(Trace_ELBO):
+    """Turns the gradient of one parameter of the guide around."""
+
+    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().loss_and_grads(model, guide, *args, **kwargs)
+        pyro.param("qb").unconstrained().grad.neg_()
+        return loss
+
+
+@pytest.mark.parametrize("name", ["chain", "plate", "discrete_above_reparam", "python_branch"])
+def test_assert_unbiased_catches_a_halved_score(name: str) -> None:
+    case = BY_NAME[name]
+    case.params()
+    with pytest.raises(AssertionError, match=r"HalvedScore is biased(?s:.)*parameter 'qz|parameter 'qa'"):
+        assert_unbiased(HalvedScore(), case.model, case.guide, *case.args)
+
+
+def test_assert_unbiased_names_the_wrong_parameter_alone() -> None:
+    case = BY_NAME["chain"]
+    case.params()
+    with pytest.raises(AssertionError, match=r"exact .*\n.*expected ") as caught:
+        assert_unbiased(SwappedSign(), case.model, case.guide)
+    assert str(caught.value).count("parameter ") == 1 and "'qb'" in str(caught.value)
+
+
+def test_assert_unbiased_refuses_a_program_that_tests_nothing() -> None:
+    coin_params()
+    with pytest.raises(AssertionError, match="tests nothing"):
+        assert_unbiased(Trace_ELBO(), lambda: None, lambda: None)
+
+
+def test_assert_unbiased_catches_nan() -> None:
+    class Broken(Trace_ELBO):
+        def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().loss_and_grads(model, guide, *args, **kwargs)
+            pyro.param("a").unconstrained().grad.mul_(math.nan)
+            return loss
+
+    coin_params()
+    with pytest.raises(AssertionError, match="'a'"):
+        assert_unbiased(Broken(), coin_model, coin_guide)
+
+
+# What is left untouched
+
+
+def test_gradients_and_generators_are_as_before() -> None:
+    case = BY_NAME["global_local_subsample"]
+    case.params()
+    leaves = dict(pyro.get_param_store().named_parameters())
+    for leaf in leaves.values():
+        leaf.grad = torch.full_like(leaf, 3.0)
+    state = torch.get_rng_state()
+    assert_unbiased(Trace_ELBO(), case.model, case.guide, *case.args)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(bool((leaf.grad == 3.0).all()) for leaf in leaves.values())
+
+
+def test_values_are_ordinary_samples_to_other_handlers() -> None:
+    case = BY_NAME["chain"]
+    case.params()
+    for _, trace in iter_outcomes(lambda: poutine.trace(case.guide).get_trace()):
+        assert not any(site["is_observed"] for site in trace.nodes.values() if site["type"] == "sample")
+
+
+def test_impossible_values_are_not_visited() -> None:
+    def program() -> int:
+        k = int(pyro.sample("k", dist.Categorical(torch.tensor([0.0, 0.3, 0.7, 0.0]))))
+        if k not in (1, 2):
+            raise RuntimeError("unreachable")
+        return k
+
+    assert [k for _, k in iter_outcomes(program)] == [1, 2]
+    assert [p for p, _ in iter_outcomes(program)] == pytest.approx([0.3, 0.7])
+
+
+def test_an_exception_of_the_program_is_passed_on() -> None:
+    def program() -> None:
+        if pyro.sample("z", dist.Bernoulli(0.5)):
+            raise RuntimeError("reachable")
+
+    with pytest.raises(RuntimeError, match="reachable"):
+        list(iter_outcomes(program))
+
+
+@pytest.mark.parametrize(
+    ("fn", "count"),
+    [
+        (dist.Bernoulli(0.3).expand([2, 3]).to_event(2), 64),
+        (dist.Bernoulli(torch.tensor([0.3, 0.6])).mask(torch.tensor([True, False])), 4),
+        (dist.Categorical(torch.ones(2, 3)), 9),
+        (dist.OneHotCategorical(torch.ones(2, 3)).to_event(1), 9),
+        (dist.Binomial(2, torch.tensor([0.3, 0.6])), 9),
+        (dist.Delta(torch.ones(2)), 1),
+        (TwoPoint(torch.zeros(2, 1), torch.ones(2)).to_event(1), 16),
+        (dist.Bernoulli(torch.empty(0)), 1),
+    ],
+)
+def test_iter_outcomes_of_one_site(fn: Any, count: int) -> None:
+    values = []
+    total = 0.0
+    for probability, value in iter_outcomes(lambda: pyro.sample("z", fn)):
+        assert value.shape == fn.shape()
+        total += probability
+        values.append(tuple(value.flatten().tolist()))
+    assert len(values) == len(set(values)) == count
+    assert total == pytest.approx(1.0, abs=1e-6)  # of float32, made before the default was set
+
+
+# Modules and names
+
+
+def test_parameters_of_modules_are_found() -> None:
+    class Guide(PyroModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = PyroModule[torch.nn.Linear](1, 1)
+            self.shift = PyroParam(torch.tensor(0.4), constraint=constraints.positive)
+
+        def forward(self) -> None:
+            pyro.sample("z", dist.Bernoulli(logits=self.net(torch.ones(1))[0] - self.shift))
+
+    pyro.param("b", torch.tensor(0.9))
+    guide = Guide()
+    gradient = exact_gradient(coin_model, guide)
+    assert set(gradient) == {"b", "net.weight", "net.bias", "shift"}
+    torch.testing.assert_close(gradient["net.weight"][0], gradient["net.bias"])
+    torch.testing.assert_close(gradient["shift"], -0.4 * gradient["net.bias"][0])
+    assert_unbiased(Trace_ELBO(), coin_model, guide)
+
+
+def test_parameters_of_plain_modules_are_found_and_keep_their_gradients() -> None:
+    class Guide(torch.nn.Module):
+        def __init__(self, name: str | None) -> None:
+            super().__init__()
+            self.name = name
+            self.logit = torch.nn.Parameter(torch.tensor(0.3))
+
+        def forward(self) -> None:
+            if self.name:
+                pyro.module(self.name, self)
+            pyro.sample("z", dist.Bernoulli(logits=self.logit))
+
+    pyro.param("b", torch.tensor(0.9))
+    registered, plain = Guide("mine"), Guide(None)
+    registered.logit.grad = torch.tensor(7.0)
+    exact = exact_gradient(coin_model, registered)
+    other = exact_gradient(coin_model, plain)
+    assert set(exact) == {"b", "mine$$$logit"} and set(other) == {"b", "guide.logit"}
+    torch.testing.assert_close(exact["mine$$$logit"], other["guide.logit"])
+    assert_unbiased(Trace_ELBO(), coin_model, registered)
+    assert_unbiased(Trace_ELBO(), coin_model, plain, use_differentiable_loss=True)
+    assert float(registered.logit.grad) == 7.0 and plain.logit.grad is None
+
+
+def test_parameters_can_be_chosen() -> None:
+    coin_params()
+    chosen = {"mine": pyro.param("a").unconstrained()}
+    exact = exact_gradient(coin_model, coin_guide, parameters=chosen)
+    assert list(exact) == ["mine"]
+    assert_unbiased(Trace_ELBO(), coin_model, coin_guide, parameters=chosen)
+    assert list(expected_gradient(Trace_ELBO(), coin_model, coin_guide, parameters=chosen)) == ["mine"]
+
+
+def test_parameters_met_in_one_branch_only_are_found() -> None:
+    pyro.param("a", torch.tensor(-0.6))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        if z.item():
+            pyro.factor("cost", -(pyro.param("late", torch.tensor(1.5)) ** 2))
+
+    exact = exact_gradient(model, coin_guide)
+    assert set(exact) == {"a", "late"}
+    pyro.param("late").unconstrained().grad = torch.tensor(100.0)
+    assert_unbiased(Trace_ELBO(), model, coin_guide)
+
+
+# Noise of an estimator
+
+
+class NoisyTrace(Trace_ELBO):
+    """Multiplies every gradient by finite noise of a given mean."""
+
+    def __init__(self, noise: ChoiceNoise, factors: list[float]) -> None:
+        super().__init__()
+        self.noise, self.factors = noise, torch.tensor(factors)
+
+    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().loss_and_grads(model, guide, *args, **kwargs)
+        index = self.noise.draw_choice(torch.tensor([0.2, 0.3, 0.5]))
+        for leaf in pyro.get_param_store().named_parameters():
+            leaf[1].grad.mul_(self.factors[index])
+        return loss
+
+
+def test_expected_gradient_runs_through_noise_of_the_estimator() -> None:
+    coin_params()
+    noise = ChoiceNoise(seed=3)
+    assert_unbiased(NoisyTrace(noise, [-1.0, 0.0, 2.4]), coin_model, coin_guide, noise=noise)
+    with pytest.raises(AssertionError, match="biased"):
+        assert_unbiased(NoisyTrace(noise, [-1.0, 0.0, 2.5]), coin_model, coin_guide, noise=noise)
+
+
+def test_choice_noise_draws_from_a_generator_of_its_own() -> None:
+    probabilities = torch.tensor([[0.2, 0.3, 0.5], [0.0, 1.0, 0.0]]).expand(500, 2, 3)
+    state = torch.get_rng_state()
+    first, second = (ChoiceNoise(seed=5).draw_choice(probabilities) for _ in range(2))
+    assert torch.equal(state, torch.get_rng_state()) and torch.equal(first, second)
+    assert first.shape == (500, 2) and bool((first[:, 1] == 1).all())
+    assert set(first[:, 0].tolist()) == {0, 1, 2}
+
+
+# Errors
+
+
+def test_site_without_finite_support_is_refused() -> None:
+    def guide() -> None:
+        pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    with pytest.raises(UnsupportedSiteError, match=r"'x' \(Normal\).*\(2,\).*TwoPoint"):
+        exact_gradient(guide, guide)
+
+
+def test_latent_that_the_guide_lacks_is_refused() -> None:
+    coin_params()
+    with pytest.raises(SiteNotFoundError, match=r"'z'.*guide lacks"):
+        exact_gradient(coin_model, lambda: None)
+
+
+def test_too_many_outcomes_are_refused_at_once() -> None:
+    def program() -> None:
+        with pyro.plate("rows", 1000):
+            pyro.sample("z", dist.Bernoulli(0.5))
+
+    with pytest.raises(OptionError, match=r"num_outcomes=200000.*'z'.*1000 elements of 2 values"):
+        next(iter_outcomes(program))
+
+
+def test_too_many_outcomes_of_branches_are_refused() -> None:
+    def program() -> None:
+        for i in range(4):
+            if not pyro.sample(f"z_{i}", dist.Bernoulli(0.5)):
+                break
+
+    assert num_outcomes_of(program) == 5
+    with pytest.raises(OptionError, match="More than num_outcomes=4"):
+        list(iter_outcomes(program, num_outcomes=4))
+
+
+def test_hidden_draws_are_refused() -> None:
+    def program() -> None:
+        with poutine.block():
+            pyro.sample("hidden", dist.Bernoulli(0.5))
+
+    with pytest.raises(UnsupportedProgramError, match=r"poutine\.block"):
+        list(iter_outcomes(program))
+
+
+def test_a_program_with_memory_is_refused() -> None:
+    runs = []
+
+    def program() -> None:
+        runs.append(None)
+        pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.sample(f"w_{len(runs)}", dist.Bernoulli(0.5))
+
+    with pytest.raises(StructureChangedError, match=r"'w_2'.*'w_1'"):
+        list(iter_outcomes(program))
+
+
+def test_a_step_that_changes_the_elbo_is_refused() -> None:
+    class Learning(Trace_ELBO, torch.nn.Module):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            Trace_ELBO.__init__(self)
+            self.register_buffer("average", torch.zeros(()))
+
+        def loss_and_grads(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().loss_and_grads(*args, **kwargs)
+            if self.training:
+                self.average += loss
+            return loss
+
+    coin_params()
+    elbo = Learning()
+    with pytest.raises(StructureChangedError, match=r"'average'.*elbo.eval\(\)"):
+        expected_gradient(elbo, coin_model, coin_guide)
+    assert_unbiased(elbo.eval(), coin_model, coin_guide)
+
+
+def test_a_first_step_may_draw_more() -> None:
+    class Guessing(Trace_ELBO):
+        has_guessed = False
+
+        def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.has_guessed:
+                poutine.trace(guide).get_trace()
+                with poutine.block():
+                    guide()
+            self.has_guessed = True
+            return super().loss_and_grads(model, guide, *args, **kwargs)
+
+    coin_params()
+    assert_unbiased(Guessing(), coin_model, coin_guide)
+
+
+# Statistics
+
+
+def test_z_scores_pass_an_unbiased_and_reject_a_biased_estimator() -> None:
+    case = BY_NAME["fork"]
+    case.params()
+    exact = exact_gradient(case.model, case.guide)
+    torch.manual_seed(0)
+    right = sample_gradients(
+        Trace_ELBO(2000, vectorize_particles=True, max_plate_nesting=0),
+        case.model,
+        case.guide,
+        num_samples=30,
+    )
+    wrong = sample_gradients(
+        HalvedScore(2000, vectorize_particles=True, max_plate_nesting=0),
+        case.model,
+        case.guide,
+        num_samples=30,
+    )
+    assert max(float(z.abs().max()) for z in z_scores(right, exact).values()) < 5
+    assert max(float(z.abs().max()) for z in z_scores(wrong, exact).values()) > 20
+
+
+def test_z_scores_agree_with_expected_moments() -> None:
+    case = BY_NAME["chain"]
+    case.params()
+    moments = expected_moments(TraceGraph_ELBO(), case.model, case.guide)
+    torch.manual_seed(1)
+    samples = sample_gradients(TraceGraph_ELBO(), case.model, case.guide, num_samples=300)
+    sampled = sum(float(s.var(0).sum()) for s in samples.values())
+    assert sampled == pytest.approx(moments.total_variance, rel=0.3)
+    assert (
+        max(float(z.abs().max()) for z in z_scores(samples, moments.mean, max_relative_error=1).values()) < 5
+    )
+
+
+def test_z_scores_refuse_a_weak_test() -> None:
+    samples = {"a": torch.tensor([1.0, 3.0, 2.5, 1.5])}
+    with pytest.raises(AssertionError, match=r"'a'.*Use about \d+ samples instead of 4"):
+        z_scores(samples, {"a": torch.tensor(2.0)})
+    with pytest.raises(AssertionError, match="zero for all"):
+        z_scores(samples, {"a": torch.tensor(0.0)})
+    with pytest.raises(AssertionError, match="finite"):
+        z_scores({"a": torch.tensor([1.0, math.nan])}, {"a": torch.tensor(1.0)})
+
+
+def test_z_scores_by_hand() -> None:
+    samples = {"a": torch.tensor([[1.0, 2.0], [3.0, 2.0], [1.0, 2.0], [3.0, 2.0]])}
+    z = z_scores(samples, {"a": torch.tensor([1.0, 2.0])}, max_relative_error=1.0)["a"]
+    assert z.tolist() == pytest.approx([1.0 / (math.sqrt(4 / 3) / 2), 0.0])
+    z = z_scores(samples, {"a": torch.tensor([2.0, 2.5])}, max_relative_error=1.0)["a"]
+    assert z.tolist() == [0.0, -math.inf]
+
+
+# TwoPoint
+
+
+def test_two_point_is_a_distribution() -> None:
+    loc, scale = torch.tensor([[0.5], [-1.0]], requires_grad=True), torch.tensor([0.3, 2.0, 1.0])
+    fn = TwoPoint(loc, scale).expand([4, 2, 3])
+    value = fn.rsample(torch.Size([50]))
+    assert value.shape == (50, 4, 2, 3) and fn.has_rsample and value.requires_grad
+    torch.testing.assert_close(((value - loc) / scale).abs(), torch.ones(50, 4, 2, 3))
+    torch.testing.assert_close(fn.log_prob(value), dist.Normal(loc, scale).expand([4, 2, 3]).log_prob(value))
+    torch.testing.assert_close(fn.mean, loc.expand(4, 2, 3))
+    torch.testing.assert_close(fn.variance, scale.expand(4, 2, 3) ** 2)
+    with pytest.raises(ValueError, match="scale"):
+        TwoPoint(torch.zeros(()), -torch.ones(()), validate_args=True)

@@ -1,0 +1,284 @@
+"""The main test: the expectation of what a step computes is the exact gradient, without sampling.
+
+Critics are trained for 200 steps while the guide moves, then frozen; parameters go back to where they
+were, so that one exact gradient serves all estimators.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyro
+import pytest
+import torch
+from models import BY_NAME, CASES, Case
+from pyro.infer import SVI
+from pyro.optim import SGD
+from torch import Tensor
+
+from pyro_bpq import (
+    AllAction,
+    LeaveOneOut,
+    LinearCritic,
+    MLPCritic,
+    Pathwise,
+    RunningBaseline,
+    ScoreFunction,
+    TabularCritic,
+    TraceBackpropQ_ELBO,
+)
+from pyro_bpq.estimators.base import SiteContext, SiteTerm
+from pyro_bpq.testing import exact_gradient, expected_gradient
+
+ATOL = 1e-10
+STEPS = 200
+MAX_OUTCOMES = 300
+
+ONE_PARTICLE: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no_critic": {"critic": None},
+    "linear_critic": {"critic": LinearCritic()},
+    "tabular_critic": {"critic": TabularCritic()},
+    "score_function": {"estimator": ScoreFunction()},
+    "running_baseline": {"estimator": ScoreFunction(RunningBaseline())},
+    "all_action_sampled": {"estimator": AllAction(exact=False)},
+    "all_action_exact": {"estimator": AllAction(exact=True)},
+    "fixed_scales": {"estimator": AllAction(adaptive=False)},
+    "no_learner": {"learner": None},
+    "dense": {"structure": "dense"},
+    "dynamic": {"structure": "dynamic"},
+}
+TWO_PARTICLES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "all_action_exact": {"estimator": AllAction(exact=True)},
+    "all_action_sampled": {"estimator": AllAction(exact=False)},
+    "leave_one_out": {"estimator": ScoreFunction(LeaveOneOut())},
+    "running_baseline": {"estimator": ScoreFunction(RunningBaseline())},
+    "no_learner": {"learner": None},
+}
+# Scopes with real values, or with sites in plates that the site lacks, have no table.
+NOT_TABULAR = frozenset({"reparam_above_discrete", "mask_scale"})
+
+# What the default run covers: chain, fork, diamond, plates, global and local latents, reparameterised
+# sites, vectors, masks, Python control flow. The full product is marked slow.
+QUICK = frozenset(
+    [
+        *("chain", "fork", "diamond", "plate_subsample", "global_local", "discrete_above_reparam"),
+        *("reparam_above_discrete", "vector_layers", "mask_scale", "python_branch", "dynamic_sites"),
+    ]
+)
+QUICK_OPTIONS = frozenset(
+    ["default", "linear_critic", "running_baseline", "all_action_sampled", "all_action_exact", "no_learner"]
+)
+QUICK_PAIRS = frozenset(["fork", "plate", "discrete_above_reparam", "dynamic_sites"])
+
+
+@functools.lru_cache(maxsize=None)
+def exact(name: str) -> dict[str, Tensor]:
+    case = BY_NAME[name]
+    case.params()
+    return exact_gradient(case.model, case.guide, *case.args)
+
+
+def train(elbo: TraceBackpropQ_ELBO, case: Case, steps: int = STEPS) -> None:
+    """Trains critics with a moving guide, freezes them, and puts the parameters back."""
+    case.params()
+    pyro.set_rng_seed(0)
+    svi = SVI(case.model, case.guide, SGD({"lr": 0.02}), elbo)
+    for _ in range(steps):
+        svi.step(*case.args)
+    assert elbo.num_steps == steps
+    elbo.eval()
+    case.params()
+
+
+def largest_error(elbo: Any, case: Case, **options: Any) -> float:
+    truth = exact(case.name)
+    assert max(float(g.abs().max()) for g in truth.values()) > 1e-2
+    case.params()
+    found = expected_gradient(elbo, case.model, case.guide, *case.args, **options)
+    return max(float((found[name] - g).abs().max()) for name, g in truth.items())
+
+
+def one_particle() -> Iterator[Any]:
+    for case in CASES:
+        for name, options in ONE_PARTICLE.items():
+            if name == "tabular_critic" and case.name in NOT_TABULAR:
+                continue
+            is_quick = case.name in QUICK and name in QUICK_OPTIONS or (case.name, name) == ("chain", "tabular_critic")
+            marks = () if is_quick else (pytest.mark.slow,)
+            yield pytest.param(case, options, id=f"{case.name}-{name}", marks=marks)
+
+
+def two_particles() -> Iterator[Any]:
+    for case in CASES:
+        if case.num_states**2 > MAX_OUTCOMES:
+            continue
+        for name, options in TWO_PARTICLES.items():
+            for is_vectorised in (False, True) if case.is_vectorisable else (False,):
+                # The dimension of the particles lies to the left of all plates.
+                more = {"vectorize_particles": True, "max_plate_nesting": 2} if is_vectorised else {}
+                is_quick = case.name in QUICK_PAIRS and name in ("default", "leave_one_out")
+                yield pytest.param(
+                    case,
+                    {**options, **more, "num_particles": 2},
+                    id=f"{case.name}-{name}-{'vectorised' if is_vectorised else 'sequential'}",
+                    marks=() if is_quick else (pytest.mark.slow,),
+                )
+
+
+@pytest.mark.parametrize(("case", "options"), list(one_particle()))
+def test_step_is_unbiased(case: Case, options: dict[str, Any]) -> None:
+    elbo = TraceBackpropQ_ELBO(**options)
+    train(elbo, case)
+    assert largest_error(elbo, case) < ATOL
+
+
+@pytest.mark.parametrize(("case", "options"), list(two_particles()))
+def test_step_with_two_particles_is_unbiased(case: Case, options: dict[str, Any]) -> None:
+    elbo = TraceBackpropQ_ELBO(**options)
+    train(elbo, case)
+    assert largest_error(elbo, case) < ATOL
+
+
+@pytest.mark.parametrize("name", ["chain", "global_local", "discrete_above_reparam", "python_branch"])
+def test_first_step_is_unbiased(name: str) -> None:
+    case = BY_NAME[name]
+    assert largest_error(TraceBackpropQ_ELBO().eval(), case) < ATOL
+
+
+@pytest.mark.parametrize("name", ["chain", "plate_subsample"])
+def test_differentiable_loss_is_unbiased(name: str) -> None:
+    case, elbo = BY_NAME[name], TraceBackpropQ_ELBO()
+    train(elbo, case, 50)
+    assert largest_error(elbo, case, use_differentiable_loss=True) < ATOL
+
+
+def scrambled(elbo: TraceBackpropQ_ELBO, scale: float = 1.0) -> None:
+    """Sets critics, statistics and scales to nonsense."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, tensor in elbo.critics.blocks.state_dict(keep_vars=True).items():
+            if not name.endswith(("count", "_extra_state")):
+                tensor.add_(scale * torch.rand(tensor.shape, generator=generator))
+
+
+@pytest.mark.parametrize("reduction", ["per_cost", "merged", "tree", "chain", "single"])
+@pytest.mark.parametrize("name", ["diamond", "global_local", "reordered_guide"])
+def test_nonsense_critics_are_harmless(name: str, reduction: Any) -> None:
+    case, elbo = BY_NAME[name], TraceBackpropQ_ELBO(reduction=reduction)
+    train(elbo, case, 5)
+    scrambled(elbo)
+    assert largest_error(elbo, case) < ATOL
+
+
+def test_trained_critics_lower_the_variance() -> None:
+    from pyro_bpq.testing import expected_moments
+
+    case, elbo = BY_NAME["chain"], TraceBackpropQ_ELBO(critic=TabularCritic(), estimator=AllAction(exact=False))
+    train(elbo, case, 1000)
+    ours = expected_moments(elbo, case.model, case.guide).total_variance
+    plain = TraceBackpropQ_ELBO(estimator=ScoreFunction())
+    assert ours < 0.5 * expected_moments(plain, case.model, case.guide).total_variance
+
+
+# Planted biases: the same check has to see each of them.
+
+
+@dataclass(frozen=True)
+class WrongSign(AllAction):
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        assert context.exact is not None and context.exact_cost is not None
+        flipped = replace(context, exact=-context.exact, cost=context.cost)
+        return super().__call__(flipped)
+
+
+@dataclass(frozen=True)
+class CountedTwice(AllAction):
+    """Leaves the sampled immediate costs in the residual."""
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        assert context.exact_cost is not None
+        return super().__call__(replace(context, exact_cost=torch.zeros_like(context.exact_cost)))
+
+
+@dataclass(frozen=True)
+class WrongCritic(AllAction):
+    """Subtracts the critic without adding its all-action term."""
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        if context.learned is None:
+            return super().__call__(context)
+        probs = context.log_probs.detach().exp()
+        own = context.learned.gather(-1, context.index.unsqueeze(-1)).squeeze(-1)
+        own = (own - (probs * context.learned).sum(-1)).sum(-1)
+        return super().__call__(replace(context, cost=context.cost - own))
+
+
+@dataclass(frozen=True)
+class HalvedScore(ScoreFunction):
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        return SiteTerm(super().__call__(context).surrogate / 2)
+
+
+@dataclass(frozen=True)
+class ReadsOwnValue(ScoreFunction):
+    """A baseline that the site's own value enters."""
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        assert context.index is not None
+        return super().__call__(replace(context, cost=context.cost - 0.3 * context.index.sum(-1)))
+
+
+@dataclass(frozen=True)
+class OwnParticleInBaseline(ScoreFunction):
+    """Leave-one-out that leaves nobody out."""
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        return super().__call__(replace(context, cost=context.cost - context.cost.mean(1, keepdim=True)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"estimator": WrongSign()}, id="wrong_sign"),
+        pytest.param({"estimator": CountedTwice()}, id="counted_twice"),
+        pytest.param({"estimator": WrongCritic(exact=False)}, id="wrong_critic"),
+        pytest.param({"estimator": HalvedScore()}, id="halved_score"),
+        pytest.param({"estimator": ReadsOwnValue()}, id="reads_own_value"),
+        pytest.param({"estimator": OwnParticleInBaseline(), "num_particles": 2}, id="own_particle"),
+    ],
+)
+def test_largest_error_sees_a_planted_bias(options: dict[str, Any]) -> None:
+    case, elbo = BY_NAME["fork" if "num_particles" in options else "chain"], TraceBackpropQ_ELBO(**options)
+    train(elbo, case)
+    assert largest_error(elbo, case) > 1e-3
+
+
+def test_largest_error_sees_a_missing_dependency() -> None:
+    # A graph that lost an edge: the cost downstream of the last site is not counted.
+    case, elbo = BY_NAME["chain"], TraceBackpropQ_ELBO()
+    train(elbo, case, 10)
+    lost = {"-log p(x)": frozenset({"b"})}
+    for key, (reads, agreements) in list(elbo._structure.reads.items()):
+        elbo._structure.reads[key] = ({**reads, **lost}, agreements)
+        elbo._structure.graphs[key] = _without(elbo._structure.graphs[key], "-log p(x)", "c")
+    elbo._plans.clear()
+    assert largest_error(elbo, case) > 1e-3
+
+
+def _without(graph: Any, cost: str, parent: str) -> Any:
+    costs = tuple(
+        replace(c, parents=tuple(p for p in c.parents if p != parent)) if c.name == cost else c for c in graph.costs
+    )
+    return replace(graph, costs=costs)
+
+
+def test_every_estimator_that_claims_to_be_unbiased_is_covered() -> None:
+    chosen = {type(o["estimator"]) for o in [*ONE_PARTICLE.values(), *TWO_PARTICLES.values()] if "estimator" in o}
+    assert chosen | {Pathwise} == {AllAction, Pathwise, ScoreFunction}
+    assert all(kind.is_unbiased for kind in (AllAction, Pathwise, ScoreFunction))
+    assert isinstance(ONE_PARTICLE["linear_critic"]["critic"], LinearCritic) and MLPCritic() == MLPCritic((32,))
