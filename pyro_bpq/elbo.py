@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from pyro_bpq.bank import CriticBank, Write
 from pyro_bpq.critics import Critic, MLPCritic
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.estimators import Estimator
+from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
-from pyro_bpq.network import Reduction
+from pyro_bpq.network import BackpropQNetwork, Reduction
 from pyro_bpq.plan import Plan, Planner
 from pyro_bpq.rollout import Rollout
 from pyro_bpq.structure import StructureCache
@@ -112,6 +113,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         self._structure = StructureCache(structure)
         self._optimizer = None if learner is None else CriticOptimizer(learner)
         self._plans: dict[Any, Plan] = {}
+        self._last_plan: tuple[Any, StochasticComputationGraph, bool, Plan] | None = None
         self._cannot_flip: set[Any] = set()
         self._waiting: tuple[list[Write], dict[str, Tensor]] | None = None
 
@@ -244,6 +246,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
             if found is None:
                 self._cannot_flip.add(traced[0].key)
                 self._plans.clear()
+                self._last_plan = None
                 plan = self._plan(traced[0], graph, is_dynamic)
             tables = found or {}
         learning_options = Learning(
@@ -255,12 +258,33 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         return sum((t.run.differentiable for t in traced), torch.zeros(())), result
 
     def _plan(self, traced: TracedRun, graph: Any, is_dynamic: bool) -> Plan:
+        last = self._last_plan
+        # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
+        if last is not None and last[1] is graph and last[2] == is_dynamic and last[0] == traced.key:
+            return last[3]
         key = (traced.key, graph, is_dynamic)
         if key not in self._plans:
             if len(self._plans) >= 64:
                 self._plans.clear()
             self._plans[key] = self.planner.plan(traced, graph, traced.key not in self._cannot_flip, is_dynamic)
+        self._last_plan = (traced.key, graph, is_dynamic, self._plans[key])
         return self._plans[key]
+
+    @property
+    def graph(self) -> StochasticComputationGraph:
+        """The stochastic computation graph of the last step.
+
+        Raises:
+            BPQError: If no step has been taken.
+        """
+        if self._last_plan is None:
+            raise BPQError("There is no graph yet: take a step first, e.g. svi.step(...).")
+        return self._last_plan[3].graph
+
+    @property
+    def network(self) -> BackpropQNetwork | None:
+        """The Backprop-Q network of the last step; ``None`` if no site has a critic."""
+        return None if self._last_plan is None else self._last_plan[3].layout.network
 
     def _mean(self, losses: list[Tensor]) -> Tensor:
         return sum(losses[1:], losses[0]) / self.num_particles

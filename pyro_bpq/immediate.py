@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
@@ -226,7 +227,8 @@ def _run_flipped(
     wanted = {cost for costs in plan.costs.values() for cost in costs}
     sandbox = _Sandbox()
     try:
-        with sandbox, warnings.catch_warnings():
+        # The sampled run has been validated; its row is compared below.
+        with sandbox, pyro.validation_enabled(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trace = poutine.trace(_Substitute(values)(model)).get_trace(*args, **kwargs)
             rows = {}
@@ -263,10 +265,15 @@ def _same(row: Tensor, sample: Tensor) -> bool:
 
 def _flip(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str, lead: int) -> Tensor:
     """Values ``(rows, 1.., batch, event)``: one component after the other set to its other values."""
-    index = split.index(value, fn)
     others = split.cardinality - 1
-    delta = torch.zeros(plan.rows, split.size, dtype=torch.long, device=value.device)
     steps = torch.arange(split.size * others, device=value.device)
+    flipped = torch.zeros(plan.rows, split.size, dtype=torch.bool, device=value.device)
+    flipped[plan.start[name] + steps, steps // others] = True
+    if split.kind == "bernoulli":
+        shape = (plan.rows, *(1,) * (lead + value.dim() - split.value_ndim), *split.event_shape)
+        return torch.where(flipped.reshape(shape), 1 - value, value)
+    index = split.index(value, fn)
+    delta = torch.zeros_like(flipped, dtype=torch.long)
     delta[plan.start[name] + steps, steps // others] = steps % others + 1
     delta = delta.reshape(plan.rows, *(1,) * (lead + index.dim() - 1), split.size)
     return split.value((index + delta) % split.cardinality, fn).to(value.dtype)

@@ -363,8 +363,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _settle(self, plan: _Plan, args: _Args, kwargs: _Kwargs, result: object, mask: int) -> None:
         ledger = self._ledger
-        if plan.is_blank:
-            mask = 0
+        mask = 0 if plan.is_blank else mask
         if ledger.deferred:
             mask |= ledger.deferred
             if plan is _PLAIN:
