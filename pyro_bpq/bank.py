@@ -7,6 +7,7 @@ parameters keeps them. Rows that were loaded before their block exists wait in t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,13 +115,15 @@ class CriticBank(nn.Module):
         super().__init__()
         self.seed, self.is_own = seed, is_own
         self.blocks = nn.ModuleDict()
+        # Called with the name of a new block, once its rows are loaded and before they are read.
+        self.on_build: Callable[[str], None] | None = None
         self._index: dict[tuple[str, str], tuple[str, int]] = {}
         self._selections: dict[Hashable, Selection] = {}
         self._waiting: dict[str, Any] = {}
 
-    def generator(self) -> torch.Generator:
-        """A generator for the next block: it depends on the seed and on how many blocks there are."""
-        return torch.Generator().manual_seed(self.seed * 7919 + len(self.blocks))
+    def generator(self, kind: str, keys: Sequence[str]) -> torch.Generator:
+        """A generator for a new block: it depends on the seed and on what the block holds."""
+        return torch.Generator().manual_seed(self.seed * 7919 + int(_block_name(kind, keys)[1:], 16))
 
     def select(
         self, kind: str, keys: tuple[str, ...], make: Callable[[tuple[str, ...]], Block] | None
@@ -170,23 +173,28 @@ class CriticBank(nn.Module):
             else:
                 buffer[rows] = value
 
-    def snapshot(self) -> int:
+    def snapshot(self) -> tuple[int, dict[str, Any]]:
         """A mark to which :meth:`restore` takes the bank back."""
-        return len(self.blocks)
+        return len(self.blocks), dict(self._waiting)
 
-    def restore(self, mark: int) -> None:
-        """Forgets blocks that were built after ``mark``."""
-        for key in list(self.blocks)[mark:]:
+    def restore(self, mark: tuple[int, dict[str, Any]]) -> list[str]:
+        """Forgets blocks that were built after ``mark``, and returns their names."""
+        built = list(self.blocks)[mark[0] :]
+        for key in built:
             del self.blocks[key]
             self._index = {k: v for k, v in self._index.items() if v[0] != key}
             self._selections.clear()
+        self._waiting = mark[1]
+        return built
 
     def _add(self, block: Block) -> None:
-        key = f"b{len(self.blocks)}"
+        key = _block_name(block.kind, block.keys)
         self.blocks[key] = block
         for row, name in enumerate(block.keys):
             self._index[block.kind, name] = (key, row)
         self._load_waiting(key, block)
+        if self.on_build is not None:
+            self.on_build(key)
 
     def _find(self, kind: str, keys: tuple[str, ...]) -> Selection:
         places: dict[str, tuple[list[int], list[int]]] = {}
@@ -252,6 +260,11 @@ class CriticBank(nn.Module):
 
 def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
     return tensor if rows is None else tensor[rows]
+
+
+def _block_name(kind: str, keys: Sequence[str]) -> str:
+    """The same in every process, whatever was built before, so that what is saved by block finds it."""
+    return "b" + hashlib.sha256("\n".join((kind, *keys)).encode()).hexdigest()[:12]
 
 
 def _waiting_key(kind: str, name: str) -> str:

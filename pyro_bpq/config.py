@@ -10,18 +10,12 @@ from typing import Any
 
 from pyro.poutine.messenger import Messenger
 
+from pyro_bpq.baseline_options import BaselineOptions, baseline_options
 from pyro_bpq.critics import Critic
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import Estimator
-from pyro_bpq.estimators.baselines import RunningBaseline
-from pyro_bpq.estimators.score_function import ScoreFunction
 
 __all__ = ["SiteOptions", "config_bpq", "site_options"]
-
-_BASELINE_KEYS = frozenset(
-    ("nn_baseline", "nn_baseline_input", "use_decaying_avg_baseline", "baseline_beta", "baseline_value")
-)
-
 
 @dataclass(frozen=True)
 class SiteOptions:
@@ -32,23 +26,31 @@ class SiteOptions:
         critic: How to build its critic; ``False`` for none.
         share: Name under which sites of a family share one critic.
         context: A tensor of features that its critic sees, of shape ``batch_shape + (C,)``, detached.
+        baseline: Pyro's baseline options, ``infer={"baseline": {...}}``, which stay where Pyro has them.
     """
 
     estimator: Estimator | None = None
     critic: Critic | bool | None = None
     share: str | None = None
     context: Any = None
+    baseline: BaselineOptions | None = None
 
     def __post_init__(self) -> None:
-        if self.estimator is not None and not isinstance(self.estimator, Estimator):
+        given = self.estimator
+        if given is not None and (isinstance(given, type) or not isinstance(given, Estimator)):
             raise OptionError(
                 f"estimator={self.estimator!r} is not an estimator; write an object such as AllAction() "
                 "or ScoreFunction(baseline=LeaveOneOut())."
             )
-        if self.critic not in (None, False) and not isinstance(self.critic, Critic):
+        is_value = isinstance(self.critic, Critic) and not isinstance(self.critic, type)
+        if self.critic is not None and self.critic is not False and not is_value:
             raise OptionError(
                 f"critic={self.critic!r} is not a critic; write an object such as MLPCritic(), or False."
             )
+
+
+# Most sites: read at every site of every step.
+_UNSET = SiteOptions()
 
 
 def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
@@ -65,11 +67,13 @@ def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
         OptionError: If an option is unknown or of the wrong kind; the text names the site.
     """
     given = infer.get("bpq")
+    if given is None and not infer.get("baseline"):
+        return _UNSET
     if given is None:
-        return SiteOptions(estimator=_pyro_baseline(name, infer.get("baseline")))
+        return SiteOptions(baseline=baseline_options(name, infer["baseline"]))
     if not isinstance(given, dict):
         raise OptionError(f'Site {name!r}: infer={{"bpq": {given!r}}} must be a dictionary of options.')
-    known = [field.name for field in fields(SiteOptions)]
+    known = [field.name for field in fields(SiteOptions) if field.name != "baseline"]
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -79,23 +83,7 @@ def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
         options = SiteOptions(**given)
     except OptionError as error:
         raise OptionError(f"Site {name!r}: {error}") from error
-    if options.estimator is None:
-        options = replace(options, estimator=_pyro_baseline(name, infer.get("baseline")))
-    return options
-
-
-def _pyro_baseline(name: str, given: dict[str, Any] | None) -> Estimator | None:
-    """The estimator that Pyro's ``infer={"baseline": {...}}`` stands for."""
-    if not given:
-        return None
-    unknown = set(given) - _BASELINE_KEYS
-    if unknown:
-        raise OptionError(
-            f"Site {name!r}: unknown baseline options {sorted(unknown)}; the options are {sorted(_BASELINE_KEYS)}."
-        )
-    if given.get("use_decaying_avg_baseline"):
-        return ScoreFunction(baseline=RunningBaseline(decay=given.get("baseline_beta", 0.9)))
-    return None
+    return replace(options, baseline=baseline_options(name, infer.get("baseline")))
 
 
 def config_bpq(guide: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:

@@ -177,7 +177,7 @@ def _builder(
     def make(keys: tuple[str, ...]) -> Block:
         own = CriticShape(len(keys), shape.features, shape.components, shape.cardinality, shape.cells)
         try:
-            module = critic.build(own, bank.generator())
+            module = critic.build(own, bank.generator(_kind(critic, shape), keys))
         except OptionError as error:
             raise OptionError(f"Sites {list(keys)}: {error}") from error
         ones = torch.ones(len(keys))

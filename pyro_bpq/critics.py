@@ -138,6 +138,10 @@ class TabularCritic:
 
     uses_cells: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        if not self.max_cells > 0:
+            raise OptionError(f"TabularCritic(max_cells={self.max_cells!r}): write a positive number.")
+
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the tables, all zero.
 

@@ -2,7 +2,8 @@ r"""``TraceBackpropQ_ELBO``: wiring only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -104,6 +105,8 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
             retain_graph=retain_graph,
             tail_adaptive_beta=tail_adaptive_beta,
         )
+        if num_particles < 1:
+            raise OptionError(f"num_particles={num_particles!r}: write a positive number.")
         _check(estimator, critic, reduction, lam, gamma, learner)
         self.planner = Planner(estimator, critic, reduction)
         self.lam, self.gamma, self.learner = lam, gamma, learner
@@ -115,7 +118,10 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         self._plans: dict[Any, Plan] = {}
         self._last_plan: tuple[Any, StochasticComputationGraph, bool, Plan] | None = None
         self._cannot_flip: set[Any] = set()
+        # What the last step taught, and of what was loaded the part for blocks that are yet to be built.
         self._waiting: tuple[list[Write], dict[str, Tensor]] | None = None
+        self._late: tuple[list[Write], dict[str, Tensor]] = ([], {})
+        self.critics.on_build = self._catch_up
 
     __call__ = ELBO.__call__
 
@@ -154,9 +160,16 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
             The loss, minus the ELBO, in nats.
         """
         self._register_for_pyro()
+        if self.training and torch.is_grad_enabled():
+            self._learn()
+        mark = self._mark()
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         if loss.requires_grad:
-            loss.backward(retain_graph=self.retain_graph)
+            try:
+                loss.backward(retain_graph=self.retain_graph)
+            except BaseException:
+                self._restore(mark)
+                raise
         if self.training and torch.is_grad_enabled():
             self._learn()
         return float(loss.item())
@@ -179,11 +192,11 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         learning = self.training and torch.is_grad_enabled()
         if learning:
             self._learn()
-        mark = self.critics.snapshot()
+        mark = self._mark()
         try:
             loss, results = self._evaluate(model, guide, args, kwargs, learning)
         except BaseException:
-            self.critics.restore(mark)
+            self._restore(mark)
             raise
         value = loss.detach()
         warn_if_nan(value, "loss")
@@ -315,12 +328,29 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         """Applies what the last step taught."""
         if self._waiting is None:
             return
-        writes, gradients = self._waiting
-        self._waiting = None
+        self._late, self._waiting = self._waiting, None
         self.num_steps += 1
-        self.critics.commit(writes)
+        for key in list(self.critics.blocks):
+            self._catch_up(key)
+
+    def _catch_up(self, key: str) -> None:
+        """Applies to a block what is known for it; a block that is not there yet catches up when it is built."""
+        writes, gradients = self._late
+        own = {name: gradient for name, gradient in gradients.items() if name.startswith(f"{key}.")}
+        self.critics.commit([write for write in writes if write[0] == key])
+        if own and self._optimizer is not None:
+            self._optimizer.step(self.critics, own)
+        self._late = [write for write in writes if write[0] != key], _without(gradients, own)
+
+    def _mark(self) -> tuple[Any, ...]:
+        return self.critics.snapshot(), self._waiting, self._late, self.info
+
+    def _restore(self, mark: tuple[Any, ...]) -> None:
+        """Undoes what a step has built."""
+        bank, self._waiting, self._late, self.info = mark
+        built = self.critics.restore(bank)
         if self._optimizer is not None:
-            self._optimizer.step(self.critics, gradients)
+            self._optimizer.forget(built)
 
     def _register_for_pyro(self) -> None:
         if self.learner is None:
@@ -336,12 +366,13 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
             "num_steps": self.num_steps,
             "optimizer": {} if self._optimizer is None else self._optimizer.state_dict(),
             "waiting": self._waiting,
+            "late": self._late,
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
         self.num_steps = state["num_steps"]
-        self._waiting = state["waiting"]
+        self._waiting, self._late = copy.deepcopy((state["waiting"], state["late"]))
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
 
@@ -366,14 +397,18 @@ def _group(runs: list[TracedRun], is_dynamic: bool) -> list[list[int]]:
     return [[i] for i in range(len(runs))]
 
 
+def _without(gradients: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+    return {name: gradient for name, gradient in gradients.items() if name not in names}
+
+
 def _at(value: float | Callable[[int], float], at: int) -> float:
     return float(value(at)) if callable(value) else float(value)
 
 
 def _check(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:
-    if estimator is not None and not isinstance(estimator, Estimator):
+    if estimator is not None and (isinstance(estimator, type) or not isinstance(estimator, Estimator)):
         raise OptionError(f"estimator={estimator!r} is not an estimator; write an object such as AllAction().")
-    if critic is not None and not isinstance(critic, Critic):
+    if critic is not None and (isinstance(critic, type) or not isinstance(critic, Critic)):
         raise OptionError(f"critic={critic!r} is not a critic; write an object such as MLPCritic(), or None.")
     if reduction not in _REDUCTIONS:
         raise OptionError(f"reduction={reduction!r} is unknown; write one of {', '.join(map(repr, _REDUCTIONS))}.")

@@ -243,24 +243,22 @@ def _run_flipped(
     if sandbox.has_drawn or not wanted <= rows.keys():
         return None
     for name in wanted:
-        sample = traced.run.costs[name].detach()
-        row = rows[name][:1] if rows[name].dim() > traced.batch_ndim else rows[name].unsqueeze(0)
-        row = row.reshape(row.shape[1:]) if row.dim() > sample.dim() + 1 else row[0]
-        if not _same(row, sample):
-            return None
         if rows[name].dim() <= traced.batch_ndim:
+            # It does not depend on what was flipped.
             rows[name] = rows[name].expand(plan.rows, *rows[name].shape)
+    if not _same([rows[name][0] for name in wanted], [traced.run.costs[name].detach() for name in wanted]):
+        return None
     rows["zero"] = next(iter(rows.values()))
     return rows
 
 
-def _same(row: Tensor, sample: Tensor) -> bool:
-    try:
-        row = row.expand(sample.shape) if row.dim() <= sample.dim() else row.reshape(sample.shape)
-    except RuntimeError:
+def _same(found: Sequence[Tensor], sampled: Sequence[Tensor]) -> bool:
+    """Whether costs in the row of the sample are those of the sample, up to rounding."""
+    if any(a.numel() != b.numel() for a, b in zip(found, sampled, strict=True)):
         return False
-    tolerance = 1e-3 if sample.dtype == torch.float32 else 1e-8
-    return bool(torch.allclose(row, sample, rtol=tolerance, atol=tolerance, equal_nan=True))
+    left, right = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in (found, sampled))
+    tolerance = 1e-3 if right.dtype == torch.float32 else 1e-8
+    return bool(torch.allclose(left, right, rtol=tolerance, atol=tolerance, equal_nan=True))
 
 
 def _flip(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str, lead: int) -> Tensor:

@@ -2,6 +2,7 @@ r"""The optimiser of the critics."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,10 +79,11 @@ class CriticOptimizer:
         optimizer = self.optimizers.get(key)
         if optimizer is None or any(a is not b for a, b in zip(_held(optimizer), weights, strict=True)):
             # New, or its tensors were replaced by a move to another device or dtype.
-            state = self._loaded.pop(key, None) if optimizer is None else optimizer.state_dict()
+            state = self._loaded.get(key) if optimizer is None else optimizer.state_dict()
             optimizer = self.optimizers[key] = self.learner.make(weights)
             if state is not None:
-                optimizer.load_state_dict(state)
+                # An optimiser takes over the tensors of a state as they are.
+                optimizer.load_state_dict(copy.deepcopy(state))
         return optimizer
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,7 +92,12 @@ class CriticOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the state of every block's optimiser, also of blocks yet to be built."""
-        self.optimizers, self._loaded = {}, dict(state)
+        self.optimizers, self._loaded = {}, copy.deepcopy(dict(state))
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Drops the optimisers of blocks that are no more."""
+        for key in keys:
+            self.optimizers.pop(key, None)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -79,6 +79,9 @@ class Planner:
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site: its own option, the ELBO's, or the default.
 
+        Where that is the score function, Pyro's baseline options of the site take the place of a baseline that
+        the site does not choose itself.
+
         Raises:
             UnsupportedSiteError: If the chosen estimator cannot serve the site.
         """
@@ -86,7 +89,10 @@ class Planner:
         if chosen is None and self.estimator is not None:
             chosen = Pathwise() if site.has_rsample else self.estimator
         if chosen is None:
-            return default_estimator(site, self.max_support)
+            chosen = default_estimator(site, self.max_support)
+        if options.baseline is not None and isinstance(chosen, ScoreFunction):
+            if options.estimator is None or chosen.baseline is None:
+                return options.baseline.estimator()
         reason = chosen.unsupported(site)
         if reason is not None:
             plates = ", ".join(site.plates) or "none"
@@ -140,6 +146,9 @@ class Planner:
         estimator = self.choose(traced.infos[name], traced.options[name])
         if estimator.is_pathwise and traced.run.sites[name].score is not None:
             # Partly reparameterised (rejection sampling): the rest of its gradient is a score-function term.
+            baseline = traced.options[name].baseline
+            if baseline is not None:
+                return baseline.estimator()
             return ScoreFunction(LeaveOneOut() if traced.infos[name].num_particles > 1 else RunningBaseline())
         return estimator
 

@@ -38,6 +38,7 @@ class SiteRecord:
         prior_scale: Scale of the model's site.
         prior_mask: Mask of the model's site.
         context: Features of the user, ``infer={"bpq": {"context": ...}}``, or ``None``.
+        baseline: Gives the user's own prediction of the cost-to-go, with its gradient; or ``None``.
     """
 
     fn: Any
@@ -49,6 +50,7 @@ class SiteRecord:
     prior_scale: float | Tensor = 1.0
     prior_mask: Tensor | bool | None = None
     context: Tensor | None = None
+    baseline: Callable[[], Tensor] | None = None
 
 
 @dataclass(frozen=True)

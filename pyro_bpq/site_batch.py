@@ -105,6 +105,13 @@ class SiteBatch:
         return self._stack(_context, 1)
 
     @cached_property
+    def baseline(self) -> Tensor:
+        """The user's own predictions of the cost-to-go, ``(G, M, plates)``, with gradient."""
+        records = [run.sites[name] for run in self.rollout.runs for name in self.cls.names]
+        given = {id(record): record.baseline() for record in records if record.baseline is not None}
+        return self._stack(lambda site: given[id(site)], 0)
+
+    @cached_property
     def scale(self) -> Tensor:
         """Scale of the sites, broadcastable to ``(G, M, plates)``."""
         return self._scales(lambda site: site.scale)

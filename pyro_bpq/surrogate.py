@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_bpq.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critic_step import CriticBatch, evaluate_critics, regression
 from pyro_bpq.estimators.base import SiteContext, Statistics
+from pyro_bpq.estimators.pyro_baseline import PyroBaseline
 from pyro_bpq.layout import Layout, matrix
 from pyro_bpq.returns import lambda_returns
 from pyro_bpq.rollout import Rollout, sum_to_plates
@@ -214,6 +215,7 @@ class _Step:
             correction=_expand(self.correction(c, ahead), shape) if uses else None,
             statistics=statistics,
             count=statistics.get("count"),
+            baseline=batch.baseline if isinstance(estimator, PyroBaseline) else None,
         )
         term = estimator(context)
         if selection is not None and self.build:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.config import SiteOptions, site_options
-from pyro_bpq.errors import SiteNotFoundError
+from pyro_bpq.errors import PlateError, SiteNotFoundError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.features import finite_components
 from pyro_bpq.graph import CostNode, Plate, StochasticComputationGraph, StochasticNode
@@ -104,18 +106,12 @@ class _Watch(Messenger):  # type: ignore[misc]
         self.is_guide = False
         self.escaped: dict[tuple[bool, str], frozenset[str]] = {}
         self.subsamples: dict[str, Any] = {}
+        self.plates: dict[str, tuple[Any, ...]] = {}
 
     def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
         """The guide, whose draws become sources."""
-
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            self.is_guide = True
-            try:
-                return guide(*args, **kwargs)
-            finally:
-                self.is_guide = False
-
-        return marked
+        # A partial of this form is what Pyro looks through when it tells whether a guide is a GuideMessenger.
+        return functools.partial(_run_guide, self, guide)
 
     def _pyro_sample(self, msg: Any) -> None:
         if self.tracker is not None:
@@ -127,11 +123,33 @@ class _Watch(Messenger):  # type: ignore[misc]
             msg["fn"] = _without_rsample(msg["fn"])
 
     def _pyro_post_sample(self, msg: Any) -> None:
+        self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
         if isinstance(msg["fn"], _Subsample):
             self.subsamples[msg["name"]] = msg["value"]
         elif self.is_guide and self.tracker is not None and not msg["is_observed"]:
             if isinstance(msg["value"], Tensor):
                 msg["value"] = self.tracker.source(msg["name"], msg["value"])
+
+
+def _run_guide(watch: _Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    watch.is_guide = True
+    try:
+        return guide(*args, **kwargs)
+    finally:
+        watch.is_guide = False
+
+
+def _plate_error(error: ValueError, plates: Mapping[str, tuple[Any, ...]]) -> PlateError | None:
+    """What Pyro says about shapes that do not fit, with the plates of the sites that it names."""
+    text = str(error)
+    if not any(words in text for words in ("invalid log_prob shape", "disagree at site", "inside plate(")):
+        return None
+    named = {site: frames for site, frames in plates.items() if f"'{site}'" in text or f'"{site}"' in text}
+    lines = [
+        f"Site {site!r} is in the plates {[(f.name, f.dim, f.size) for f in frames]} (name, dim, size)."
+        for site, frames in named.items()
+    ]
+    return PlateError("\n".join([text, *lines]))
 
 
 def _without_rsample(fn: Any) -> Any:
@@ -170,13 +188,17 @@ def trace_run(
 
     Raises:
         SiteNotFoundError: If the model has a latent site that the guide lacks.
+        PlateError: If shapes do not fit plates, or those of guide and model differ.
     """
     tracker = DependencyTracker() if track else None
     watch = _Watch(tracker, choose, num_particles)
     with tracker if tracker is not None else contextlib.nullcontext(), watch:
-        model_trace, guide_trace = get_importance_trace(
-            "flat", max_plate_nesting, model, watch.guide(guide), args, kwargs
-        )
+        try:
+            model_trace, guide_trace = get_importance_trace(
+                "flat", max_plate_nesting, model, watch.guide(guide), args, kwargs
+            )
+        except ValueError as error:
+            raise _plate_error(error, watch.plates) or error from error
         reads = None
         if tracker is not None:
             reads = _reads(tracker, guide_trace, watch.escaped, True)
@@ -191,12 +213,17 @@ def _reads(
     escaped: Mapping[tuple[bool, str], frozenset[str]],
     is_guide: bool,
 ) -> dict[str, frozenset[str]]:
-    cost_name = cost_of_guide if is_guide else cost_of_model
-    return {
-        cost_name(name): tracker.sources_of(site["log_prob"]) | escaped.get((is_guide, name), frozenset())
-        for name, site in trace.nodes.items()
-        if site["type"] == "sample"
-    }
+    """What the cost of each site of a trace reads; of a guide's latent also what its draw was made from."""
+    reads = {}
+    for name, site in trace.nodes.items():
+        if site["type"] == "sample":
+            # A GuideMessenger runs guide and model as one.
+            before = escaped.get((is_guide, name), escaped.get((True, name), frozenset()))
+            found = tracker.sources_of(site["log_prob"]) | before
+            if is_guide:
+                found |= tracker.origins_of(name)
+            reads[cost_of_guide(name) if is_guide else cost_of_model(name)] = found
+    return reads
 
 
 def _record(
@@ -302,6 +329,9 @@ def _distribution_name(fn: Any) -> str:
 
 def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRecord:
     score = site["score_parts"].score_function
+    baseline = None
+    if options.baseline is not None:
+        baseline = functools.partial(options.baseline.predict, info.name, site["log_prob"].shape)
     return SiteRecord(
         fn=site["fn"],
         value=site["value"],
@@ -312,6 +342,7 @@ def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRe
         prior_scale=1.0 if prior is None else prior["scale"],
         prior_mask=None if prior is None else prior["mask"],
         context=options.context,
+        baseline=baseline,
     )
 
 

@@ -60,7 +60,7 @@ TWO_PARTICLES: dict[str, dict[str, Any]] = {
     "no_learner": {"learner": None},
 }
 # Scopes with real values, or with sites in plates that the site lacks, have no table.
-NOT_TABULAR = frozenset({"reparam_above_discrete", "mask_scale"})
+NOT_TABULAR: frozenset[str] = frozenset()
 
 # What the default run covers: chain, fork, diamond, plates, global and local latents, reparameterised
 # sites, vectors, masks, Python control flow. The full product is marked slow.

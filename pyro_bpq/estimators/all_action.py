@@ -57,6 +57,8 @@ class AllAction:
             raise OptionError(f'AllAction(exact={self.exact!r}): write True, False or "auto".')
         if not 0.0 <= self.decay < 1.0:
             raise OptionError(f"AllAction(decay={self.decay!r}): write a number in [0, 1).")
+        if not self.max_scale > 0.0:
+            raise OptionError(f"AllAction(max_scale={self.max_scale!r}): write a positive number.")
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components."""

@@ -41,7 +41,7 @@ class SiteInfo:
 class SiteContext:
     """Tensors of ``G`` like-shaped sites: batch shape ``(G, M, plate dims...)``, costs in nats.
 
-    All but ``score`` and ``log_probs`` are detached.
+    All but ``score``, ``log_probs`` and ``baseline`` are detached.
 
     Args:
         names: Names of the sites.
@@ -58,6 +58,7 @@ class SiteContext:
         correction: Sum over later sites ``Y`` of ``A_Y = Q_Y(y) - E_Y[Q_Y]``, or ``None``.
         statistics: Running statistics from earlier steps, by name, with a leading site axis.
         count: Number of steps behind the statistics, ``(G,)``.
+        baseline: The user's own prediction of ``cost``, with its gradient, or ``None``.
     """
 
     names: tuple[str, ...]
@@ -73,6 +74,7 @@ class SiteContext:
     correction: Tensor | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     count: Tensor | None = None
+    baseline: Tensor | None = None
 
 
 class SiteTerm(NamedTuple):

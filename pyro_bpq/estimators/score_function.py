@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.baselines import Baseline
 
@@ -32,6 +33,11 @@ class ScoreFunction:
     is_unbiased: ClassVar[bool] = True
     is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        given = self.baseline
+        if given is not None and (isinstance(given, type) or not isinstance(given, Baseline)):
+            raise OptionError(f"ScoreFunction(baseline={given!r}): write LeaveOneOut(), RunningBaseline() or None.")
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Serves every site that its baseline serves."""

@@ -1,0 +1,52 @@
+r"""The score function with a baseline that the user supplies: Pyro's ``infer={"baseline": {...}}``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.baselines import RunningBaseline
+
+__all__ = ["PyroBaseline"]
+
+
+@dataclass(frozen=True)
+class PyroBaseline:
+    r"""Score function with a baseline ``b`` from a network or a tensor of the user.
+
+        g_X = (C_X - b - r) ∇ log q(x),    loss of the baseline: (C_X - b - r)²
+
+    As in ``TraceGraph_ELBO`` the user's optimiser trains the baseline: its loss is part of the surrogate. The running
+    mean ``r`` is there if ``decay`` is given.
+
+    Args:
+        decay: Weight of the past in the running mean, or ``None`` for no running mean.
+    """
+
+    decay: float | None = None
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.decay is not None:
+            RunningBaseline(self.decay)
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Serves every site."""
+        return None
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """The running mean, if any."""
+        return {} if self.decay is None else RunningBaseline(self.decay).statistics()
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The centred cost-to-go times ``log q``, and the loss of the baseline."""
+        assert context.baseline is not None
+        cost, statistics = context.cost, {}
+        if self.decay is not None:
+            cost, statistics = RunningBaseline(self.decay)(cost, context.statistics, context.count)
+        residual = cost - context.baseline
+        return SiteTerm(residual.detach() * context.score + residual.square(), statistics)
