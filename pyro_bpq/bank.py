@@ -61,7 +61,7 @@ class Block(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Block:
         hidden = [(m, n) for m in self.modules() for n, b in m.named_buffers(recurse=False) if b.requires_grad]
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for module, name in hidden:
             # A converted buffer is no leaf any more.
             module._buffers[name] = getattr(module, name).detach().requires_grad_()
@@ -223,7 +223,11 @@ class CriticBank(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Kind and keys of every block."""
-        blocks = {k: {"kind": b.kind, "keys": list(b.keys)} for k, b in self.blocks.items()}
+        blocks = {
+            key: {"kind": block.kind, "keys": list(block.keys)}
+            for key, block in self.blocks.items()
+            if isinstance(block, Block)
+        }
         return {"blocks": blocks, "waiting": self._waiting}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

@@ -54,7 +54,9 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         tail_adaptive_beta: As in Pyro's ELBOs.
         estimator: Estimator of every site without ``rsample`` that does not choose its own;
             ``None`` picks per site.
-        critic: How to build critics; ``None`` for none.
+        critic: How to build the critics of sites with one finite component; ``None`` for none. A site of many
+            components (``to_event``) has one only where ``infer`` or ``config_bpq`` asks for it: as measured, a
+            general critic gains nothing there over the extra run of the model.
         reduction: Reduction of the Backprop-Q network.
         lam: Weight of the lambda-return against the critic in targets, in ``[0, 1]``, or a function of the step.
         gamma: Discount of targets per edge, in ``(0, 1]``, or a function of the step.
@@ -143,9 +145,9 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         """
         with torch.no_grad():
             runs = [self._trace(*arguments, track=False) for arguments in self._arguments(model, guide, args, kwargs)]
-        loss = self._mean([traced.run.loss for traced in runs]).item()
+        loss = self._mean([traced.run.loss for traced in runs])
         warn_if_nan(loss, "loss")
-        return float(loss)
+        return float(loss.item())
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Adds the gradients of the loss to ``.grad``, then lets the critics learn.
@@ -231,19 +233,20 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         loss = self._mean([traced.run.loss for traced in runs])
         graphs = [self._structure.graph(traced, learning) for traced in runs]
         is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
+        kind = (is_dynamic, all(self._structure.cuts_plates(traced) for traced in runs))
         if all(run.key == runs[0].key for run in runs) and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [self._structure.merge(runs[0], graphs)] * len(runs)
         results = []
         for members in _group(runs, is_dynamic):
             traced = [runs[i] for i in members]
-            results.append(self._step(traced, graphs[members[0]], programs[members[0]], learning, is_dynamic))
+            results.append(self._step(traced, graphs[members[0]], programs[members[0]], learning, kind))
         return loss, results
 
     def _step(
-        self, traced: list[TracedRun], graph: Any, program: Any, learning: bool, is_dynamic: bool
+        self, traced: list[TracedRun], graph: Any, program: Any, learning: bool, kind: tuple[bool, bool]
     ) -> tuple[Tensor, StepResult]:
         model, _, args, kwargs = program
-        plan = self._plan(traced[0], graph, is_dynamic)
+        plan = self._plan(traced[0], graph, kind)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
         rollout = Rollout(
             tuple(t.run for t in traced),
@@ -260,7 +263,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
                 self._cannot_flip.add(traced[0].key)
                 self._plans.clear()
                 self._last_plan = None
-                plan = self._plan(traced[0], graph, is_dynamic)
+                plan = self._plan(traced[0], graph, kind)
             tables = found or {}
         learning_options = Learning(
             _at(self.lam, self.num_steps),
@@ -270,17 +273,17 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         result = step(plan.layout, rollout, tables, self.critics, learning_options, learning)
         return sum((t.run.differentiable for t in traced), torch.zeros(())), result
 
-    def _plan(self, traced: TracedRun, graph: Any, is_dynamic: bool) -> Plan:
+    def _plan(self, traced: TracedRun, graph: Any, kind: tuple[bool, bool]) -> Plan:
         last = self._last_plan
         # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
-        if last is not None and last[1] is graph and last[2] == is_dynamic and last[0] == traced.key:
+        if last is not None and last[1] is graph and last[2] == kind and last[0] == traced.key:
             return last[3]
-        key = (traced.key, graph, is_dynamic)
+        key = (traced.key, graph, kind)
         if key not in self._plans:
             if len(self._plans) >= 64:
                 self._plans.clear()
-            self._plans[key] = self.planner.plan(traced, graph, traced.key not in self._cannot_flip, is_dynamic)
-        self._last_plan = (traced.key, graph, is_dynamic, self._plans[key])
+            self._plans[key] = self.planner.plan(traced, graph, traced.key not in self._cannot_flip, *kind)
+        self._last_plan = (traced.key, graph, kind, self._plans[key])
         return self._plans[key]
 
     @property

@@ -78,7 +78,7 @@ class Components:
 
     def value(self, index: Tensor, fn: Any = None) -> Tensor:
         """Inverse of :meth:`index`; the dtype is the caller's to restore."""
-        shaped = index.reshape(*index.shape[:-1], *self.event_shape)
+        shaped = index.reshape((*index.shape[:-1], *self.event_shape))
         if self.kind == "one_hot":
             return one_hot(shaped, self.cardinality)
         if self.kind == "support":
@@ -128,7 +128,7 @@ def _one_hot(fn: td.OneHotCategorical) -> Components | None:
 
 
 @finite_components.register(td.Independent)
-def _independent(fn: td.Independent) -> Components | None:
+def _independent(fn: td.Independent[Any]) -> Components | None:
     base = finite_components(fn.base_dist)
     if base is None or (base.kind == "support"):
         return None

@@ -231,7 +231,8 @@ def _run_flipped(
         with sandbox, pyro.validation_enabled(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trace = poutine.trace(_Substitute(values)(model)).get_trace(*args, **kwargs)
-            rows = {}
+            rows: dict[str, Tensor] = {}
+            site: Any
             for name, site in trace.nodes.items():
                 if site["type"] != "sample" or cost_of_model(name) not in wanted:
                     continue

@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_bpq.critics import Critic
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.features import Components
-from pyro_bpq.graph import Plate, StochasticComputationGraph
+from pyro_bpq.graph import Plate, StochasticComputationGraph, ones
 from pyro_bpq.network import BackpropQNetwork, QNode
 
 __all__ = ["ContextPlan", "CostClass", "Layout", "SiteClass", "SiteSpec", "matrix"]
@@ -109,6 +109,8 @@ class Layout:
         specs: Spec of every stochastic node.
         tabled: For each site, the immediate costs that are known at every value of it.
         window: Number of most recent scope members per class that a critic sees as they are.
+        cuts_plates: Whether a site's row of a plate can only reach the same row of other sites in it. Where a
+            site or cost is reached through a node outside of the plate this is never assumed.
     """
 
     def __init__(
@@ -118,7 +120,10 @@ class Layout:
         specs: Mapping[str, SiteSpec],
         tabled: Mapping[str, tuple[str, ...]],
         window: int = 4,
+        cuts_plates: bool = True,
     ) -> None:
+        self.cuts_plates = cuts_plates
+        self._crossing_bits: dict[tuple[Plate, ...], list[int]] = {}
         self.graph, self.network, self.specs, self.window = graph, network, specs, window
         self.tabled = tabled
         by_spec: dict[SiteSpec, list[str]] = {}
@@ -137,7 +142,8 @@ class Layout:
         """A matrix between a class of sites and a class of costs or sites, or ``None`` if it is zero.
 
         Args:
-            kind: ``"downstream"`` (sites × costs), ``"tabled"`` (sites × costs) or ``"later"`` (sites × sites).
+            kind: ``"downstream"`` (sites × costs, row by row of the plates), ``"crossing"`` (sites × costs, all
+                rows), ``"tabled"`` (sites × costs) or ``"later"`` (sites × sites).
             row: Position of the class of sites.
             column: Position of the other class.
             like: Gives dtype and device.
@@ -149,8 +155,28 @@ class Layout:
         return self._tensors[key]
 
     def _downstream(self, row: int, column: int) -> np.ndarray:
-        bits = [self.graph.downstream_bits[self.graph.index[n]] for n in self.classes[row].names]
+        bits = [self.graph.downstream_bits[self.graph.index[n]] & ~self._crossed(n) for n in self.classes[row].names]
         return _bit_matrix(bits, [self.graph.cost_index[c] for c in self.cost_classes[column].names])
+
+    def _crossing(self, row: int, column: int) -> np.ndarray:
+        bits = [self._crossed(name) for name in self.classes[row].names]
+        return _bit_matrix(bits, [self.graph.cost_index[c] for c in self.cost_classes[column].names])
+
+    def _crossed(self, name: str) -> int:
+        """The costs, as bits, of which a row of a site may reach the other rows."""
+        graph, plates = self.graph, self.graph.node(name).plates
+        if not plates:
+            return 0
+        if not self.cuts_plates:
+            return graph.downstream_bits[graph.index[name]]
+        if plates not in self._crossing_bits:
+            crossed = [0] * len(graph.nodes)
+            for i in reversed(range(len(graph.nodes))):
+                for j in ones(graph.child_bits[i]):
+                    inside = set(plates) <= set(graph.nodes[j].plates)
+                    crossed[i] |= crossed[j] if inside else graph.downstream_bits[j]
+            self._crossing_bits[plates] = crossed
+        return self._crossing_bits[plates][graph.index[name]]
 
     def _tabled(self, row: int, column: int) -> np.ndarray:
         columns = {cost: j for j, cost in enumerate(self.cost_classes[column].names)}
@@ -218,9 +244,9 @@ class Layout:
             wide = min(self.window, max(len(m) for m in found))
             window = np.full((len(nodes), wide), size)
             rest = np.zeros((len(nodes), size), dtype=np.float32)
-            for q, members in enumerate(found):
-                window[q, : min(wide, len(members))] = members[:wide]
-                older = members[wide:]
+            for q, positions in enumerate(found):
+                window[q, : min(wide, len(positions))] = positions[:wide]
+                older = positions[wide:]
                 if older:
                     rest[q, older] = 1.0 / len(older)
             plans.append(ContextPlan(c, window, rest if rest.any() else None))

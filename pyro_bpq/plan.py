@@ -64,7 +64,7 @@ class Planner:
 
     Args:
         estimator: Estimator of all sites without ``rsample``, or ``None`` for the default of each.
-        critic: How to build critics, or ``None`` for none.
+        critic: How to build the critics of sites with one component, or ``None`` for none.
         reduction: Reduction of the Backprop-Q network.
         max_support: Largest number of values of a component that are summed over by default.
         max_elements: Largest number of costs that the extra run of the model may evaluate by default.
@@ -104,7 +104,12 @@ class Planner:
         return chosen
 
     def plan(
-        self, traced: TracedRun, graph: StochasticComputationGraph, can_flip: bool, is_dynamic: bool = False
+        self,
+        traced: TracedRun,
+        graph: StochasticComputationGraph,
+        can_flip: bool,
+        is_dynamic: bool = False,
+        cuts_plates: bool = True,
     ) -> Plan:
         """Plans the steps on a structure.
 
@@ -117,6 +122,7 @@ class Planner:
             graph: Its graph.
             can_flip: Whether the model has not failed to run with an extra dimension.
             is_dynamic: Whether sampled values may steer the program.
+            cuts_plates: Whether rows of a plate stay apart.
 
         Returns:
             The plan.
@@ -129,10 +135,10 @@ class Planner:
             kinds = self._tabled_kinds(traced, name, graph, estimators[name], immediate[name])
             if name in components:
                 kinds |= {"model"}
-            costs = {"q": (cost_of_guide(name),), "p": (cost_of_model(name),)}
-            costs["model"] = flips.costs.get(name, ()) if flips is not None else ()
+            evaluated = flips.costs.get(name, ()) if flips is not None else ()
+            costs = {"q": (cost_of_guide(name),), "p": (cost_of_model(name),), "model": evaluated}
             tabled[name] = tuple(cost for kind in sorted(kinds) for cost in costs[kind])
-            critic = None if is_dynamic else self._critic(traced.options[name], estimators[name])
+            critic = None if is_dynamic else self._critic(traced, name, estimators[name])
             info = traced.infos[name]
             # Many components at once: what they cost right away is for the extra run, not for a critic.
             if critic is None or (info.components is not None and info.components.size > 1):
@@ -140,7 +146,7 @@ class Planner:
             known |= set(tabled[name])
             specs[name] = self._spec(traced, name, estimators[name], critic, frozenset(kinds))
         network = self._network(graph, specs, known)
-        return Plan(graph, Layout(graph, network, specs, tabled), flips, components)
+        return Plan(graph, Layout(graph, network, specs, tabled, cuts_plates=cuts_plates), flips, components)
 
     def _estimator(self, traced: TracedRun, name: str) -> Estimator:
         estimator = self.choose(traced.infos[name], traced.options[name])
@@ -152,10 +158,14 @@ class Planner:
             return ScoreFunction(LeaveOneOut() if traced.infos[name].num_particles > 1 else RunningBaseline())
         return estimator
 
-    def _critic(self, options: SiteOptions, estimator: Estimator) -> Critic | None:
+    def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
+        """The site's own choice; else the ELBO's, for a site of one component."""
+        options, components = traced.options[name], traced.infos[name].components
         if not estimator.uses_critic or options.critic is False:
             return None
-        return self.critic if options.critic is None else options.critic  # type: ignore[return-value]
+        if options.critic is not None:
+            return options.critic  # type: ignore[return-value]
+        return self.critic if components is not None and components.size == 1 else None
 
     def _tabled_kinds(
         self,

@@ -43,6 +43,7 @@ class StructureCache:
             raise OptionError(f"structure={mode!r} is unknown; write one of {', '.join(map(repr, STRUCTURES))}.")
         self.mode = mode
         self.escapes = False
+        self.crosses = False
         self.unknown = True
         self.untracked_steps = 0
         self.next_look = 10
@@ -60,8 +61,14 @@ class StructureCache:
 
         Whatever steers by a value lets it leave torch first, in every run: one tracked run shows it.
         """
-        is_unseen = self.mode == "dense" and traced.reads is None and traced.key not in self.graphs
-        return self.escapes or traced.escaped or is_unseen
+        return self.escapes or traced.escaped or self._is_unseen(traced)
+
+    def cuts_plates(self, traced: TracedRun) -> bool:
+        """Whether rows of a plate stayed apart, as far as values that left torch tell."""
+        return not (self.crosses or traced.crosses or self._is_unseen(traced))
+
+    def _is_unseen(self, traced: TracedRun) -> bool:
+        return self.mode == "dense" and traced.reads is None and traced.key not in self.graphs
 
     def graph(self, traced: TracedRun, learn: bool = True) -> StochasticComputationGraph:
         """The graph of a run.
@@ -90,6 +97,7 @@ class StructureCache:
     ) -> StochasticComputationGraph:
         if learn:
             self.escapes |= traced.escaped
+            self.crosses |= traced.crosses
         if self.mode == "dynamic":
             return build_graph(traced, reads)
         if self.mode == "dense":

@@ -122,7 +122,7 @@ class _Step:
 
     def sum_costs(self, kind: str, c: int) -> Tensor | None:
         """For each site of a class the sum of the costs that a matrix of the layout selects."""
-        total, plates = None, self.layout.classes[c].spec.plates
+        total, plates = None, () if kind == "crossing" else self.layout.classes[c].spec.plates
         for k, (cls, costs) in enumerate(zip(self.layout.cost_classes, self.costs, strict=True)):
             selected = self.layout.matrix(kind, c, k, costs)
             if selected is not None:
@@ -197,14 +197,17 @@ class _Step:
         cls, batch = self.layout.classes[c], self.batches[c]
         estimator = cls.spec.estimator
         selection, statistics = self.statistics(c, estimator.statistics(self.rollout.num_particles))
-        cost = self.sum_costs("downstream", c)
         shape = (len(cls.names), *batch.batch_shape)
         finite = cls.spec.components is not None
         uses = estimator.uses_critic
+        cost = batch.score.detach().new_zeros(shape)
+        for kind in ("downstream", "crossing"):
+            total = self.sum_costs(kind, c)
+            cost = cost if total is None else cost + total
         context = SiteContext(
             names=cls.names,
             score=batch.score,
-            cost=(batch.score.detach().new_zeros(()) if cost is None else cost).expand(shape),
+            cost=cost,
             num_particles=self.rollout.num_particles,
             log_probs=batch.log_probs if finite else None,
             index=batch.index if finite else None,

@@ -62,6 +62,7 @@ class TracedRun:
         run: Its tensors.
         reads: What every latent site and cost reads: latent sites, by name; ``None`` if not tracked.
         escaped: Whether a sampled value left torch.
+        crosses: Whether one of them was sampled in a plate, so that its rows may have met.
         plate_sizes: Size of each vectorised plate.
         infos: What is known of every latent site.
         options: Options of every latent site.
@@ -75,6 +76,7 @@ class TracedRun:
     run: Run
     reads: Mapping[str, frozenset[str]] | None
     escaped: bool
+    crosses: bool
     plate_sizes: Mapping[Plate, int]
     infos: Mapping[str, SiteInfo]
     options: Mapping[str, SiteOptions]
@@ -123,10 +125,11 @@ class _Watch(Messenger):  # type: ignore[misc]
             msg["fn"] = _without_rsample(msg["fn"])
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
         if isinstance(msg["fn"], _Subsample):
             self.subsamples[msg["name"]] = msg["value"]
-        elif self.is_guide and self.tracker is not None and not msg["is_observed"]:
+            return
+        self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
+        if self.is_guide and self.tracker is not None and not msg["is_observed"]:
             if isinstance(msg["value"], Tensor):
                 msg["value"] = self.tracker.source(msg["name"], msg["value"])
 
@@ -203,7 +206,7 @@ def trace_run(
         if tracker is not None:
             reads = _reads(tracker, guide_trace, watch.escaped, True)
             reads |= _reads(tracker, model_trace, watch.escaped, False)
-    escaped = tracker is not None and bool(tracker.escaped)
+    escaped = frozenset() if tracker is None else tracker.escaped
     return _record(model_trace, guide_trace, reads, escaped, num_particles, watch.subsamples)
 
 
@@ -230,7 +233,7 @@ def _record(
     model_trace: Any,
     guide_trace: Any,
     reads: Mapping[str, frozenset[str]] | None,
-    escaped: bool,
+    escaped: frozenset[str],
     particles: int,
     subsamples: Mapping[str, Any],
 ) -> TracedRun:
@@ -264,7 +267,8 @@ def _record(
         key=tuple(key),
         run=run,
         reads=reads,
-        escaped=escaped,
+        escaped=bool(escaped),
+        crosses=any(infos[name].plates for name in escaped if name in infos),
         plate_sizes=sizes,
         infos=infos,
         options=options,

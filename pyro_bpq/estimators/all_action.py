@@ -142,7 +142,7 @@ class _Terms:
         else:
             shift = context.statistics["means"].reshape(-1, 2, *(1,) * (cost.dim() - 1))
             parts = [cost - shift[:, 0], level - shift[:, 1], own, later]
-        return cls(probs, sampled, *parts, means)
+        return cls(probs, sampled, parts[0], parts[1], parts[2], parts[3], means)
 
     def moments(self, context: SiteContext) -> Tensor:
         """Mean products ``v_i·v_j`` (six) and ``u·v_i`` (three), shape ``(G, 9)``."""

@@ -1,0 +1,303 @@
+"""Immediate costs of every value by one extra run, against running the model at each value."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME, Case, each_case
+from pyro import poutine
+from torch import Tensor, nn
+
+from pyro_bpq import AllAction, TraceBackpropQ_ELBO
+from pyro_bpq import immediate as module
+from pyro_bpq.features import finite_components
+from pyro_bpq.graph import Plate, StochasticComputationGraph
+from pyro_bpq.immediate import flip_plan, immediate_costs, immediate_model_costs
+from pyro_bpq.testing import assert_unbiased
+from pyro_bpq.tracing import PARTICLES
+
+Graph = StochasticComputationGraph
+
+
+class Spy:
+    """Records what the extra runs of the model yielded, and the arguments that they got."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+        inner = module.flipped_costs
+
+        def spy(*args: Any) -> Any:
+            found = inner(*args)
+            self.calls.append((found, args))
+            return found
+
+        monkeypatch.setattr("pyro_bpq.elbo.flipped_costs", spy)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    return Spy(monkeypatch)
+
+
+def log_probs(case: Case, values: dict[str, Any], subsamples: dict[str, Any], particles: int) -> dict[str, Tensor]:
+    """Log-probabilities of the model's sites at given values."""
+    program: Any = case.model
+    if particles > 1:
+        program = pyro.plate(PARTICLES, particles, dim=-3)(program)
+    trace = poutine.trace(module._Substitute({**values, **subsamples})(program)).get_trace(*case.args)
+    trace.compute_log_prob()
+    return {name: site["log_prob"].detach() for name, site in trace.nodes.items() if site["type"] == "sample"}
+
+
+def brute_force(case: Case, args: tuple[Any, ...], run: int, name: str) -> Tensor:
+    """The table of a site: each component of each plate row set alone to each of its values."""
+    plan, components, traced, rollout, *_, graph = args
+    one, split = traced[run], components[name]
+    values = {n: s["value"].detach() for n, s in one.model_trace.nodes.items() if s["type"] == "sample" and not s["is_observed"]}
+    value, fn = values[name], one.run.sites[name].fn
+    index = split.index(value, fn)
+    particles = rollout.num_particles if rollout.is_vectorized else 1
+    shape = rollout.batch_shape(graph.node(name).plates)
+    shape = shape if rollout.is_vectorized else (1, *shape[1:])
+    table = torch.zeros(*shape, split.size, split.cardinality)
+    flat = index.reshape(-1, split.size)
+    view = table.reshape(-1, split.size, split.cardinality)
+    for row, d, k in itertools.product(range(flat.shape[0]), range(split.size), range(split.cardinality)):
+        changed = flat.clone()
+        changed[row, d] = k
+        new = split.value(changed.reshape(index.shape), fn).to(value.dtype)
+        found = log_probs(case, {**values, name: new}, dict(one.subsamples), particles)
+        total = torch.zeros(())
+        for cost in plan.costs[name]:
+            log_prob = found[cost[len("-log p(") : -1]]
+            # Costs of the other rows do not depend on this one: keep those of its own row.
+            dims = [p.dim for p in graph.cost(cost).plates if p not in graph.node(name).plates]
+            summed = -log_prob.sum(dims, keepdim=True) if dims else -log_prob
+            total = total + summed.expand(shape).reshape(-1)[row] if flat.shape[0] > 1 else total + summed.sum()
+        view[row, d, k] = total
+    return table
+
+
+PARTICLES_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_particles": 2},
+    {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 2},
+]
+
+
+@pytest.mark.parametrize("options", PARTICLES_OPTIONS, ids=["one", "sequential", "vectorised"])
+@each_case(lambda case: case.is_static)
+def test_flipped_costs_equal_runs_at_each_value(case: Case, options: dict[str, Any], spy: Spy) -> None:
+    elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=True), **options)
+    case.params()
+    for seed in range(3):
+        pyro.set_rng_seed(seed)
+        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    if not spy.calls:
+        pytest.skip("no site with an immediate cost of the model")
+    for tables, args in spy.calls:
+        assert tables is not None
+        for name, table in tables.items():
+            expected = torch.cat([brute_force(case, args, i, name) for i in range(len(args[2]))])
+            torch.testing.assert_close(table.expand(expected.shape), expected)
+
+
+def test_most_cases_are_flipped(spy: Spy) -> None:
+    names = ["chain", "fork", "diamond", "plate", "plate_subsample", "global_local", "vector", "vector_layers"]
+    for name in [*names, "onehot", "mask_scale", "obs_mask", "nested_plates", "sequential_subsample"]:
+        case = BY_NAME[name]
+        case.params()
+        before = len(spy.calls)
+        TraceBackpropQ_ELBO(estimator=AllAction(exact=True)).loss_and_grads(case.model, case.guide, *case.args)
+        assert len(spy.calls) == before + 1, name
+
+
+# Programs that cannot be run with a dimension to the left of their plates
+
+
+def coin(name: str, logits: Tensor) -> Tensor:
+    return pyro.sample(name, dist.Bernoulli(logits=logits))
+
+
+def guide() -> None:
+    with pyro.plate("rows", 3):
+        a = coin("a", pyro.param("qa", torch.tensor([0.3, -0.2, 0.4])))
+        coin("b", pyro.param("qb", torch.tensor(0.4)) * (a - 0.3))
+
+
+def reshaping_model() -> None:
+    with pyro.plate("rows", 3):
+        a, b = coin("a", torch.tensor(0.2)), coin("b", torch.tensor(-0.3))
+        z = torch.stack((a, b), -1).reshape(3, 2)
+        pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
+
+
+def summing_model() -> None:
+    rows = pyro.plate("rows", 3)
+    with rows:
+        a, b = coin("a", torch.tensor(0.2)), coin("b", torch.tensor(-0.3))
+    # The first dimension is meant to be that of the rows.
+    pyro.sample("x", dist.Normal((a * b).sum(0), 1.0), obs=torch.tensor(1.2))
+    with rows:
+        pyro.sample("y", dist.Normal(a + b, 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
+
+
+def matrix_model() -> None:
+    with pyro.plate("rows", 3):
+        a, b = coin("a", torch.tensor(0.2)), coin("b", torch.tensor(-0.3))
+        mixed = torch.mv(torch.diag(torch.tensor([1.0, 0.3, 0.7])), a)
+        pyro.sample("x", dist.Normal(mixed + b, 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
+
+
+def branching_model() -> None:
+    with pyro.plate("rows", 3):
+        a, b = coin("a", torch.tensor(0.2)), coin("b", torch.tensor(-0.3))
+        shift = 0.7 if bool(b.sum() > 1) else -0.4
+        pyro.sample("x", dist.Normal(a + shift, 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
+
+
+def wrong_dimension_model() -> None:
+    # Runs with any number of rows in front, but takes the first one for the rows of the plate.
+    with pyro.plate("rows", 3):
+        a, b = coin("a", torch.tensor(0.2)), coin("b", torch.tensor(-0.3))
+        pyro.sample("x", dist.Normal(a + b - 0.0 * a.mean(0) + 0.1 * a.dim(), 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
+
+
+@pytest.mark.parametrize("exact", [True, "auto", False])
+@pytest.mark.parametrize("model", [reshaping_model, summing_model, matrix_model, branching_model, wrong_dimension_model])
+def test_models_that_do_not_broadcast_stay_unbiased(model: Callable[[], None], exact: Any) -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=exact))
+    for _ in range(20):
+        elbo.loss_and_grads(model, guide)
+    elbo.eval()
+    assert_unbiased(elbo, model, guide)
+
+
+def test_fallback_is_remembered(spy: Spy) -> None:
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=True))
+    for _ in range(5):
+        elbo.loss_and_grads(reshaping_model, guide)
+    assert [found for found, _ in spy.calls] == [None]
+
+
+# What the extra run must not leave behind, or be fooled by
+
+
+class Net(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(2, 4), layer, nn.Linear(4, 1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        hidden = self.first(z)
+        return self.last(self.layer(hidden.reshape(-1, 4)).reshape(hidden.shape)).squeeze(-1)
+
+
+def make(net: nn.Module, register: bool) -> tuple[Any, Any]:
+    def model(data: Tensor) -> None:
+        if register:
+            pyro.module("net", net)
+        with pyro.plate("rows", len(data)):
+            z = pyro.sample("z", dist.Bernoulli(torch.full((len(data), 2), 0.4)).to_event(1))
+            pyro.sample("x", dist.Normal(net(z), 1.0), obs=data)
+
+    def guide(data: Tensor) -> None:
+        with pyro.plate("rows", len(data)):
+            logits = pyro.param("q", torch.tensor([[0.3, -0.4], [0.1, 0.6], [0.0, 0.2]]))
+            pyro.sample("z", dist.Bernoulli(logits=logits).to_event(1))
+
+    return model, guide
+
+
+DATA = torch.tensor([0.4, 1.2, -0.3], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("register", [True, False])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_buffers_of_modules_are_as_after_one_run(register: bool, is_training: bool, spy: Spy) -> None:
+    after = []
+    for elbo in (TraceBackpropQ_ELBO(estimator=AllAction(exact=True)), pyro.infer.Trace_ELBO()):
+        torch.manual_seed(0)
+        net = Net(nn.BatchNorm1d(4)).train(is_training)
+        originals = dict(net.layer.named_buffers())
+        model, guide = make(net, register)
+        pyro.clear_param_store()
+        pyro.set_rng_seed(1)
+        elbo.loss_and_grads(model, guide, DATA)
+        assert all(net.layer.get_buffer(name) is buffer for name, buffer in originals.items())
+        after.append({name: buffer.clone() for name, buffer in originals.items()})
+    assert len(spy.calls) == 1
+    # Batch statistics mix the flipped rows with the sample: such a model cannot be flipped.
+    assert (spy.calls[0][0] is None) == is_training
+    for name, buffer in after[1].items():
+        assert torch.equal(after[0][name], buffer)
+
+
+@pytest.mark.parametrize("p", [0.5, 1e-9])
+def test_dropout_is_noticed(p: float, spy: Spy) -> None:
+    # With p = 1e-9 both runs agree on all costs, and only the generator tells.
+    torch.manual_seed(0)
+    model, guide = make(Net(nn.Dropout(p)).train(), False)
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=True))
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide, DATA)
+    assert [found for found, _ in spy.calls] == [None]
+    model, guide = make(Net(nn.Dropout(p)).eval(), False)
+    TraceBackpropQ_ELBO(estimator=AllAction(exact=True)).loss_and_grads(model, guide, DATA)
+    assert spy.calls[-1][0] is not None
+
+
+def test_extra_run_warns_of_nothing_and_leaves_no_hook() -> None:
+    import warnings
+
+    calls = []
+
+    def model() -> None:
+        calls.append(None)
+        if len(calls) > 1:
+            warnings.warn("noise", UserWarning, stacklevel=1)
+        BY_NAME["chain"].model()
+
+    BY_NAME["chain"].params()
+    TraceBackpropQ_ELBO(estimator=AllAction(exact=True)).loss_and_grads(model, BY_NAME["chain"].guide)
+    assert len(calls) == 2
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+# Structure
+
+
+def test_immediate_costs_go_to_the_node_that_is_sampled_last() -> None:
+    graph = Graph.from_parents({"x": [], "y": ["x"], "z": []}, {"f": ["x"], "g": ["x", "z"], "h": [], "k": ["y", "x"]})
+    assert immediate_costs(graph) == {"x": ("f",), "y": ("k",), "z": ("g",)}
+
+
+def test_immediate_model_costs_need_the_plates_of_the_node() -> None:
+    rows = Plate("rows", -1)
+    graph = Graph.from_parents(
+        {"z": []},
+        {"log q(z)": ["z"], "-log p(z)": ["z"], "-log p(x)": ["z"], "-log p(total)": ["z"]},
+        {"z": [rows], "log q(z)": [rows], "-log p(z)": [rows], "-log p(x)": [rows]},
+    )
+    assert immediate_model_costs(graph) == {"z": ("-log p(x)",)}
+
+
+def test_flip_plan_shares_rows_where_no_cost_reads_both() -> None:
+    three = finite_components(dist.Categorical(torch.ones(3)))
+    two = finite_components(dist.Bernoulli(torch.ones(4) / 2).to_event(1))
+    assert three is not None and two is not None
+    graph = Graph.from_parents({"a": [], "b": ["a"], "c": ["b"]}, {"fa": ["a"], "fb": ["b"], "fc": ["b", "c"]})
+    components = {"a": three, "b": two, "c": three}
+    plan = flip_plan(graph, components, {"a": ("fa",), "b": ("fb",), "c": ("fc",)})
+    # a and b share rows 1..4 (b needs four of them, a two); c, whose cost reads b, has rows 5 and 6.
+    assert plan.start == {"a": 1, "b": 1, "c": 5} and plan.rows == 7

@@ -1,0 +1,279 @@
+"""Targets by hand numbers (the worked cases of DESIGN section 3), and the identities between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_bpq.graph import Plate, StochasticComputationGraph
+from pyro_bpq.network import BackpropQNetwork
+from pyro_bpq.targets import lambda_return, lambda_return_solve, monte_carlo_return, td_target
+
+Graph = StochasticComputationGraph
+
+
+def numbers(given: Mapping[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in given.items()}
+
+
+def floats(found: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in found.items()}
+
+
+# Worked case 3: X1 -> Y1, X1 -> Y2, both -> Z -> f.
+
+CASE_3 = BackpropQNetwork.build(
+    Graph.from_parents({"x": [], "y1": ["x"], "y2": ["x"], "z": ["y1", "y2"]}, {"f": ["z"]}),
+    "merged",
+    immediate="learned",
+)
+Q_3 = {"x": 1.0, "y1": 2.0, "y2": 4.0, "z": 5.0}
+F_3 = {"f": 7.0}
+
+
+@pytest.mark.parametrize(("lam", "gamma"), [(0.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.3, 0.9), (1.0, 0.8)])
+def test_lambda_return_of_worked_case_3(lam: float, gamma: float) -> None:
+    found = floats(lambda_return(CASE_3, numbers(Q_3), numbers(F_3), lam, gamma))
+    q, f = Q_3, F_3["f"]
+    d_z = gamma * f - q["z"]
+    d_y1 = gamma * q["z"] - q["y1"] + gamma * lam * d_z
+    d_y2 = gamma * q["z"] - q["y2"] + gamma * lam * d_z
+    d_x = gamma * (q["y1"] + q["y2"]) / 2 - q["x"] + gamma * lam * (d_y1 + d_y2) / 2
+    expected = {"z": q["z"] + d_z, "y1": q["y1"] + d_y1, "y2": q["y2"] + d_y2, "x": q["x"] + d_x}
+    assert found == pytest.approx(expected)
+    if lam == 1.0:
+        assert found["x"] == pytest.approx(gamma**3 * f)
+
+
+def test_lambda_return_of_worked_case_3_in_numbers() -> None:
+    found = floats(lambda_return(CASE_3, numbers(Q_3), numbers(F_3), 0.5, 0.5))
+    # d_z = 3.5 - 5 = -1.5; d_y1 = 2.5 - 2 - .375; d_y2 = 2.5 - 4 - .375; d_x = 1.5 - 1 + .25 * (-.875)
+    assert found == pytest.approx({"z": 3.5, "y1": 2.125, "y2": 2.125, "x": 1.28125})
+
+
+# Worked case 4: X1 -> X2 -> X3 -> X4, f_a(X2, X3), f_b(X3, X4), bypass edges removed.
+
+CASE_4 = BackpropQNetwork.build(
+    Graph.from_parents(
+        {"x1": [], "x2": ["x1"], "x3": ["x2"], "x4": ["x3"]}, {"fa": ["x2", "x3"], "fb": ["x3", "x4"]}
+    ),
+    "chain",
+    immediate="learned",
+)
+Q_4 = {"x1": 1.0, "x2": 2.0, "x3": 3.5, "x4": 4.0}
+F_4 = {"fa": 10.0, "fb": 20.0}
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.5])
+def test_lambda_return_of_worked_case_4(gamma: float) -> None:
+    assert [node.name for node in CASE_4.nodes] == ["x4", "x3", "x2", "x1"]
+    full = floats(lambda_return(CASE_4, numbers(Q_4), numbers(F_4), 1.0, gamma))
+    assert full["x1"] == pytest.approx(gamma**3 * 10.0 + gamma**4 * 20.0)
+    assert full["x3"] == pytest.approx(gamma * 10.0 + gamma**2 * 20.0)
+    short = floats(lambda_return(CASE_4, numbers(Q_4), numbers(F_4), 0.0, gamma))
+    # At x3 the two sources are summed: one at its root, one through x4.
+    assert short == pytest.approx(
+        {"x1": gamma * 2.0, "x2": gamma * 3.5, "x3": gamma * 10.0 + gamma * 4.0, "x4": gamma * 20.0}
+    )
+
+
+def test_lambda_return_sums_costs_and_averages_children() -> None:
+    # Worked case 2: the target of Q_X is Q_Y^f1 + (Q_Y^f2 + Q_Z^f2) / 2.
+    graph = Graph.from_parents({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
+    network = BackpropQNetwork.build(graph, "merged", immediate="learned")
+    q = {"x": 0.0, "y^f1": 3.0, "y^f2": 5.0, "z": 8.0}
+    found = floats(td_target(network, numbers(q), numbers({"f1": 1.0, "f2": 2.0})))
+    assert found == pytest.approx({"x": 3.0 + 6.5, "y^f1": 1.0, "y^f2": 2.0, "z": 2.0})
+
+
+def chain(length: int, immediate: Any) -> BackpropQNetwork:
+    nodes = {f"x{i}": [f"x{i - 1}"] if i else [] for i in range(length)}
+    return BackpropQNetwork.build(
+        Graph.from_parents(nodes, {f"f{i}": [f"x{i}"] for i in range(length)}), "chain", immediate=immediate
+    )
+
+
+reals = st.floats(-5, 5)
+
+
+@hypothesis.given(
+    st.integers(1, 6).flatmap(lambda n: st.tuples(*(st.lists(reals, min_size=n, max_size=n),) * 2)),
+    st.floats(0, 1),
+    st.floats(0.1, 1),
+)
+def test_lambda_return_of_a_chain_is_the_recursion_of_reinforcement_learning(
+    drawn: tuple[list[float], list[float]], lam: float, gamma: float
+) -> None:
+    # Rewards are immediate, V_t the value of what remains: G_t = γ (r_{t+1} + (1 - λ) V_{t+1} + λ G_{t+1}).
+    rewards, values = drawn
+    network = chain(len(rewards), "exact")
+    q = {f"x{i}": v for i, v in enumerate(values[:-1])}
+    found = floats(lambda_return(network, numbers(q), numbers({f"f{i}": r for i, r in enumerate(rewards)}), lam, gamma))
+    expected, after = {}, 0.0
+    for i in reversed(range(len(rewards))):
+        if i == len(rewards) - 1:
+            expected[f"x{i}"] = 0.0
+        else:
+            value = values[i + 1] if i + 1 < len(rewards) - 1 else 0.0
+            after = gamma * (rewards[i + 1] + (1 - lam) * value + lam * after)
+            expected[f"x{i}"] = after
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+def random_network(draw: Any) -> BackpropQNetwork:
+    size = draw(st.integers(1, 5))
+    nodes = {
+        f"x{i}": [f"x{j}" for j in range(i) if draw(st.booleans())] for i in range(size)
+    }
+    costs = {
+        f"f{k}": draw(st.lists(st.sampled_from(sorted(nodes)), min_size=1, max_size=3, unique=True))
+        for k in range(draw(st.integers(1, 4)))
+    }
+    reduction = draw(st.sampled_from(["per_cost", "merged", "tree", "chain", "single"]))
+    immediate = draw(st.sampled_from(["exact", "learned"]))
+    return BackpropQNetwork.build(Graph.from_parents(nodes, costs), reduction, immediate=immediate)
+
+
+@hypothesis.given(st.data())
+def test_lambda_one_is_monte_carlo_for_any_critic(data: st.DataObject) -> None:
+    network = random_network(data.draw)
+    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
+    q = numbers({node.name: data.draw(reals) for node in network.learned})
+    gamma = data.draw(st.floats(0.1, 1))
+    expected = monte_carlo_return(network, costs, gamma)
+    assert floats(lambda_return(network, q, costs, 1.0, gamma)) == pytest.approx(floats(expected), abs=1e-9)
+    if gamma == 1.0:
+        for node in network.nodes:
+            total = sum(float(costs[name]) for name in node.remote)
+            assert float(expected[node.name]) == pytest.approx(total, abs=1e-9)
+
+
+@hypothesis.given(st.data())
+def test_monte_carlo_return_counts_every_remote_cost_once(data: st.DataObject) -> None:
+    network = random_network(data.draw)
+    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
+    found = monte_carlo_return(network, costs)
+    for node in network.nodes:
+        assert float(found[node.name]) == pytest.approx(sum(float(costs[name]) for name in node.remote), abs=1e-9)
+
+
+@hypothesis.given(st.data())
+def test_lambda_zero_is_td(data: st.DataObject) -> None:
+    network = random_network(data.draw)
+    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
+    q = numbers({node.name: data.draw(reals) for node in network.learned})
+    expected = numbers({node.name: data.draw(reals) for node in network.nodes})
+    for more in ({}, {"expected": expected}):
+        found = floats(lambda_return(network, q, costs, 0.0, 1.0, **more))
+        assert found == floats(td_target(network, q, costs, **more))
+        for node in network.nodes:
+            total = 0.0
+            for average in node.rule:
+                children = []
+                for child in average.children:
+                    if child in costs:
+                        children.append(float(costs[child]))
+                    elif more and child in q:
+                        children.append(float(expected[child]))
+                    else:
+                        immediate = sum(float(costs[c]) for c in network.q_node(child).immediate)
+                        children.append(immediate + float(q.get(child, found[child])))
+                total += sum(children) / len(children)
+            assert found[node.name] == pytest.approx(total, abs=1e-9)
+
+
+@hypothesis.given(st.data())
+def test_expected_backups_at_lambda_one_subtract_the_corrections(data: st.DataObject) -> None:
+    # On a chain: the Monte Carlo return minus Σ (Q_Y(y) - E_Y[Q_Y]) over all descendants.
+    network = chain(data.draw(st.integers(2, 5)), "exact")
+    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
+    q = numbers({node.name: data.draw(reals) for node in network.learned})
+    expected = numbers({node.name: data.draw(reals) for node in network.learned})
+    found = lambda_return(network, q, costs, 1.0, 1.0, expected)
+    plain, corrections = monte_carlo_return(network, costs), torch.zeros((), dtype=torch.float64)
+    for node in network.nodes:
+        assert float(found[node.name]) == pytest.approx(float(plain[node.name] - corrections), abs=1e-9)
+        if node.name in q:
+            immediate = sum(costs[name] for name in node.immediate)
+            corrections = corrections + (immediate + q[node.name] - expected[node.name])
+
+
+def test_exact_critics_have_no_td_error() -> None:
+    # Two coins and a table of costs: E_Y[Q_Y] is what Q_X is.
+    f = torch.tensor([[1.0, 4.0], [2.0, -3.0]], dtype=torch.float64)
+    p_y = torch.tensor([[0.3, 0.7], [0.6, 0.4]], dtype=torch.float64)
+    network = BackpropQNetwork.build(
+        Graph.from_parents({"x": [], "y": ["x"]}, {"f": ["x", "y"]}), "chain", immediate="learned"
+    )
+    q_x = (p_y * f).sum(-1)
+    for x in (0, 1):
+        for y in (0, 1):
+            q = {"x": q_x[x], "y": f[x, y]}
+            for lam in (0.0, 0.4, 1.0):
+                found = lambda_return(network, q, {"f": f[x, y]}, lam, 1.0, {"y": q_x[x]})
+                assert float(found["x"]) == pytest.approx(float(q["x"]))
+                assert float(found["y"]) == pytest.approx(float(q["y"]))
+
+
+def test_lambda_return_sums_over_plates_that_a_node_is_outside_of() -> None:
+    rows = Plate("rows", -1)
+    graph = Graph.from_parents(
+        {"g": [], "z": ["g"]},
+        {"fg": ["g"], "fz": ["g", "z"]},
+        {"z": [rows], "fz": [rows]},
+    )
+    network = BackpropQNetwork.build(graph, "chain", immediate="learned")
+    q_z = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    costs = {"fg": torch.tensor([10.0]), "fz": torch.tensor([4.0, 5.0, 6.0])}
+    q = {"g": torch.tensor([0.5]), "z": q_z}
+    found = lambda_return(network, q, costs, 0.0)
+    assert found["z"].tolist() == [4.0, 5.0, 6.0]
+    assert found["g"].tolist() == [16.0]
+    assert lambda_return(network, q, costs, 1.0)["g"].tolist() == [25.0]
+    assert lambda_return(network, q, costs, 0.5)["g"].tolist() == [10.0 + 6.0 + 0.5 * (15.0 - 6.0)]
+
+
+def test_lambda_return_is_detached() -> None:
+    q = {name: value.requires_grad_() for name, value in numbers(Q_3).items()}
+    costs = {name: value.requires_grad_() for name, value in numbers(F_3).items()}
+    assert not any(value.requires_grad for value in lambda_return(CASE_3, q, costs, 0.5, 1.0, q).values())
+
+
+@hypothesis.given(st.data())
+def test_solve_equals_the_backward_pass(data: st.DataObject) -> None:
+    network = random_network(data.draw)
+    lam, gamma = data.draw(st.floats(0, 1)), data.draw(st.floats(0.1, 1))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+
+    def draw() -> Tensor:
+        return torch.randn(2, 3, generator=generator, dtype=torch.float64)
+
+    costs = {c.name: draw() for c in network.graph.costs}
+    q, expected = ({node.name: draw() for node in network.learned} for _ in range(2))
+    order = {node.name: i for i, node in enumerate(reversed(network.nodes))}
+    if not order:
+        return
+    size = len(order)
+    rule, roots = torch.zeros(size, size), torch.zeros(size, 2, 3)
+    ahead, learned, weight = torch.zeros(size, 2, 3), torch.zeros(size, 2, 3), torch.ones(size)
+    for node in network.nodes:
+        i = order[node.name]
+        for average in node.rule:
+            for child in average.children:
+                if child in order:
+                    rule[i, order[child]] += 1 / len(average.children)
+                else:
+                    roots[i] += gamma * costs[child] / len(average.children)
+        if node.name in q:
+            ahead[i], learned[i], weight[i] = expected[node.name], q[node.name], lam
+        else:
+            ahead[i] = sum((costs[name] for name in node.immediate), torch.zeros(2, 3))
+    found = lambda_return_solve(rule, roots, ahead, learned, weight, gamma)
+    for name, value in lambda_return(network, q, costs, lam, gamma, expected).items():
+        torch.testing.assert_close(found[order[name]], value.expand(2, 3), rtol=1e-8, atol=1e-8)
