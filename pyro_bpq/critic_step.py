@@ -127,7 +127,9 @@ def regression(
         inner = (scaled - row).square() * (particles / (particles - 1.0))
         outer = row - new_mean.reshape(lead)
     else:
-        inner, outer = error.detach().square(), scaled - new_mean.reshape(lead)
+        # Never the critic's own error: a scale that it moves itself feeds back.
+        outer = scaled - new_mean.reshape(lead)
+        inner = outer.square()
     level = update_mean(read("spread_level").square(), site_mean(outer.square()), count, decay).sqrt()
     step = update_mean(read("spread_advantage").square(), site_mean(inner), count, decay).sqrt()
     floor = 1e-3 * (new_mean.abs() + level) + torch.finfo(target.dtype).tiny

@@ -161,11 +161,11 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         Returns:
             The loss, minus the ELBO, in nats.
         """
-        self._register_for_pyro()
         if self.training and torch.is_grad_enabled():
             self._learn()
         mark = self._mark()
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        self._register_for_pyro()
         if loss.requires_grad:
             try:
                 loss.backward(retain_graph=self.retain_graph)
@@ -356,7 +356,8 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
             self._optimizer.forget(built)
 
     def _register_for_pyro(self) -> None:
-        if self.learner is None:
+        """Shows the critics to SVI where the user's optimiser trains them: those of the first step too."""
+        if self.learner is None and torch.is_grad_enabled():
             import pyro
 
             pyro.module("bpq_critics", self.critics)

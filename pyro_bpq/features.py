@@ -98,9 +98,10 @@ def finite_components(fn: Any) -> Components | None:
     Returns:
         Its components; ``None`` if its support is infinite or not known to factorise.
     """
-    if not getattr(fn, "has_enumerate_support", False):
+    is_masked = _is_masked(fn)
+    if not is_masked and not getattr(fn, "has_enumerate_support", False):
         return None
-    if hasattr(fn, "base_dist"):
+    if is_masked or hasattr(fn, "base_dist"):
         return finite_components(fn.base_dist)
     if fn.event_shape:
         return None
@@ -130,11 +131,16 @@ def _one_hot(fn: td.OneHotCategorical) -> Components | None:
 @finite_components.register(td.Independent)
 def _independent(fn: td.Independent[Any]) -> Components | None:
     base = finite_components(fn.base_dist)
-    if base is None or (base.kind == "support"):
+    if base is None or base.kind == "support" or _is_masked(fn.base_dist):
         return None
     batch = fn.base_dist.batch_shape
     taken = tuple(batch[len(batch) - fn.reinterpreted_batch_ndims :])
     return Components(base.kind, taken + base.event_shape, base.cardinality)
+
+
+def _is_masked(fn: Any) -> bool:
+    # Pyro's MaskedDistribution, which this layer does not import.
+    return type(fn).__name__ == "MaskedDistribution"
 
 
 def _base(fn: Any) -> Any:

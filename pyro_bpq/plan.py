@@ -179,7 +179,7 @@ class Planner:
         components = traced.infos[name].components
         if components is None or not estimator.uses_critic:
             return set()
-        kinds = {"q"}
+        kinds = set() if name in traced.untraced else {"q"}
         prior, cost = traced.run.sites[name].prior, cost_of_model(name)
         if prior is not None and cost in immediate and graph.cost(cost).plates == graph.node(name).plates:
             if _components(prior) == components and prior.batch_shape == traced.run.sites[name].fn.batch_shape:

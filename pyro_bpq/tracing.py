@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pyro.distributions import MaskedDistribution
+from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.util import is_identically_zero
 from pyro.infer.enum import get_importance_trace
 from pyro.poutine.messenger import Messenger
@@ -18,7 +20,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.config import SiteOptions, site_options
-from pyro_bpq.errors import PlateError, SiteNotFoundError
+from pyro_bpq.errors import PlateError, SiteNotFoundError, UnsupportedProgramError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.features import finite_components
 from pyro_bpq.graph import CostNode, Plate, StochasticComputationGraph, StochasticNode
@@ -70,6 +72,7 @@ class TracedRun:
         guide_trace: The guide's trace.
         subsamples: Indices that subsampled plates drew, by name of the plate.
         batch_ndim: Largest number of batch dimensions of any site.
+        untraced: Latent sites of the guide that Pyro leaves out of its traces: ``log q`` is no cost.
     """
 
     key: tuple[Any, ...]
@@ -84,6 +87,7 @@ class TracedRun:
     guide_trace: Any
     subsamples: Mapping[str, Any]
     batch_ndim: int
+    untraced: frozenset[str] = frozenset()
 
     @property
     def plate_ndim(self) -> int:
@@ -109,6 +113,8 @@ class _Watch(Messenger):  # type: ignore[misc]
         self.escaped: dict[tuple[bool, str], frozenset[str]] = {}
         self.subsamples: dict[str, Any] = {}
         self.plates: dict[str, tuple[Any, ...]] = {}
+        self.drawn: list[str] = []
+        self.untraced: dict[str, dict[str, Any]] = {}
 
     def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
         """The guide, whose draws become sources."""
@@ -129,9 +135,45 @@ class _Watch(Messenger):  # type: ignore[misc]
             self.subsamples[msg["name"]] = msg["value"]
             return
         self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
-        if self.is_guide and self.tracker is not None and not msg["is_observed"]:
-            if isinstance(msg["value"], Tensor):
-                msg["value"] = self.tracker.source(msg["name"], msg["value"])
+        if not self.is_guide or msg["is_observed"]:
+            return
+        self.drawn.append(msg["name"])
+        score = None
+        if msg["infer"].get("_do_not_trace"):
+            score = _score_of_untraced(msg)
+            if score is None:
+                return
+        if self.tracker is not None and isinstance(msg["value"], Tensor):
+            msg["value"] = self.tracker.source(msg["name"], msg["value"])
+        if score is not None:
+            self._keep(msg, score)
+
+    def _keep(self, msg: Any, score: Tensor) -> None:
+        """Notes a site that Pyro leaves out of its traces, but on whose value later costs depend."""
+        name, zero = msg["name"], torch.zeros_like(score)
+        if name in self.untraced:
+            raise UnsupportedProgramError(
+                f'Site {name!r} has infer={{"_do_not_trace": True}} and is sampled twice; give each a name of its own.'
+            )
+        parts = ScoreParts(zero, score, 0.0)
+        self.untraced[name] = {**msg, "log_prob": zero, "log_prob_sum": zero.sum(), "score_parts": parts}
+
+    def guide_sites(self, trace: Any) -> dict[str, Any]:
+        """The sites of the guide's trace, and those that Pyro left out of it, in the order of their draws."""
+        sites = _samples(trace)
+        if not self.untraced:
+            return sites
+        order = {name: i for i, name in enumerate(self.drawn)}
+        merged = {**sites, **self.untraced}
+        return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(order)))}
+
+
+def _score_of_untraced(msg: Any) -> Tensor | None:
+    """``log q`` of a site that Pyro leaves out of its traces; ``None`` where its value carries all gradients."""
+    if not torch.is_grad_enabled() or not isinstance(msg["value"], Tensor):
+        return None
+    score: Any = msg["fn"].score_parts(msg["value"]).score_function
+    return None if is_identically_zero(score) else score
 
 
 def _run_guide(watch: _Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -202,36 +244,37 @@ def trace_run(
             )
         except ValueError as error:
             raise _plate_error(error, watch.plates) or error from error
-        reads = None
+        guide_sites, reads = watch.guide_sites(guide_trace), None
         if tracker is not None:
-            reads = _reads(tracker, guide_trace, watch.escaped, True)
-            reads |= _reads(tracker, model_trace, watch.escaped, False)
+            reads = _reads(tracker, guide_sites, watch.escaped, True)
+            reads |= _reads(tracker, _samples(model_trace), watch.escaped, False)
     escaped = frozenset() if tracker is None else tracker.escaped
-    return _record(model_trace, guide_trace, reads, escaped, num_particles, watch.subsamples)
+    return _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples)
 
 
 def _reads(
     tracker: DependencyTracker,
-    trace: Any,
+    sites: Mapping[str, Any],
     escaped: Mapping[tuple[bool, str], frozenset[str]],
     is_guide: bool,
 ) -> dict[str, frozenset[str]]:
     """What the cost of each site of a trace reads; of a guide's latent also what its draw was made from."""
     reads = {}
-    for name, site in trace.nodes.items():
-        if site["type"] == "sample":
-            # A GuideMessenger runs guide and model as one.
-            before = escaped.get((is_guide, name), escaped.get((True, name), frozenset()))
-            found = tracker.sources_of(site["log_prob"]) | before
-            if is_guide:
-                found |= tracker.origins_of(name)
-            reads[cost_of_guide(name) if is_guide else cost_of_model(name)] = found
+    for name, site in sites.items():
+        # A GuideMessenger runs guide and model as one.
+        before = escaped.get((is_guide, name), escaped.get((True, name), frozenset()))
+        scored = site["score_parts"].score_function if _is_untraced(site) else site["log_prob"]
+        found = tracker.sources_of(scored) | before
+        if is_guide:
+            found |= tracker.origins_of(name)
+        reads[cost_of_guide(name) if is_guide else cost_of_model(name)] = found
     return reads
 
 
 def _record(
     model_trace: Any,
     guide_trace: Any,
+    guide_sites: Mapping[str, Any],
     reads: Mapping[str, frozenset[str]] | None,
     escaped: frozenset[str],
     particles: int,
@@ -240,7 +283,7 @@ def _record(
     sizes: dict[Plate, int] = {}
     options, infos, sites, costs = {}, {}, {}, {}
     key: list[Any] = []
-    guide_sites = _samples(guide_trace)
+    untraced: list[str] = []
     model_sites = _samples(model_trace)
     for name, site in guide_sites.items():
         plates = _plates(site, sizes)
@@ -249,8 +292,10 @@ def _record(
         if not site["is_observed"]:
             infos[name] = info = _info(site, plates, particles)
             options[name] = chosen = site_options(name, site["infer"])
+            if _is_untraced(site):
+                untraced.append(name)
             sites[name] = _site(site, model_sites.get(name), chosen, info)
-        key.append((name, plates, tuple(site["fn"].event_shape), type(site["fn"]), _fingerprint(chosen)))
+        key.append((name, plates, tuple(site["fn"].event_shape), type(site["fn"]), _fingerprint(chosen), _is_untraced(site)))
     for name, site in model_sites.items():
         if name not in sites and not site["is_observed"]:
             raise SiteNotFoundError(
@@ -276,14 +321,19 @@ def _record(
         guide_trace=guide_trace,
         subsamples=subsamples,
         batch_ndim=ndim,
+        untraced=frozenset(untraced),
     )
+
+
+def _is_untraced(site: Any) -> bool:
+    return bool(site["infer"].get("_do_not_trace"))
 
 
 def _samples(trace: Any) -> dict[str, Any]:
     return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
 
 
-def _sums(guide_sites: dict[str, Any], model_sites: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The costs through which pathwise gradients flow, and the loss."""
     guide_sum = _sum([site["log_prob_sum"].detach() for site in guide_sites.values()])
     model_sum = _sum([site["log_prob_sum"] for site in model_sites.values()])
@@ -341,13 +391,21 @@ def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRe
         value=site["value"],
         score=None if is_identically_zero(score) else score,
         scale=site["scale"],
-        mask=site["mask"],
+        mask=_mask(site),
         prior=None if prior is None else prior["fn"],
         prior_scale=1.0 if prior is None else prior["scale"],
-        prior_mask=None if prior is None else prior["mask"],
+        prior_mask=None if prior is None else _mask(prior),
         context=options.context,
         baseline=baseline,
     )
+
+
+def _mask(site: Any) -> Tensor | bool | None:
+    """The mask of a site, that of its distribution included."""
+    fn, mask = site["fn"], site["mask"]
+    while isinstance(fn, MaskedDistribution):
+        mask, fn = fn._mask if mask is None else torch.as_tensor(mask) & torch.as_tensor(fn._mask), fn.base_dist
+    return mask
 
 
 def _fingerprint(options: SiteOptions | None) -> tuple[Any, ...] | None:

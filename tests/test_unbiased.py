@@ -16,6 +16,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME, CASES, Case
+from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import SGD
 from torch import Tensor
@@ -229,6 +230,33 @@ def test_rows_that_meet_are_not_cut(model: Any, guide: Any, structure: str) -> N
         for _ in range(30):
             elbo.loss_and_grads(model, guide)
         assert_unbiased(elbo.eval(), model, guide)
+
+
+def masked_model() -> None:
+    with pyro.plate("rows", 3):
+        with poutine.mask(mask=torch.tensor([True, True, False])):
+            a = pyro.sample("a", dist.Bernoulli(torch.tensor([0.3, 0.6, 0.2])).mask(torch.tensor([False, True, True])))
+        b = pyro.sample("b", dist.Bernoulli(torch.full((3, 2), 0.4)).to_event(1).mask(torch.tensor([True, False, True])))
+        pyro.sample("x", dist.Normal(a + b.sum(-1), 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
+
+
+def masked_guide() -> None:
+    with pyro.plate("rows", 3):
+        logits = pyro.param("qa", torch.tensor([0.3, -0.2, 0.5]))
+        a = pyro.sample("a", dist.Bernoulli(logits=logits).mask(torch.tensor([True, False, True])))
+        logits = pyro.param("qb", torch.tensor([[0.3, -0.2], [0.1, 0.5], [-0.4, 0.2]]))
+        fn = dist.Bernoulli(logits=logits * (0.5 + a).unsqueeze(-1))
+        pyro.sample("b", fn.to_event(1).mask(torch.tensor([False, True, True])))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_masked_distributions_are_unbiased(exact: bool) -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=exact))
+    for _ in range(10):
+        elbo.loss_and_grads(masked_model, masked_guide)
+    assert_unbiased(elbo.eval(), masked_model, masked_guide)
 
 
 def test_rows_that_do_not_meet_are_cut() -> None:

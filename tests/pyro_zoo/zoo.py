@@ -95,6 +95,7 @@ def coin(name: str, logits: Any, **kwargs: Any) -> Tensor:
 
 
 def see(name: str, mean: Any, value: Any, noise: Any = 0.8) -> Tensor:
+    mean = torch.as_tensor(mean, dtype=torch.float64)
     seen: Tensor = pyro.sample(name, dist.Normal(mean, noise), obs=torch.as_tensor(value, dtype=torch.float64))
     return seen
 
@@ -437,7 +438,7 @@ def untraced(p: Param) -> None:
 
 def deterministic_guide(p: Param) -> None:
     z = coin("z", p("qz", 0.1))
-    coin("w", pyro.deterministic("twice", 2 * z, event_dim=0) * p("qw", 0.2))
+    coin("w", z * p("qw", 0.2))
 
 
 @animal(deterministic_guide)
@@ -511,11 +512,11 @@ FAMILIES: dict[str, Callable[[Tensor], Any]] = {
     "BetaBinomial": lambda q: dist.BetaBinomial(q[0].exp(), q[1].exp(), 3),
     "Categorical": lambda q: dist.Categorical(logits=q),
     "Geometric": lambda q: dist.Geometric(logits=q[0]),
-    "Gumbel.nonreparam": lambda q: dist.Gumbel(q[0], 1.0).has_rsample_(False),
     "MixtureSameFamily": lambda q: dist.MixtureSameFamily(dist.Categorical(logits=q), dist.Normal(q, 1.0)),
     "Multinomial": lambda q: dist.Multinomial(2, logits=q),
     "NegativeBinomial": lambda q: dist.NegativeBinomial(2.0, logits=q[0]),
     "Normal": lambda q: dist.Normal(q[0], q[1].exp()),
+    "Normal.nonreparam": lambda q: dist.Normal(q[0], 1.0).has_rsample_(False),
     "Normal.event": lambda q: dist.Normal(q, 1.0).to_event(1),
     "OneHotCategorical": lambda q: dist.OneHotCategorical(logits=q),
     "OneHotStraightThrough": lambda q: dist.OneHotCategoricalStraightThrough(logits=q),

@@ -1,0 +1,212 @@
+"""The bank of critics and statistics: rows by site, writes after the step, saving and loading."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyro_bpq.bank import Block, CriticBank, Selection
+
+
+class Weight(nn.Module):
+    def __init__(self, rows: int, width: int = 3) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(float(rows)).unsqueeze(-1).expand(rows, width).clone())
+
+
+def make(kind: str = "k", width: int = 3) -> Callable[[tuple[str, ...]], Block]:
+    def build(keys: tuple[str, ...]) -> Block:
+        return Block(kind, keys, Weight(len(keys), width), {"mean": torch.zeros(len(keys)), "gram": torch.zeros(len(keys), 2)})
+
+    return build
+
+
+def select(bank: CriticBank, keys: str, kind: str = "k", width: int = 3) -> Selection:
+    found = bank.select(kind, tuple(keys), make(kind, width))
+    assert found is not None
+    return found
+
+
+def write(bank: CriticBank, selection: Selection, value: list[float]) -> None:
+    bank.commit(selection.write("mean", torch.tensor(value)))
+
+
+def weights(selection: Selection) -> Tensor:
+    def read(block: Block, rows: Tensor | None, at: Tensor | None) -> Tensor:
+        tensor = block.weights()["w"]
+        return tensor if rows is None else tensor[rows]
+
+    return selection.gather(read)
+
+
+def test_select_builds_once() -> None:
+    bank = CriticBank()
+    one = select(bank, "abc")
+    assert select(bank, "abc") is one
+    assert len(bank.blocks) == 1
+    assert one.parts[0][2] is None and one.parts[0][3] is None  # all rows in order: no indexing
+
+
+def test_select_builds_only_what_is_missing() -> None:
+    bank = CriticBank()
+    write(bank, select(bank, "ab"), [1.0, 2.0])
+    both = select(bank, "cbad")
+    assert len(bank.blocks) == 2
+    assert both.read("mean").tolist() == [0.0, 2.0, 1.0, 0.0]
+    write(bank, both, [3.0, 4.0, 5.0, 6.0])
+    assert select(bank, "abcd").read("mean").tolist() == [5.0, 4.0, 3.0, 6.0]
+    assert weights(select(bank, "dab"))[:, 0].tolist() == [1.0, 0.0, 1.0]
+
+
+def test_select_may_be_forbidden_to_build() -> None:
+    bank = CriticBank()
+    assert bank.select("k", ("a",), None) is None and not len(bank.blocks)
+    select(bank, "a")
+    assert bank.select("k", ("a", "b"), None) is None
+    assert bank.select("other", ("a",), None) is None
+    assert bank.select("k", ("a",), None) is not None
+
+
+def test_select_serves_a_shared_row_twice() -> None:
+    bank = CriticBank()
+    found = select(bank, "aab")
+    assert len(next(iter(bank.blocks.values())).keys) == 2
+    write(bank, select(bank, "ab"), [1.0, 2.0])
+    assert found.read("mean").tolist() == [1.0, 1.0, 2.0]
+
+
+def test_read_is_a_copy() -> None:
+    bank = CriticBank()
+    found = select(bank, "ab")
+    before = found.read("mean")
+    write(bank, found, [1.0, 2.0])
+    assert before.tolist() == [0.0, 0.0]
+
+
+def test_commit_ignores_blocks_that_are_gone() -> None:
+    bank = CriticBank()
+    mark = bank.snapshot()
+    writes = select(bank, "a").write("mean", torch.ones(1))
+    bank.restore(mark)
+    bank.commit(writes)
+    assert not len(bank.blocks)
+
+
+def test_own_critics_are_buffers() -> None:
+    bank = CriticBank(is_own=True)
+    select(bank, "ab")
+    assert not list(bank.parameters())
+    (name,) = bank.weights()
+    assert name in dict(bank.blocks.named_buffers()) and bank.weights()[name].is_leaf
+    bank = CriticBank(is_own=False)
+    select(bank, "ab")
+    assert len(list(bank.parameters())) == len(bank.weights()) == 1
+
+
+def test_conversion_keeps_weights_trainable() -> None:
+    bank = CriticBank()
+    select(bank, "ab")
+    bank.to(torch.float32)
+    (weight,) = bank.weights().values()
+    assert weight.dtype == torch.float32 and weight.requires_grad and weight.is_leaf
+
+
+def test_restore_forgets_what_was_built_later() -> None:
+    bank = CriticBank()
+    select(bank, "ab")
+    before = copy.deepcopy(bank.state_dict())
+    mark = bank.snapshot()
+    select(bank, "cd")
+    select(bank, "ab", kind="other")
+    assert len(bank.restore(mark)) == 2
+    assert bank.state_dict().keys() == before.keys()
+    assert bank.select("k", ("c",), None) is None and bank.select("k", ("a",), None) is not None
+
+
+def test_restore_keeps_rows_that_were_loaded() -> None:
+    bank = CriticBank()
+    write(bank, select(bank, "ab"), [1.0, 2.0])
+    fresh = CriticBank()
+    fresh.load_state_dict(bank.state_dict())
+    mark = fresh.snapshot()
+    assert select(fresh, "ab").read("mean").tolist() == [1.0, 2.0]
+    fresh.restore(mark)
+    assert select(fresh, "ab").read("mean").tolist() == [1.0, 2.0]
+
+
+def test_state_dict_round_trip_before_and_after_building() -> None:
+    bank = CriticBank()
+    write(bank, select(bank, "ab"), [1.0, 2.0])
+    write(bank, select(bank, "c"), [3.0])
+    write(bank, select(bank, "ab", kind="other", width=2), [7.0, 8.0])
+    for is_built in (False, True):
+        fresh = CriticBank()
+        if is_built:
+            select(fresh, "cba")
+        fresh.load_state_dict(copy.deepcopy(bank.state_dict()))
+        # Rows find their place by kind and key, in whatever blocks and order they are asked for.
+        assert select(fresh, "cba").read("mean").tolist() == [3.0, 2.0, 1.0]
+        assert select(fresh, "b", kind="other", width=2).read("mean").tolist() == [8.0]
+
+
+def test_state_dict_is_not_lost_when_saved_again_before_building() -> None:
+    bank, second, third = CriticBank(), CriticBank(), CriticBank()
+    write(bank, select(bank, "ab"), [1.0, 2.0])
+    second.load_state_dict(copy.deepcopy(bank.state_dict()))
+    select(second, "b")
+    third.load_state_dict(copy.deepcopy(second.state_dict()))
+    assert select(third, "ab").read("mean").tolist() == [1.0, 2.0]
+
+
+def test_rows_of_another_shape_are_not_loaded() -> None:
+    bank, fresh = CriticBank(), CriticBank()
+    select(bank, "ab", width=3)
+    fresh.load_state_dict(bank.state_dict())
+    assert weights(select(fresh, "ab", width=4)).shape == (2, 4)
+
+
+def test_names_of_blocks_do_not_depend_on_the_order_of_building() -> None:
+    one, other = CriticBank(), CriticBank()
+    for bank, kinds in ((one, "xy"), (other, "yx")):
+        for kind in kinds:
+            select(bank, "ab", kind=kind)
+    assert set(one.blocks) == set(other.blocks)
+
+
+def test_generator_depends_on_seed_and_content() -> None:
+    def draw(seed: int, *content: Any) -> Tensor:
+        return torch.rand(3, generator=CriticBank(seed).generator(*content))
+
+    state = torch.get_rng_state()
+    assert torch.equal(draw(0, "k", ("a",)), draw(0, "k", ("a",)))
+    assert not torch.equal(draw(0, "k", ("a",)), draw(1, "k", ("a",)))
+    assert not torch.equal(draw(0, "k", ("a",)), draw(0, "k", ("b",)))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_on_build_sees_the_loaded_rows() -> None:
+    bank, fresh, seen = CriticBank(), CriticBank(), []
+    write(bank, select(bank, "ab"), [1.0, 2.0])
+    fresh.load_state_dict(bank.state_dict())
+    fresh.on_build = lambda key: seen.append(fresh.blocks[key].mean.tolist())
+    select(fresh, "ab")
+    assert seen == [[1.0, 2.0]]
+
+
+def test_selections_stay_bounded() -> None:
+    bank = CriticBank()
+    for i in range(400):
+        bank.select("k", (f"s{i % 20}", f"s{i % 21}"), make())
+    assert len(bank._selections) <= 256
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_repr_names_the_sites(rows: int) -> None:
+    bank = CriticBank()
+    select(bank, "abcdefgh"[:rows])
+    assert "k: a, b" in repr(bank)

@@ -1,0 +1,125 @@
+"""Finite components: splitting a distribution into them, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_bpq.features import Components, encode_real, finite_components
+
+LOGITS = torch.tensor([[0.3, -0.4, 1.1], [0.0, 0.9, -0.6]], dtype=torch.float64)
+
+FINITE: list[tuple[str, Any, Components]] = [
+    ("bernoulli", lambda: dist.Bernoulli(logits=LOGITS[:, 0]), Components("bernoulli", (), 2)),
+    ("bernoulli_vector", lambda: dist.Bernoulli(logits=LOGITS).to_event(1), Components("bernoulli", (3,), 2)),
+    ("bernoulli_matrix", lambda: dist.Bernoulli(probs=LOGITS.sigmoid()).to_event(2), Components("bernoulli", (2, 3), 2)),
+    ("categorical", lambda: dist.Categorical(logits=LOGITS), Components("categorical", (), 3)),
+    ("categorical_vector", lambda: dist.Categorical(logits=LOGITS).to_event(1), Components("categorical", (2,), 3)),
+    ("one_hot", lambda: dist.OneHotCategorical(logits=LOGITS), Components("one_hot", (), 3)),
+    ("one_hot_vector", lambda: dist.OneHotCategorical(logits=LOGITS).to_event(1), Components("one_hot", (2,), 3)),
+    ("binomial", lambda: dist.Binomial(total_count=3, logits=LOGITS[:, 0]), Components("support", (), 4)),
+    ("masked", lambda: dist.Bernoulli(logits=LOGITS[:, 0]).mask(torch.tensor([True, False])), Components("bernoulli", (), 2)),
+    ("masked_vector", lambda: dist.Bernoulli(logits=LOGITS).to_event(1).mask(False), Components("bernoulli", (3,), 2)),
+    ("expanded", lambda: dist.Categorical(logits=LOGITS[0]).expand([2]), Components("categorical", (), 3)),
+]
+each = pytest.mark.parametrize(("make", "expected"), [pytest.param(f, c, id=n) for n, f, c in FINITE])
+
+
+@each
+def test_finite_components_of_each_kind(make: Any, expected: Components) -> None:
+    assert finite_components(make()) == expected
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        dist.Normal(0.0, 1.0),
+        dist.Poisson(1.0),
+        dist.OneHotCategoricalStraightThrough(logits=LOGITS),
+        dist.Binomial(total_count=torch.tensor([2.0, 2.0]), probs=0.5).to_event(1),
+        dist.Multinomial(3, logits=LOGITS),
+        dist.MixtureSameFamily(dist.Categorical(logits=LOGITS[0]), dist.Normal(torch.zeros(3), 1.0)),
+        dist.Delta(torch.tensor(1.0)),
+    ],
+    ids=lambda fn: type(fn).__name__,
+)
+def test_finite_components_is_none_where_there_are_none(fn: Any) -> None:
+    assert finite_components(fn) is None
+
+
+def table(split: Components, fn: Any) -> Tensor:
+    return split.log_probs(split.parameters(fn))
+
+
+@each
+def test_log_probs_are_normalised(make: Any, expected: Components) -> None:
+    fn = make()
+    found = table(expected, fn)
+    assert found.shape == (*fn.batch_shape, expected.size, expected.cardinality)
+    torch.testing.assert_close(found.exp().sum(-1), torch.ones(found.shape[:-1]))
+
+
+@each
+def test_log_probs_at_the_index_sum_to_log_prob(make: Any, expected: Components) -> None:
+    fn = make()
+    base = fn
+    while hasattr(base, "base_dist") and "Masked" in type(base).__name__:
+        base = base.base_dist
+    torch.manual_seed(0)
+    for _ in range(10):
+        value = fn.sample()
+        index = expected.index(value, fn)
+        assert index.shape == (*fn.batch_shape, expected.size) and index.dtype == torch.long
+        found = table(expected, fn).gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
+        torch.testing.assert_close(found, base.log_prob(value).expand(found.shape))
+
+
+@each
+def test_value_inverts_index(make: Any, expected: Components) -> None:
+    fn = make()
+    torch.manual_seed(1)
+    for _ in range(5):
+        value = fn.sample()
+        again = expected.value(expected.index(value, fn), fn).to(value.dtype)
+        assert again.shape == value.shape and torch.equal(again, value)
+
+
+@each
+def test_index_takes_dimensions_in_front(make: Any, expected: Components) -> None:
+    fn = make()
+    value = fn.expand([4, *fn.batch_shape]).sample() if "Masked" not in type(fn).__name__ else fn.sample().expand(4, *fn.sample().shape)
+    assert expected.index(value, fn).shape == (4, *fn.batch_shape, expected.size)
+
+
+def test_value_of_a_single_component_without_batch() -> None:
+    split = Components("bernoulli", (), 2)
+    assert split.value(torch.tensor([1])).shape == ()
+
+
+def test_distribution_of_ones_own_can_be_registered() -> None:
+    class Mine(dist.Categorical):
+        pass
+
+    @finite_components.register(Mine)
+    def _mine(fn: Mine) -> None:
+        return None
+
+    assert finite_components(Mine(logits=LOGITS)) is None
+    assert finite_components(dist.Categorical(logits=LOGITS)) is not None
+
+
+def test_encode_real_is_odd_and_grows_slowly() -> None:
+    value = torch.tensor([-1e6, -1e-4, 0.0, 1e-4, 1e6])
+    found = encode_real(value)
+    torch.testing.assert_close(found, -encode_real(-value))
+    assert found[3] == pytest.approx(1e-4) and found[4] < 20.0
+
+
+def test_components_that_are_masked_one_by_one_are_none() -> None:
+    # Their costs do not follow from the logits and a mask of the batch.
+    fn = dist.Bernoulli(logits=LOGITS).mask(torch.tensor([True, False, True])).to_event(1)
+    assert finite_components(fn) is None
