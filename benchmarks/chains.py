@@ -3,15 +3,42 @@ r"""Chains of discrete sites: gradient error at equal wall-clock time, against t
 ``markov``: 8 states, ``x_t ~ Categorical(net(x_{t-1}, t))``, cost ``f(x_T)`` at the end. ``count``: binary,
 ``x_t ~ Bernoulli(net(x_1 + ... + x_{t-1}, t))``, cost ``T (mean x - 0.499)^2``. Both are plain Pyro programs; the
 gradient is that of minus the ELBO with uniform priors, so that every site also costs ``log q``.
+
+The guide and the critics train together with ``TraceBackpropQ_ELBO()``. At ten checkpoints both are frozen, and the
+error of one step's gradient is measured. A rival gets the wall-clock time of our step: as many particles as fit,
+and where that leaves a difference its error is scaled by the ratio of the times.
+
+    python benchmarks/chains.py [--full] [--seeds N] [--output DIRECTORY]
 """
 
 from __future__ import annotations
 
-import torch
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pyro
 import pyro.distributions as dist
-from pyro import poutine
+import torch
+from common import Row, arguments, flat, interleaved, median, progress, quartiles, table, write_csv, write_markdown
+from pyro.infer import ELBO, TraceGraph_ELBO
+from pyro.infer.enum import get_importance_trace
 from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+
+PARTICLES, LEARNING_RATE, HIDDEN = 1000, 1e-2, 32
+VECTORIZED = {"vectorize_particles": True, "max_plate_nesting": 0}
+
+
+class DoubleNet(nn.Sequential):
+    """A net in float64 that takes inputs of any precision."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The net's output."""
+        return super().forward(inputs.double())
 
 
 class Chain(nn.Module):
@@ -19,31 +46,44 @@ class Chain(nn.Module):
 
     Args:
         steps: Number of sites ``T``.
+        inputs: Inputs of the net.
+        outputs: Outputs of the net.
         seed: Seed of the initial weights and of the cost.
-        hidden: Hidden units.
     """
 
-    def __init__(self, steps: int, inputs: int, outputs: int, seed: int, hidden: int = 16) -> None:
+    def __init__(self, steps: int, inputs: int, outputs: int, seed: int) -> None:
         super().__init__()
         self.steps = steps
-        self.generator = torch.Generator().manual_seed(seed)
-        self.net = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+        generator = torch.Generator().manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, outputs))
+        self.baseline = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1), nn.Flatten(-2))
         with torch.no_grad():
             for parameter in self.net.parameters():
                 bound = parameter.shape[-1] ** -0.5
-                parameter.uniform_(-bound, bound, generator=self.generator)
+                parameter.uniform_(-bound, bound, generator=generator)
+        self.generator = generator
+        self.pyro_baseline = ""
 
-    def __deepcopy__(self, memo):
-        raise NotImplementedError
+    def options(self, inputs: Tensor) -> dict[str, object]:
+        """Options for ``TraceGraph_ELBO``'s baselines."""
+        if self.pyro_baseline == "average":
+            return {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
+        if self.pyro_baseline == "net":
+            return {"baseline": {"nn_baseline": self.baseline, "nn_baseline_input": inputs}}
+        return {}
 
     def gradient(self) -> Tensor:
         """The exact gradient, in float64."""
-        weights = {k: p.detach().double().requires_grad_() for k, p in self.net.named_parameters()}
+        net = self.double_net()
+        return flat(torch.autograd.grad(self.exact_loss(net), list(net.parameters())))
 
-        def net(x):
-            return torch.func.functional_call(self.net, weights, (x,))
+    def double_net(self) -> DoubleNet:
+        """A copy of the net in float64, for inputs of any precision."""
+        return DoubleNet(copy.deepcopy(self.net).double())
 
-        return flat(torch.autograd.grad(self.exact_loss(net), list(weights.values())))
+    def exact_loss(self, net: DoubleNet) -> Tensor:
+        """Minus the ELBO as a differentiable function of the net, in float64."""
+        raise NotImplementedError
 
 
 class Markov(Chain):
@@ -55,29 +95,33 @@ class Markov(Chain):
         self.cost = torch.randn(states, generator=self.generator)
 
     def inputs(self, state: Tensor, t: int) -> Tensor:
-        """One-hot state (a zero vector at the start, -1) and time in [-1, 1]."""
+        """One-hot state (zeros at the start, where it is -1) and time in [-1, 1]."""
         hot = state.unsqueeze(-1) == torch.arange(self.states)
         time = torch.full((*state.shape, 1), 2.0 * t / self.steps - 1.0)
         return torch.cat((hot.to(time.dtype), time), -1)
 
     def model(self) -> None:
+        """Uniform sites, and the cost of the last one."""
         logits = torch.zeros(self.states)
         for t in range(self.steps):
             x = pyro.sample(f"x_{t}", dist.Categorical(logits=logits))
         pyro.factor("cost", -self.cost[x])
 
     def guide(self) -> None:
+        """A chain of states."""
         pyro.module("net", self.net)
         x = torch.tensor(-1)
         for t in range(self.steps):
-            x = pyro.sample(f"x_{t}", dist.Categorical(logits=self.net(self.inputs(x, t))))
+            name, inputs = f"x_{t}", self.inputs(x, t)
+            x = pyro.sample(name, dist.Categorical(logits=self.net(inputs)), infer=self.options(inputs))
 
-    def tables(self, net) -> list[Tensor]:
+    def tables(self, net: DoubleNet) -> list[Tensor]:
         """``log q`` of every value in every state (the first row is the start), by step."""
         states = torch.arange(-1, self.states)
-        return [net(self.inputs(states, t).double()).log_softmax(-1) for t in range(self.steps)]
+        return [net(self.inputs(states, t)).log_softmax(-1) for t in range(self.steps)]
 
-    def exact_loss(self, net) -> Tensor:
+    def exact_loss(self, net: DoubleNet) -> Tensor:
+        """Forward over the distribution of the state."""
         now = torch.zeros(self.states + 1, dtype=torch.float64)
         now[0] = 1.0
         loss = torch.zeros((), dtype=torch.float64)
@@ -88,22 +132,19 @@ class Markov(Chain):
         return loss + now[1:] @ self.cost.double() + self.steps * torch.tensor(float(self.states)).log()
 
     def exact_q(self) -> list[Tensor]:
-        """Immediate plus remote cost at every (state, value), by step; detached."""
-        with torch.no_grad():
-            value, found = self.cost.double(), []
-            for log_q in reversed(self.tables(self.net.double())):
-                q = log_q + value
-                value = (log_q.exp() * q).sum(-1)[1:]
-                found.append(q)
-            self.net.float()
-            return found[::-1]
+        """Expected cost after every value in every state, the site's own ``log q`` included, by step."""
+        value, found = self.cost.double(), []
+        for log_q in reversed(self.tables(self.double_net())):
+            found.append(log_q + value)
+            value = (log_q.exp() * found[-1]).sum(-1)[1:]
+        return [q.detach().float() for q in reversed(found)]
 
     def ideal(self, particles: int) -> Tensor:
-        """Surrogate with the exact Q: what no critic can beat."""
+        """Loss whose gradient is the all-action gradient with the exact Q: what the best critic would give."""
         total, state = torch.zeros(()), torch.full((particles,), -1)
         for t, q in enumerate(self.exact_q()):
             log_q = self.net(self.inputs(state, t)).log_softmax(-1)
-            total = total + (log_q.exp() * q.float()[state + 1]).sum()
+            total = total + (log_q.exp() * q[state + 1]).sum()
             state = dist.Categorical(logits=log_q.detach()).sample()
         return total / particles
 
@@ -115,33 +156,37 @@ class Count(Chain):
         super().__init__(steps, 2, 1, seed)
 
     def inputs(self, count: Tensor, t: int) -> Tensor:
+        """Running mean and time in [-1, 1]."""
         mean = (2.0 * count / t - 1.0 if t else 0.0 * count).to(torch.get_default_dtype())
         return torch.stack((mean, torch.full_like(mean, 2.0 * t / self.steps - 1.0)), -1)
 
     def end_cost(self, count: Tensor) -> Tensor:
+        """The cost of a final count."""
         return self.steps * (count / self.steps - 0.499).square()
 
     def model(self) -> None:
+        """Fair coins, and the cost of their sum."""
         count = 0.0
         for t in range(self.steps):
             count = count + pyro.sample(f"x_{t}", dist.Bernoulli(logits=torch.zeros(())))
         pyro.factor("cost", -self.end_cost(count))
 
     def guide(self) -> None:
+        """A chain of coins that see the count so far."""
         pyro.module("net", self.net)
         count = torch.zeros(())
         for t in range(self.steps):
-            logits = self.net(self.inputs(count, t)).squeeze(-1)
-            count = count + pyro.sample(f"x_{t}", dist.Bernoulli(logits=logits))
+            inputs = self.inputs(count, t)
+            coin = dist.Bernoulli(logits=self.net(inputs).squeeze(-1))
+            count = count + pyro.sample(f"x_{t}", coin, infer=self.options(inputs))
 
-    def tables(self, net) -> list[Tensor]:
-        found = []
-        for t in range(self.steps):
-            logits = net(self.inputs(torch.arange(t + 1), t).double())
-            found.append(-torch.nn.functional.softplus(torch.cat((logits, -logits), -1)))
-        return found
+    def tables(self, net: DoubleNet) -> list[Tensor]:
+        """``log q`` of both values after every count, by step."""
+        logits = [net(self.inputs(torch.arange(t + 1), t)) for t in range(self.steps)]
+        return [-softplus(torch.cat((log_odds, -log_odds), -1)) for log_odds in logits]
 
-    def exact_loss(self, net) -> Tensor:
+    def exact_loss(self, net: DoubleNet) -> Tensor:
+        """Forward over the distribution of the count."""
         now, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         loss = torch.zeros((), dtype=torch.float64)
         for log_q in self.tables(net):
@@ -152,48 +197,288 @@ class Count(Chain):
         return loss + now @ self.end_cost(ends) + self.steps * torch.tensor(2.0).log()
 
     def exact_q(self) -> list[Tensor]:
-        with torch.no_grad():
-            value, found = self.end_cost(torch.arange(self.steps + 1, dtype=torch.float64)), []
-            for log_q in reversed(self.tables(self.net.double())):
-                q = log_q + torch.stack((value[:-1], value[1:]), -1)
-                value = (log_q.exp() * q).sum(-1)
-                found.append(q)
-            self.net.float()
-            return found[::-1]
+        """Expected cost after every value at every count, the site's own ``log q`` included, by step."""
+        value, found = self.end_cost(torch.arange(self.steps + 1, dtype=torch.float64)), []
+        for log_q in reversed(self.tables(self.double_net())):
+            found.append(log_q + torch.stack((value[:-1], value[1:]), -1))
+            value = (log_q.exp() * found[-1]).sum(-1)
+        return [q.detach().float() for q in reversed(found)]
 
     def ideal(self, particles: int) -> Tensor:
+        """Loss whose gradient is the all-action gradient with the exact Q: what the best critic would give."""
         total, count = torch.zeros(()), torch.zeros(particles)
         for t, q in enumerate(self.exact_q()):
             logits = self.net(self.inputs(count, t))
-            log_q = -torch.nn.functional.softplus(torch.cat((logits, -logits), -1))
-            total = total + (log_q.exp() * q.float()[count.long()]).sum()
+            log_q = -softplus(torch.cat((logits, -logits), -1))
+            total = total + (log_q.exp() * q[count.long()]).sum()
             count = count + torch.bernoulli(log_q[:, 1].detach().exp())
         return total / particles
 
 
-class LeaveOneOutELBO(pyro.infer.ELBO):
-    """Score function, cost-to-go minus its mean over the other particles, on Pyro's own traces."""
+class LeaveOneOutELBO(ELBO):
+    """Score function with the cost-to-go minus its mean over the other particles, and nothing else: a lean rival."""
 
     def _get_trace(self, model, guide, args, kwargs):
-        return pyro.infer.enum.get_importance_trace("flat", self.max_plate_nesting, model, guide, args, kwargs)
+        return get_importance_trace("flat", self.max_plate_nesting, model, guide, args, kwargs)
 
     def loss_and_grads(self, model, guide, *args, **kwargs):
-        (model_trace, guide_trace), = self._get_traces(model, guide, args, kwargs)
-        latents = [s for s in guide_trace.nodes.values() if s["type"] == "sample" and not s["is_observed"] and not s["infer"].get("_do_not_trace")]
-        latents = [s for s in latents if type(s["fn"]).__name__ != "_Subsample"]
+        """Adds the gradients; returns the loss."""
+        ((model_trace, guide_trace),) = self._get_traces(model, guide, args, kwargs)
+        names = [name for name in model_trace.nodes if name.startswith("x_")]
         shape = (self.num_particles,)
-        score = torch.stack([s["log_prob"].expand(shape) for s in latents])
+        score = torch.stack([guide_trace.nodes[name]["log_prob"].expand(shape) for name in names])
         with torch.no_grad():
-            later = score.detach().clone()
-            for i, site in enumerate(latents):
-                later[i] -= model_trace.nodes[site["name"]]["log_prob"].expand(shape)
-            later[-1] -= model_trace.nodes["cost"]["log_prob"].expand(shape)
-            cost = later.flip(0).cumsum(0).flip(0)
+            prior = torch.stack([model_trace.nodes[name]["log_prob"].expand(shape) for name in names])
+            cost = score.detach() - prior
+            cost[-1] -= model_trace.nodes["cost"]["log_prob"]
+            cost = cost.flip(0).cumsum(0).flip(0)
             centred = (cost - cost.mean(1, keepdim=True)) * (shape[0] / (shape[0] - 1.0))
-            loss = cost[0].mean().item()
         ((centred * score).sum() / shape[0]).backward()
-        return loss
+        return cost[0].mean().item()
 
 
-def flat(gradients) -> Tensor:
-    return torch.cat([g.detach().double().reshape(-1) for g in gradients])
+# Measuring.
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    Args:
+        lengths: Numbers of sites ``T``.
+        seeds: Number of seeds.
+        steps: Training steps; the ten checkpoints are spread evenly over them.
+        repeats: Gradients per checkpoint.
+        pyro_every: ``TraceGraph_ELBO`` and ``ScoreFunction`` are measured at every so-many-th checkpoint.
+        pyro_repeats: Gradients per such checkpoint.
+        nets: Steps that a ``nn_baseline`` is trained for, with the guide frozen, before it is measured.
+    """
+
+    lengths: tuple[int, ...]
+    seeds: int
+    steps: int
+    repeats: int
+    pyro_every: int
+    pyro_repeats: int
+    nets: int
+
+
+QUICK = Size((5, 50), seeds=2, steps=300, repeats=20, pyro_every=10, pyro_repeats=6, nets=0)
+FULL = Size((1, 2, 5, 10, 20, 50, 100), seeds=5, steps=1000, repeats=50, pyro_every=5, pyro_repeats=16, nets=40)
+
+
+def gradient_of(chain: Chain, call: Callable[[], object]) -> Tensor:
+    """The gradient that a call leaves in the net."""
+    chain.net.zero_grad(set_to_none=True)
+    call()
+    return flat(parameter.grad for parameter in chain.net.parameters())
+
+
+@dataclass(frozen=True)
+class Error:
+    """Error of one step's gradient at fixed parameters.
+
+    Args:
+        variance: Its total variance.
+        bias: Its squared bias, less what the finite number of repeats adds; may come out negative.
+        z: Squared distance of the mean from the exact gradient in units of its expectation; 1 if unbiased.
+    """
+
+    variance: float
+    bias: float
+    z: float
+
+    @classmethod
+    def of(cls, chain: Chain, exact: Tensor, call: Callable[[], object], repeats: int) -> Error:
+        """Measures a call that leaves gradients."""
+        gradients = torch.stack([gradient_of(chain, call) for _ in range(repeats)])
+        variance = float(gradients.var(0).sum())
+        distance = float((gradients.mean(0) - exact).square().sum())
+        return cls(variance, distance - variance / repeats, distance * repeats / max(variance, 1e-300))
+
+    @property
+    def mse(self) -> float:
+        """Variance plus squared bias."""
+        return self.variance + max(self.bias, 0.0)
+
+
+def fitting(ours: Callable[[], object], rival: Callable[[int], Callable[[], object]]) -> tuple[int, float, float]:
+    """How many particles of a rival fit in the time of our step.
+
+    Args:
+        ours: Our step.
+        rival: A step with so many particles.
+
+    Returns:
+        Number of particles, seconds of our step and of the rival's.
+    """
+    few, many = PARTICLES // 2, 2 * PARTICLES
+    seconds = interleaved({"ours": ours, "few": rival(few), "many": rival(many)}, 5)
+    slope = max((seconds["many"] - seconds["few"]) / (many - few), 1e-8)
+    number = int(few + (seconds["ours"] - seconds["few"]) / slope)
+    number = min(max(number, 2), 40 * PARTICLES)
+    seconds = interleaved({"ours": ours, "rival": rival(number)}, 7)
+    return number, seconds["ours"], seconds["rival"]
+
+
+def checkpoint(chain: Chain, elbo: TraceBackpropQ_ELBO, size: Size, at: int) -> Row:
+    """Freezes guide and critics and measures everybody."""
+    exact, programs = chain.gradient(), (chain.model, chain.guide)
+
+    def step_of(rival: ELBO) -> Callable[[], object]:
+        return lambda: rival.loss_and_grads(*programs)
+
+    def leave_one_out(particles: int) -> Callable[[], object]:
+        return step_of(LeaveOneOutELBO(num_particles=particles, **VECTORIZED))
+
+    learning = copy.deepcopy(elbo)
+    number, time, rival_time = fitting(step_of(learning), leave_one_out)
+    frozen = copy.deepcopy(elbo).eval()
+    ours = Error.of(chain, exact, step_of(frozen), size.repeats)
+    loo = Error.of(chain, exact, leave_one_out(number), size.repeats)
+    best = Error.of(chain, exact, lambda: chain.ideal(PARTICLES).backward(), size.repeats)
+    row: Row = {
+        "checkpoint": at,
+        "loss": float(chain.exact_loss(chain.double_net()).detach()),
+        "squared_gradient": float(exact @ exact),
+        "ms": 1e3 * time,
+        "variance": ours.variance,
+        "squared_bias": ours.bias,
+        "z": ours.z,
+        "mse": ours.mse,
+        "exact_q_variance": best.variance,
+        "loo_particles": number,
+        "loo_ms": 1e3 * rival_time,
+        "loo_mse": loo.mse * rival_time / time,
+        "loo_z": loo.z,
+        "score_mse": float("nan"),
+        "tracegraph_average_mse": float("nan"),
+        "tracegraph_net_mse": float("nan"),
+    }
+    if at % size.pyro_every == 0:
+        score = TraceBackpropQ_ELBO(num_particles=number, estimator=ScoreFunction(LeaveOneOut()), **VECTORIZED)
+        row["score_mse"] = equal_time(chain, exact, step_of(score), step_of(learning), size)
+        row["tracegraph_average_mse"] = tracegraph(chain, exact, "average", 10, step_of(learning), size)
+        if size.nets:
+            row["tracegraph_net_mse"] = tracegraph(chain, exact, "net", size.nets, step_of(learning), size)
+    return row
+
+
+def equal_time(
+    chain: Chain, exact: Tensor, rival: Callable[[], object], ours: Callable[[], object], size: Size
+) -> float:
+    """Squared error of a rival whose steps are averaged until our step's time is spent."""
+    seconds = interleaved({"ours": ours, "rival": rival}, 3)
+    return Error.of(chain, exact, rival, size.pyro_repeats).mse * seconds["rival"] / seconds["ours"]
+
+
+def tracegraph(
+    chain: Chain, exact: Tensor, baseline: str, warm_up: int, ours: Callable[[], object], size: Size
+) -> float:
+    """``TraceGraph_ELBO`` with a baseline that is first trained, uncounted, with the guide frozen."""
+    chain.pyro_baseline = baseline
+    elbo = TraceGraph_ELBO(num_particles=PARTICLES, **VECTORIZED)
+    optimizer = torch.optim.Adam(chain.baseline.parameters(), lr=3e-2)
+    for _ in range(warm_up):
+        optimizer.zero_grad()
+        elbo.loss_and_grads(chain.model, chain.guide)
+        optimizer.step()
+    found = equal_time(chain, exact, lambda: elbo.loss_and_grads(chain.model, chain.guide), ours, size)
+    chain.pyro_baseline = ""
+    return found
+
+
+def train(kind: type[Chain], steps: int, seed: int, size: Size) -> list[Row]:
+    """Trains guide and critics together, with ten checkpoints."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    chain = kind(steps, seed)
+    elbo = TraceBackpropQ_ELBO(num_particles=PARTICLES, **VECTORIZED)
+    optimizer = torch.optim.Adam(chain.net.parameters(), lr=LEARNING_RATE)
+    rows = []
+    for step in progress(range(1, size.steps + 1), f"{kind.__name__} T={steps} seed={seed}"):
+        optimizer.zero_grad()
+        elbo.loss_and_grads(chain.model, chain.guide)
+        optimizer.step()
+        if step % (size.steps // 10) == 0:
+            found = checkpoint(chain, elbo, size, 10 * step // size.steps)
+            rows.append({"chain": kind.__name__.lower(), "T": steps, "seed": seed, **found})
+    return rows
+
+
+# Reporting.
+
+
+def mean(rows: list[Row], name: str) -> float:
+    """Mean over the checkpoints at which a figure was measured."""
+    values = [row[name] for row in rows if row[name] == row[name]]
+    return sum(values) / len(values) if values else float("nan")
+
+
+def gain(rows: list[Row], name: str) -> float:
+    """Error of a rival over ours, each averaged over the checkpoints where the rival was measured."""
+    rows = [row for row in rows if row[name] == row[name]]
+    return mean(rows, name) / mean(rows, "mse") if rows else float("nan")
+
+
+RIVALS = {
+    "loo_mse": "leave-one-out",
+    "score_mse": "ScoreFunction(LeaveOneOut())",
+    "tracegraph_average_mse": "TraceGraph, decaying average",
+    "tracegraph_net_mse": "TraceGraph, nn_baseline",
+}
+
+
+def summary(rows: list[Row]) -> list[Row]:
+    """One row per chain and length; median and quartiles over seeds."""
+    found = []
+    for chain, steps in dict.fromkeys((row["chain"], row["T"]) for row in rows):
+        mine = [row for row in rows if (row["chain"], row["T"]) == (chain, steps)]
+        runs = [[row for row in mine if row["seed"] == seed] for seed in dict.fromkeys(row["seed"] for row in mine)]
+        entry: Row = {"chain": chain, "T": steps}
+        for name, text in RIVALS.items():
+            gains = [gain(run, name) for run in runs]
+            if all(value == value for value in gains):
+                entry[f"gain over {text}"] = quartiles(gains)
+            else:
+                entry[f"gain over {text}"] = "-"
+        entry["variance / squared gradient"] = quartiles(
+            [mean(run, "variance") / mean(run, "squared_gradient") for run in runs]
+        )
+        entry["variance / that with the exact Q"] = quartiles(
+            [mean(run, "variance") / max(mean(run, "exact_q_variance"), 1e-30) for run in runs]
+        )
+        entry["z of bias"] = median([mean(run, "z") for run in runs])
+        entry["ms"] = median([row["ms"] for row in mine])
+        entry["particles of leave-one-out"] = int(median([row["loo_particles"] for row in mine]))
+        found.append(entry)
+    return found
+
+
+def main() -> None:
+    """Measures, prints, writes ``chains.csv`` and ``chains.md``."""
+    options = arguments(__doc__)
+    size = FULL if options.full else QUICK
+    warnings.filterwarnings("ignore", module="pyro")
+    pyro.enable_validation(False)
+    rows: list[Row] = []
+    for steps in size.lengths:
+        for kind in (Markov, Count):
+            for seed in range(options.seeds or size.seeds):
+                rows += train(kind, steps, seed, size)
+                write_csv(options.output / "chains.csv", rows)
+    page = table(summary(rows))
+    print(page)
+    text = (
+        f"`TraceBackpropQ_ELBO(num_particles={PARTICLES}, vectorize_particles=True)`, the rest default; critics and "
+        f"guide (a net with {HIDDEN} hidden units for all steps, Adam {LEARNING_RATE}) trained together for "
+        f"{size.steps} steps. *Gain*: mean squared error of the rival's gradient over ours, each averaged over ten "
+        "checkpoints (the slow rivals: over those where they were measured), when the rival gets the wall-clock time "
+        "of our step, critics and their update included. Median over seeds, quartiles in brackets. *z of bias* is 1 "
+        "for an unbiased estimator. Exact gradient by dynamic programming in float64."
+    )
+    write_markdown(options.output / "chains.md", "Chains", [text, page])
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@ r"""Evaluates the critics of a step, and turns their targets into a regression l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,12 +27,14 @@ class CriticBatch:
         level: ``V`` in nats, ``(Q, M, plates)``, with the critics' gradient.
         advantage: ``A`` in nats, ``(Q, M, plates, D, K)``, with the critics' gradient, or ``None``.
         unit: Scale of the sites (subsampling), which targets are divided by.
+        writes: New running moments of the context features.
     """
 
     selection: Selection
     level: Tensor
     advantage: Tensor | None
     unit: Tensor
+    writes: tuple[Write, ...] = ()
 
 
 def evaluate_critics(
@@ -68,7 +70,7 @@ def evaluate_critics(
     selection = bank.select(_kind(spec.critic, shape), keys, make)
     if selection is None:
         return None
-    context = _context(layout, c, batches)
+    context, writes = _standardised(_context(layout, c, batches), selection)
     cells = _cells(layout, c, batches) if shape.cells else None
     output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells))
     if output.shape != (len(nodes), context.shape[1], shape.outputs):
@@ -77,7 +79,23 @@ def evaluate_critics(
             f"{tuple(output.shape)} instead of {(len(nodes), context.shape[1], shape.outputs)} "
             "(sites, rows, 1 + components * cardinality)."
         )
-    return _dueling(layout, c, batch, selection, output)
+    return replace(_dueling(layout, c, batch, selection, output), writes=writes)
+
+
+def _standardised(
+    context: Tensor, selection: Selection, decay: float = 0.95
+) -> tuple[Tensor, tuple[Write, ...]]:
+    """Context features in units of their spread in earlier steps, and the moments' writes."""
+    if not context.shape[-1]:
+        return context, ()
+    mean, square, count = (selection.read(name) for name in ("context_mean", "context_square", "count"))
+    writes = (
+        *selection.write("context_mean", update_mean(mean, context.mean(1), count, decay)),
+        *selection.write("context_square", update_mean(square, context.square().mean(1), count, decay)),
+    )
+    # A feature that hardly varied so far is held down, not blown up, when it moves.
+    spread = (square - mean.square()).clamp(min=1e-4).sqrt()
+    return ((context - mean.unsqueeze(1)) / spread.unsqueeze(1)).clamp(-6.0, 6.0), writes
 
 
 def _dueling(
@@ -133,11 +151,14 @@ def regression(
     level = update_mean(read("spread_level").square(), site_mean(outer.square()), count, decay).sqrt()
     step = update_mean(read("spread_advantage").square(), site_mean(inner), count, decay).sqrt()
     floor = 1e-3 * (new_mean.abs() + level) + torch.finfo(target.dtype).tiny
-    level, step = torch.maximum(level, floor), torch.maximum(step, floor)
+    step = torch.maximum(step, floor)
+    # The mean over particles moves less than they do: in its own unit it would drown their differences.
+    level = torch.maximum(level, step)
     loss = _loss(error, level.reshape(lead), step.reshape(lead), level_weight)
     # The first step only sets the statistics: its error is that of an unknown level.
     seen = (count > 0).to(loss.dtype)
     writes = [
+        *critic.writes,
         *critic.selection.write("mean", new_mean),
         *critic.selection.write("spread_level", level),
         *critic.selection.write("spread_advantage", step),
@@ -184,6 +205,9 @@ def _builder(
             raise OptionError(f"Sites {list(keys)}: {error}") from error
         ones = torch.ones(len(keys))
         buffers = {"mean": 0 * ones, "spread_level": ones.clone(), "spread_advantage": ones.clone()}
+        if shape.features:
+            buffers["context_mean"] = torch.zeros(len(keys), shape.features)
+            buffers["context_square"] = torch.ones(len(keys), shape.features)
         return Block(_kind(critic, shape), keys, module, {**buffers, "count": 0 * ones}).to(like.device, like.dtype)
 
     return make

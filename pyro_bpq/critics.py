@@ -15,6 +15,7 @@ References:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ class _Perceptron(nn.Module):
         sizes = [shape.features, *hidden, shape.outputs]
         self.weights = nn.ParameterList()
         self.biases = nn.ParameterList()
-        for i, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+        for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
             weight = torch.zeros(shape.sites, fan_in, fan_out)
             if i < len(hidden):
                 weight.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / fan_in))

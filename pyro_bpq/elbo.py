@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from pyro.infer import ELBO
 from pyro.infer.util import is_validation_enabled
-from pyro.poutine.util import prune_subsample_sites  # noqa: F401
 from pyro.util import check_if_enumerated, warn_if_nan
 from torch import Tensor, nn
 
@@ -32,7 +31,7 @@ __all__ = ["TraceBackpropQ_ELBO"]
 _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 
 
-class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
+class TraceBackpropQ_ELBO(ELBO, nn.Module):
     r"""ELBO whose gradients through non-reparameterised sites come from Backprop-Q.
 
     Each latent site of the guide gets a gradient estimator that fits it. By default: reparameterised sites the
@@ -118,7 +117,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         self._structure = StructureCache(structure)
         self._optimizer = None if learner is None else CriticOptimizer(learner)
         self._plans: dict[Any, Plan] = {}
-        self._last_plan: tuple[Any, StochasticComputationGraph, bool, Plan] | None = None
+        self._last_plan: tuple[Any, StochasticComputationGraph, tuple[bool, bool], Plan] | None = None
         self._cannot_flip: set[Any] = set()
         # What the last step taught, and of what was loaded the part for blocks that are yet to be built.
         self._waiting: tuple[list[Write], dict[str, Tensor]] | None = None
@@ -331,10 +330,16 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):  # noqa: N801 (Pyro's naming)
         """Applies what the last step taught."""
         if self._waiting is None:
             return
-        self._late, self._waiting = self._waiting, None
+        (writes, gradients), self._waiting = self._waiting, None
         self.num_steps += 1
-        for key in list(self.critics.blocks):
-            self._catch_up(key)
+        self.critics.commit(writes)
+        if self._optimizer is not None:
+            self._optimizer.step(self.critics, gradients)
+        built, late = self.critics.blocks, self._late
+        self._late = (
+            [*late[0], *(write for write in writes if write[0] not in built)],
+            {**late[1], **{name: g for name, g in gradients.items() if name.split(".")[0] not in built}},
+        )
 
     def _catch_up(self, key: str) -> None:
         """Applies to a block what is known for it; a block that is not there yet catches up when it is built."""

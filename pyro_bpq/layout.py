@@ -87,7 +87,8 @@ class ContextPlan:
         source: Position of the class.
         window: Positions ``(Q, W)`` in the class of the most recent members of each scope, latest first;
             the class's size where there are fewer.
-        rest: Matrix ``(Q, G)`` that averages the older members, or ``None``.
+        rest: Matrix ``(Q, G)`` that sums all members, over the square root of their number; ``None`` where the
+            window holds them all.
     """
 
     source: int
@@ -246,10 +247,10 @@ class Layout:
             rest = np.zeros((len(nodes), size), dtype=np.float32)
             for q, positions in enumerate(found):
                 window[q, : min(wide, len(positions))] = positions[:wide]
-                older = positions[wide:]
-                if older:
-                    rest[q, older] = 1.0 / len(older)
-            plans.append(ContextPlan(c, window, rest if rest.any() else None))
+                if positions:
+                    # The sum of all, not of the older ones only: a count is then one feature and not five.
+                    rest[q, positions] = len(positions) ** -0.5
+            plans.append(ContextPlan(c, window, rest if max(map(len, found)) > wide else None))
         return tuple(plans)
 
     @cached_property

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_bpq.bank import Block, CriticBank
 from pyro_bpq.errors import OptionError
 
-__all__ = ["CriticLearner", "CriticOptimizer"]
+__all__ = ["AveragedAdam", "CriticLearner", "CriticOptimizer"]
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class CriticLearner:
 
     Args:
         lr: Learning rate, in units of the spread of a critic's targets.
-        optimizer: Builds the optimiser from parameters and ``lr``; ``None`` for Adam.
+        optimizer: Builds the optimiser from parameters and ``lr``; ``None`` for :class:`AveragedAdam`.
         clip: Largest norm of each critic's gradient, or ``None``.
         level_weight: Weight of the level of ``Q`` against its differences within a data point.
     """
 
-    lr: float = 1e-2
+    lr: float = 0.1
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     clip: float | None = None
     level_weight: float = 0.1
@@ -42,7 +42,76 @@ class CriticLearner:
         """An optimiser of some critics."""
         if self.optimizer is not None:
             return self.optimizer(parameters, lr=self.lr)
-        return torch.optim.Adam(parameters, lr=self.lr, betas=(0.9, 0.99))
+        return AveragedAdam(parameters, lr=self.lr)
+
+
+class AveragedAdam(torch.optim.Optimizer):
+    r"""Adam whose iterates are averaged while it runs, so that a large step size leaves little noise.
+
+        z ← z - lr g / √v,   x ← x + c (z - x),   y = (1 - mix) z + mix x,   c = max(min(1, 3/n), floor)
+
+    Gradients ``g`` are taken at the parameters ``y``, which also serve as the result.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        decay: Weight of the past in the running square ``v`` of the gradient.
+        mix: Share of the average in ``y``.
+        floor: Smallest weight of an iterate in the average.
+        eps: Added to ``√v``.
+
+    References:
+        | The Road Less Scheduled (Defazio et al., 2024)
+        | https://arxiv.org/abs/2405.15682
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        decay: float = 0.99,
+        mix: float = 0.9,
+        floor: float = 0.03,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay, "mix": mix, "floor": floor, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step along ``.grad``.
+
+        Args:
+            closure: Recomputes the loss, as in any optimiser.
+
+        Returns:
+            What the closure returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p] = {"z": p.clone(), "x": p.clone(), "v": torch.zeros_like(p), "n": 0}
+                self.state[p]["n"] += 1
+            for n in sorted({self.state[p]["n"] for p in parameters}):
+                self._advance([p for p in parameters if self.state[p]["n"] == n], n, group)
+        return loss
+
+    def _advance(self, parameters: list[Tensor], n: int, group: Mapping[str, Any]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        z, x, v = ([self.state[p][name] for p in parameters] for name in "zxv")
+        torch._foreach_mul_(v, group["decay"])
+        torch._foreach_addcmul_(v, gradients, gradients, 1.0 - group["decay"])
+        scale = torch._foreach_sqrt(v)
+        torch._foreach_div_(scale, (1.0 - group["decay"] ** n) ** 0.5)
+        torch._foreach_add_(scale, group["eps"])
+        torch._foreach_addcdiv_(z, gradients, scale, -group["lr"])
+        torch._foreach_lerp_(x, z, max(min(1.0, 3.0 / n), group["floor"]))
+        torch._foreach_copy_(parameters, z)
+        torch._foreach_lerp_(parameters, x, group["mix"])
 
 
 class CriticOptimizer:

@@ -2,16 +2,14 @@ r"""Decides per site what is done: its estimator, its critic, and which of its c
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from pyro_bpq.config import SiteOptions
 from pyro_bpq.critics import Critic
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, Pathwise, RunningBaseline, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
-from pyro_bpq.features import Components
+from pyro_bpq.features import Components, finite_components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
 from pyro_bpq.layout import Layout, SiteSpec
@@ -182,7 +180,7 @@ class Planner:
         kinds = set() if name in traced.untraced else {"q"}
         prior, cost = traced.run.sites[name].prior, cost_of_model(name)
         if prior is not None and cost in immediate and graph.cost(cost).plates == graph.node(name).plates:
-            if _components(prior) == components and prior.batch_shape == traced.run.sites[name].fn.batch_shape:
+            if finite_components(prior) == components and prior.batch_shape == traced.run.sites[name].fn.batch_shape:
                 kinds.add("p")
         return kinds
 
@@ -236,17 +234,9 @@ class Planner:
         return BackpropQNetwork.build(graph, self.reduction, immediate=frozenset(known))
 
 
-def _components(fn: Any) -> Components | None:
-    from pyro_bpq.features import finite_components
-
-    return finite_components(fn)
-
-
 def _events(traced: TracedRun, cost: str) -> int:
     """Number of elements of an event of the site that a cost belongs to."""
     name = cost[len("-log p(") : -1]
     event: int = traced.model_trace.nodes[name]["fn"].event_shape.numel()
     return event
 
-
-Builder = Callable[[TracedRun], Plan]

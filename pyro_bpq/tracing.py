@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -155,7 +154,7 @@ class _Watch(Messenger):  # type: ignore[misc]
             raise UnsupportedProgramError(
                 f'Site {name!r} has infer={{"_do_not_trace": True}} and is sampled twice; give each a name of its own.'
             )
-        parts = ScoreParts(zero, score, 0.0)
+        parts = ScoreParts(zero, score, torch.zeros(()))
         self.untraced[name] = {**msg, "log_prob": zero, "log_prob_sum": zero.sum(), "score_parts": parts}
 
     def guide_sites(self, trace: Any) -> dict[str, Any]:
@@ -295,7 +294,8 @@ def _record(
             if _is_untraced(site):
                 untraced.append(name)
             sites[name] = _site(site, model_sites.get(name), chosen, info)
-        key.append((name, plates, tuple(site["fn"].event_shape), type(site["fn"]), _fingerprint(chosen), _is_untraced(site)))
+        kind = type(site["fn"])
+        key.append((name, plates, tuple(site["fn"].event_shape), kind, _fingerprint(chosen), _is_untraced(site)))
     for name, site in model_sites.items():
         if name not in sites and not site["is_observed"]:
             raise SiteNotFoundError(
@@ -357,8 +357,14 @@ def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:
     plates = []
     for frame in site["cond_indep_stack"]:
         if frame.vectorized and frame.name != PARTICLES:
-            plate = Plate(frame.name, frame.dim)
-            sizes[plate] = frame.size
+            plate, size = Plate(frame.name, frame.dim), frame.size
+            if size < 0:
+                # pyro.plate("rows") without a size broadcasts nothing: a site is in it as far as its shape says so.
+                shape = site["log_prob"].shape
+                size = shape[frame.dim] if -frame.dim <= len(shape) else 1
+                if size == 1:
+                    continue
+            sizes[plate] = size
             plates.append(plate)
     return tuple(sorted(plates)) if len(plates) > 1 else tuple(plates)
 
@@ -412,7 +418,8 @@ def _fingerprint(options: SiteOptions | None) -> tuple[Any, ...] | None:
     if options is None:
         return None
     width = None if options.context is None else options.context.shape[-1]
-    return (options.estimator, options.critic, options.share, width)
+    baseline = None if options.baseline is None else options.baseline.estimator()
+    return (options.estimator, options.critic, options.share, width, baseline)
 
 
 def dense_graph(traced: TracedRun) -> StochasticComputationGraph:

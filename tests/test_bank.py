@@ -21,7 +21,9 @@ class Weight(nn.Module):
 
 def make(kind: str = "k", width: int = 3) -> Callable[[tuple[str, ...]], Block]:
     def build(keys: tuple[str, ...]) -> Block:
-        return Block(kind, keys, Weight(len(keys), width), {"mean": torch.zeros(len(keys)), "gram": torch.zeros(len(keys), 2)})
+        return Block(
+            kind, keys, Weight(len(keys), width), {"mean": torch.zeros(len(keys)), "gram": torch.zeros(len(keys), 2)}
+        )
 
     return build
 

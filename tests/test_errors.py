@@ -67,7 +67,11 @@ def raised(elbo: TraceBackpropQ_ELBO, model: Any, guide: Any, *args: Any) -> Exc
 @pytest.mark.parametrize(
     ("estimator", "fn", "words"),
     [
-        (AllAction(), lambda: dist.Poisson(pyro.param("q", torch.tensor(0.3)).exp()), ["'z'", "Poisson", "ScoreFunction()"]),
+        (
+            AllAction(),
+            lambda: dist.Poisson(pyro.param("q", torch.tensor(0.3)).exp()),
+            ["'z'", "Poisson", "ScoreFunction()"],
+        ),
         (AllAction(), lambda: dist.Normal(pyro.param("q", torch.tensor(0.3)), 1.0), ["'z'", "Normal", "Pathwise()"]),
         (Pathwise(), coin, ["'z'", "Bernoulli", "AllAction()"]),
         (ScoreFunction(LeaveOneOut()), coin, ["'z'", "Bernoulli", "num_particles=2", "RunningBaseline()"]),
@@ -75,7 +79,9 @@ def raised(elbo: TraceBackpropQ_ELBO, model: Any, guide: Any, *args: Any) -> Exc
 )
 def test_estimator_that_a_site_cannot_use_raises(estimator: Any, fn: Any, words: list[str]) -> None:
     def model() -> None:
-        pyro.sample("z", dist.Poisson(1.3) if "Poisson" in words else coin() if "Bernoulli" in words else dist.Normal(0, 1))
+        pyro.sample(
+            "z", dist.Poisson(1.3) if "Poisson" in words else coin() if "Bernoulli" in words else dist.Normal(0, 1)
+        )
 
     pyro.clear_param_store()
     error = raised(TraceBackpropQ_ELBO(), model, guide_with(fn, estimator=estimator))
@@ -134,7 +140,10 @@ def test_latent_of_the_model_that_the_guide_lacks_raises() -> None:
 
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO()
-    with pytest.warns(UserWarning, match="Found vars in model but not guide"), pytest.raises(SiteNotFoundError) as caught:
+    with (
+        pytest.warns(UserWarning, match="Found vars in model but not guide"),
+        pytest.raises(SiteNotFoundError) as caught,
+    ):
         elbo.loss_and_grads(model, guide_with(coin))
     assert isinstance(caught.value, KeyError)
     for word in ("'w'", "['z']", 'pyro.sample("w"'):

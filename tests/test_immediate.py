@@ -59,7 +59,11 @@ def brute_force(case: Case, args: tuple[Any, ...], run: int, name: str) -> Tenso
     """The table of a site: each component of each plate row set alone to each of its values."""
     plan, components, traced, rollout, *_, graph = args
     one, split = traced[run], components[name]
-    values = {n: s["value"].detach() for n, s in one.model_trace.nodes.items() if s["type"] == "sample" and not s["is_observed"]}
+    values = {
+        n: s["value"].detach()
+        for n, s in one.model_trace.nodes.items()
+        if s["type"] == "sample" and not s["is_observed"]
+    }
     value, fn = values[name], one.run.sites[name].fn
     index = split.index(value, fn)
     particles = rollout.num_particles if rollout.is_vectorized else 1
@@ -170,7 +174,9 @@ def wrong_dimension_model() -> None:
 
 
 @pytest.mark.parametrize("exact", [True, "auto", False])
-@pytest.mark.parametrize("model", [reshaping_model, summing_model, matrix_model, branching_model, wrong_dimension_model])
+@pytest.mark.parametrize(
+    "model", [reshaping_model, summing_model, matrix_model, branching_model, wrong_dimension_model]
+)
 def test_models_that_do_not_broadcast_stay_unbiased(model: Callable[[], None], exact: Any) -> None:
     pyro.clear_param_store()
     pyro.set_rng_seed(0)

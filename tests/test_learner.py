@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bpq.bank import Block, CriticBank
-from pyro_bpq.learner import CriticLearner, CriticOptimizer
+from pyro_bpq.learner import AveragedAdam, CriticLearner, CriticOptimizer
 
 
 def bank_of(*kinds: str, rows: int = 2) -> CriticBank:
@@ -83,7 +83,7 @@ def test_load_state_dict_shares_no_tensor() -> None:
     fresh.step(twin, gradients(twin, 5.0))
     after = optimizer.state_dict()
     for key, state in before.items():
-        assert torch.equal(state["state"][0]["exp_avg"], after[key]["state"][0]["exp_avg"])
+        assert torch.equal(state["state"][0]["x"], after[key]["state"][0]["x"])
 
 
 def test_step_goes_on_after_a_move_to_another_dtype() -> None:
@@ -94,7 +94,7 @@ def test_step_goes_on_after_a_move_to_another_dtype() -> None:
     (weight,) = bank.weights().values()
     assert weight.dtype == torch.float32
     (state,) = optimizer.state_dict().values()
-    assert state["state"][0]["step"] == 2 and state["state"][0]["exp_avg"].dtype == torch.float32
+    assert state["state"][0]["n"] == 2 and state["state"][0]["x"].dtype == torch.float32
 
 
 def test_forget_drops_an_optimiser() -> None:
@@ -104,9 +104,9 @@ def test_forget_drops_an_optimiser() -> None:
     assert optimizer.state_dict() == {}
 
 
-def test_make_gives_adam() -> None:
+def test_make_gives_averaged_adam() -> None:
     made = CriticLearner(lr=0.3).make([torch.zeros(1, requires_grad=True)])
-    assert isinstance(made, torch.optim.Adam) and made.param_groups[0]["lr"] == 0.3
+    assert isinstance(made, AveragedAdam) and made.param_groups[0]["lr"] == 0.3
 
 
 @pytest.mark.parametrize("lr", [0.0, -1.0])

@@ -60,9 +60,7 @@ def test_lambda_return_of_worked_case_3_in_numbers() -> None:
 # Worked case 4: X1 -> X2 -> X3 -> X4, f_a(X2, X3), f_b(X3, X4), bypass edges removed.
 
 CASE_4 = BackpropQNetwork.build(
-    Graph.from_parents(
-        {"x1": [], "x2": ["x1"], "x3": ["x2"], "x4": ["x3"]}, {"fa": ["x2", "x3"], "fb": ["x3", "x4"]}
-    ),
+    Graph.from_parents({"x1": [], "x2": ["x1"], "x3": ["x2"], "x4": ["x3"]}, {"fa": ["x2", "x3"], "fb": ["x3", "x4"]}),
     "chain",
     immediate="learned",
 )
@@ -128,9 +126,7 @@ def test_lambda_return_of_a_chain_is_the_recursion_of_reinforcement_learning(
 
 def random_network(draw: Any) -> BackpropQNetwork:
     size = draw(st.integers(1, 5))
-    nodes = {
-        f"x{i}": [f"x{j}" for j in range(i) if draw(st.booleans())] for i in range(size)
-    }
+    nodes = {f"x{i}": [f"x{j}" for j in range(i) if draw(st.booleans())] for i in range(size)}
     costs = {
         f"f{k}": draw(st.lists(st.sampled_from(sorted(nodes)), min_size=1, max_size=3, unique=True))
         for k in range(draw(st.integers(1, 4)))

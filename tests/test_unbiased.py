@@ -78,7 +78,7 @@ QUICK_OPTIONS = frozenset(
 QUICK_PAIRS = frozenset(["fork", "plate", "discrete_above_reparam", "dynamic_sites"])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def exact(name: str) -> dict[str, Tensor]:
     case = BY_NAME[name]
     case.params()
@@ -110,7 +110,10 @@ def one_particle() -> Iterator[Any]:
         for name, options in ONE_PARTICLE.items():
             if name == "tabular_critic" and case.name in NOT_TABULAR:
                 continue
-            is_quick = case.name in QUICK and name in QUICK_OPTIONS or (case.name, name) == ("chain", "tabular_critic")
+            is_quick = (case.name in QUICK and name in QUICK_OPTIONS) or (case.name, name) == (
+                "chain",
+                "tabular_critic",
+            )
             marks = () if is_quick else (pytest.mark.slow,)
             yield pytest.param(case, options, id=f"{case.name}-{name}", marks=marks)
 
@@ -236,7 +239,9 @@ def masked_model() -> None:
     with pyro.plate("rows", 3):
         with poutine.mask(mask=torch.tensor([True, True, False])):
             a = pyro.sample("a", dist.Bernoulli(torch.tensor([0.3, 0.6, 0.2])).mask(torch.tensor([False, True, True])))
-        b = pyro.sample("b", dist.Bernoulli(torch.full((3, 2), 0.4)).to_event(1).mask(torch.tensor([True, False, True])))
+        b = pyro.sample(
+            "b", dist.Bernoulli(torch.full((3, 2), 0.4)).to_event(1).mask(torch.tensor([True, False, True]))
+        )
         pyro.sample("x", dist.Normal(a + b.sum(-1), 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
 
 

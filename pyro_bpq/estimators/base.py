@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -125,7 +125,3 @@ def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float) -> Tensor
 def site_mean(value: Tensor) -> Tensor:
     """Mean over everything but the site axis."""
     return value.flatten(1).mean(1)
-
-
-def _unused(*_: Any) -> None:
-    """Keeps the protocol's names in one place."""

@@ -2,8 +2,11 @@ r"""The score function with a baseline that the user supplies: Pyro's ``infer={"
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
+
+from torch import Tensor
 
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.baselines import RunningBaseline
@@ -45,7 +48,8 @@ class PyroBaseline:
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred cost-to-go times ``log q``, and the loss of the baseline."""
         assert context.baseline is not None
-        cost, statistics = context.cost, {}
+        cost = context.cost
+        statistics: Mapping[str, Tensor] = {}
         if self.decay is not None:
             cost, statistics = RunningBaseline(self.decay)(cost, context.statistics, context.count)
         residual = cost - context.baseline

@@ -85,11 +85,11 @@ def part_discrete(data: Tensor) -> None:
 
 def test_list_of_autoguide_and_discrete_guide() -> None:
     def discrete(data: Tensor) -> None:
-        with pyro.plate("more_rows", len(data)):
+        with guide.plates["rows"]:
             coin("z", pyro.param("qz", torch.zeros(5)))
 
     guide = AutoGuideList(part_discrete)
-    guide.append(AutoNormal(poutine.block(part_discrete, hide=["z"])))
+    guide.append(AutoNormal(poutine.block(part_discrete, expose=["loc"])))
     guide.append(discrete)
     svi = SVI(part_discrete, guide, Adam({"lr": 0.05}), TraceBackpropQ_ELBO(num_particles=2))
     losses = [svi.step(DATA) for _ in range(20)]
@@ -181,9 +181,7 @@ def test_optimisers_of_pyro(optimiser: str) -> None:
     made = {
         "per_param": lambda: Adam(lambda name: {"lr": 0.1 if "tower" in name else 0.01}),
         "clipped": lambda: ClippedAdam({"lr": 0.01, "clip_norm": 1.0, "lrd": 0.99}),
-        "scheduled": lambda: ExponentialLR(
-            {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.01}, "gamma": 0.9}
-        ),
+        "scheduled": lambda: ExponentialLR({"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.01}, "gamma": 0.9}),
         "clip_args": lambda: Adam({"lr": 0.01}, {"clip_norm": 1.0}),
     }[optimiser]()
     svi = SVI(Model(), Guide(), made, TraceBackpropQ_ELBO())

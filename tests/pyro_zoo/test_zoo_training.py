@@ -26,9 +26,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=list(OPTIONS))
-def elbo(request: pytest.FixtureRequest) -> TraceBackpropQ_ELBO:
-    return TraceBackpropQ_ELBO(**OPTIONS[request.param])
+def each_elbo(*names: str) -> pytest.MarkDecorator:
+    """Parametrises a test over ``options`` of the ELBO."""
+    return pytest.mark.parametrize("options", [pytest.param(OPTIONS[n], id=n) for n in names or OPTIONS])
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def serves(elbo: TraceBackpropQ_ELBO, each: Animal) -> None:
         pytest.skip("does not vectorise")
 
 
-class only_pyros:  # noqa: N801
+class only_pyros:
     """Lets only the warnings through that Pyro's own ELBOs give for this animal."""
 
     def __init__(self, each: Animal) -> None:
@@ -66,8 +66,10 @@ def assert_finite(tensors: dict[str, Tensor]) -> None:
         assert tensor.grad is None or torch.isfinite(tensor.grad).all(), name
 
 
+@each_elbo()
 @each_animal()
-def test_svi(each: Animal, elbo: TraceBackpropQ_ELBO) -> None:
+def test_svi(each: Animal, options: dict[str, Any]) -> None:
+    elbo = TraceBackpropQ_ELBO(**options)
     serves(elbo, each)
     svi = SVI(*each.programs(), Adam({"lr": 0.01}), elbo)
     with only_pyros(each):
@@ -76,8 +78,10 @@ def test_svi(each: Animal, elbo: TraceBackpropQ_ELBO) -> None:
     assert_finite(dict(pyro.get_param_store().named_parameters()))
 
 
+@each_elbo("default", "vectorised", "user_trains")
 @each_animal()
-def test_module_with_a_torch_optimiser(each: Animal, elbo: TraceBackpropQ_ELBO) -> None:
+def test_module_with_a_torch_optimiser(each: Animal, options: dict[str, Any]) -> None:
+    elbo = TraceBackpropQ_ELBO(**options)
     serves(elbo, each)
     with pyro.settings.context(module_local_params=True), only_pyros(each):
         fit = elbo(Host(each.model), Host(each.guide))
@@ -98,8 +102,10 @@ def test_module_with_a_torch_optimiser(each: Animal, elbo: TraceBackpropQ_ELBO) 
     assert {n for n, _ in copied.named_parameters()} <= {n for n, _ in fit.named_parameters()}
 
 
+@each_elbo("two", "user_trains")
 @each_animal()
-def test_evaluation_changes_nothing(each: Animal, elbo: TraceBackpropQ_ELBO) -> None:
+def test_evaluation_changes_nothing(each: Animal, options: dict[str, Any]) -> None:
+    elbo = TraceBackpropQ_ELBO(**options)
     serves(elbo, each)
     svi = SVI(*each.programs(), Adam({"lr": 0.01}), elbo)
     with only_pyros(each):
@@ -116,7 +122,8 @@ def test_evaluation_changes_nothing(each: Animal, elbo: TraceBackpropQ_ELBO) -> 
     assert {n for n in before if "store" not in n} == {n for n in after if "store" not in n}
     assert not [n for n in after.keys() - before.keys() if "critics" in n]
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(tensor.grad is grads[name] for name, tensor in pyro.get_param_store().named_parameters() if name in grads)
+    leaves = dict(pyro.get_param_store().named_parameters())
+    assert all(leaves[name].grad is grad for name, grad in grads.items())
 
 
 def state(elbo: TraceBackpropQ_ELBO) -> dict[str, Tensor]:
@@ -125,8 +132,10 @@ def state(elbo: TraceBackpropQ_ELBO) -> dict[str, Tensor]:
     return tensors
 
 
+@each_elbo("default", "two", "vectorised")
 @each_animal(lambda each: each.name not in ("untraced",))  # TraceGraph_ELBO raises a KeyError
-def test_loss_and_draws_are_pyros(each: Animal, elbo: TraceBackpropQ_ELBO) -> None:
+def test_loss_and_draws_are_pyros(each: Animal, options: dict[str, Any]) -> None:
+    elbo = TraceBackpropQ_ELBO(**options)
     serves(elbo, each)
     stock = TraceGraph_ELBO(elbo.num_particles, 2, vectorize_particles=elbo.vectorize_particles)
     elbo.max_plate_nesting = stock.max_plate_nesting

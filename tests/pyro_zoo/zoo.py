@@ -144,6 +144,19 @@ def one_plate(p: Param, data: Tensor) -> None:
         see("x", p("mean", 0.2) + coin("z", p("prior", 0.0)), data)
 
 
+def unsized_plate_guide(p: Param, data: Tensor) -> None:
+    with pyro.plate("rows"):
+        coin("z", p("slope", 0.4) * data)
+        coin("w", p("shift", 0.1))
+
+
+@animal(unsized_plate_guide, BATCHES)
+def unsized_plate(p: Param, data: Tensor) -> None:
+    with pyro.plate("rows"):
+        w = coin("w", p("pw", 0.0))
+        see("x", p("mean", 0.2) + coin("z", p("prior", torch.zeros(1)).expand(data.shape)) * w, data)
+
+
 def nested_plates_guide(p: Param) -> None:
     with pyro.plate("outer", 3, dim=-2):
         a = coin("a", p("qa", 0.2))

@@ -1,0 +1,114 @@
+"""What the benchmarks share: interleaved timing, the machine, result files."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+RESULTS = Path(__file__).parent / "results"
+
+Row = dict[str, Any]
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """Options of every benchmark: quick by default.
+
+    Args:
+        description: Text of ``--help``.
+
+    Returns:
+        ``full``, ``seeds``, ``output``.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="the published figures instead of the quick check")
+    parser.add_argument("--seeds", type=int, default=None, help="number of seeds")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def machine() -> str:
+    """Processor, threads and versions, in a line."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        name = models[0].split(":")[1].strip() if models else name
+    return (
+        f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) used, Python "
+        f"{platform.python_version()}, torch {torch.__version__}, Pyro {pyro.__version__}"
+    )
+
+
+def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median wall-clock seconds of functions that take turns, so that all see the same machine.
+
+    Args:
+        functions: What to time, by name.
+        rounds: Number of calls of each.
+
+    Returns:
+        Seconds by name.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: median(taken) for name, taken in seconds.items()}
+
+
+def median(values: Iterable[float]) -> float:
+    """The median."""
+    return float(torch.tensor(list(values), dtype=torch.float64).quantile(0.5))
+
+
+def quartiles(values: Iterable[float]) -> str:
+    """Median and quartiles as text."""
+    low, middle, high = torch.tensor(list(values), dtype=torch.float64).quantile(
+        torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    )
+    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+
+
+def flat(gradients: Iterable[Tensor]) -> Tensor:
+    """Gradients as one vector in float64."""
+    return torch.cat([gradient.detach().double().reshape(-1) for gradient in gradients])
+
+
+def progress(items: Sequence[Any], text: str) -> Iterable[Any]:
+    """A progress bar."""
+    return tqdm(items, desc=text, leave=False, mininterval=1.0)
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Writes rows with the columns of the first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table with the columns of the first row."""
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write_markdown(path: Path, title: str, parts: Sequence[str]) -> None:
+    """Writes a page: title, machine, parts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n\n".join((f"# {title}", *parts, f"Machine: {machine()}.")) + "\n")

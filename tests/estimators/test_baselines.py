@@ -1,0 +1,58 @@
+"""Baselines by hand numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyro_bpq.estimators import LeaveOneOut, RunningBaseline
+from pyro_bpq.estimators.base import site_mean, update_mean
+from pyro_bpq.estimators.baselines import leave_one_out
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:
+    cost = torch.tensor([[1.0, 4.0, 10.0]])
+    assert leave_one_out(cost).tolist() == [[1.0 - 7.0, 4.0 - 5.5, 10.0 - 2.5]]
+
+
+def test_leave_one_out_is_per_row_and_site() -> None:
+    cost = torch.arange(12.0).reshape(2, 2, 3)
+    assert leave_one_out(cost)[:, 0].tolist() == [[-3.0] * 3] * 2
+
+
+def test_leave_one_out_alone_is_the_running_mean() -> None:
+    cost, statistics, count = torch.full((1, 1, 2), 5.0), {"baseline": torch.tensor([2.0])}, torch.tensor([3.0])
+    centred, new = LeaveOneOut()(cost, statistics, count)
+    assert centred.tolist() == [[[3.0, 3.0]]] and new["baseline"].tolist() == [2.75]
+
+
+def test_running_baseline_subtracts_what_was_before() -> None:
+    baseline = RunningBaseline(decay=0.5)
+    statistics, count = {"baseline": torch.zeros(2)}, torch.zeros(2)
+    seen = []
+    for value in ([4.0, 1.0], [8.0, 2.0], [2.0, 3.0]):
+        cost = torch.tensor(value).reshape(2, 1)
+        centred, statistics = baseline(cost, statistics, count)  # type: ignore[assignment]
+        count = count + 1
+        seen.append(centred.flatten().tolist())
+    # Means: 0, then 4, then (4 + 8) / 2 = 6; from then on with weight 1 - decay.
+    assert seen == [[4.0, 1.0], [4.0, 1.0], [-4.0, 1.5]]
+    assert statistics["baseline"].tolist() == [4.0, 2.25]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
+def test_update_mean_is_the_plain_mean_at_first(decay: float) -> None:
+    mean, values = torch.zeros(1), [3.0, 5.0, 10.0]
+    for count, value in enumerate(values):
+        mean = update_mean(mean, torch.tensor([value]), torch.tensor([float(count)]), decay)
+    expected = {0.0: 10.0, 0.5: (4.0 + 10.0) / 2, 0.99: 6.0}[decay]
+    assert mean.tolist() == pytest.approx([expected])
+
+
+def test_update_mean_takes_vectors() -> None:
+    found = update_mean(torch.zeros(2, 3), torch.ones(2, 3), torch.tensor([0.0, 1.0]), 0.9)
+    assert found.tolist() == [[1.0] * 3, [0.5] * 3]
+
+
+def test_site_mean_keeps_the_sites() -> None:
+    assert site_mean(torch.arange(12.0).reshape(2, 2, 3)).tolist() == [2.5, 8.5]

@@ -1,0 +1,193 @@
+"""Pyro's baseline options against ``TraceGraph_ELBO``, which they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, TraceGraph_ELBO
+from pyro.optim import Adam
+from torch import Tensor, nn
+
+from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.errors import OptionError, PlateError
+
+DATA = torch.tensor([0.3, -0.8, 1.4], dtype=torch.float64)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.linear(x.unsqueeze(-1)).squeeze(-1)
+        return value
+
+
+def make(kind: str) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A model and guide whose site ``z`` has a baseline; the parameters are put into a cleared store."""
+    pyro.clear_param_store()
+    torch.manual_seed(0)
+    net = Net()
+    shift = pyro.param("shift", torch.tensor(0.4))
+
+    def baseline() -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        if "net" in kind:
+            # A value that needs a gradient itself: the input must be cut off.
+            given = {"nn_baseline": net, "nn_baseline_input": shift * DATA}
+        if "value" in kind:
+            given = {"baseline_value": net(DATA)}
+        if "average" in kind:
+            given |= {"use_decaying_avg_baseline": True, "baseline_beta": 0.8}
+        return given
+
+    def model() -> None:
+        g = pyro.sample("g", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 3):
+            z = pyro.sample("z", dist.Poisson(pyro.param("rate", torch.tensor(1.2)).abs()))
+            pyro.sample("x", dist.Normal(z + g, 0.9), obs=DATA)
+
+    def guide() -> None:
+        pyro.module("net", net)
+        loc = pyro.param("loc", torch.tensor(0.2))
+        # A site that is not reparameterised above the plate: its costs are sums over the rows.
+        pyro.sample("g", dist.Normal(loc, 1.0).has_rsample_(False))
+        rate = (pyro.param("shift", shift) * DATA + 1.5).abs()
+        with pyro.plate("rows", 3):
+            pyro.sample("z", dist.Poisson(rate), infer={"baseline": baseline()})
+
+    return model, guide
+
+
+def gradients(elbo: Any, kind: str, steps: int = 1, seed: int = 3) -> dict[str, Tensor]:
+    model, guide = make(kind)
+    pyro.set_rng_seed(seed)
+    for _ in range(steps):
+        for leaf in dict(pyro.get_param_store().named_parameters()).values():
+            leaf.grad = None
+        elbo.loss_and_grads(model, guide)
+    leaves = dict(pyro.get_param_store().named_parameters())
+    return {name: leaf.grad for name, leaf in leaves.items() if not name.startswith("__baseline")}
+
+
+@pytest.mark.parametrize("kind", ["", "net", "value"])
+@pytest.mark.parametrize("particles", [1, 3])
+def test_gradients_are_those_of_tracegraph(kind: str, particles: int) -> None:
+    ours = TraceBackpropQ_ELBO(particles, estimator=ScoreFunction())
+    for seed in range(4):
+        found, expected = gradients(ours, kind, seed=seed), gradients(TraceGraph_ELBO(particles), kind, seed=seed)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["average", "average net", "average value"])
+def test_first_step_of_the_average_is_that_of_tracegraph(kind: str) -> None:
+    ours = TraceBackpropQ_ELBO(estimator=ScoreFunction())
+    torch.testing.assert_close(gradients(ours, kind), gradients(TraceGraph_ELBO(), kind))
+    again = gradients(ours, kind, seed=4)
+    assert not torch.equal(
+        again["shift"], gradients(TraceBackpropQ_ELBO(estimator=ScoreFunction()), kind, seed=4)["shift"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["net", "value", "average", "average net"])
+def test_default_estimator_honours_the_options(kind: str) -> None:
+    found = gradients(TraceBackpropQ_ELBO(critic=None), kind, steps=9)
+    plain = gradients(TraceBackpropQ_ELBO(critic=None), "", steps=9)
+    assert not torch.equal(found["shift"], plain["shift"])
+    assert ("net" in kind or kind == "value") == (found["net$$$linear.weight"] is not None)
+
+
+@pytest.mark.parametrize("kind", ["net", "value"])
+def test_users_optimiser_trains_the_baseline(kind: str) -> None:
+    model, guide = make(kind)
+    svi = SVI(model, guide, Adam({"lr": 0.1}), TraceBackpropQ_ELBO())
+    before = pyro.param("shift").item()
+    weight = None
+    for _ in range(60):
+        svi.step()
+        weight = weight if weight is not None else pyro.param("net$$$linear.bias").item()
+    assert pyro.param("net$$$linear.bias").item() < weight - 1.0  # the costs are some nats: the rewards are negative
+    assert pyro.param("shift").item() != before
+
+
+def test_evaluation_does_not_ask_the_network() -> None:
+    model, _ = make("net")
+
+    def raises() -> None:
+        def network(_: Tensor) -> Tensor:
+            raise AssertionError
+
+        with pyro.plate("rows", 3):
+            pyro.sample("z", dist.Poisson(1.0), infer={"baseline": {"nn_baseline": network, "nn_baseline_input": DATA}})
+        pyro.sample("g", dist.Normal(0.0, 1.0))
+
+    elbo = TraceBackpropQ_ELBO()
+    elbo.loss(model, raises)
+    with pytest.raises(AssertionError):
+        elbo.loss_and_grads(model, raises)
+
+
+def guide_with(**options: Any) -> Callable[[], None]:
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(pyro.param("q", torch.tensor(0.4))), **options)
+
+    return guide
+
+
+def model() -> None:
+    pyro.sample("x", dist.Normal(pyro.sample("z", dist.Bernoulli(0.5)), 1.0), obs=torch.tensor(0.3))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"decaying": True}, "'z'.*decaying.*use_decaying_avg_baseline"),
+        ({"nn_baseline": Net()}, "'z'.*nn_baseline_input"),
+        ({"nn_baseline": Net(), "nn_baseline_input": DATA, "baseline_value": DATA}, "'z'.*not both"),
+        ({"use_decaying_avg_baseline": True, "baseline_beta": 1.0}, "'z'.*baseline_beta"),
+        (True, "'z'.*dictionary"),
+    ],
+)
+def test_wrong_options_raise(options: Any, text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        TraceBackpropQ_ELBO().loss_and_grads(model, guide_with(infer={"baseline": options}))
+
+
+def test_wrong_shape_raises() -> None:
+    given = {"baseline": {"baseline_value": torch.zeros(3)}, "bpq": {"estimator": ScoreFunction()}}
+    with pytest.raises(PlateError, match=r"'z'.*\(3,\).*\(\)"):
+        TraceBackpropQ_ELBO().loss_and_grads(model, guide_with(infer=given))
+
+
+def test_what_the_site_chooses_itself_comes_first() -> None:
+    """Another estimator ignores the baseline; a baseline of the site's own estimator stays."""
+    value = {"baseline_value": torch.full((), 50.0)}
+
+    def gradient(particles: int = 1, **infer: Any) -> Tensor:
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        TraceBackpropQ_ELBO(particles).loss_and_grads(model, guide_with(infer=infer))
+        leaf = dict(pyro.get_param_store().named_parameters())["q"]
+        assert leaf.grad is not None
+        return leaf.grad
+
+    assert torch.equal(gradient(baseline=value), gradient())  # finite: AllAction by default
+    own = {"bpq": {"estimator": AllAction()}}
+    assert torch.equal(gradient(baseline=value, **own), gradient(**own))
+    own = {"bpq": {"estimator": ScoreFunction(LeaveOneOut())}}
+    assert torch.equal(gradient(2, baseline=value, **own), gradient(2, **own))
+    own = {"bpq": {"estimator": ScoreFunction()}}
+    assert not torch.equal(gradient(baseline=value, **own), gradient(**own))
+
+
+def test_one_elbo_may_serve_a_site_with_and_without_a_baseline() -> None:
+    elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction())
+    for kind in ("net", "", "value", "average", "average net", ""):
+        found = gradients(elbo, kind)
+        assert ("net" in kind or "value" in kind) == (found["net$$$linear.weight"] is not None)

@@ -1,0 +1,117 @@
+"""Steps of an ELBO at fixed parameters, and equality of nested state; for the tests of ELBO objects."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from models import BY_NAME, Case
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor, nn
+
+from pyro_bpq import CriticLearner, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
+
+CHAIN = BY_NAME["chain"]
+
+
+def run(
+    elbo: TraceBackpropQ_ELBO, case: Case = CHAIN, steps: int = 10, seed: int | None = 0
+) -> list[dict[str, Tensor]]:
+    """Gradients of some steps at fixed parameters."""
+    case.params()
+    if seed is not None:
+        pyro.set_rng_seed(seed)
+    return [step(elbo, case) for _ in range(steps)]
+
+
+def step(elbo: TraceBackpropQ_ELBO, case: Case = CHAIN, through_loss: bool = False) -> dict[str, Tensor]:
+    leaves = dict(pyro.get_param_store().named_parameters())
+    for leaf in leaves.values():
+        leaf.grad = None
+    if through_loss:
+        elbo.differentiable_loss(case.model, case.guide, *case.args).backward()
+    else:
+        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    leaves = dict(pyro.get_param_store().named_parameters())
+    return {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
+        for name, leaf in leaves.items()
+        if not name.startswith("bpq_critics")
+    }
+
+
+def state_of(elbo: nn.Module) -> dict[str, Any]:
+    return copy.deepcopy(dict(elbo.state_dict()))
+
+
+def assert_equal(left: Any, right: Any, path: str = "") -> None:
+    """Equality of nested state, tensors bit by bit."""
+    assert type(left) is type(right), path
+    if isinstance(left, Tensor):
+        assert torch.equal(left, right), path
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), path
+        for key in left:
+            assert_equal(left[key], right[key], f"{path}/{key}")
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right), path
+        for i, pair in enumerate(zip(left, right, strict=True)):
+            assert_equal(*pair, f"{path}/{i}")
+    else:
+        assert left == right, path
+
+
+def is_equal(left: Any, right: Any) -> bool:
+    try:
+        assert_equal(left, right)
+    except AssertionError:
+        return False
+    return True
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no_learner": {"learner": None},
+    "two_particles": {"num_particles": 2},
+    "vectorised": {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 0},
+    "running_baseline": {"estimator": ScoreFunction(RunningBaseline())},
+    "clip": {"learner": CriticLearner(lr=0.1, clip=0.5)},
+}
+
+
+class Model(PyroModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.tensor(0.4))
+        self.table = PyroParam(torch.tensor([[0.3, -0.6], [0.9, 0.2]]))
+
+    def forward(self, data: Tensor) -> None:
+        with pyro.plate("rows", len(data)):
+            a = pyro.sample("a", dist.Bernoulli(logits=self.shift)).long()
+            b = pyro.sample("b", dist.Categorical(logits=self.table[a]))
+            pyro.sample("x", dist.Normal(1.3 * a + b, 0.7), obs=data)
+
+
+class Guide(PyroModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, 1)
+        self.second = nn.Linear(2, 2)
+
+    def forward(self, data: Tensor) -> None:
+        with pyro.plate("rows", len(data)):
+            x = data.unsqueeze(-1)
+            a = pyro.sample("a", dist.Bernoulli(logits=self.first(x).squeeze(-1)))
+            pyro.sample("b", dist.Categorical(logits=self.second(torch.cat((x, a.unsqueeze(-1)), -1))))
+
+
+DATA = torch.tensor([0.2, 1.9, -0.4, 2.6, 0.9], dtype=torch.float64)
+
+
+def module(elbo: TraceBackpropQ_ELBO) -> nn.Module:
+    pyro.clear_param_store()
+    torch.manual_seed(0)
+    return elbo(Model(), Guide())

@@ -1,0 +1,199 @@
+"""Classes of like-shaped sites and the matrices between them, against the graph's own queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_bpq.critics import MLPCritic
+from pyro_bpq.estimators import AllAction, Pathwise
+from pyro_bpq.features import Components
+from pyro_bpq.graph import Plate, StochasticComputationGraph
+from pyro_bpq.layout import Layout, SiteSpec, matrix
+from pyro_bpq.network import BackpropQNetwork
+
+Graph = StochasticComputationGraph
+ROWS, COLUMNS = Plate("rows", -1), Plate("columns", -2)
+COIN, DIE = Components("bernoulli", (), 2), Components("categorical", (), 3)
+
+
+def spec(plates: tuple[Plate, ...] = (), components: Components | None = COIN, **more: Any) -> SiteSpec:
+    return SiteSpec(
+        plates, components, (), AllAction() if components else Pathwise(), MLPCritic() if components else None, **more
+    )
+
+
+def layout(graph: Graph, specs: dict[str, SiteSpec] | None = None, **options: Any) -> Layout:
+    specs = specs or {node.name: spec(node.plates) for node in graph.nodes}
+    return Layout(graph, BackpropQNetwork.build(graph, "chain"), specs, {}, **options)
+
+
+@st.composite
+def graphs(draw: Any) -> Graph:
+    size = draw(st.integers(1, 6))
+    nodes = {f"x{i}": [f"x{j}" for j in range(i) if draw(st.booleans())] for i in range(size)}
+    costs = {
+        f"f{k}": draw(st.lists(st.sampled_from(sorted(nodes)), max_size=3, unique=True))
+        for k in range(draw(st.integers(1, 4)))
+    }
+    plates = {name: draw(st.sampled_from([(), (ROWS,), (COLUMNS, ROWS)])) for name in [*nodes, *costs]}
+    return Graph.from_parents(nodes, costs, plates)
+
+
+def whole(found: Layout, kind: str, over: str) -> dict[str, set[str]]:
+    """The pairs that the matrices of one kind select."""
+    selected: dict[str, set[str]] = {}
+    columns = found.cost_classes if over == "costs" else found.classes
+    for c, cls in enumerate(found.classes):
+        for k, other in enumerate(columns):
+            array = found.matrix(kind, c, k, torch.zeros(()))
+            for i, name in enumerate(cls.names):
+                row = set() if array is None else {other.names[j] for j in array[i].nonzero().flatten().tolist()}
+                selected.setdefault(name, set()).update(row)
+    return selected
+
+
+@hypothesis.given(graphs())
+def test_downstream_and_crossing_split_the_downstream_costs(graph: Graph) -> None:
+    found = layout(graph)
+    down, crossing = whole(found, "downstream", "costs"), whole(found, "crossing", "costs")
+    for node in graph.nodes:
+        assert down[node.name] | crossing[node.name] == set(graph.downstream_costs(node.name))
+        assert not down[node.name] & crossing[node.name]
+
+
+def paths(graph: Graph, name: str, cost: str) -> list[list[str]]:
+    """All ways from a node to a cost, without its ends."""
+    found = [[]] if name in graph.cost(cost).parents else []
+    for child in graph.children(name):
+        found += [[child, *rest] for rest in paths(graph, child, cost)]
+    return found
+
+
+@hypothesis.given(graphs())
+def test_crossing_costs_are_reached_outside_of_a_plate(graph: Graph) -> None:
+    crossing = whole(layout(graph), "crossing", "costs")
+    for node in graph.nodes:
+        for cost in graph.downstream_costs(node.name):
+            ways = paths(graph, node.name, cost)
+            leaves = any(not set(node.plates) <= set(graph.node(via).plates) for way in ways for via in way)
+            assert (cost in crossing[node.name]) == leaves
+
+
+def test_nothing_is_cut_where_rows_met() -> None:
+    graph = Graph.from_parents({"g": [], "z": ["g"]}, {"f": ["z"]}, {"z": [ROWS], "f": [ROWS]})
+    assert whole(layout(graph), "crossing", "costs") == {"g": set(), "z": set()}
+    assert whole(layout(graph, cuts_plates=False), "crossing", "costs") == {"g": set(), "z": {"f"}}
+
+
+@hypothesis.given(graphs())
+def test_later_sites_have_no_costs_beyond_those_of_the_site(graph: Graph) -> None:
+    later = whole(layout(graph), "later", "sites")
+    order = list(graph.index)
+    for name in order:
+        own = set(graph.downstream_costs(name))
+        expected = {
+            other
+            for other in order[order.index(name) + 1 :]
+            if graph.downstream_costs(other) and set(graph.downstream_costs(other)) <= own
+        }
+        assert later[name] == expected
+
+
+def test_classes_stack_equal_specs_in_program_order() -> None:
+    graph = Graph.from_parents({"a": [], "b": ["a"], "c": ["b"], "d": ["c"]}, {"f": ["d"], "g": ["a"]})
+    specs = {"a": spec(), "b": spec(components=DIE), "c": spec(), "d": spec(share="s")}
+    found = layout(graph, specs)
+    assert [cls.names for cls in found.classes] == [("a", "c"), ("b",), ("d",)]
+    assert found.place == {"a": (0, 0), "c": (0, 1), "b": (1, 0), "d": (2, 0)}
+
+
+def test_width_of_encoded_values() -> None:
+    graph = Graph.from_parents({"a": [], "b": [], "c": [], "d": []}, {"f": ["a", "b", "c", "d"]})
+    vector = SiteSpec((), None, (4,), Pathwise())
+    specs = {
+        "a": spec(),
+        "b": spec(components=DIE),
+        "c": spec(components=Components("bernoulli", (5,), 2)),
+        "d": vector,
+    }
+    assert [cls.width for cls in layout(graph, specs).classes] == [1, 3, 5, 4]
+
+
+def chain(length: int) -> Graph:
+    nodes = {f"x{i}": [f"x{j}" for j in range(i)] for i in range(length)}
+    return Graph.from_parents(nodes, {"f": list(nodes)})
+
+
+def test_contexts_are_a_window_and_the_sum_of_all() -> None:
+    graph = chain(7)
+    network = BackpropQNetwork.build(graph, "chain", immediate="learned")
+    found = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {}, window=2)
+    assert [node.site for node in found.q_nodes[0]] == [f"x{i}" for i in range(7)]
+    (plan,) = found.contexts[0]
+    assert plan.source == 0
+    # The latest first; 7 stands for nothing.
+    assert plan.window.tolist() == [[7, 7], [0, 7], [1, 0], [2, 1], [3, 2], [4, 3], [5, 4]]
+    assert plan.rest is not None
+    expected = np.zeros((7, 7))
+    for i in range(1, 7):
+        expected[i, :i] = i**-0.5
+    np.testing.assert_allclose(plan.rest, expected, rtol=1e-6)
+    assert found.num_features(0) == 3 and found.cells(0) == 0
+    wide = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {}, window=6)
+    assert wide.contexts[0][0].rest is None and wide.num_features(0) == 6
+
+
+def test_cells_count_the_joint_states_of_the_scope() -> None:
+    graph = chain(4)
+    network = BackpropQNetwork.build(graph, "chain", immediate="learned")
+    specs = {"x0": spec(components=DIE), "x1": spec(), "x2": spec(), "x3": spec(share="s")}
+    found = Layout(graph, network, specs, {})
+    # x3 sees the die and two coins; like-shaped critics have tables of one size.
+    assert found.cells(found.place["x3"][0]) == 3 * 2 * 2
+    assert found.cells(found.place["x0"][0]) == 1
+    specs["x0"] = SiteSpec((), None, (), Pathwise())
+    found = Layout(graph, network, specs, {})
+    assert found.cells(found.place["x3"][0]) == 0
+
+
+def test_matrices_have_the_dtype_that_is_asked_for() -> None:
+    found = layout(chain(3))
+    for dtype in (torch.float32, torch.float64):
+        array = found.matrix("downstream", 0, 0, torch.zeros((), dtype=dtype))
+        assert array is not None and array.dtype == dtype
+
+
+def test_rules_become_matrices() -> None:
+    graph = Graph.from_parents({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
+    network = BackpropQNetwork.build(graph, "merged", immediate="learned")
+    found = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {})
+    rule, root, immediate = found.rule_matrices(torch.zeros((), dtype=torch.float64))
+    at = found.rule_order
+    assert rule[at["x"]].tolist() == [
+        {"y^f1": 1.0, "y^f2": 0.5, "z": 0.5}.get(name, 0.0) for name in sorted(at, key=at.__getitem__)
+    ]
+    assert root[at["y^f1"]].tolist() == [1.0, 0.0] and root[at["z"]].tolist() == [0.0, 1.0]
+    assert not immediate.any() and torch.equal(rule, rule.triu(1))
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 2), (4, 2, 3)])
+def test_matrix_sums_stacked_tensors(shape: tuple[int, ...]) -> None:
+    left, stacked = torch.randn(3, 4), torch.randn(shape)
+    expected: Tensor = torch.tensordot(left, stacked, 1)
+    torch.testing.assert_close(matrix(left, stacked), expected)
+
+
+def test_large_graphs_are_laid_out_quickly() -> None:
+    graph = chain(400)
+    found = layout(graph)
+    array = found.matrix("downstream", 0, 0, torch.zeros(()))
+    assert array is not None and array.shape == (400, 1)
+    later = found.matrix("later", 0, 0, torch.zeros(()))
+    assert later is not None and float(later.sum()) == 400 * 399 / 2

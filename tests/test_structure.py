@@ -1,0 +1,228 @@
+"""Which graph a run has: when it is tracked, cached, merged, or dense."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME, Case, each_case
+from torch import Tensor
+
+from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
+from pyro_bpq.structure import STRUCTURES, StructureCache
+from pyro_bpq.tracing import TracedRun, dense_graph, trace_run
+
+
+def run(case: Case, track: bool, seed: int = 0) -> TracedRun:
+    case.params()
+    pyro.set_rng_seed(seed)
+    planner = TraceBackpropQ_ELBO().planner
+    return trace_run(case.model, case.guide, case.args, {}, float("inf"), planner.choose, 1, track)
+
+
+def steps(cache: StructureCache, case: Case, count: int) -> list[bool]:
+    """Runs some steps; returns which of them were tracked."""
+    tracked = []
+    for seed in range(count):
+        tracked.append(cache.wants_tracking())
+        cache.graph(run(case, tracked[-1], seed))
+    return tracked
+
+
+def test_static_programs_are_tracked_three_times_and_looked_at_again() -> None:
+    tracked = steps(StructureCache("auto"), BY_NAME["chain"], 30)
+    assert tracked == [True] * 3 + [False] * 10 + [True] + [False] * 16
+
+
+def test_programs_whose_values_escape_stay_tracked() -> None:
+    cache = StructureCache("auto")
+    assert all(steps(cache, BY_NAME["python_table"], 20))
+    assert cache.is_dynamic(run(BY_NAME["python_table"], True))
+
+
+def test_dynamic_is_always_tracked() -> None:
+    cache = StructureCache("dynamic")
+    assert all(steps(cache, BY_NAME["chain"], 20))
+    assert not cache.is_dynamic(run(BY_NAME["chain"], True)) and not cache.graphs
+    steps(cache, BY_NAME["python_branch"], 1)
+    assert cache.escapes
+
+
+def test_static_is_tracked_once() -> None:
+    assert steps(StructureCache("static"), BY_NAME["chain"], 10) == [True] + [False] * 9
+
+
+def test_dense_looks_once_for_escapes() -> None:
+    cache = StructureCache("dense")
+    assert steps(cache, BY_NAME["chain"], 10) == [True] + [False] * 9
+    assert not cache.is_dynamic(run(BY_NAME["chain"], False))
+    # A structure that nobody has looked at may be steered by values.
+    assert cache.is_dynamic(run(BY_NAME["diamond"], False)) and not cache.cuts_plates(run(BY_NAME["plate"], False))
+
+
+@each_case(lambda case: case.is_static)
+def test_tracked_graph_is_within_the_dense_one(case: Case) -> None:
+    traced = run(case, True)
+    dense, graph = dense_graph(traced), StructureCache("auto").graph(traced)
+    assert [n.name for n in graph.nodes] == [n.name for n in dense.nodes]
+    for node in graph.nodes:
+        assert set(node.parents) <= set(dense.node(node.name).parents)
+        assert set(graph.downstream_costs(node.name)) <= set(dense.downstream_costs(node.name))
+
+
+EDGES = {
+    "chain": {"b": {"a"}, "c": {"b"}, "-log p(x)": {"b", "c"}, "-log p(c)": {"b", "c"}, "log q(b)": {"a", "b"}},
+    "fork": {"b": {"a"}, "c": {"a"}, "-log p(x)": {"b"}, "-log p(y)": {"c"}},
+    "diamond": {"d": {"a", "b", "c"}, "-log p(x)": {"a", "b", "c", "d"}},
+    "global_local": {"z": {"g"}, "-log p(x)": {"g", "z"}},
+    "plate": {"z": set(), "-log p(x)": {"z"}},
+    "reordered_guide": {"c": set(), "b": {"c"}, "a": {"b", "c"}, "-log p(b)": {"a", "b"}},
+    "python_branch": {"-log p(x)": {"z", "w"}},
+}
+
+
+@pytest.mark.parametrize("name", list(EDGES))
+def test_graph_has_the_edges_of_the_program(name: str) -> None:
+    seeds = range(20)
+    runs = (run(BY_NAME[name], True, seed) for seed in seeds)
+    traced = next(r for r in runs if "w" in r.run.sites) if name == "python_branch" else run(BY_NAME[name], True)
+    graph = StructureCache("auto").graph(traced)
+    assert {key: set(graph.parents(key)) for key in EDGES[name]} == EDGES[name]
+
+
+def drifting() -> tuple[Any, Any, dict[str, bool]]:
+    """A program whose dependencies change by a switch that no site shows."""
+    switch = {"on": False}
+
+    def model() -> None:
+        z, w = pyro.sample("z", dist.Bernoulli(0.4)), pyro.sample("w", dist.Bernoulli(0.3))
+        pyro.sample("x", dist.Normal(w + (z if switch["on"] else 0.0), 1.0), obs=torch.tensor(0.7))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+        pyro.sample("w", dist.Bernoulli(0.2))
+
+    return model, guide, switch
+
+
+def test_auto_merges_what_it_sees_and_warns() -> None:
+    model, guide, switch = drifting()
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(5):
+        elbo.loss_and_grads(model, guide)
+    switch["on"] = True
+    with pytest.warns(BPQWarning, match=r"-log p\(x\) also reads \['z'\].*dynamic"):
+        for _ in range(20):
+            elbo.loss_and_grads(model, guide)
+    (graph,) = elbo._structure.graphs.values()
+    assert set(graph.parents("-log p(x)")) == {"z", "w"}
+    switch["on"] = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(200):
+            elbo.loss_and_grads(model, guide)
+    (graph,) = elbo._structure.graphs.values()
+    assert set(graph.parents("-log p(x)")) == {"z", "w"}  # a superset is always right
+
+
+def test_static_raises_when_it_was_not() -> None:
+    model, guide, switch = drifting()
+    elbo = TraceBackpropQ_ELBO(structure="static")
+    for _ in range(5):
+        elbo.loss_and_grads(model, guide)
+    switch["on"] = True
+    with pytest.raises(StructureChangedError, match="also reads") as caught:
+        for _ in range(20):
+            elbo.loss_and_grads(model, guide)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_graph_of_an_unknown_structure_is_dense_until_it_is_tracked() -> None:
+    cache = StructureCache("auto")
+    steps(cache, BY_NAME["chain"], 4)
+    traced = run(BY_NAME["fork"], cache.wants_tracking())
+    assert traced.reads is None
+    assert cache.graph(traced) == dense_graph(traced)
+    assert cache.wants_tracking()
+
+
+@pytest.mark.parametrize("mode", STRUCTURES)
+def test_graph_without_learning_changes_nothing(mode: str) -> None:
+    cache = StructureCache(mode)
+    before = dict(vars(cache))
+    first = cache.graph(run(BY_NAME["python_branch"], True), learn=False)
+    cache.graph(run(BY_NAME["chain"], False), learn=False)
+    assert cache.graph(run(BY_NAME["python_branch"], True), learn=False) == first
+    assert vars(cache) == before and not cache.graphs
+
+
+def test_merge_is_the_union() -> None:
+    cache = StructureCache("dynamic")
+    model, guide, switch = drifting()
+    case = Case("drifting", model, guide, {}, 4)
+    graphs = []
+    for on in (False, True):
+        switch["on"] = on
+        graphs.append(cache.graph(run(case, True)))
+    assert graphs[0] != graphs[1]
+    assert cache.merge(run(case, True), graphs) == graphs[1]
+
+
+def test_particles_with_different_graphs_share_the_union() -> None:
+    calls = []
+
+    def model() -> None:
+        calls.append(None)
+        z, w = pyro.sample("z", dist.Bernoulli(0.4)), pyro.sample("w", dist.Bernoulli(0.3))
+        pyro.sample("x", dist.Normal(w + (z if len(calls) % 2 else 0.0), 1.0), obs=torch.tensor(0.7))
+
+    elbo = TraceBackpropQ_ELBO(num_particles=2, structure="dynamic", estimator=ScoreFunction())
+    elbo.loss_and_grads(model, drifting()[1])
+    (plan,) = elbo._plans.values()
+    assert set(plan.graph.parents("-log p(x)")) == {"z", "w"}
+
+
+def test_caches_stay_bounded() -> None:
+    def model(n: int) -> None:
+        pyro.sample("z", dist.Bernoulli(torch.full((n,), 0.4)).to_event(1))
+
+    def guide(n: int) -> None:
+        pyro.sample("z", dist.Bernoulli(torch.full((n,), 0.3)).to_event(1))
+
+    for mode in ("auto", "dense"):
+        elbo = TraceBackpropQ_ELBO(structure=mode, estimator=ScoreFunction())
+        for n in range(1, 300):
+            elbo.differentiable_loss(model, guide, n)
+        assert len(elbo._structure.graphs) <= 256 and len(elbo._plans) <= 64
+
+
+def test_control_flow_is_not_a_matter_of_luck() -> None:
+    # The exact gradient by hand: the branch's cost reaches the site through Python only.
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.factor("f", torch.tensor(-2.0 if z.item() else -0.5))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.0))))
+
+    gradients = []
+    for seed in range(6):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(seed)
+        elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction())
+        elbo.loss_and_grads(model, guide)
+        gradient = pyro.param("q").grad
+        assert isinstance(gradient, Tensor)
+        gradients.append(round(float(gradient), 9))
+    # (cost - 0) * (z - 1/2): 2 * 1/2 and 0.5 * -1/2.
+    assert set(gradients) == {1.0, -0.25}
+
+
+def test_unknown_mode_raises() -> None:
+    with pytest.raises(OptionError, match="'static'"):
+        StructureCache("statc")
