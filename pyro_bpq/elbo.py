@@ -366,6 +366,14 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             import pyro
 
             pyro.module("bpq_critics", self.critics)
+            store = pyro.get_param_store()
+            for name, weight in self.critics.named_parameters():
+                # pyro.module leaves what another ELBO has stored under the same name.
+                if store[f"bpq_critics$$${name}"].unconstrained() is not weight:
+                    raise OptionError(
+                        "The param store already holds critics of another TraceBackpropQ_ELBO(learner=None), which "
+                        "this one would not train. Write learner=CriticLearner(), or pyro.clear_param_store() between."
+                    )
 
     # State.
 
