@@ -238,9 +238,7 @@ class CriticBank(nn.Module):
         waiting = {key: dict(rows) for key, rows in extra["waiting"].items()}
         for key, described in extra["blocks"].items():
             start = f"{prefix}blocks.{key}."
-            tensors = {
-                name[len(start) :]: state_dict.pop(name) for name in list(state_dict) if name.startswith(start)
-            }
+            tensors = {name[len(start) :]: state_dict.pop(name) for name in list(state_dict) if name.startswith(start)}
             for row, name in enumerate(described["keys"]):
                 rows = {tensor: value[row].clone() for tensor, value in tensors.items()}
                 waiting[_waiting_key(described["kind"], name)] = rows

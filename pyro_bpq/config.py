@@ -17,6 +17,7 @@ from pyro_bpq.estimators.base import Estimator
 
 __all__ = ["SiteOptions", "config_bpq", "site_options"]
 
+
 @dataclass(frozen=True)
 class SiteOptions:
     """Options of one site; ``None`` leaves the choice to the ELBO.
@@ -44,9 +45,7 @@ class SiteOptions:
             )
         is_value = isinstance(self.critic, Critic) and not isinstance(self.critic, type)
         if self.critic is not None and self.critic is not False and not is_value:
-            raise OptionError(
-                f"critic={self.critic!r} is not a critic; write an object such as MLPCritic(), or False."
-            )
+            raise OptionError(f"critic={self.critic!r} is not a critic; write an object such as MLPCritic(), or False.")
 
 
 # Most sites: read at every site of every step.

@@ -82,9 +82,7 @@ def evaluate_critics(
     return replace(_dueling(layout, c, batch, selection, output), writes=writes)
 
 
-def _standardised(
-    context: Tensor, selection: Selection, decay: float = 0.95
-) -> tuple[Tensor, tuple[Write, ...]]:
+def _standardised(context: Tensor, selection: Selection, decay: float = 0.95) -> tuple[Tensor, tuple[Write, ...]]:
     """Context features in units of their spread in earlier steps, and the moments' writes."""
     if not context.shape[-1]:
         return context, ()
@@ -98,15 +96,11 @@ def _standardised(
     return ((context - mean.unsqueeze(1)) / spread.unsqueeze(1)).clamp(-6.0, 6.0), writes
 
 
-def _dueling(
-    layout: Layout, c: int, batch: SiteBatch, selection: Selection, output: Tensor
-) -> CriticBatch:
+def _dueling(layout: Layout, c: int, batch: SiteBatch, selection: Selection, output: Tensor) -> CriticBatch:
     sites = [layout.place[node.site][1] for node in layout.q_nodes[c]]
     unit = batch.scale if layout.membership(c, batch.probs) is None else batch.scale[sites]
     lead = (-1, *(1,) * len(batch.batch_shape))
-    mean, spread, step = (
-        selection.read(name).reshape(lead) for name in ("mean", "spread_level", "spread_advantage")
-    )
+    mean, spread, step = (selection.read(name).reshape(lead) for name in ("mean", "spread_level", "spread_advantage"))
     level = unit * (mean + spread * output[..., 0].reshape(-1, *batch.batch_shape))
     if batch.cls.spec.components is None:
         return CriticBatch(selection, level, None, unit)
@@ -213,9 +207,7 @@ def _builder(
     return make
 
 
-def _forward(
-    block: Block, rows: Tensor | None, at: Tensor | None, context: Tensor, cells: Tensor | None
-) -> Tensor:
+def _forward(block: Block, rows: Tensor | None, at: Tensor | None, context: Tensor, cells: Tensor | None) -> Tensor:
     assert block.critic is not None
     if at is not None:
         context, cells = context[at], None if cells is None else cells[at]

@@ -234,9 +234,7 @@ class StochasticComputationGraph:
     def descendants(self, name: str) -> frozenset[str]:
         """Stochastic nodes that depend on ``name``, directly or not."""
         bit = 1 << self._position(name)
-        return frozenset(
-            node.name for node, bits in zip(self.nodes, self.ancestor_bits, strict=True) if bits & bit
-        )
+        return frozenset(node.name for node, bits in zip(self.nodes, self.ancestor_bits, strict=True) if bits & bit)
 
     def downstream_costs(self, name: str) -> tuple[str, ...]:
         """Costs that depend on ``name``, directly or through other nodes."""
@@ -312,9 +310,7 @@ class StochasticComputationGraph:
 
     def _position(self, name: str) -> int:
         if name not in self.index:
-            raise SiteNotFoundError(
-                f"There is no stochastic node {name!r}; the nodes are {list(self.index)}."
-            )
+            raise SiteNotFoundError(f"There is no stochastic node {name!r}; the nodes are {list(self.index)}.")
         return self.index[name]
 
     def _bits(self, names: Iterable[str]) -> int:

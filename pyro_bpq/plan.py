@@ -239,4 +239,3 @@ def _events(traced: TracedRun, cost: str) -> int:
     name = cost[len("-log p(") : -1]
     event: int = traced.model_trace.nodes[name]["fn"].event_shape.numel()
     return event
-

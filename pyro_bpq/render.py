@@ -123,10 +123,7 @@ def render_network(network: BackpropQNetwork) -> Drawing:
 
 def _scg_lines(graph: StochasticComputationGraph) -> list[str]:
     colours = _cost_colours(graph)
-    drawn = [
-        (node.plates, _statement(f"scg {node.name}", label=node.name, shape="ellipse"))
-        for node in graph.nodes
-    ]
+    drawn = [(node.plates, _statement(f"scg {node.name}", label=node.name, shape="ellipse")) for node in graph.nodes]
     drawn += [
         (cost.plates, _statement(f"scg {cost.name}", label=cost.name, shape="box", color=colours[cost.name]))
         for cost in graph.costs

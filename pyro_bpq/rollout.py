@@ -115,9 +115,7 @@ class Rollout:
         batch = self.batch_shape(plates)
         if self.is_vectorized:
             return _stack([pick(self.runs[0], name) for name in names], batch, event_ndim)
-        stacked = [
-            _stack([pick(run, name) for name in names], (1, *batch[1:]), event_ndim) for run in self.runs
-        ]
+        stacked = [_stack([pick(run, name) for name in names], (1, *batch[1:]), event_ndim) for run in self.runs]
         return stacked[0] if len(stacked) == 1 else torch.cat(stacked, dim=1)
 
 
@@ -142,9 +140,7 @@ def _align(stacked: Tensor, batch: tuple[int, ...], event_ndim: int) -> Tensor:
         stacked, missing = stacked.sum(dim=tuple(range(1, 1 - missing))), 0
         have = stacked.shape[1:]
     stacked = stacked.reshape(stacked.shape[0], *(1,) * missing, *have, *event)
-    extra = [
-        i + 1 for i, size in enumerate(batch) if size == 1 and stacked.shape[i + 1] != 1 and not event_ndim
-    ]
+    extra = [i + 1 for i, size in enumerate(batch) if size == 1 and stacked.shape[i + 1] != 1 and not event_ndim]
     if extra:
         stacked = stacked.sum(dim=extra, keepdim=True)
     return stacked.expand(stacked.shape[0], *batch, *event)

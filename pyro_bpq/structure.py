@@ -135,7 +135,8 @@ class StructureCache:
     def _contradicted(
         self, traced: TracedRun, known: Mapping[str, frozenset[str]], merged: Mapping[str, frozenset[str]]
     ) -> None:
-        new = [f"{cost} also reads {sorted(merged[cost] - known[cost])}" for cost in merged if merged[cost] - known[cost]]
+        added = {cost: sorted(merged[cost] - known[cost]) for cost in merged}
+        new = [f"{cost} also reads {names}" for cost, names in added.items() if names]
         if self.mode == "static":
             raise StructureChangedError(
                 f'The program was declared structure="static", but {"; ".join(new)}. '
@@ -149,9 +150,7 @@ class StructureCache:
                 stacklevel=2,
             )
 
-    def merge(
-        self, traced: TracedRun, graphs: Sequence[StochasticComputationGraph]
-    ) -> StochasticComputationGraph:
+    def merge(self, traced: TracedRun, graphs: Sequence[StochasticComputationGraph]) -> StochasticComputationGraph:
         """The union of graphs of runs with the key of ``traced``."""
         reads = {
             cost.name: frozenset().union(*(graph.cost(cost.name).parents for graph in graphs))

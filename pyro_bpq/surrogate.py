@@ -100,9 +100,7 @@ class _Step:
             rollout.stack(lambda run, name: run.costs[name].detach(), cls.names, cls.plates)
             for cls in layout.cost_classes
         ]
-        self.active = [
-            c for c, cls in enumerate(layout.classes) if not cls.spec.estimator.is_pathwise
-        ]
+        self.active = [c for c, cls in enumerate(layout.classes) if not cls.spec.estimator.is_pathwise]
 
     def run(self) -> StepResult:
         exact = {c: self.exact(c) for c in self.active}
@@ -231,9 +229,7 @@ class _Step:
                 info[name]["cost_to_go"] = context.cost[i]
         return term.surrogate.sum()
 
-    def statistics(
-        self, c: int, initial: Statistics
-    ) -> tuple[Selection | None, dict[str, Tensor]]:
+    def statistics(self, c: int, initial: Statistics) -> tuple[Selection | None, dict[str, Tensor]]:
         """Rows of running statistics of a class of sites; initial values where there are none yet."""
         if not initial:
             return None, {}
@@ -252,9 +248,9 @@ class _Step:
         rows = [self.bank.select(kind, (site,), None) for site in cls.names]
         new = make(cls.names)
         found = {
-            name: torch.cat([
-                getattr(new, name)[i : i + 1] if row is None else row.read(name) for i, row in enumerate(rows)
-            ])
+            name: torch.cat(
+                [getattr(new, name)[i : i + 1] if row is None else row.read(name) for i, row in enumerate(rows)]
+            )
             for name in (*initial, "count")
         }
         return None, found

@@ -90,9 +90,7 @@ def td_target(
     return lambda_return(network, q, costs, 0.0, gamma, expected)
 
 
-def monte_carlo_return(
-    network: BackpropQNetwork, costs: Mapping[str, Tensor], gamma: float = 1.0
-) -> dict[str, Tensor]:
+def monte_carlo_return(network: BackpropQNetwork, costs: Mapping[str, Tensor], gamma: float = 1.0) -> dict[str, Tensor]:
     """The cost-to-go of this run along the rules, :func:`lambda_return` with ``lam=1`` and no critic."""
     return lambda_return(network, {}, costs, 1.0, gamma)
 

@@ -382,7 +382,8 @@ def _info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
 
 
 def _distribution_name(fn: Any) -> str:
-    while hasattr(fn, "base_dist") and type(fn).__name__ in ("Independent", "MaskedDistribution", "ExpandedDistribution"):
+    wrappers = ("Independent", "MaskedDistribution", "ExpandedDistribution")
+    while hasattr(fn, "base_dist") and type(fn).__name__ in wrappers:
         fn = fn.base_dist
     return type(fn).__name__
 

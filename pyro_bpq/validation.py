@@ -98,8 +98,7 @@ def _check_scope(network: BackpropQNetwork, node: QNode) -> None:
     scope = network.graph.frontier(_known(network, node.site), node.remote)
     if frozenset(node.scope) != scope:
         raise GraphError(
-            f"Q-node {node.name!r} has the scope {node.scope}; the frontier for {node.remote} is "
-            f"{sorted(scope)}."
+            f"Q-node {node.name!r} has the scope {node.scope}; the frontier for {node.remote} is {sorted(scope)}."
         )
 
 

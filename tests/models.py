@@ -492,9 +492,7 @@ CASES = [
         64,
     ),
     Case("sequential_plate", sequential_model, sequential_guide, SEQUENTIAL, 16),
-    Case(
-        "sequential_subsample", sequential_model, sequential_guide, SEQUENTIAL, 24, (2,), has_subsample=True
-    ),
+    Case("sequential_subsample", sequential_model, sequential_guide, SEQUENTIAL, 24, (2,), has_subsample=True),
     Case(
         "python_branch",
         python_branch_model,

@@ -139,13 +139,9 @@ def is_constant(node: ast.expr, classes: frozenset[str] = frozenset()) -> bool:
         if called(node) in WRAPPERS or ast.unparse(node.func) in PURE_CALLS:
             return True
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        return called(node) in CONSTANT_MAKERS | classes and all(
-            is_constant(arg, classes) for arg in arguments
-        )
+        return called(node) in CONSTANT_MAKERS | classes and all(is_constant(arg, classes) for arg in arguments)
     if isinstance(node, ast.Subscript):
-        return is_constant(
-            node.value, classes
-        )  # an alias such as Callable[[int], str] has lists in its slice
+        return is_constant(node.value, classes)  # an alias such as Callable[[int], str] has lists in its slice
     if isinstance(node, ast.Lambda):
         return True
     children = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
@@ -198,9 +194,7 @@ def form_faults(name: str, source: str, tree: ast.Module) -> Iterator[str]:
         return
     if not ast.get_docstring(tree):
         yield "has no docstring"
-    names = {
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     if "__all__" not in names:
         yield "has no __all__"
 
@@ -239,9 +233,7 @@ def test_package_was_found():
 
 
 PREAMBLE = '"""A module."""\n\n__all__ = ["f"]\n'
-KNOWN = frozenset(
-    {"__init__", "errors", "graph", "targets", "learner", "elbo", "tracing", "estimators.__init__"}
-)
+KNOWN = frozenset({"__init__", "errors", "graph", "targets", "learner", "elbo", "tracing", "estimators.__init__"})
 
 
 @pytest.mark.parametrize(

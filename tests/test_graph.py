@@ -41,9 +41,7 @@ def naive_frontier(graph: StochasticComputationGraph, inside: set[str], costs: s
     def reaches(name: str) -> bool:
         if any(name in graph.cost(cost).parents for cost in costs):
             return True
-        return any(
-            reaches(node.name) for node in graph.nodes if name in node.parents and node.name not in inside
-        )
+        return any(reaches(node.name) for node in graph.nodes if name in node.parents and node.name not in inside)
 
     return {name for name in inside if reaches(name)}
 

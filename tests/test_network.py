@@ -42,18 +42,12 @@ def learned_at(network: BackpropQNetwork, site: str) -> list[QNode]:
 CASE_1 = graph_of({"x": [], "y": ["x"]}, {"f": ["x", "y"]})
 CASE_2 = graph_of({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
 CASE_3 = graph_of({"x1": [], "y1": ["x1"], "y2": ["x1"], "z": ["y1", "y2"]}, {"f": ["z"]})
-CASE_4 = graph_of(
-    {"x1": [], "x2": ["x1"], "x3": ["x2"], "x4": ["x3"]}, {"fa": ["x2", "x3"], "fb": ["x3", "x4"]}
-)
+CASE_4 = graph_of({"x1": [], "x2": ["x1"], "x3": ["x2"], "x4": ["x3"]}, {"fa": ["x2", "x3"], "fb": ["x3", "x4"]})
 
 
 def layers(depth: int, letters: str = "xy") -> StochasticComputationGraph:
     """Fully connected layers with a cost on every node."""
-    nodes = {
-        f"{a}{t}": [f"{b}{t - 1}" for b in letters] if t > 1 else []
-        for t in range(1, depth + 1)
-        for a in letters
-    }
+    nodes = {f"{a}{t}": [f"{b}{t - 1}" for b in letters] if t > 1 else [] for t in range(1, depth + 1) for a in letters}
     return graph_of(nodes, {f"f_{name}": [name] for name in nodes})
 
 
@@ -177,28 +171,20 @@ def naive_partition(
         direct = {w for w in graph.index if site in kept[w].get(cost, ())}
         return direct.union(*(upstream(w, cost) for w in direct))
 
-    related = {
-        (x, f, g): True
-        for x in graph.index
-        for f, g in itertools.product(graph.downstream_costs(x), repeat=2)
-    }
+    related = {(x, f, g): True for x in graph.index for f, g in itertools.product(graph.downstream_costs(x), repeat=2)}
     changed = True
     while changed:
         changed = False
         for x, f, g in [key for key, value in related.items() if value]:
             agrees = all(
-                kept[w].get(f) == kept[w].get(g)
-                and all(related[y, f, g] for y in kept[w][f] if y in graph.index)
+                kept[w].get(f) == kept[w].get(g) and all(related[y, f, g] for y in kept[w][f] if y in graph.index)
                 for w in upstream(x, f) | upstream(x, g)
             )
             if not agrees:
                 related[x, f, g] = False
                 changed = True
     return {
-        x: {
-            frozenset(g for g in graph.downstream_costs(x) if related[x, f, g])
-            for f in graph.downstream_costs(x)
-        }
+        x: {frozenset(g for g in graph.downstream_costs(x) if related[x, f, g]) for f in graph.downstream_costs(x)}
         for x in graph.index
     }
 
@@ -296,9 +282,7 @@ class Model:
             totals[node.name] = learned + sum((self.costs[c] for c in node.immediate), np.zeros(()))
         return error
 
-    def _average(
-        self, network: BackpropQNetwork, average: Average, totals: dict[str, np.ndarray]
-    ) -> np.ndarray:
+    def _average(self, network: BackpropQNetwork, average: Average, totals: dict[str, np.ndarray]) -> np.ndarray:
         backups = []
         for child in average.children:
             total = totals[child]
@@ -461,9 +445,7 @@ def test_drawings_are_dot_text_with_scopes_plates_and_colours(tmp_path: Path) ->
     assert 'style="dashed"' in render_network(build(graph, "per_cost")).dot
 
 
-def test_pictures_without_graphviz_say_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_without_graphviz_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "graphviz", None)
     drawing = render_scg(CASE_1)
     with pytest.raises(BPQError, match="pip install graphviz"):

@@ -603,9 +603,7 @@ ESCAPES: dict[str, tuple[Program, str]] = {
     ),
     "to_sparse": (lambda c: c.m.to_sparse(), "m"),
     "ctc_lengths": (
-        lambda c: F.ctc_loss(
-            torch.zeros(5, 3, 4), torch.ones(3, 3, dtype=torch.long), torch.tensor([5, 5, 5]), c.k
-        ),
+        lambda c: F.ctc_loss(torch.zeros(5, 3, 4), torch.ones(3, 3, dtype=torch.long), torch.tensor([5, 5, 5]), c.k),
         "k",
     ),
     "apply_": (lambda c: c.x.apply_(lambda v: v + 1), "x"),
@@ -724,15 +722,11 @@ DISTRIBUTIONS: dict[str, tuple[Callable[[Inputs], Any], str]] = {
         "x s",
     ),
     "flow_with_cache_only": (
-        lambda c: dist.TransformedDistribution(
-            dist.Normal(c.x, 1.0).to_event(1), [dist.transforms.planar(3)]
-        ),
+        lambda c: dist.TransformedDistribution(dist.Normal(c.x, 1.0).to_event(1), [dist.transforms.planar(3)]),
         "x",
     ),
     "spline": (
-        lambda c: dist.TransformedDistribution(
-            dist.Normal(c.x, 1.0).to_event(1), [dist.transforms.spline(3)]
-        ),
+        lambda c: dist.TransformedDistribution(dist.Normal(c.x, 1.0).to_event(1), [dist.transforms.spline(3)]),
         "x",
     ),
     "sigmoid": (
@@ -748,9 +742,7 @@ DISTRIBUTIONS: dict[str, tuple[Callable[[Inputs], Any], str]] = {
     "empirical": (lambda c: dist.Empirical(c.x, torch.zeros(3)), "x"),
     "non_reparameterised": (lambda c: dist.Normal(c.x, c.s).has_rsample_(False), "x s"),
     "rejector": (
-        lambda c: dist.Rejector(
-            dist.Normal(c.x, 1.0), lambda x: torch.full_like(x, -0.5), -0.5 * torch.ones(())
-        ),
+        lambda c: dist.Rejector(dist.Normal(c.x, 1.0), lambda x: torch.full_like(x, -0.5), -0.5 * torch.ones(())),
         "x",
     ),
 }

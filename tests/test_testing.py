@@ -94,9 +94,7 @@ def test_exact_gradient_of_two_point_by_hand() -> None:
     loc, scale = torch.tensor(0.7), torch.tensor(0.4)
 
     def guide() -> None:
-        pyro.sample(
-            "x", TwoPoint(pyro.param("loc", loc), pyro.param("scale", scale, constraint=constraints.positive))
-        )
+        pyro.sample("x", TwoPoint(pyro.param("loc", loc), pyro.param("scale", scale, constraint=constraints.positive)))
 
     def model() -> None:
         pyro.sample("x", dist.Normal(torch.zeros(()), 1.0))
@@ -190,9 +188,7 @@ def test_exact_gradient_is_the_slope_of_exact_loss(case: Case) -> None:
     case.params()
     gradient = exact_gradient(case.model, case.guide, *case.args)
     leaves = dict(pyro.get_param_store().named_parameters())
-    directions = {
-        name: torch.cos(torch.arange(g.numel()) + 1.0).reshape(g.shape) for name, g in gradient.items()
-    }
+    directions = {name: torch.cos(torch.arange(g.numel()) + 1.0).reshape(g.shape) for name, g in gradient.items()}
 
     def loss_at(step: float) -> float:
         with torch.no_grad():
@@ -251,9 +247,7 @@ def test_expected_moments_of_two_particles_halve_the_variance(is_vectorised: boo
     case = BY_NAME["chain"]
     case.params()
     one = expected_moments(Trace_ELBO(), case.model, case.guide)
-    two = expected_moments(
-        Trace_ELBO(num_particles=2, vectorize_particles=is_vectorised), case.model, case.guide
-    )
+    two = expected_moments(Trace_ELBO(num_particles=2, vectorize_particles=is_vectorised), case.model, case.guide)
     for name, variance in one.variance.items():
         torch.testing.assert_close(two.variance[name], variance / 2, rtol=1e-10, atol=1e-12)
 
@@ -611,9 +605,7 @@ def test_z_scores_agree_with_expected_moments() -> None:
     samples = sample_gradients(TraceGraph_ELBO(), case.model, case.guide, num_samples=300)
     sampled = sum(float(s.var(0).sum()) for s in samples.values())
     assert sampled == pytest.approx(moments.total_variance, rel=0.3)
-    assert (
-        max(float(z.abs().max()) for z in z_scores(samples, moments.mean, max_relative_error=1).values()) < 5
-    )
+    assert max(float(z.abs().max()) for z in z_scores(samples, moments.mean, max_relative_error=1).values()) < 5
 
 
 def test_z_scores_refuse_a_weak_test() -> None:

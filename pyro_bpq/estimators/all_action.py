@@ -92,9 +92,11 @@ class AllAction:
         old, count = context.statistics, context.count
         if context.level is None and context.learned is None and context.correction is None:
             # Nothing to scale: the immediate costs are all there is.
-            return {} if context.num_particles > 1 else {
-                "means": update_mean(old["means"], terms.means, count, self.decay)
-            }
+            return (
+                {}
+                if context.num_particles > 1
+                else {"means": update_mean(old["means"], terms.means, count, self.decay)}
+            )
         gram = update_mean(old["gram"], terms.moments(context), count, self.decay)
         means = update_mean(old["means"], terms.means, count, self.decay)
         samples = (count + 1.0) * terms.cost[0].numel()

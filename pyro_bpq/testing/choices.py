@@ -134,9 +134,7 @@ class ChoiceMessenger(Messenger):
         """Probability of the path."""
         return math.prod(choice.probability for choice in self._path)
 
-    def choose(
-        self, name: str, num_values: int, num_elements: int, log_probs: Callable[[], Tensor]
-    ) -> tuple[int, ...]:
+    def choose(self, name: str, num_values: int, num_elements: int, log_probs: Callable[[], Tensor]) -> tuple[int, ...]:
         """Returns the index of every element at the next choice of the path.
 
         Args:

@@ -63,9 +63,7 @@ def _objective(choices: ChoiceMessenger, step: Callable[[], Tensor]) -> Tensor:
     return total
 
 
-def exact_loss(
-    model: Program, guide: Program, *args: Any, num_outcomes: int = 200_000, **kwargs: Any
-) -> Tensor:
+def exact_loss(model: Program, guide: Program, *args: Any, num_outcomes: int = 200_000, **kwargs: Any) -> Tensor:
     r"""Computes the negative ELBO by enumeration.
 
         J = Σ_state q(state) · (log q(state) - log p(state)).

@@ -30,9 +30,7 @@ class Moments(NamedTuple):
         return sum(float(variance.sum()) for variance in self.variance.values())
 
 
-def backward(
-    elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, use_differentiable_loss: bool
-) -> None:
+def backward(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, use_differentiable_loss: bool) -> None:
     """Adds the gradient of one step to ``.grad``."""
     if not use_differentiable_loss:
         elbo.loss_and_grads(model, guide, *args, **kwargs)

@@ -77,9 +77,7 @@ class GradientReader(ParameterCollector):
 
     def read(self) -> dict[int, Tensor]:
         """Returns a copy of the gradients there are, by ``id`` of the leaf."""
-        return {
-            key: leaf.grad.detach().clone() for key, (leaf, _) in self._lent.items() if leaf.grad is not None
-        }
+        return {key: leaf.grad.detach().clone() for key, (leaf, _) in self._lent.items() if leaf.grad is not None}
 
     def named(self, values: Mapping[int, Tensor], lead: tuple[int, ...] = ()) -> dict[str, Tensor]:
         """Names ``values``, zero of shape ``lead + leaf.shape`` where a parameter has none."""
