@@ -369,7 +369,8 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             store = pyro.get_param_store()
             for name, weight in self.critics.named_parameters():
                 # pyro.module leaves what another ELBO has stored under the same name.
-                if store[f"bpq_critics$$${name}"].unconstrained() is not weight:
+                stored: Any = store[f"bpq_critics$$${name}"]
+                if stored.unconstrained() is not weight:
                     raise OptionError(
                         "The param store already holds critics of another TraceBackpropQ_ELBO(learner=None), which "
                         "this one would not train. Write learner=CriticLearner(), or pyro.clear_param_store() between."
