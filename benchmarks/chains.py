@@ -29,7 +29,7 @@ from torch.nn.functional import softplus
 
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 
-PARTICLES, LEARNING_RATE, HIDDEN = 1000, 1e-2, 32
+PARTICLES, LEARNING_RATE, HIDDEN = 1000, 3e-2, 32
 VECTORIZED = {"vectorize_particles": True, "max_plate_nesting": 0}
 
 
@@ -263,7 +263,7 @@ class Size:
     nets: int
 
 
-QUICK = Size((5, 50), seeds=2, steps=300, repeats=20, pyro_every=10, pyro_repeats=6, nets=0)
+QUICK = Size((5, 50), seeds=2, steps=400, repeats=16, pyro_every=10, pyro_repeats=4, nets=0)
 FULL = Size((1, 2, 5, 10, 20, 50, 100), seeds=5, steps=1000, repeats=50, pyro_every=5, pyro_repeats=16, nets=40)
 
 

@@ -119,19 +119,26 @@ class _Substitute(Messenger):  # type: ignore[misc]
 class _Sandbox:
     """Undoes what the extra run does to global generators and to buffers of modules (batch statistics).
 
+    Args:
+        before: State of the global generator before the sampled run of the model.
+        after: Its state after that run.
+
     Attributes:
-        has_drawn: Whether something was drawn, as by dropout: the run is then not the sampled one with
-            other values.
+        has_drawn: Whether something else was drawn than in the sampled run, as by dropout over more rows: the
+            run is then not the sampled one with other values. Drawing the very same, as for initial values of
+            parameters that are thrown away, does no harm.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Tensor, after: Tensor) -> None:
         self.has_drawn = False
+        self._before, self._after = before, after
         self._thread = threading.get_ident()
         self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
 
     def __enter__(self) -> _Sandbox:
         self._devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         self._states = self._generators()
+        torch.set_rng_state(self._before)
         self._hook = nn.modules.module.register_module_forward_pre_hook(self._lend_buffers)
         return self
 
@@ -140,9 +147,9 @@ class _Sandbox:
         for module, buffers in self._buffers.items():
             module._buffers.update(buffers)
         cpu, *others = self._states
-        self.has_drawn = any(
-            not torch.equal(old, new) for old, new in zip(self._states, self._generators(), strict=True)
-        )
+        now, *devices = self._generators()
+        self.has_drawn = not (torch.equal(now, self._before) or torch.equal(now, self._after))
+        self.has_drawn |= any(not torch.equal(old, new) for old, new in zip(others, devices, strict=True))
         torch.set_rng_state(cpu)
         for device, state in zip(self._devices, others, strict=True):
             torch.cuda.set_rng_state(state, device)
@@ -225,7 +232,7 @@ def _run_flipped(
         lead = traced.batch_ndim - (record.value.dim() - split.value_ndim)
         values[name] = _flip(record.value, record.fn, split, plan, name, lead)
     wanted = {cost for costs in plan.costs.values() for cost in costs}
-    sandbox = _Sandbox()
+    sandbox = _Sandbox(*traced.rng)
     try:
         # The sampled run has been validated; its row is compared below.
         with sandbox, pyro.validation_enabled(False), warnings.catch_warnings():

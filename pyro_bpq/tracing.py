@@ -70,6 +70,7 @@ class TracedRun:
         model_trace: The model's trace, for a replay.
         guide_trace: The guide's trace.
         subsamples: Indices that subsampled plates drew, by name of the plate.
+        rng: State of the global generator before and after the run of the model.
         batch_ndim: Largest number of batch dimensions of any site.
         untraced: Latent sites of the guide that Pyro leaves out of its traces: ``log q`` is no cost.
     """
@@ -85,6 +86,7 @@ class TracedRun:
     model_trace: Any
     guide_trace: Any
     subsamples: Mapping[str, Any]
+    rng: tuple[Tensor, Tensor]
     batch_ndim: int
     untraced: frozenset[str] = frozenset()
 
@@ -111,6 +113,7 @@ class _Watch(Messenger):  # type: ignore[misc]
         self.is_guide = False
         self.escaped: dict[tuple[bool, str], frozenset[str]] = {}
         self.subsamples: dict[str, Any] = {}
+        self.model_start = torch.get_rng_state()
         self.plates: dict[str, tuple[Any, ...]] = {}
         self.drawn: list[str] = []
         self.untraced: dict[str, dict[str, Any]] = {}
@@ -181,6 +184,7 @@ def _run_guide(watch: _Watch, guide: Callable[..., Any], *args: Any, **kwargs: A
         return guide(*args, **kwargs)
     finally:
         watch.is_guide = False
+        watch.model_start = torch.get_rng_state()
 
 
 def _plate_error(error: ValueError, plates: Mapping[str, tuple[Any, ...]]) -> PlateError | None:
@@ -248,7 +252,8 @@ def trace_run(
             reads = _reads(tracker, guide_sites, watch.escaped, True)
             reads |= _reads(tracker, _samples(model_trace), watch.escaped, False)
     escaped = frozenset() if tracker is None else tracker.escaped
-    return _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples)
+    rng = (watch.model_start, torch.get_rng_state())
+    return _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
 
 
 def _reads(
@@ -278,6 +283,7 @@ def _record(
     escaped: frozenset[str],
     particles: int,
     subsamples: Mapping[str, Any],
+    rng: tuple[Tensor, Tensor],
 ) -> TracedRun:
     sizes: dict[Plate, int] = {}
     options, infos, sites, costs = {}, {}, {}, {}
@@ -320,6 +326,7 @@ def _record(
         model_trace=model_trace,
         guide_trace=guide_trace,
         subsamples=subsamples,
+        rng=rng,
         batch_ndim=ndim,
         untraced=frozenset(untraced),
     )

@@ -307,3 +307,19 @@ def test_flip_plan_shares_rows_where_no_cost_reads_both() -> None:
     plan = flip_plan(graph, components, {"a": ("fa",), "b": ("fb",), "c": ("fc",)})
     # a and b share rows 1..4 (b needs four of them, a two); c, whose cost reads b, has rows 5 and 6.
     assert plan.start == {"a": 1, "b": 1, "c": 5} and plan.rows == 7
+
+
+def test_initial_values_that_are_drawn_in_every_run_leave_the_extra_run_right() -> None:
+    def model() -> None:
+        weights = pyro.param("weights", torch.randn(2))
+        z = pyro.sample("z", dist.Bernoulli(0.3))
+        pyro.sample("x", dist.Normal(weights[0] + weights[1] * z, 1.0), obs=torch.tensor(0.4))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+
+    elbo = TraceBackpropQ_ELBO(structure="dense")
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide)
+    assert elbo.network is not None
+    assert elbo.network.q_node("z").immediate == ("log q(z)", "-log p(z)", "-log p(x)")

@@ -18,7 +18,7 @@ import torch
 from models import BY_NAME, CASES, Case
 from pyro import poutine
 from pyro.infer import SVI
-from pyro.optim import SGD
+from pyro.optim import Adam
 from torch import Tensor
 
 from pyro_bpq import (
@@ -89,7 +89,7 @@ def train(elbo: TraceBackpropQ_ELBO, case: Case, steps: int = STEPS, lr: float =
     """Trains critics with a moving guide, freezes them, and puts the parameters back."""
     case.params()
     pyro.set_rng_seed(0)
-    svi = SVI(case.model, case.guide, SGD({"lr": lr}), elbo)
+    svi = SVI(case.model, case.guide, Adam({"lr": lr}), elbo)
     for _ in range(steps):
         svi.step(*case.args)
     assert elbo.num_steps == steps

@@ -1,0 +1,24 @@
+"""Runs the benchmarks one after the other: quick by default, ``--full`` for the published figures."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPTS = ("chains.py",)
+
+
+def main() -> int:
+    """Runs every script; the exit status is the number of those that failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="all lengths and seeds; takes hours")
+    options = parser.parse_args()
+    arguments = ["--full"] if options.full else []
+    folder = Path(__file__).parent
+    return sum(subprocess.call([sys.executable, str(folder / name), *arguments]) != 0 for name in SCRIPTS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
