@@ -189,6 +189,19 @@ def test_trained_critics_lower_the_variance() -> None:
     assert variances[0] < 0.3 * variances[1]
 
 
+@pytest.mark.slow
+def test_critics_stay_stable_over_many_steps() -> None:
+    # A scale of the critics that followed their own error once made them diverge after a thousand steps.
+    case, elbo = BY_NAME["chain"], TraceBackpropQ_ELBO()
+    train(elbo, case, 3000, lr=0.0)
+    moments = expected_moments(elbo, case.model, case.guide)
+    plain = TraceBackpropQ_ELBO(estimator=ScoreFunction(RunningBaseline()))
+    train(plain, case, 300, lr=0.0)
+    rival = expected_moments(plain, case.model, case.guide)
+    for name in ("qa", "qb", "qc"):
+        assert float(moments.variance[name].sum()) < 0.7 * float(rival.variance[name].sum())
+
+
 # Plates: a row reaches other rows through what lies outside of the plate, or outside of torch.
 
 
