@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pyro_bpq.features import Components
 from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.rollout import Rollout
+from pyro_bpq.rollout import Rollout, sum_to_plates
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
 
 __all__ = ["FlipPlan", "flip_plan", "immediate_costs", "immediate_model_costs"]
@@ -288,8 +288,7 @@ def _flip(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str, 
 def _reduce(cost: Tensor, source: Sequence[Any], target: Sequence[Any], ndim: int) -> Tensor:
     """Brings a cost ``(rows, batch)`` to ``(rows, M, plates)`` with the plates of the site."""
     cost = cost.reshape(cost.shape[0], *(1,) * (ndim + 1 - cost.dim()), *cost.shape[1:])
-    dims = [plate.dim for plate in source if plate not in target]
-    return cost.sum(dims, keepdim=True) if dims else cost
+    return sum_to_plates(cost, source, target)
 
 
 def _table(cost: Tensor, index: Tensor, split: Components, start: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.layout import Layout, matrix
+from pyro_bpq.rollout import sum_to_plates
 from pyro_bpq.targets import lambda_return, lambda_return_solve
 
 __all__ = ["lambda_returns"]
@@ -77,8 +78,7 @@ def _with_immediate(layout: Layout, name: str, mean: Tensor, roots: Mapping[str,
     graph, node = layout.graph, layout.network.q_node(name)
     plates = graph.node(node.site).plates
     for cost in node.immediate:
-        dims = [plate.dim for plate in graph.cost(cost).plates if plate not in plates]
-        mean = mean + (roots[cost].sum(dims, keepdim=True) if dims else roots[cost])
+        mean = mean + sum_to_plates(roots[cost], graph.cost(cost).plates, plates)
     return mean
 
 

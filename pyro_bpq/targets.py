@@ -16,13 +16,13 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.graph import Plate
 from pyro_bpq.network import BackpropQNetwork
+from pyro_bpq.rollout import sum_to_plates
 
 __all__ = ["lambda_return", "lambda_return_solve", "monte_carlo_return", "td_target"]
 
@@ -59,12 +59,12 @@ def lambda_return(
         plates[node.name] = own = graph.node(node.site).plates
         total = zero
         for average in node.rule:
-            children = [_to_plates(backups[child], plates[child], own) for child in average.children]
+            children = [sum_to_plates(backups[child], plates[child], own) for child in average.children]
             total = total + gamma * sum(children[1:], children[0]) / len(children)
         returns[node.name] = total
         immediate = zero
         for cost in node.immediate:
-            immediate = immediate + _to_plates(backups[cost], plates[cost], own)
+            immediate = immediate + sum_to_plates(backups[cost], plates[cost], own)
         if node.name not in q:
             backups[node.name] = immediate + total
             continue
@@ -72,11 +72,6 @@ def lambda_return(
         ahead = expected[node.name].detach() if expected and node.name in expected else immediate + learned
         backups[node.name] = ahead + lam * (total - learned)
     return returns
-
-
-def _to_plates(value: Tensor, source: Sequence[Plate], target: Sequence[Plate]) -> Tensor:
-    dims = [plate.dim for plate in source if plate not in target]
-    return value.sum(dims, keepdim=True) if dims else value
 
 
 def td_target(
