@@ -21,6 +21,7 @@ from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.network import BackpropQNetwork, Reduction
 from pyro_bpq.plan import Plan, Planner
+from pyro_bpq.reruns import Reruns
 from pyro_bpq.rollout import Rollout
 from pyro_bpq.structure import StructureCache
 from pyro_bpq.surrogate import Learning, StepResult, step
@@ -112,7 +113,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self.planner = Planner(estimator, critic, reduction)
         self.lam, self.gamma, self.learner = lam, gamma, learner
         self.critics = CriticBank(seed, is_own=learner is not None)
-        self.num_steps = 0
+        self.num_steps = self.num_noises = 0
         self.info: dict[str, dict[str, Tensor]] = {}
         self._structure = StructureCache(structure)
         self._optimizer = None if learner is None else CriticOptimizer(learner)
@@ -216,8 +217,11 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         return model, guide, args, kwargs
 
     def _trace(self, model: Any, guide: Any, args: Any, kwargs: Any, track: bool) -> TracedRun:
+        planner = self.planner
         traced = trace_run(
-            model, guide, args, kwargs, self.max_plate_nesting, self.planner.choose, self.num_particles, track
+            *(model, guide, args, kwargs, self.max_plate_nesting, planner.choose, self.num_particles, track),
+            attach=planner.attach,
+            noise=self._noise,
         )
         if is_validation_enabled():
             check_if_enumerated(traced.guide_trace)
@@ -238,13 +242,13 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         results = []
         for members in _group(runs, is_dynamic):
             traced = [runs[i] for i in members]
-            results.append(self._step(traced, graphs[members[0]], programs[members[0]], learning, kind))
+            results.append(self._step(traced, graphs[members[0]], [programs[i] for i in members], learning, kind))
         return loss, results
 
     def _step(
-        self, traced: list[TracedRun], graph: Any, program: Any, learning: bool, kind: tuple[bool, bool]
+        self, traced: list[TracedRun], graph: Any, programs: list[Any], learning: bool, kind: tuple[bool, bool]
     ) -> tuple[Tensor, StepResult]:
-        model, _, args, kwargs = program
+        model, _, args, kwargs = programs[0]
         plan = self._plan(traced[0], graph, kind)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
         rollout = Rollout(
@@ -269,8 +273,17 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             _at(self.gamma, self.num_steps),
             1.0 if self.learner is None else self.learner.level_weight,
         )
-        result = step(plan.layout, rollout, tables, self.critics, learning_options, learning)
+        rerun = generator = None
+        if plan.needs_program and not kind[0]:
+            generator = self._noise()
+            rerun = Reruns(self._trace, programs, traced, graph, generator)
+        result = step(plan.layout, rollout, tables, self.critics, learning_options, learning, rerun, generator)
         return sum((t.run.differentiable for t in traced), torch.zeros(())), result
+
+    def _noise(self) -> torch.Generator:
+        """Noise for what estimators draw themselves; the global generator is left alone."""
+        self.num_noises += 1
+        return torch.Generator().manual_seed((self.critics.seed * 7919 + 1) * 1_000_003 + self.num_noises)
 
     def _plan(self, traced: TracedRun, graph: Any, kind: tuple[bool, bool]) -> Plan:
         last = self._last_plan
@@ -382,6 +395,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
         return {
             "num_steps": self.num_steps,
+            "num_noises": self.num_noises,
             "optimizer": {} if self._optimizer is None else self._optimizer.state_dict(),
             "waiting": self._waiting,
             "late": self._late,
@@ -389,7 +403,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
-        self.num_steps = state["num_steps"]
+        self.num_steps, self.num_noises = state["num_steps"], state["num_noises"]
         self._waiting, self._late = copy.deepcopy((state["waiting"], state["late"]))
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])

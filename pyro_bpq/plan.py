@@ -2,13 +2,16 @@ r"""Decides per site what is done: its estimator, its critic, and which of its c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from pyro_bpq.config import SiteOptions
 from pyro_bpq.critics import Critic
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, Pathwise, RunningBaseline, ScoreFunction
-from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.estimators.base import SiteInfo, needs_program
 from pyro_bpq.features import Components, finite_components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
@@ -55,6 +58,11 @@ class Plan:
     flips: FlipPlan | None
     components: dict[str, Components]
 
+    @cached_property
+    def needs_program(self) -> bool:
+        """Whether an estimator compares the costs of other values."""
+        return any(needs_program(cls.spec.estimator) for cls in self.layout.classes)
+
 
 @dataclass(frozen=True)
 class Planner:
@@ -100,6 +108,11 @@ class Planner:
                 "ELBO's argument estimator=..."
             )
         return chosen
+
+    def attach(self, infer: Mapping[str, Any]) -> Any:
+        """The estimator of a site with this ``infer``, if it attaches a gradient to the site's value."""
+        chosen = (infer.get("bpq") or {}).get("estimator") or self.estimator
+        return chosen if hasattr(chosen, "attach") else None
 
     def plan(
         self,

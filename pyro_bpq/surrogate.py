@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank, Selection, Write
+from pyro_bpq.cost_to_go import cost_to_go, stack_costs, sum_costs
 from pyro_bpq.critic_step import CriticBatch, evaluate_critics, regression
-from pyro_bpq.estimators.base import SiteContext, Statistics
+from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.estimators.base import SiteContext, Statistics, needs_program
 from pyro_bpq.estimators.pyro_baseline import PyroBaseline
 from pyro_bpq.layout import Layout, matrix
 from pyro_bpq.returns import lambda_returns
 from pyro_bpq.rollout import Rollout, sum_to_plates
 from pyro_bpq.site_batch import SiteBatch
+from pyro_bpq.site_program import Rerun, SiteProgramRuns
 
 __all__ = ["Learning", "StepResult", "step"]
 
@@ -63,6 +66,8 @@ def step(
     bank: CriticBank,
     learning: Learning,
     build: bool,
+    rerun: Rerun | None = None,
+    generator: torch.Generator | None = None,
 ) -> StepResult:
     """Computes surrogate and critic loss of one rollout.
 
@@ -74,11 +79,13 @@ def step(
         bank: Critics and running statistics.
         learning: How targets are formed.
         build: Whether the step learns: missing critics and statistics are built, a critic loss is formed.
+        rerun: Runs the program again with a site at another value, or ``None`` where that cannot be done.
+        generator: Noise of the estimators.
 
     Returns:
         The result; nothing in the bank has changed but for newly built rows.
     """
-    return _Step(layout, rollout, tables, bank, learning, build).run()
+    return _Step(layout, rollout, tables, bank, learning, build, rerun, generator).run()
 
 
 class _Step:
@@ -92,14 +99,14 @@ class _Step:
         bank: CriticBank,
         learning: Learning,
         build: bool,
+        rerun: Rerun | None,
+        generator: torch.Generator | None,
     ) -> None:
+        self.rerun, self.generator = rerun, generator
         self.layout, self.rollout, self.tables = layout, rollout, tables
         self.bank, self.learning, self.build = bank, learning, build
         self.batches = [SiteBatch(cls, rollout) for cls in layout.classes]
-        self.costs = [
-            rollout.stack(lambda run, name: run.costs[name].detach(), cls.names, cls.plates)
-            for cls in layout.cost_classes
-        ]
+        self.costs = stack_costs(layout, rollout)
         self.active = [c for c, cls in enumerate(layout.classes) if not cls.spec.estimator.is_pathwise]
 
     def run(self) -> StepResult:
@@ -117,16 +124,6 @@ class _Step:
         return StepResult(surrogate, loss, writes, info)
 
     # Sums over the graph.
-
-    def sum_costs(self, kind: str, c: int) -> Tensor | None:
-        """For each site of a class the sum of the costs that a matrix of the layout selects."""
-        total, plates = None, () if kind == "crossing" else self.layout.classes[c].spec.plates
-        for k, (cls, costs) in enumerate(zip(self.layout.cost_classes, self.costs, strict=True)):
-            selected = self.layout.matrix(kind, c, k, costs)
-            if selected is not None:
-                term = matrix(selected, sum_to_plates(costs, cls.plates, plates))
-                total = term if total is None else total + term
-        return total
 
     def correction(self, c: int, ahead: Mapping[int, Tensor | None]) -> Tensor | None:
         """For each site the sum of the control variates of later sites."""
@@ -198,10 +195,7 @@ class _Step:
         shape = (len(cls.names), *batch.batch_shape)
         finite = cls.spec.components is not None
         uses = estimator.uses_critic
-        cost = batch.score.detach().new_zeros(shape)
-        for kind in ("downstream", "crossing"):
-            total = self.sum_costs(kind, c)
-            cost = cost if total is None else cost + total
+        cost = cost_to_go(self.layout, self.costs, c, batch.score.detach().new_zeros(shape))
         context = SiteContext(
             names=cls.names,
             score=batch.score,
@@ -210,13 +204,16 @@ class _Step:
             log_probs=batch.log_probs if finite else None,
             index=batch.index if finite else None,
             exact=exact if uses else None,
-            exact_cost=_expand(self.sum_costs("tabled", c), shape) if uses and exact is not None else None,
+            exact_cost=_expand(sum_costs(self.layout, self.costs, "tabled", c), shape)
+            if uses and exact is not None
+            else None,
             learned=learned[1] if uses and learned is not None else None,
             level=learned[0] if uses and learned is not None else None,
             correction=_expand(self.correction(c, ahead), shape) if uses else None,
             statistics=statistics,
             count=statistics.get("count"),
             baseline=batch.baseline if isinstance(estimator, PyroBaseline) else None,
+            program=self.program(c) if needs_program(estimator) else None,
         )
         term = estimator(context)
         if selection is not None and self.build:
@@ -228,6 +225,16 @@ class _Step:
                 info[name] = {k: v[i] for k, v in term.statistics.items() if k in ("scales", "baseline")}
                 info[name]["cost_to_go"] = context.cost[i]
         return term.surrogate.sum()
+
+    def program(self, c: int) -> SiteProgramRuns:
+        """Other values of the sites of a class, and what they cost."""
+        if self.rerun is None or self.generator is None:
+            names = ", ".join(map(repr, self.layout.classes[c].names))
+            raise UnsupportedProgramError(
+                f"Sites {names}: sampled values steer this program, so {self.layout.classes[c].spec.estimator} cannot "
+                "compare its costs at other values; use AllAction() or ScoreFunction(RunningBaseline()) there."
+            )
+        return SiteProgramRuns(self.layout, c, self.batches[c], self.rerun, self.generator)
 
     def statistics(self, c: int, initial: Statistics) -> tuple[Selection | None, dict[str, Tensor]]:
         """Rows of running statistics of a class of sites; initial values where there are none yet."""

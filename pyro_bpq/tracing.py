@@ -3,7 +3,6 @@ r"""Runs Pyro programs and splits what they did into structure (a graph) and ten
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,20 +10,17 @@ from typing import Any
 
 import torch
 from pyro.distributions import MaskedDistribution
-from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.util import is_identically_zero
 from pyro.infer.enum import get_importance_trace
-from pyro.poutine.messenger import Messenger
-from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.config import SiteOptions, site_options
-from pyro_bpq.errors import PlateError, SiteNotFoundError, UnsupportedProgramError
-from pyro_bpq.estimators.base import Estimator, SiteInfo
-from pyro_bpq.features import finite_components
+from pyro_bpq.errors import PlateError, SiteNotFoundError
+from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph import CostNode, Plate, StochasticComputationGraph, StochasticNode
 from pyro_bpq.provenance import DependencyTracker
 from pyro_bpq.rollout import Run, SiteRecord
+from pyro_bpq.watch import Attach, Choose, Watch, samples, site_info
 
 __all__ = [
     "PARTICLES",
@@ -38,9 +34,6 @@ __all__ = [
 
 # Pyro's name of the plate of vectorised particles.
 PARTICLES = "num_particles_vectorized"
-
-# Chooses the estimator of a site.
-Choose = Callable[[SiteInfo, SiteOptions], Estimator]
 
 
 def cost_of_guide(site: str) -> str:
@@ -96,97 +89,6 @@ class TracedRun:
         return max((-plate.dim for plate in self.plate_sizes), default=0)
 
 
-class _Watch(Messenger):  # type: ignore[misc]
-    """Notes at every sample statement what has left torch so far; hands out tracked values.
-
-    It must be the outermost handler, so that the traces record the values that it hands out.
-
-    Args:
-        tracker: The tracker, or ``None``.
-        choose: Gives the estimator of a site.
-        particles: Number of particles of the step.
-    """
-
-    def __init__(self, tracker: DependencyTracker | None, choose: Choose, particles: int) -> None:
-        super().__init__()
-        self.tracker, self.choose, self.particles = tracker, choose, particles
-        self.is_guide = False
-        self.escaped: dict[tuple[bool, str], frozenset[str]] = {}
-        self.subsamples: dict[str, Any] = {}
-        self.model_start = torch.get_rng_state()
-        self.plates: dict[str, tuple[Any, ...]] = {}
-        self.drawn: list[str] = []
-        self.untraced: dict[str, dict[str, Any]] = {}
-
-    def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
-        """The guide, whose draws become sources."""
-        # A partial of this form is what Pyro looks through when it tells whether a guide is a GuideMessenger.
-        return functools.partial(_run_guide, self, guide)
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if self.tracker is not None:
-            self.escaped[self.is_guide, msg["name"]] = self.tracker.escaped
-        if not self.is_guide or msg["is_observed"] or not getattr(msg["fn"], "has_rsample", False):
-            return
-        info = _info(msg, (), self.particles)
-        if not self.choose(info, site_options(msg["name"], msg["infer"])).is_pathwise:
-            msg["fn"] = _without_rsample(msg["fn"])
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        if isinstance(msg["fn"], _Subsample):
-            self.subsamples[msg["name"]] = msg["value"]
-            return
-        self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
-        if not self.is_guide or msg["is_observed"]:
-            return
-        self.drawn.append(msg["name"])
-        score = None
-        if msg["infer"].get("_do_not_trace"):
-            score = _score_of_untraced(msg)
-            if score is None:
-                return
-        if self.tracker is not None and isinstance(msg["value"], Tensor):
-            msg["value"] = self.tracker.source(msg["name"], msg["value"])
-        if score is not None:
-            self._keep(msg, score)
-
-    def _keep(self, msg: Any, score: Tensor) -> None:
-        """Notes a site that Pyro leaves out of its traces, but on whose value later costs depend."""
-        name, zero = msg["name"], torch.zeros_like(score)
-        if name in self.untraced:
-            raise UnsupportedProgramError(
-                f'Site {name!r} has infer={{"_do_not_trace": True}} and is sampled twice; give each a name of its own.'
-            )
-        parts = ScoreParts(zero, score, torch.zeros(()))
-        self.untraced[name] = {**msg, "log_prob": zero, "log_prob_sum": zero.sum(), "score_parts": parts}
-
-    def guide_sites(self, trace: Any) -> dict[str, Any]:
-        """The sites of the guide's trace, and those that Pyro left out of it, in the order of their draws."""
-        sites = _samples(trace)
-        if not self.untraced:
-            return sites
-        order = {name: i for i, name in enumerate(self.drawn)}
-        merged = {**sites, **self.untraced}
-        return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(order)))}
-
-
-def _score_of_untraced(msg: Any) -> Tensor | None:
-    """``log q`` of a site that Pyro leaves out of its traces; ``None`` where its value carries all gradients."""
-    if not torch.is_grad_enabled() or not isinstance(msg["value"], Tensor):
-        return None
-    score: Any = msg["fn"].score_parts(msg["value"]).score_function
-    return None if is_identically_zero(score) else score
-
-
-def _run_guide(watch: _Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    watch.is_guide = True
-    try:
-        return guide(*args, **kwargs)
-    finally:
-        watch.is_guide = False
-        watch.model_start = torch.get_rng_state()
-
-
 def _plate_error(error: ValueError, plates: Mapping[str, tuple[Any, ...]]) -> PlateError | None:
     """What Pyro says about shapes that do not fit, with the plates of the sites that it names."""
     text = str(error)
@@ -200,15 +102,6 @@ def _plate_error(error: ValueError, plates: Mapping[str, tuple[Any, ...]]) -> Pl
     return PlateError("\n".join([text, *lines]))
 
 
-def _without_rsample(fn: Any) -> Any:
-    fn = copy.copy(fn)
-    if hasattr(fn, "base_dist"):
-        fn.base_dist = _without_rsample(fn.base_dist)
-    else:
-        fn.has_rsample = False
-    return fn
-
-
 def trace_run(
     model: Callable[..., Any],
     guide: Callable[..., Any],
@@ -218,6 +111,8 @@ def trace_run(
     choose: Choose,
     num_particles: int = 1,
     track: bool = False,
+    attach: Attach | None = None,
+    noise: Callable[[], torch.Generator] = torch.Generator,
 ) -> TracedRun:
     """Runs the guide, replays the model against it, and records both.
 
@@ -230,6 +125,8 @@ def trace_run(
         choose: Gives the estimator of a site.
         num_particles: Number of particles in all runs of the step.
         track: Whether to track which values depend on which.
+        attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
+        noise: Makes the generator that such estimators draw from.
 
     Returns:
         The traced run.
@@ -239,7 +136,7 @@ def trace_run(
         PlateError: If shapes do not fit plates, or those of guide and model differ.
     """
     tracker = DependencyTracker() if track else None
-    watch = _Watch(tracker, choose, num_particles)
+    watch = Watch(tracker, choose, num_particles, attach, noise)
     with tracker if tracker is not None else contextlib.nullcontext(), watch:
         try:
             model_trace, guide_trace = get_importance_trace(
@@ -250,7 +147,7 @@ def trace_run(
         guide_sites, reads = watch.guide_sites(guide_trace), None
         if tracker is not None:
             reads = _reads(tracker, guide_sites, watch.escaped, True)
-            reads |= _reads(tracker, _samples(model_trace), watch.escaped, False)
+            reads |= _reads(tracker, samples(model_trace), watch.escaped, False)
     escaped = frozenset() if tracker is None else tracker.escaped
     rng = (watch.model_start, torch.get_rng_state())
     return _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
@@ -289,13 +186,13 @@ def _record(
     options, infos, sites, costs = {}, {}, {}, {}
     key: list[Any] = []
     untraced: list[str] = []
-    model_sites = _samples(model_trace)
+    model_sites = samples(model_trace)
     for name, site in guide_sites.items():
         plates = _plates(site, sizes)
         costs[cost_of_guide(name)] = site["log_prob"]
         chosen = None
         if not site["is_observed"]:
-            infos[name] = info = _info(site, plates, particles)
+            infos[name] = info = site_info(site, plates, particles)
             options[name] = chosen = site_options(name, site["infer"])
             if _is_untraced(site):
                 untraced.append(name)
@@ -336,10 +233,6 @@ def _is_untraced(site: Any) -> bool:
     return bool(site["infer"].get("_do_not_trace"))
 
 
-def _samples(trace: Any) -> dict[str, Any]:
-    return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
-
-
 def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The costs through which pathwise gradients flow, and the loss."""
     guide_sum = _sum([site["log_prob_sum"].detach() for site in guide_sites.values()])
@@ -374,25 +267,6 @@ def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:
             sizes[plate] = size
             plates.append(plate)
     return tuple(sorted(plates)) if len(plates) > 1 else tuple(plates)
-
-
-def _info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
-    fn = site["fn"]
-    return SiteInfo(
-        name=site["name"],
-        distribution=_distribution_name(fn),
-        has_rsample=bool(getattr(fn, "has_rsample", False)),
-        components=finite_components(fn),
-        num_particles=particles,
-        plates=tuple(plate.name for plate in plates),
-    )
-
-
-def _distribution_name(fn: Any) -> str:
-    wrappers = ("Independent", "MaskedDistribution", "ExpandedDistribution")
-    while hasattr(fn, "base_dist") and type(fn).__name__ in wrappers:
-        fn = fn.base_dist
-    return type(fn).__name__
 
 
 def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRecord:

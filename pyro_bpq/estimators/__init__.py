@@ -6,11 +6,14 @@ from pyro_bpq.estimators.base import SiteContext as SiteContext
 from pyro_bpq.estimators.base import SiteTerm as SiteTerm
 from pyro_bpq.estimators.baselines import LeaveOneOut as LeaveOneOut
 from pyro_bpq.estimators.baselines import RunningBaseline as RunningBaseline
+from pyro_bpq.estimators.disarm import DisARM as DisARM
 from pyro_bpq.estimators.pathwise import Pathwise as Pathwise
 from pyro_bpq.estimators.score_function import ScoreFunction as ScoreFunction
+from pyro_bpq.estimators.straight_through import StraightThrough as StraightThrough
 
 __all__ = [
     "AllAction",
+    "DisARM",
     "Estimator",
     "LeaveOneOut",
     "Pathwise",
@@ -18,4 +21,5 @@ __all__ = [
     "ScoreFunction",
     "SiteContext",
     "SiteTerm",
+    "StraightThrough",
 ]
