@@ -111,7 +111,8 @@ class Planner:
 
     def attach(self, infer: Mapping[str, Any]) -> Any:
         """The estimator of a site with this ``infer``, if it attaches a gradient to the site's value."""
-        chosen = (infer.get("bpq") or {}).get("estimator") or self.estimator
+        given = infer.get("bpq")
+        chosen = (given.get("estimator") if isinstance(given, dict) else None) or self.estimator
         return chosen if hasattr(chosen, "attach") else None
 
     def plan(
