@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyro_bpq.bank import CriticBank, Write
 from pyro_bpq.critics import Critic, MLPCritic
-from pyro_bpq.errors import BPQError, OptionError
+from pyro_bpq.errors import BPQError, OptionError, UnsupportedProgramError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import flipped_costs
@@ -23,6 +23,7 @@ from pyro_bpq.network import BackpropQNetwork, Reduction
 from pyro_bpq.plan import Plan, Planner
 from pyro_bpq.reruns import Reruns
 from pyro_bpq.rollout import Rollout
+from pyro_bpq.signals import Signals
 from pyro_bpq.structure import StructureCache
 from pyro_bpq.surrogate import Learning, StepResult, step
 from pyro_bpq.tracing import TracedRun, trace_run
@@ -196,15 +197,15 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             self._learn()
         mark = self._mark()
         try:
-            loss, results = self._evaluate(model, guide, args, kwargs, learning)
+            loss, differentiable, result = self._evaluate(model, guide, args, kwargs, learning)
         except BaseException:
             self._restore(mark)
             raise
         value = loss.detach()
         warn_if_nan(value, "loss")
-        surrogate = self._surrogate(results)
+        surrogate = (differentiable + result.surrogate) / self.num_particles
         if learning and bool(torch.isfinite(value)):
-            surrogate = self._prepare(surrogate, [result for _, result in results])
+            surrogate = self._prepare(surrogate, result)
         return value + (surrogate - surrogate.detach())
 
     # One step.
@@ -229,25 +230,43 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
 
     def _evaluate(
         self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
-    ) -> tuple[Tensor, list[tuple[Tensor, StepResult]]]:
+    ) -> tuple[Tensor, Tensor, StepResult]:
+        """The loss, the differentiable costs, and what the step yields."""
         track = self._structure.wants_tracking()
         programs = self._arguments(model, guide, args, kwargs)
         runs = [self._trace(*program, track=track) for program in programs]
         loss = self._mean([traced.run.loss for traced in runs])
         graphs = [self._structure.graph(traced, learning) for traced in runs]
         is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
+        if is_dynamic and self.vectorize_particles and self.num_particles > 1:
+            raise UnsupportedProgramError(
+                "A sampled value left torch (as by .item(), int(), if, .numpy()) while several particles ran at once, "
+                "so that particles may steer each other; write vectorize_particles=False."
+            )
         kind = (is_dynamic, all(self._structure.cuts_plates(traced) for traced in runs))
-        if all(run.key == runs[0].key for run in runs) and any(graph != graphs[0] for graph in graphs[1:]):
+        is_alike = all(run.key == runs[0].key for run in runs)
+        if not is_dynamic and is_alike and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [self._structure.merge(runs[0], graphs)] * len(runs)
-        results = []
-        for members in _group(runs, is_dynamic):
-            traced = [runs[i] for i in members]
-            results.append(self._step(traced, graphs[members[0]], [programs[i] for i in members], learning, kind))
-        return loss, results
+        # A baseline from those particles that happen to have the same structure would depend on the value of the
+        # site that it is for: either all particles are stacked or each is on its own.
+        members = [list(range(len(runs)))] if is_alike and not is_dynamic else [[i] for i in range(len(runs))]
+        signals = [
+            self._signals([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
+            for ids in members
+        ]
+        differentiable = sum((traced.run.differentiable for traced in runs), torch.zeros(()))
+        return loss, differentiable, step(signals, self.critics, self._learning(), learning)
 
-    def _step(
+    def _learning(self) -> Learning:
+        return Learning(
+            _at(self.lam, self.num_steps),
+            _at(self.gamma, self.num_steps),
+            1.0 if self.learner is None else self.learner.level_weight,
+        )
+
+    def _signals(
         self, traced: list[TracedRun], graph: Any, programs: list[Any], learning: bool, kind: tuple[bool, bool]
-    ) -> tuple[Tensor, StepResult]:
+    ) -> Signals:
         model, _, args, kwargs = programs[0]
         plan = self._plan(traced[0], graph, kind)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
@@ -268,17 +287,11 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
                 self._last_plan = None
                 plan = self._plan(traced[0], graph, kind)
             tables = found or {}
-        learning_options = Learning(
-            _at(self.lam, self.num_steps),
-            _at(self.gamma, self.num_steps),
-            1.0 if self.learner is None else self.learner.level_weight,
-        )
         rerun = generator = None
         if plan.needs_program and not kind[0]:
             generator = self._noise()
             rerun = Reruns(self._trace, programs, traced, graph, generator)
-        result = step(plan.layout, rollout, tables, self.critics, learning_options, learning, rerun, generator)
-        return sum((t.run.differentiable for t in traced), torch.zeros(())), result
+        return Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator)
 
     def _noise(self) -> torch.Generator:
         """Noise for what estimators draw themselves; the global generator is left alone."""
@@ -317,26 +330,19 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
     def _mean(self, losses: list[Tensor]) -> Tensor:
         return sum(losses[1:], losses[0]) / self.num_particles
 
-    def _surrogate(self, results: list[tuple[Tensor, StepResult]]) -> Tensor:
-        terms = [differentiable + result.surrogate for differentiable, result in results]
-        return sum(terms[1:], terms[0]) / self.num_particles
-
     # Learning.
 
-    def _prepare(self, surrogate: Tensor, results: list[StepResult]) -> Tensor:
+    def _prepare(self, surrogate: Tensor, result: StepResult) -> Tensor:
         """Notes what the step teaches; adds the critics' loss to the surrogate where the user trains them."""
-        writes = [write for result in results for write in result.writes]
-        losses = [result.critic_loss for result in results if result.critic_loss is not None]
-        self.info = {name: values for result in results for name, values in result.info.items()}
+        self.info = result.info
         gradients = {}
-        if losses and self._optimizer is None:
-            surrogate = surrogate + sum(losses[1:], losses[0])
-        elif losses:
+        if result.critic_loss is not None and self._optimizer is None:
+            surrogate = surrogate + result.critic_loss
+        elif result.critic_loss is not None:
             tensors = self.critics.weights()
-            total = sum(losses[1:], losses[0])
-            found = torch.autograd.grad(total, list(tensors.values()), allow_unused=True)
+            found = torch.autograd.grad(result.critic_loss, list(tensors.values()), allow_unused=True)
             gradients = {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
-        self._waiting = (writes, gradients)
+        self._waiting = (result.writes, gradients)
         return surrogate
 
     def _learn(self) -> None:
@@ -416,17 +422,6 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             f"reduction={planner.reduction!r}, lam={self.lam}, gamma={self.gamma}, learner={self.learner}, "
             f"structure={self._structure.mode!r}"
         )
-
-
-def _group(runs: list[TracedRun], is_dynamic: bool) -> list[list[int]]:
-    """All particles together; where a particle's values may steer its structure, each on its own.
-
-    A baseline from those particles that happen to have the same structure would depend on the value of the
-    site that it is for.
-    """
-    if not is_dynamic and all(run.key == runs[0].key for run in runs):
-        return [list(range(len(runs)))]
-    return [[i] for i in range(len(runs))]
 
 
 def _without(gradients: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@ r"""Decides per site what is done: its estimator, its critic, and which of its c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
 from pyro_bpq.layout import Layout, SiteSpec
 from pyro_bpq.network import BackpropQNetwork, Reduction
+from pyro_bpq.sequence import sequence_network
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
 
 __all__ = ["Plan", "Planner", "default_estimator"]
@@ -126,8 +127,9 @@ class Planner:
         """Plans the steps on a structure.
 
         What corrects a site's gradient must not depend on its value. Where sampled values may steer the
-        program, the structure after a site does: then there are no critics, no extra run of the model, and
-        only those costs are tabled that follow from what was known before the site.
+        program, the structure after a site does: then there is no extra run of the model, only those costs are
+        tabled that follow from what was known before the site, and critics form a sequence
+        (:func:`~pyro_bpq.sequence.sequence_network`), whatever the reduction.
 
         Args:
             traced: A run of that structure.
@@ -150,15 +152,22 @@ class Planner:
             evaluated = flips.costs.get(name, ()) if flips is not None else ()
             costs = {"q": (cost_of_guide(name),), "p": (cost_of_model(name),), "model": evaluated}
             tabled[name] = tuple(cost for kind in sorted(kinds) for cost in costs[kind])
-            critic = None if is_dynamic else self._critic(traced, name, estimators[name])
+            critic = self._critic(traced, name, estimators[name])
             info = traced.infos[name]
             # Many components at once: what they cost right away is for the extra run, not for a critic.
             if critic is None or (info.components is not None and info.components.size > 1):
                 known |= set(immediate[name])
             known |= set(tabled[name])
-            specs[name] = self._spec(traced, name, estimators[name], critic, frozenset(kinds))
-        network = self._network(graph, specs, known)
-        return Plan(graph, Layout(graph, network, specs, tabled, cuts_plates=cuts_plates), flips, components)
+            spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds))
+            specs[name] = replace(spec, has_params=True) if is_dynamic else spec
+        network = None
+        if any(spec.critic is not None for spec in specs.values()):
+            if is_dynamic:
+                network = sequence_network(graph, tabled)
+            else:
+                network = BackpropQNetwork.build(graph, self.reduction, immediate=frozenset(known))
+        layout = Layout(graph, network, specs, tabled, cuts_plates=cuts_plates, is_steered=is_dynamic)
+        return Plan(graph, layout, flips, components)
 
     def _estimator(self, traced: TracedRun, name: str) -> Estimator:
         estimator = self.choose(traced.infos[name], traced.options[name])
@@ -239,13 +248,6 @@ class Planner:
             context=0 if options.context is None else options.context.shape[-1],
             share=options.share,
         )
-
-    def _network(
-        self, graph: StochasticComputationGraph, specs: dict[str, SiteSpec], known: set[str]
-    ) -> BackpropQNetwork | None:
-        if all(spec.critic is None for spec in specs.values()):
-            return None
-        return BackpropQNetwork.build(graph, self.reduction, immediate=frozenset(known))
 
 
 def _events(traced: TracedRun, cost: str) -> int:

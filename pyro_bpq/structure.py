@@ -98,7 +98,8 @@ class StructureCache:
         if learn:
             self.escapes |= traced.escaped
             self.crosses |= traced.crosses
-        if self.mode == "dynamic":
+        if self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)):
+            # What other runs with the same key did is not merged in: the key may follow from sampled values.
             return build_graph(traced, reads)
         if self.mode == "dense":
             return self._dense(traced, learn)

@@ -18,11 +18,11 @@ MAX_LINES = 500
 # of its modules. Which layer a new module belongs to is a decision: add it here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("graph", "network", "reductions", "validation"),
+    ("graph", "network", "reductions", "validation", "sequence"),
     ("rollout", "targets", "provenance"),
     ("features", "critics", "bank", "replay"),
     ("estimators",),
-    ("layout", "site_batch", "site_program", "cost_to_go", "returns", "critic_step", "learner", "surrogate"),
+    ("layout", "site_batch", "site_program", "cost_to_go", "returns", "critic_step", "learner", "signals", "surrogate"),
     (
         "baseline_options",
         "watch",
