@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.bank import Block, CriticBank, Selection, Write
+from pyro_bpq.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.critic_step import CriticRows, regression
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics
 from pyro_bpq.signals import Signals
@@ -69,6 +69,9 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
     info: dict[str, dict[str, Tensor]] = {}
     terms = [_estimate(*pair, bank, build, writes, info) for pair in _contexts(signals)]
     loss = _critic_loss(signals, bank, learning, writes, info) if build else None
+    if len(signals) > 1:
+        # Particles, and sites of a family that shares a critic, each have a say.
+        writes = average_writes(writes)
     return StepResult(sum(terms[1:], terms[0]) if terms else torch.zeros(()), loss, writes, info)
 
 
