@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.network import BackpropQNetwork, Reduction
-from pyro_bpq.targets import lambda_return, td_target
+from pyro_bpq.targets import lambda_return
 from pyro_bpq.testing import TabularProgram
 
 SEEDS = range(200)
@@ -202,11 +202,3 @@ def test_residual_keeps_its_mean_where_a_condition_is_broken() -> None:
         for site, residual in residuals(program, network, **changes).items():
             history = program.known(site, "history")
             assert largest(program.expect(residual - plain[site], history)) < ATOL
-
-
-def test_td_target_with_expected_children_has_no_noise_on_a_chain() -> None:
-    program = chain_program(0)
-    network = build(program.graph)
-    q = program.exact_q(network)
-    targets = td_target(network, q, program.costs, 1.0, program.expected(network, q))
-    assert all(largest(targets[node.name] - q[node.name]) < ATOL for node in network.learned)
