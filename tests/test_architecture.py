@@ -18,8 +18,8 @@ MAX_LINES = 500
 # of its modules. Which layer a new module belongs to is a decision: add it here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("graph", "network", "reductions", "validation"),
-    ("rollout", "targets", "provenance"),
+    ("graph", "network", "reductions", "replay_plan", "validation"),
+    ("rollout", "targets", "advantages", "algorithm1", "provenance"),
     ("features", "critics", "bank", "replay"),
     ("estimators",),
     ("layout", "site_batch", "returns", "critic_step", "learner", "surrogate"),

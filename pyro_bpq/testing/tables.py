@@ -139,21 +139,21 @@ class TabularProgram:
         """
         values: dict[str, Tensor] = {}
         for name, axis in self.graph.index.items():
-            rows = self.rows(self.conditionals[name], values, count, axis)
+            # Its axis behind all others: what comes later in program order has size 1.
+            table = self.conditionals[name].movedim(axis, -1).flatten(0, -2)
+            context = self.conditionals[name].narrow(axis, 0, 1)
+            rows = table[self.cells(context, values, count)]
             values[name] = torch.multinomial(rows, 1, generator=generator).squeeze(-1)
         return values
 
     def at(self, table: Tensor, values: Mapping[str, Tensor], count: int) -> Tensor:
         """A table at the values of rollouts, ``(count,)``."""
-        return self.rows(table, values, count, None)
+        return table.reshape(-1)[self.cells(table, values, count)]
 
-    def rows(self, table: Tensor, values: Mapping[str, Tensor], count: int, axis: int | None) -> Tensor:
-        """A table at the values of rollouts with one axis left over, ``(count, size)``; ``None`` for no axis."""
-        position = torch.zeros(count, dtype=torch.long)
-        moved = table if axis is None else table.movedim(axis, -1).unsqueeze(axis)
-        for name, i in self.graph.index.items():
-            size = moved.shape[i]
-            if size > 1:
-                position = position * size + values[name]
-        flat = moved.reshape(-1, *moved.shape[len(self.graph.index) :])
-        return flat[position]
+    def cells(self, table: Tensor, values: Mapping[str, Tensor], count: int) -> Tensor:
+        """The cell of a table that each rollout is in, ``(count,)``, of dtype long."""
+        cell = torch.zeros(count, dtype=torch.long)
+        for name, axis in self.graph.index.items():
+            if table.shape[axis] > 1:
+                cell = cell * table.shape[axis] + values[name]
+        return cell
