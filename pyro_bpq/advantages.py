@@ -74,7 +74,7 @@ def advantages(
     for site in network.graph.index:
         own = network.q_nodes(site)
         if own:
-            first = sum((totals[n.name] + lam * (returns[n.name] - q.get(n.name, returns[n.name])) for n in own))
+            first = sum(totals[n.name] + lam * (returns[n.name] - q.get(n.name, returns[n.name])) for n in own)
             found[site] = (gamma * first - _baseline(network, site, q, returns, ahead, gamma)).detach()
     return found
 

@@ -83,7 +83,7 @@ def backpropq_algorithm1(
             local = sum((q[node.name] for node in network.q_nodes(site)), torch.zeros(()))
             surrogate = surrogate + local * score[site]
         optimizer.zero_grad()
-        surrogate.sum().backward()
+        surrogate.sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         loss = float(sum(value.detach().sum() for value in cost.values()))
     return loss
@@ -97,4 +97,4 @@ def _take_step(critic: nn.Module, scope: Values, target: Tensor | float, critic_
     error = 0.5 * (target - critic(scope)).square().sum()
     with torch.no_grad():
         for weight, gradient in zip(weights, torch.autograd.grad(error, weights), strict=True):
-            weight -= critic_lr * gradient
+            weight.sub_(critic_lr * gradient)

@@ -150,22 +150,20 @@ class _Terms:
         from ``u``: with what is known of the gradient taken away, products are less noisy.
         """
         score = self.sampled - self.probs
-        ss, r, m = score.square().sum((-1, -2)), self.residuals, self.offsets
-        sm = [None if offset is None else (score * offset).sum((-1, -2)) for offset in m]
-        known = sum((a[i] * offset for i, offset in enumerate(m) if offset is not None), torch.zeros_like(score))
-        sk = (score * known).sum((-1, -2))
+        known = torch.zeros_like(score)
+        for scale, offset in zip(a, self.offsets, strict=True):
+            known = known if offset is None else known + scale * offset
+        # (r s - m)·(r' s - m'), where only what is there is multiplied.
+        variates = list(zip(self.residuals, self.offsets, strict=True))
+        pairs = [(variates[i], variates[j]) for i, j in _PAIRS]
+        pairs += [((self.cost, known), variate) for variate in variates]
+        norm = score.square().sum((-1, -2))
         products = []
-        for i, j in _PAIRS:
-            value = r[i] * r[j] * ss
-            left, right = sm[i], sm[j]
-            value = value if right is None else value - r[i] * right
-            value = value if left is None else value - r[j] * left
-            products.append(value if left is None or right is None else value + (m[i] * m[j]).sum((-1, -2)))
-        for i in range(_SIZE):
-            value = r[i] * (self.cost * ss - sk)
-            if sm[i] is not None:
-                value = value - self.cost * sm[i] + (known * m[i]).sum((-1, -2))
-            products.append(value)
+        for (left, m), (right, n) in pairs:
+            value = left * right * norm
+            value = value if m is None else value - right * (score * m).sum((-1, -2))
+            value = value if n is None else value - left * (score * n).sum((-1, -2))
+            products.append(value if m is None or n is None else value + (m * n).sum((-1, -2)))
         return torch.stack([site_mean(value) for value in products], 1)
 
 
