@@ -147,13 +147,14 @@ class _Terms:
         """Mean products ``v_i·v_j`` and ``u·v_i``, shape ``(G, 14)``.
 
         Given all but the sampled value every ``v_i`` has mean zero. So a vector that does not read it may be taken
-        from ``u``: with what is known of the gradient taken away, products are less noisy.
+        from ``u``: with what is known of the gradient taken away, products are less noisy. Given all that the others
+        read, ``v_3`` has mean zero: its products with them are zero, not what a few rare values make of them.
         """
         score = self.sampled - self.probs
         known = torch.zeros_like(score)
         for scale, offset in zip(a, self.offsets, strict=True):
             known = known if offset is None else known + scale * offset
-        # (r s - m)·(r' s - m'), where only what is there is multiplied.
+        # (r s - m)·(r' s - m'), where only what is there is multiplied; index 3 is that of the later sites.
         variates = list(zip(self.residuals, self.offsets, strict=True))
         pairs = [(variates[i], variates[j]) for i, j in _PAIRS]
         pairs += [((self.cost, known), variate) for variate in variates]
@@ -164,6 +165,8 @@ class _Terms:
             value = value if m is None else value - right * (score * m).sum((-1, -2))
             value = value if n is None else value - left * (score * n).sum((-1, -2))
             products.append(value if m is None or n is None else value + (m * n).sum((-1, -2)))
+        for n, (i, j) in enumerate(_PAIRS):
+            products[n] = torch.zeros_like(products[n]) if i < j == 3 else products[n]
         return torch.stack([site_mean(value) for value in products], 1)
 
 

@@ -66,6 +66,8 @@ def check_moments(made: SiteContext, u: Tensor, parts: list[Tensor]) -> None:
     moments = terms.moments(scales)
     for n, (i, j) in enumerate(_PAIRS):
         expected = (parts[i] * parts[j]).sum((-1, -2)).flatten(1).mean(1)
+        # What later sites add has mean zero given all that the others read.
+        expected = torch.zeros_like(expected) if i < j == 3 else expected
         torch.testing.assert_close(moments[:, n], expected, msg=lambda m, p=(i, j): f"v{p}: {m}")
     for i in range(_SIZE):
         expected = ((u - known) * parts[i]).sum((-1, -2)).flatten(1).mean(1)
