@@ -165,8 +165,8 @@ class _Terms:
             value = value if m is None else value - right * (score * m).sum((-1, -2))
             value = value if n is None else value - left * (score * n).sum((-1, -2))
             products.append(value if m is None or n is None else value + (m * n).sum((-1, -2)))
-        for n, (i, j) in enumerate(_PAIRS):
-            products[n] = torch.zeros_like(products[n]) if i < j == 3 else products[n]
+        for k, (i, j) in enumerate(_PAIRS):
+            products[k] = torch.zeros_like(products[k]) if i < j == 3 else products[k]
         return torch.stack([site_mean(value) for value in products], 1)
 
 
