@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("chains.py",)
+SCRIPTS = ("chains.py", "overhead.py", "profile_step.py")
 
 
 def main() -> int:
