@@ -10,8 +10,8 @@ binary data, 100 rows a step. The ELBOs take turns within one process, on the sa
 - our default, with critics, their training and the extra run of the model.
 
 A ratio is the median over rounds of a step's CPU time over that of ``Trace_ELBO``'s step in the same round. Memory is
-the largest resident set (``VmHWM``) of a process of its own that takes some steps, less what it held before the first one.
-That includes whatever the allocator keeps, and is no count of live tensors.
+the largest resident set (``VmHWM``) of a process of its own that takes some steps, less what it held after one step of
+``Trace_ELBO``, which loads torch's code. It includes what the allocator keeps, and is no count of live tensors.
 
     python benchmarks/overhead.py [--full] [--output DIRECTORY]
 """
@@ -139,7 +139,13 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "belief network 64-20-20": lambda: belief_network(64, 20),
     "belief network 784-200-200": lambda: belief_network(784, 200),
 }
-QUICK = ("chain, 50 sites", "chain, 200 sites", "belief network 64-20-20", "belief network 784-200-200")
+QUICK = (
+    "chain, 50 sites",
+    "chain, 200 sites",
+    "observed chain, 50 sites",
+    "belief network 64-20-20",
+    "belief network 784-200-200",
+)
 
 
 def elbos_for(name: str) -> list[str]:
@@ -209,8 +215,9 @@ def resident(field: str) -> float:
 
 
 def measure_memory(name: str, elbo: str, steps: int) -> float:
-    """Megabytes that steps need at their peak; for a process of its own."""
+    """Megabytes that steps need at their peak beyond one of ``Trace_ELBO``; for a process of its own."""
     program = PROGRAMS[name]()
+    stepper(program, BASE)()
     step = stepper(program, elbo)
     before = resident("VmRSS")
     for _ in range(steps):
@@ -256,19 +263,23 @@ def main() -> None:
         for row in found:
             row["megabytes"] = memory_of(name, row["elbo"], 5 if row["elbo"] == "TraceGraph_ELBO" else WARM_UP)
         rows += found
-    write_csv(chosen.output / "overhead.csv", rows)
+    write(chosen.output, rows, chosen.full)
+
+
+def write(output: Path, rows: list[Row], is_full: bool) -> None:
+    """Writes CSV and Markdown, prints the ratios."""
+    write_csv(output / "overhead.csv", rows)
     time_table, ratio_table, memory_table = (
         table(by_program(rows, column)) for column in ("milliseconds", "ratio", "megabytes")
     )
     parts = (
-        f"{'Full' if chosen.full else 'Quick'} run; float32, one particle, argument validation on (Pyro's default).",
+        f"{'Full' if is_full else 'Quick'} run; float32, one particle, argument validation on (Pyro's default).",
         "## CPU time of a step, divided by that of `Trace_ELBO`\n\n" + ratio_table,
         "## CPU time of a step in milliseconds\n\n" + time_table,
-        "## Peak memory in megabytes above that before the first step\n\n"
-        "Resident set of a process of its own: code that is loaded on the first call and what the allocator keeps count "
-        "too.\n\n" + memory_table,
+        "## Peak memory in megabytes beyond that after a step of `Trace_ELBO`\n\n"
+        "Resident set of a process of its own; it includes what the allocator keeps.\n\n" + memory_table,
     )
-    write_markdown(chosen.output / "overhead.md", "Overhead of a step", parts)
+    write_markdown(output / "overhead.md", "Overhead of a step", parts)
     print(ratio_table)
 
 

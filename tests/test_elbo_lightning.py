@@ -60,9 +60,7 @@ def loader() -> DataLoader[Any]:
 
 def trainer(epochs: int, **options: Any) -> Any:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", enable_checkpointing=False, **quiet, **options
-    )
+    return lightning.Trainer(max_epochs=epochs, accelerator="cpu", enable_checkpointing=False, **quiet, **options)
 
 
 @each_options
