@@ -222,6 +222,14 @@ class CriticBank(nn.Module):
             )
         return Selection(tuple(parts), len(set(keys)) < len(keys))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and copy take over: all but the weak references that Pyro's param store hangs on parameters."""
+        for parameter in self.parameters():
+            # As the store does before it is saved; it makes them anew when it hands a parameter out.
+            parameter.__dict__.pop("unconstrained", None)
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return state
+
     # Saving and loading: rows find their place by kind and key, whatever block they came from.
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.network import BackpropQNetwork, Reduction
 from pyro_bpq.plan import Plan, Planner
+from pyro_bpq.registration import register_critics
 from pyro_bpq.reruns import Reruns
 from pyro_bpq.rollout import Rollout
 from pyro_bpq.signals import Signals
@@ -382,18 +383,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
     def _register_for_pyro(self) -> None:
         """Shows the critics to SVI where the user's optimiser trains them: those of the first step too."""
         if self.learner is None and torch.is_grad_enabled():
-            import pyro
-
-            pyro.module("bpq_critics", self.critics)
-            store = pyro.get_param_store()
-            for name, weight in self.critics.named_parameters():
-                # pyro.module leaves what another ELBO has stored under the same name.
-                stored: Any = store[f"bpq_critics$$${name}"]
-                if stored.unconstrained() is not weight:
-                    raise OptionError(
-                        "The param store already holds critics of another TraceBackpropQ_ELBO(learner=None), which "
-                        "this one would not train. Write learner=CriticLearner(), or pyro.clear_param_store() between."
-                    )
+            register_critics(self.critics)
 
     # State.
 

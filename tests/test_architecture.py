@@ -18,39 +18,11 @@ MAX_LINES = 500
 # of its modules. Which layer a new module belongs to is a decision: add it here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    (
-        "graph",
-        "network",
-        "reductions",
-        "validation",
-        "sequence",
-        "replay_plan",
-    ),
-    (
-        "rollout",
-        "targets",
-        "provenance",
-        "advantages",
-        "algorithm1",
-    ),
-    (
-        "features",
-        "critics",
-        "bank",
-        "replay",
-    ),
+    ("graph", "network", "reductions", "validation", "sequence", "replay_plan"),
+    ("rollout", "targets", "provenance", "advantages", "algorithm1"),
+    ("features", "critics", "bank", "replay"),
     ("estimators",),
-    (
-        "layout",
-        "site_batch",
-        "site_program",
-        "cost_to_go",
-        "returns",
-        "critic_step",
-        "learner",
-        "signals",
-        "surrogate",
-    ),
+    ("layout", "site_batch", "site_program", "cost_to_go", "returns", "critic_step", "learner", "signals", "surrogate"),
     (
         "baseline_options",
         "watch",
@@ -62,15 +34,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "sandbox",
         "substitute",
         "reruns",
+        "registration",
     ),
-    (
-        "elbo",
-        "expected_cost",
-        "svi",
-        "diagnostics",
-        "render",
-        "testing",
-    ),
+    ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing"),
     ("__init__",),
 )
 TENSOR_FREE = frozenset(LAYERS[0] + LAYERS[1])
