@@ -235,7 +235,9 @@ class Planner:
 
 
 def _events(traced: TracedRun, cost: str) -> int:
-    """Number of elements of an event of the site that a cost belongs to."""
+    """Number of elements of the sites that a cost belongs to, per element of the cost."""
+    if traced.elimination is not None:
+        return int(traced.elimination.num_elements(cost)) // max(traced.run.costs[cost].numel(), 1) + 1
     name = cost[len("-log p(") : -1]
     event: int = traced.model_trace.nodes[name]["fn"].event_shape.numel()
     return event

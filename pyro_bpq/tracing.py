@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,9 @@ class TracedRun:
         rng: State of the global generator before and after the run of the model.
         batch_ndim: Largest number of batch dimensions of any site.
         untraced: Latent sites of the guide that Pyro leaves out of its traces: ``log q`` is no cost.
+        enumerated: Sites that hold all their values at once.
+        leaked: Those whose values left torch.
+        elimination: How they were summed out of the costs, see :mod:`pyro_bpq.elimination`.
     """
 
     key: tuple[Any, ...]
@@ -89,6 +92,9 @@ class TracedRun:
     rng: tuple[Tensor, Tensor]
     batch_ndim: int
     untraced: frozenset[str] = frozenset()
+    enumerated: frozenset[str] = frozenset()
+    leaked: frozenset[str] = frozenset()
+    elimination: Any = None
 
     @property
     def plate_ndim(self) -> int:
@@ -117,6 +123,7 @@ class _Watch(Messenger):  # type: ignore[misc]
         self.plates: dict[str, tuple[Any, ...]] = {}
         self.drawn: list[str] = []
         self.untraced: dict[str, dict[str, Any]] = {}
+        self.enumerated: set[str] = set()
 
     def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
         """The guide, whose draws become sources."""
@@ -137,7 +144,9 @@ class _Watch(Messenger):  # type: ignore[misc]
             self.subsamples[msg["name"]] = msg["value"]
             return
         self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
-        if not self.is_guide or msg["is_observed"]:
+        if _is_enumerated(msg):
+            self._enumerate(msg)
+        if not self.is_guide or msg["is_observed"] or _is_enumerated(msg):
             return
         self.drawn.append(msg["name"])
         score = None
@@ -149,6 +158,12 @@ class _Watch(Messenger):  # type: ignore[misc]
             msg["value"] = self.tracker.source(msg["name"], msg["value"])
         if score is not None:
             self._keep(msg, score)
+
+    def _enumerate(self, msg: Any) -> None:
+        """Follows the values of an enumerated site, to tell where they must not go."""
+        if self.tracker is not None and msg["name"] not in self.enumerated:
+            msg["value"] = self.tracker.source(msg["name"], msg["value"])
+        self.enumerated.add(msg["name"])
 
     def _keep(self, msg: Any, score: Tensor) -> None:
         """Notes a site that Pyro leaves out of its traces, but on whose value later costs depend."""
@@ -253,7 +268,10 @@ def trace_run(
             reads |= _reads(tracker, _samples(model_trace), watch.escaped, False)
     escaped = frozenset() if tracker is None else tracker.escaped
     rng = (watch.model_start, torch.get_rng_state())
-    return _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    if not watch.enumerated:
+        return traced
+    return replace(traced, enumerated=frozenset(watch.enumerated), leaked=escaped & watch.enumerated)
 
 
 def _reads(
@@ -294,7 +312,9 @@ def _record(
         plates = _plates(site, sizes)
         costs[cost_of_guide(name)] = site["log_prob"]
         chosen = None
-        if not site["is_observed"]:
+        if _is_enumerated(site):
+            site_options(name, site["infer"])
+        elif not site["is_observed"]:
             infos[name] = info = _info(site, plates, particles)
             options[name] = chosen = site_options(name, site["infer"])
             if _is_untraced(site):
@@ -303,7 +323,7 @@ def _record(
         kind = type(site["fn"])
         key.append((name, plates, tuple(site["fn"].event_shape), kind, _fingerprint(chosen), _is_untraced(site)))
     for name, site in model_sites.items():
-        if name not in sites and not site["is_observed"]:
+        if name not in sites and not site["is_observed"] and not _is_enumerated(site):
             raise SiteNotFoundError(
                 f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are "
                 f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, or observe it in the model.'
@@ -334,6 +354,10 @@ def _record(
 
 def _is_untraced(site: Any) -> bool:
     return bool(site["infer"].get("_do_not_trace"))
+
+
+def _is_enumerated(site: Any) -> bool:
+    return site["infer"].get("_enumerate_dim") is not None
 
 
 def _samples(trace: Any) -> dict[str, Any]:
