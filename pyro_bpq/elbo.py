@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from pyro_bpq.bank import CriticBank, Write
 from pyro_bpq.critics import Critic, MLPCritic
-from pyro_bpq.elimination import eliminate, enumerated_programs
+from pyro_bpq.elimination import eliminate
+from pyro_bpq.enumeration import enumerated_programs
 from pyro_bpq.errors import BPQError, BPQWarning, OptionError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph import StochasticComputationGraph
@@ -232,15 +233,18 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         return model, guide, args, kwargs
 
     def _trace(self, model: Any, guide: Any, args: Any, kwargs: Any, track: bool) -> TracedRun:
-        options = self.max_plate_nesting, self.planner.choose, self.num_particles, track
+        def run(model: Any, guide: Any) -> TracedRun:
+            nesting, choose = self.max_plate_nesting, self.planner.choose
+            return trace_run(model, guide, args, kwargs, nesting, choose, self.num_particles, track)
+
         if self.enumeration == "exact":
             nesting = int(self.max_plate_nesting)
             with enumerated_programs(model, guide, nesting) as programs:
-                traced = trace_run(*programs, args, kwargs, *options)
+                traced = run(*programs)
             if self.strict_enumeration_warning and is_validation_enabled() and not traced.enumerated:
                 warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
             return eliminate(traced, nesting)
-        traced = trace_run(model, guide, args, kwargs, *options)
+        traced = run(model, guide)
         if is_validation_enabled():
             check_if_enumerated(traced.guide_trace)
         return traced

@@ -14,192 +14,24 @@ enumerated site lie in a dimension of its own, to the left of all plates, as in 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from opt_einsum import get_symbol, shared_intermediates
-from pyro import poutine
-from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import is_identically_zero, scale_and_mask
 from pyro.ops import packed
-from pyro.ops.contract import contract_tensor_tree
-from pyro.ops.rings import LogRing
-from pyro.poutine.enum_messenger import EnumMessenger
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_bpq.errors import PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.factors import Packed, Recipe, Term, average, make, pack
 from pyro_bpq.graph import Plate
 from pyro_bpq.rollout import Run
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
 
-__all__ = ["Elimination", "Recipe", "eliminate", "enumerated_programs"]
-
-# What torch says where Python asks a tensor with more than one element for its value.
-_ONE_VALUE_ONLY = ("is ambiguous", "converted to Scalar", "converted to Python scalar", "converted to an index")
-
-_Site = Any
-_Packed = Any  # a tensor without dimensions of size one, and their names in ``_pyro_dims``
-
-
-class _Enumerate(EnumMessenger):  # type: ignore[misc]
-    """Enumerates all marked sites in parallel; refuses what is not exact.
-
-    Args:
-        first_available_dim: Rightmost dimension for values, negative; ``None`` goes on where the last one stopped.
-        seen: Collects the names of the enumerated sites.
-    """
-
-    def __init__(self, first_available_dim: int | None, seen: list[str]) -> None:
-        super().__init__(first_available_dim)
-        self.seen = seen
-
-    def _pyro_sample(self, msg: Any) -> None:
-        mark, name = msg["infer"].get("enumerate"), msg["name"]
-        if mark is None or msg["is_observed"] or msg["done"]:
-            return super()._pyro_sample(msg)  # type: ignore[no-any-return]
-        if mark not in ("parallel", "sequential"):
-            raise UnsupportedSiteError(
-                f'Site {name!r}: infer={{"enumerate": {mark!r}}} is unknown; write "parallel" or leave it out.'
-            )
-        if msg["infer"].get("num_samples") is not None:
-            raise UnsupportedSiteError(
-                f'Site {name!r}: infer={{"num_samples": ...}} samples, it does not sum. Remove "enumerate" and '
-                '"num_samples", so that the site is sampled, or only "num_samples", so that it is summed.'
-            )
-        if not getattr(msg["fn"], "has_enumerate_support", False):
-            raise UnsupportedSiteError(
-                f"Site {name!r} ({type(msg['fn']).__name__}) has no support that can be enumerated. Remove "
-                'infer={"enumerate": ...} there, so that it is sampled.'
-            )
-        # One value after the other has the same expectation as all of them in a dimension.
-        msg["infer"]["enumerate"] = "parallel"
-        self.seen.append(name)
-        try:
-            return super()._pyro_sample(msg)  # type: ignore[no-any-return]
-        except NotImplementedError as error:
-            raise UnsupportedSiteError(
-                f'Site {name!r}: {error}. Remove infer={{"enumerate": ...}} there, so that it is sampled.'
-            ) from error
-
-
-@contextlib.contextmanager
-def enumerated_programs(
-    model: Callable[..., Any], guide: Callable[..., Any], nesting: int
-) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Model and guide whose marked sites are enumerated, to be run within the context.
-
-    Args:
-        model: The model.
-        guide: The guide.
-        nesting: Bound on the number of nested plates, that of vectorised particles included.
-
-    Yields:
-        Both.
-
-    Raises:
-        UnsupportedProgramError: If the guide is a ``GuideMessenger``, or Python asks for the one value of an
-            enumerated site.
-    """
-    if isinstance(poutine.unwrap(guide), Messenger):
-        raise UnsupportedProgramError(
-            'enumeration="exact" needs the guide to run before the model, and a GuideMessenger runs both as one. '
-            'Write the guide as a function, or enumeration="sample".'
-        )
-    seen: list[str] = []
-    try:
-        yield _Enumerate(None, seen)(model), _Enumerate(-1 - nesting, seen)(guide)
-    except (RuntimeError, TypeError, ValueError) as error:
-        if not seen or not any(words in str(error) for words in _ONE_VALUE_ONLY):
-            raise
-        raise UnsupportedProgramError(
-            f"The program asks for one value ({error}) where all values of the enumerated sites {sorted(set(seen))} "
-            'are given at once. Use operations on tensors (torch.where, table[z]), or remove infer={"enumerate": ...}, '
-            "so that the site is sampled."
-        ) from error
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a cost is made of log-probabilities.
-
-    Args:
-        sites: Sites whose log-probabilities are added up.
-        summed: Enumerated sites of the model that are summed inside of the logarithm.
-        averaged: Enumerated sites of the guide over which the cost is averaged: those it reads, and their own
-            enumerated ancestors.
-        plates: Plates of the cost.
-        is_guide: Whether it is a cost of the guide.
-    """
-
-    sites: tuple[str, ...]
-    summed: tuple[str, ...] = ()
-    averaged: tuple[str, ...] = ()
-    plates: tuple[Plate, ...] = ()
-    is_guide: bool = False
-
-    @property
-    def name(self) -> str:
-        """Name of the cost."""
-        if self.summed:
-            more = ", ..." if len(self.summed) > 3 else ""
-            name = f"-log sum({', '.join(self.summed[:3])}{more})"
-        else:
-            name = cost_of_guide(self.sites[0]) if self.is_guide else cost_of_model(self.sites[0])
-        return f"E[{name}]" if self.averaged else name
-
-
-@dataclass(frozen=True)
-class _Term:
-    """The log-probability of a site, with its dimensions named.
-
-    Args:
-        site: Its record in the trace.
-        symbols: Names of dimensions.
-        ordinal: Names of the dimensions of its plates.
-        cost: The cost as it stands, scaled and masked.
-        reads: Enumerated sites in whose values it differs.
-    """
-
-    site: _Site
-    symbols: Mapping[int, str]
-    ordinal: frozenset[str]
-    cost: _Packed
-    reads: frozenset[str]
-
-    @classmethod
-    def of(cls, site: _Site, log_prob: Tensor, plates: Mapping[str, str], owners: Mapping[str, str]) -> _Term:
-        """Names the dimensions of a site of a trace."""
-        symbols = dict(site["infer"]["_dim_to_symbol"])
-        ordinal = frozenset(plates[frame.name] for frame in site["cond_indep_stack"] if frame.vectorized)
-        cost = _pack(site["name"], log_prob, symbols)
-        reads = frozenset(owners[dim] for dim in cost._pyro_dims if dim in owners)
-        return cls(site, symbols, ordinal, cost, reads)
-
-    def factor(self, is_enumerated: bool) -> _Packed:
-        """What goes into the sum: masked, unless the site is summed itself, and not scaled."""
-        site = self.site
-        factor = _pack(site["name"], site["unscaled_log_prob"], self.symbols)
-        if is_enumerated:
-            return factor
-        mask = site["mask"]
-        if isinstance(mask, Tensor):
-            mask = _pack(site["name"], mask, self.symbols)
-        return packed.scale_and_mask(factor, mask=mask)
-
-
-def _pack(name: str, tensor: Tensor, symbols: Mapping[int, str]) -> _Packed:
-    try:
-        return packed.pack(tensor, symbols)
-    except ValueError as error:
-        raise PlateError(f"Site {name!r} has a dimension that belongs to no plate and no enumerated site. {error}") from (
-            error
-        )
+__all__ = ["Elimination", "eliminate"]
 
 
 @dataclass(frozen=True)
@@ -209,16 +41,27 @@ class Elimination:
     Args:
         recipes: Recipe of every cost, by name of the cost.
         terms: The model's terms, by site.
+        log_q: Log-probabilities of the enumerated sites of the guide, by site.
         summed: Enumerated sites that only the model has: name of the dimension, by site.
+        averaged: Those that the guide has.
+        order: Sites of the guide in program order.
         dims: Plate dimensions, by symbol.
-        nesting: Number of dimensions of plates and particles.
     """
 
     recipes: Mapping[str, Recipe]
-    terms: Mapping[str, _Term]
+    terms: Mapping[str, Term]
+    log_q: Mapping[str, Packed]
     summed: Mapping[str, str]
+    averaged: Mapping[str, str]
+    order: tuple[str, ...]
     dims: Mapping[str, int]
-    nesting: int
+
+    def can_flip(self, cost: str, site: str) -> bool:
+        """Whether another run of the model alone gives a cost after changing a site: ``q`` must not read that site."""
+        averaged = self.recipes[cost].averaged
+        if not averaged or site not in self.order:
+            return not averaged
+        return self.order.index(site) > max(self.order.index(name) for name in averaged)
 
     def num_elements(self, cost: str) -> int:
         """Number of elements of all tensors from which a cost is made."""
@@ -230,12 +73,12 @@ class Elimination:
 
         Args:
             trace: The run.
-            costs: Costs of the model that are not averaged over sites of the guide.
+            costs: Costs of the model.
             rows: Number of rows.
             batch_ndim: Number of dimensions to the right of the rows.
 
         Returns:
-            Each cost, ``(rows, plate dims)``, in nats.
+            Each cost, ``(rows, plate dims)``, in nats, without leading plate dimensions of size one.
         """
         used = {symbol for term in self.terms.values() for symbol in term.symbols.values()}
         row = next(symbol for symbol in map(get_symbol, itertools.count()) if symbol not in used)
@@ -243,58 +86,23 @@ class Elimination:
         with shared_intermediates():
             for cost in costs:
                 terms = {name: self._row_term(trace, name, row, batch_ndim) for name in self.recipes[cost].sites}
-                made = _make(self.recipes[cost], terms, self.summed)
-                dims = {**self.dims, row: -1 - self.nesting}
-                tensor = packed.unpack(made, dims)
-                tensor = tensor.reshape(*(1,) * (self.nesting + 1 - tensor.dim()), *tensor.shape)
-                found[cost] = tensor.expand(rows, *tensor.shape[1:])
+                made = make(self.recipes[cost], terms, self.summed)
+                made = average(made, self.recipes[cost], self.log_q, self.averaged)
+                tensor = packed.unpack(made, {**self.dims, row: -1 - batch_ndim})
+                if row not in made._pyro_dims:
+                    # It does not depend on what was changed.
+                    tensor = tensor.expand(rows, *tensor.shape)
+                while tensor.dim() > 1 and tensor.shape[1] == 1:
+                    tensor = tensor.squeeze(1)
+                found[cost] = tensor
         return found
 
-    def _row_term(self, trace: Any, name: str, row: str, batch_ndim: int) -> _Term:
+    def _row_term(self, trace: Any, name: str, row: str, batch_ndim: int) -> Term:
         site, old = trace.nodes[name], self.terms[name]
         site["unscaled_log_prob"] = site["fn"].log_prob(site["value"])
         cost = scale_and_mask(site["unscaled_log_prob"], site["scale"], site["mask"])
         symbols = {**old.symbols, -1 - batch_ndim: row}
-        return _Term(site, symbols, old.ordinal, _pack(name, cost, symbols), old.reads)
-
-
-def _make(recipe: Recipe, terms: Mapping[str, _Term], summed: Mapping[str, str]) -> _Packed:
-    """The cost of a recipe before it is averaged, in nats."""
-    if not recipe.summed:
-        cost = terms[recipe.sites[0]].cost
-        return cost if recipe.is_guide else packed.neg(cost)
-    tree: OrderedDict[frozenset[str], list[_Packed]] = OrderedDict()
-    for name in recipe.sites:
-        tree.setdefault(terms[name].ordinal, []).append(terms[name].factor(name in summed))
-    try:
-        contracted = contract_tensor_tree(tree, {summed[name] for name in recipe.summed}, ring=LogRing())
-    except NotImplementedError as error:
-        raise UnsupportedProgramError(
-            f"The enumerated sites {list(recipe.summed)} cannot be summed out together: {error}. Remove "
-            'infer={"enumerate": ...} at one of them and sample it in the guide.'
-        ) from error
-    ((term,),) = contracted.values()
-    return packed.neg(packed.scale_and_mask(term, scale=_common_scale(recipe, terms)))
-
-
-def _common_scale(recipe: Recipe, terms: Mapping[str, _Term]) -> Any:
-    """The one scale of all sites of a sum: it stands outside of the logarithm."""
-    scales = {name: terms[name].site["scale"] for name in recipe.sites}
-    for name, scale in scales.items():
-        if isinstance(scale, Tensor) and scale.dim():
-            raise UnsupportedSiteError(
-                f"Site {name!r} has a scale of shape {tuple(scale.shape)} and belongs to a sum over "
-                f"{list(recipe.summed)}. Write poutine.scale with a single number there."
-            )
-    first = recipe.sites[0]
-    for name, scale in scales.items():
-        if float(scale) != float(scales[first]):
-            raise UnsupportedSiteError(
-                f"Sites {first!r} (scale {float(scales[first]):g}) and {name!r} (scale {float(scale):g}) belong to one "
-                f"sum over {list(recipe.summed)}, and need a common scale. Put both under the same poutine.scale and "
-                'subsampled plates, or remove infer={"enumerate": ...} and sample the site in the guide.'
-            )
-    return scales[first]
+        return Term(site, symbols, old.ordinal, pack(name, cost, symbols), old.reads)
 
 
 class _Eliminator:
@@ -319,21 +127,12 @@ class _Eliminator:
         ]
         self.plate_names = names
         self.dims = {model.plate_to_symbol[frame.name]: frame.dim for frame in frames}
-        self.log_q = {name: self._log_q(self.guide[name]) for name in symbols}
+        self.log_q = {name: self.guide[name].log_weight() for name in symbols}
 
-    def _terms(self, trace: Any, plates: Mapping[str, str], symbols: Mapping[str, str]) -> dict[str, _Term]:
+    def _terms(self, trace: Any, plates: Mapping[str, str], symbols: Mapping[str, str]) -> dict[str, Term]:
         owners = {symbol: name for name, symbol in symbols.items()}
         sites = [(name, site) for name, site in trace.nodes.items() if site["type"] == "sample"]
-        return {name: _Term.of(site, site["log_prob"], plates, owners) for name, site in sites}
-
-    def _log_q(self, term: _Term) -> _Packed:
-        """The logarithm of a weight: neither scaled nor masked, since a masked site takes its values all the same."""
-        fn = term.site["fn"]
-        if not isinstance(fn, MaskedDistribution):
-            return _pack(term.site["name"], term.site["unscaled_log_prob"], term.symbols)
-        while isinstance(fn, MaskedDistribution):
-            fn = fn.base_dist
-        return _pack(term.site["name"], fn.log_prob(term.site["value"]), term.symbols)
+        return {name: Term.of(site, site["log_prob"], plates, owners) for name, site in sites}
 
     # Which sites make which cost.
 
@@ -442,9 +241,9 @@ class _Eliminator:
                 if name in traced.run.sites and prefix is cost_of_guide:
                     self._raise_sampled_below(name, min(lost))
                 raise UnsupportedProgramError(
-                    f"Site {name!r} reads the enumerated site {min(lost)!r}, but the dimension of its values is lost on "
-                    "the way, as by z.sum() or z[0]. Reduce over named dimensions of plates or events only, or remove "
-                    f'infer={{"enumerate": ...}} at {min(lost)!r}, so that it is sampled.'
+                    f"Site {name!r} reads the enumerated site {min(lost)!r}, but the dimension of its values is "
+                    "lost on the way, as by z.sum() or z[0]. Leave the dimensions to the left of all plates alone, or "
+                    f'remove infer={{"enumerate": ...}} at {min(lost)!r}, so that it is sampled.'
                 )
         for name in traced.untraced:
             lost = {read for read in traced.reads[cost_of_guide(name)] if sizes.get(read, 1) > 1}
@@ -452,7 +251,7 @@ class _Eliminator:
                 self._raise_sampled_below(name, min(lost))
 
     @staticmethod
-    def _sizes(terms: Mapping[str, _Term], symbols: Mapping[str, str]) -> dict[str, int]:
+    def _sizes(terms: Mapping[str, Term], symbols: Mapping[str, str]) -> dict[str, int]:
         """Number of values of enumerated sites."""
         return {
             name: dict(zip(terms[name].cost._pyro_dims, terms[name].cost.shape, strict=True)).get(symbol, 1)
@@ -463,32 +262,25 @@ class _Eliminator:
     def _raise_sampled_below(name: str, read: str) -> None:
         raise UnsupportedProgramError(
             f"Site {name!r} is sampled in the guide and depends on the enumerated site {read!r}: it would have to be "
-            f'sampled once for each value. Remove infer={{"enumerate": ...}} at {read!r}, so that it is sampled too, or '
-            f"enumerate {name!r} as well."
+            f'sampled once for each value. Remove infer={{"enumerate": ...}} at {read!r}, so that it is sampled too, '
+            f"or enumerate {name!r} as well."
         )
 
     # Tensors.
 
     def cost(self, recipe: Recipe) -> Tensor:
         """The cost of a recipe with its plate dimensions, in nats."""
-        made = _make(recipe, self.guide if recipe.is_guide else self.model, self.summed)
-        tensor: Tensor = packed.unpack(self._average(made, recipe), self.dims)
+        made = make(recipe, self.guide if recipe.is_guide else self.model, self.summed)
+        tensor: Tensor = packed.unpack(average(made, recipe, self.log_q, self.averaged), self.dims)
         return tensor
 
-    def _average(self, cost: _Packed, recipe: Recipe) -> _Packed:
-        """``sum_z q(z) cost(z)`` over the enumerated sites of the guide that the cost reads."""
-        if not recipe.averaged:
-            return cost
-        symbols = {self.averaged[name] for name in recipe.averaged}
-        others = symbols - set(cost._pyro_dims)
-        weight = packed.exp(LogRing().sumproduct([self.log_q[name] for name in recipe.averaged], others))
-        cost, weight = packed.broadcast_all(cost, weight)
-        dims = cost._pyro_dims
-        # A value of probability zero may cost infinitely much.
-        total = torch.where(weight > 0, cost, cost.new_zeros(())) * weight
-        total = total.sum([i for i, dim in enumerate(dims) if dim in symbols])
-        total._pyro_dims = "".join(dim for dim in dims if dim not in symbols)
-        return total
+    def result(self, recipes: Mapping[str, Recipe]) -> Elimination:
+        """What makes the costs of other runs."""
+        log_q = {name: self.log_q[name].detach() for name in self.log_q}
+        for name, tensor in log_q.items():
+            tensor._pyro_dims = self.log_q[name]._pyro_dims
+        order = tuple(self.guide)
+        return Elimination(recipes, self.model, log_q, self.summed, self.averaged, order, self.dims)
 
     def reads(self, recipe: Recipe) -> frozenset[str]:
         """Sampled sites that a cost reads, through its sites and its weights."""
@@ -499,7 +291,7 @@ class _Eliminator:
         return found - self.traced.enumerated
 
 
-def _enumerated(trace: Any) -> list[tuple[str, _Site]]:
+def _enumerated(trace: Any) -> list[tuple[str, Any]]:
     return [
         (name, site)
         for name, site in trace.nodes.items()
@@ -559,7 +351,7 @@ def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
         key=tuple(key),
         run=Run(sites, costs, differentiable, loss),
         reads=None if traced.reads is None else {name: work.reads(recipe) for name, recipe in kept.items()},
-        elimination=Elimination(kept, work.model, work.summed, work.dims, nesting),
+        elimination=work.result(kept),
     )
 
 
@@ -576,8 +368,9 @@ def _sums(traced: TracedRun, recipes: Mapping[str, Recipe], costs: Mapping[str, 
         site = recipe.sites[0]
         if recipe.is_guide and site in traced.run.sites:
             # Of a sampled site only what has a gradient in expectation.
-            cost = 0.0 if site in traced.untraced else traced.guide_trace.nodes[site]["score_parts"].entropy_term
-            if is_identically_zero(cost):
+            term: Any = 0.0 if site in traced.untraced else traced.guide_trace.nodes[site]["score_parts"].entropy_term
+            if is_identically_zero(term):
                 continue
+            cost = term
         paths = paths + cost.sum()
     return paths, losses

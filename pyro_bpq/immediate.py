@@ -66,7 +66,9 @@ def immediate_model_costs(graph: StochasticComputationGraph) -> dict[str, tuple[
         found[name] = tuple(
             cost
             for cost in costs
-            if cost not in own and cost.startswith("-log ") and plates <= set(graph.cost(cost).plates)
+            if cost not in own
+            and not cost.startswith(("log q(", "E[log q("))
+            and plates <= set(graph.cost(cost).plates)
         )
     return found
 

@@ -188,6 +188,9 @@ class Planner:
         self, traced: TracedRun, graph: StochasticComputationGraph, estimators: dict[str, Estimator]
     ) -> tuple[FlipPlan | None, dict[str, Components]]:
         costs = immediate_model_costs(graph)
+        if traced.elimination is not None:
+            can_flip = traced.elimination.can_flip
+            costs = {name: tuple(cost for cost in found if can_flip(cost, name)) for name, found in costs.items()}
         components, wanted = {}, False
         finite = 0
         for name, info in traced.infos.items():

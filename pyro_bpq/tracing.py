@@ -269,8 +269,6 @@ def trace_run(
     escaped = frozenset() if tracker is None else tracker.escaped
     rng = (watch.model_start, torch.get_rng_state())
     traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
-    if not watch.enumerated:
-        return traced
     return replace(traced, enumerated=frozenset(watch.enumerated), leaked=escaped & watch.enumerated)
 
 
@@ -326,7 +324,8 @@ def _record(
         if name not in sites and not site["is_observed"] and not _is_enumerated(site):
             raise SiteNotFoundError(
                 f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are "
-                f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, or observe it in the model.'
+                f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it '
+                'out: infer={"enumerate": "parallel"} there, and enumeration="exact".'
             )
         costs[cost_of_model(name)] = -site["log_prob"]
         key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"]))
@@ -489,7 +488,8 @@ def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Stoch
     plates = {entry[0]: entry[1] for entry in reversed(traced.key)}
     nodes = []
     for name in order:
-        parents = sorted(reads[cost_of_guide(name)] - {name}, key=order.__getitem__)
+        # A view of a table may count with what later views of it were chosen by; a draw reads nothing later.
+        parents = sorted((p for p in reads[cost_of_guide(name)] if order[p] < order[name]), key=order.__getitem__)
         nodes.append(StochasticNode(name, tuple(parents), plates[name], traced.infos[name].has_rsample))
     costs = []
     for (name, where, *_), cost in zip(traced.key, traced.run.costs, strict=True):

@@ -23,7 +23,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("features", "critics", "bank", "replay"),
     ("estimators",),
     ("layout", "site_batch", "returns", "critic_step", "learner", "surrogate"),
-    ("baseline_options", "tracing", "config", "structure", "elimination", "immediate", "plan"),
+    (
+        "baseline_options",
+        "tracing",
+        "config",
+        "structure",
+        "enumeration",
+        "factors",
+        "elimination",
+        "immediate",
+        "plan",
+    ),
     ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing"),
     ("__init__",),
 )
