@@ -112,6 +112,11 @@ def two_sums() -> None:
     see("v", p("mu")[pick("y", 0.3 - p("w"), **PARALLEL)], DATA[1])
 
 
+def masked_rows() -> None:
+    with pyro.plate("rows", 3), poutine.mask(mask=torch.tensor([True, False, True])):
+        see("x", p("mu")[pick("z", p("w"), **PARALLEL)], DATA[:3])
+
+
 def local_model() -> None:
     z = pick("z", p("w"))
     with pyro.plate("rows", 3):
@@ -178,7 +183,7 @@ def masked_model() -> None:
 def masked_guide() -> None:
     with pyro.plate("rows", 3), poutine.mask(mask=torch.tensor([False, True, True])), poutine.scale(scale=0.7):
         pick("z", p("q"), **PARALLEL)
-        pyro.factor("f", p("f") ** 2, has_rsample=True)
+        pyro.factor("f", p("pf") ** 2, has_rsample=True)
 
 
 def both_model() -> None:
@@ -207,7 +212,7 @@ ENUMERATED = [
     Program("guide_rows", rows_model(), rows_guide(enumerate="parallel"), ROWS),
     Program("guide_subsampled", rows_model(2), rows_guide(2, enumerate="parallel"), ROWS),
     Program("guide_markov", markov_model, markov_guide, {"a": (3, 3), "mu": (3,), "q": (3, 3)}),
-    Program("guide_masked", masked_model, masked_guide, {"w": (3,), "mu": (3,), "q": (3,), "f": ()}),
+    Program("guide_masked", masked_model, masked_guide, {"w": (3,), "mu": (3,), "q": (3,), "pf": ()}),
     Program("both", both_model, both_guide, BOTH),
 ]
 
@@ -221,7 +226,9 @@ def gradients(elbo: Any, program: Program, through_loss: bool = False) -> tuple[
     else:
         loss = elbo.loss_and_grads(program.model, program.guide)
     leaves = dict(pyro.get_param_store().named_parameters())
-    return float(loss), {n: torch.zeros_like(x) if x.grad is None else x.grad.clone() for n, x in leaves.items()}
+    return float(torch.as_tensor(loss).detach()), {
+        n: torch.zeros_like(x) if x.grad is None else x.grad.clone() for n, x in leaves.items()
+    }
 
 
 def assert_same(elbo: Any, program: Program, through_loss: bool = False, **options: Any) -> None:
@@ -442,9 +449,10 @@ def test_exact_gradient_is_that_of_pyro_with_all_sites_enumerated(name: str) -> 
     assert abs(float(exact_loss(program.model, program.guide)) - loss) < ATOL
 
 
-@pytest.mark.parametrize("name", ["mixture_subsampled", "mixture_scaled", "hmm_in_plate", "nested_sums", "two_sums"])
+@pytest.mark.parametrize("name", ["mixture_subsampled", "mixture_scaled", "hmm", "masked_rows", "two_sums"])
 def test_exact_loss_sums_marked_sites(name: str) -> None:
-    programs = [*ENUMERATED, Program("two_sums", two_sums, empty, MIXTURE)]
+    more = (Program("two_sums", two_sums, empty, MIXTURE), Program("masked_rows", masked_rows, empty, MIXTURE))
+    programs = [*ENUMERATED, *more]
     program = next(x for x in programs if x.name == name)
     program.params()
     if name == "two_sums":
@@ -452,7 +460,7 @@ def test_exact_loss_sums_marked_sites(name: str) -> None:
             exact_loss(program.model, program.guide)
         return
     losses = []
-    for seed in range(300 if "_s" in name else 1):
+    for seed in range(100 if "mixture" in name else 1):
         pyro.set_rng_seed(seed)
         losses.append(TraceEnum_ELBO(max_plate_nesting=2).loss(program.model, program.guide))
     # All subsets of two of four rows.
@@ -464,8 +472,6 @@ def test_exact_loss_sums_marked_sites(name: str) -> None:
 @pytest.mark.parametrize("program", SAMPLED, ids=lambda program: program.name)
 @pytest.mark.parametrize("is_vectorised", [False, True])
 def test_loss_is_that_of_pyro_for_the_same_draws(program: Program, is_vectorised: bool) -> None:
-    if program.name in ("global", "mixed"):
-        pytest.skip("Pyro gives the same, but asks for plates in the order of its ordinals")
     options = {"num_particles": 2, "vectorize_particles": is_vectorised}
     program.params()
     pyro.set_rng_seed(1)
@@ -619,7 +625,7 @@ def test_reparameterised_below_enumerated() -> None:
     refused(model, guide, UnsupportedProgramError, "'b'", "'z'")
 
 
-@pytest.mark.parametrize("collapse", [lambda z: z.sum(), lambda z: z[0]])
+@pytest.mark.parametrize("collapse", [lambda z: z.sum(), lambda z: z.reshape(-1)[0]])
 def test_lost_dimension(collapse: Any) -> None:
     def model() -> None:
         see("x", collapse(half("z", **PARALLEL)), DATA[0])
@@ -653,7 +659,14 @@ def test_untraced_and_enumerated() -> None:
 
 
 @pytest.mark.parametrize(
-    "look", [lambda z: z.item(), lambda z: 1.0 if z else 0.0, lambda z: [0.1, 0.2][z.long()], lambda z: float(z)]
+    "look",
+    [
+        lambda z: z.item(),
+        lambda z: 1.0 if z else 0.0,
+        lambda z: [0.1, 0.2][z.long()],
+        lambda z: float(int(z)),
+        lambda z: float(z),
+    ],
 )
 @pytest.mark.parametrize("mark", ["parallel", "sequential"])
 def test_python_asks_for_one_value(look: Any, mark: str) -> None:
@@ -667,7 +680,7 @@ def test_python_asks_for_one_value(look: Any, mark: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "look", [lambda z: float(z.sum() > 1), lambda z: float(len(z[z > 0])), lambda z: z.tolist()[0]]
+    "look", [lambda z: float(z.sum() > 1), lambda z: float(len(z[z > 0])), lambda z: float(str(z.tolist()) > "1")]
 )
 def test_values_leave_torch(look: Any) -> None:
     def model() -> None:
