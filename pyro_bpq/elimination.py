@@ -25,7 +25,7 @@ from pyro.distributions.util import is_identically_zero, scale_and_mask
 from pyro.ops import packed
 from torch import Tensor
 
-from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.errors import PlateError, UnsupportedProgramError
 from pyro_bpq.factors import Packed, Recipe, Term, average, make, pack
 from pyro_bpq.graph import Plate
 from pyro_bpq.rollout import Run
@@ -127,6 +127,13 @@ class _Eliminator:
         ]
         self.plate_names = names
         self.dims = {model.plate_to_symbol[frame.name]: frame.dim for frame in frames}
+        for frame in frames:
+            dim = self.dims[model.plate_to_symbol[frame.name]]
+            if frame.dim != dim:
+                raise PlateError(
+                    f"Plate {frame.name!r} has the dimensions {frame.dim} and {dim}. Sums over enumerated sites need "
+                    f"one dimension per plate: write dim={min(frame.dim, dim)} in all of them."
+                )
         self.log_q = {name: self.guide[name].log_weight() for name in symbols}
 
     def _terms(self, trace: Any, plates: Mapping[str, str], symbols: Mapping[str, str]) -> dict[str, Term]:

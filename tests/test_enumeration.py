@@ -13,7 +13,7 @@ import torch
 from models import irregular, real
 from pyro import poutine
 from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide import AutoDiscreteParallel, AutoNormal
 from pyro.optim import Adam
 from torch import Tensor
 
@@ -397,7 +397,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two_particles": {"num_particles": 2},
     "vectorised": {"num_particles": 2, "vectorize_particles": True},
 }
-SLOW = {("mixed", "two_particles"), ("mixed", "vectorised"), ("plate", "two_particles"), ("chain", "two_particles")}
+# The others run with everything else that is slow.
+QUICK = {
+    "chain": ("default", "vectorised", "all_action_exact"),
+    "plate": ("default", "vectorised", "all_action_exact"),
+    "global": tuple(OPTIONS),
+    "mean": tuple(OPTIONS),
+    "early": ("default", "all_action_exact", "score_function"),
+    "mixed": ("default",),
+}
+
+
+EXACT: dict[str, dict[str, Tensor]] = {}
 
 
 def trained(program: Program, steps: int = 40, **options: Any) -> TraceBackpropQ_ELBO:
@@ -413,9 +424,15 @@ def trained(program: Program, steps: int = 40, **options: Any) -> TraceBackpropQ
     return elbo.eval()
 
 
+def exact(program: Program) -> dict[str, Tensor]:
+    if program.name not in EXACT:
+        program.params()
+        EXACT[program.name] = exact_gradient(program.model, program.guide)
+    return EXACT[program.name]
+
+
 def largest_error(elbo: Any, program: Program) -> float:
-    program.params()
-    truth = exact_gradient(program.model, program.guide)
+    truth = exact(program)
     assert max(float(g.abs().max()) for g in truth.values()) > 1e-2
     program.params()
     found = expected_gradient(elbo, program.model, program.guide)
@@ -429,7 +446,7 @@ def largest_error(elbo: Any, program: Program) -> float:
             program,
             options,
             id=f"{program.name}-{name}",
-            marks=pytest.mark.slow if (program.name, name) in SLOW else (),
+            marks=() if name in QUICK[program.name] else pytest.mark.slow,
         )
         for program in SAMPLED
         for name, options in OPTIONS.items()
@@ -515,6 +532,33 @@ def test_autoguides_leave_marked_sites_to_the_model() -> None:
         svi = SVI(model, guide, Adam({"lr": 0.05}), make())
         losses.append([svi.step() for _ in range(20)])
     assert losses[0] == pytest.approx(losses[1], abs=1e-8)
+
+
+def test_auto_discrete_parallel() -> None:
+    def model() -> None:
+        mu = pyro.param("mu", real(0.3, -0.8))
+        with pyro.plate("rows", 4):
+            z = pyro.sample("z", dist.Categorical(real(0.4, 0.6)))
+            see("x", mu[z], DATA)
+
+    losses = []
+    for make in (TraceEnum_ELBO, exactly):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        svi = SVI(model, AutoDiscreteParallel(model), Adam({"lr": 0.05}), make())
+        losses.append([svi.step() for _ in range(20)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-8) and losses[0][-1] < losses[0][0]
+
+
+def test_sites_of_the_guide_follow_the_marks_of_the_guide() -> None:
+    # All sites of the model are marked; the guide samples one of them, and the model sums the rest.
+    def guide() -> None:
+        pick("z", p("q"))
+
+    program = Program("marked_model", config_enumerate(local_model), guide, LOCAL)
+    elbo = trained(program)
+    assert [cost.name for cost in elbo.graph.costs] == ["log q(z)", "-log p(z)", "-log sum(y)"]
+    assert largest_error(elbo, program) < ATOL
 
 
 # What the graph says.
@@ -783,6 +827,18 @@ def test_dimension_without_plate() -> None:
         exactly(max_plate_nesting=2).loss_and_grads(model, empty)
     with pyro.validation_enabled(False), pytest.raises(PlateError, match="'x' has a dimension"):
         exactly(max_plate_nesting=2).loss_and_grads(model, empty)
+
+
+def test_one_dimension_per_plate() -> None:
+    def model() -> None:
+        with pyro.plate("rows", 2, dim=-1):
+            see("x", half("z", torch.zeros(2), **PARALLEL), DATA[:2])
+
+    def guide() -> None:
+        with pyro.plate("rows", 2, dim=-2):
+            half("b", torch.zeros(2, 1), is_auxiliary=True)
+
+    refused(model, guide, PlateError, "'rows'", "-2 and -1")
 
 
 def test_guide_messengers() -> None:
