@@ -3,8 +3,10 @@ r"""``TraceBackpropQ_ELBO``: wiring only."""
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pyro.infer import ELBO
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 
 from pyro_bpq.bank import CriticBank, Write
 from pyro_bpq.critics import Critic, MLPCritic
-from pyro_bpq.errors import BPQError, OptionError, UnsupportedProgramError
+from pyro_bpq.elimination import eliminate
+from pyro_bpq.enumeration import enumerated_programs
+from pyro_bpq.errors import BPQError, BPQWarning, OptionError, UnsupportedProgramError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import flipped_costs
@@ -31,6 +35,10 @@ from pyro_bpq.tracing import TracedRun, trace_run
 
 __all__ = ["TraceBackpropQ_ELBO"]
 
+_NOTHING_ENUMERATED = (
+    'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
+    'pyro.infer.config_enumerate, or write enumeration="sample".'
+)
 _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 
 
@@ -66,6 +74,8 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             so that the user's optimiser trains them.
         structure: ``"auto"``, ``"dynamic"``, ``"dense"`` or ``"static"``: when dependencies are tracked.
         seed: Seed of what the ELBO itself draws: the initial weights of critics.
+        enumeration: What ``infer={"enumerate": ...}`` means: ``"sample"``, the site is sampled, with a warning;
+            ``"exact"``, it is summed out as by Pyro's ``TraceEnum_ELBO``.
 
     Raises:
         OptionError: If an option is out of range.
@@ -95,6 +105,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         learner: CriticLearner | None = CriticLearner(),
         structure: str = "auto",
         seed: int = 0,
+        enumeration: Literal["sample", "exact"] = "sample",
     ) -> None:
         nn.Module.__init__(self)
         ELBO.__init__(
@@ -112,6 +123,9 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         if num_particles < 1:
             raise OptionError(f"num_particles={num_particles!r}: write a positive number.")
         _check(estimator, critic, reduction, lam, gamma, learner)
+        if enumeration not in ("sample", "exact"):
+            raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
+        self.enumeration = enumeration
         self.planner = Planner(estimator, critic, reduction)
         self.lam, self.gamma, self.learner = lam, gamma, learner
         self.critics = CriticBank(seed, is_own=learner is not None)
@@ -213,18 +227,31 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
 
     def _arguments(self, model: Any, guide: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any, Any, Any]]:
         """The programs of each run, wrapped for vectorised particles as Pyro does."""
+        if self.enumeration == "exact" and math.isinf(self.max_plate_nesting):
+            # Dimensions of values lie to the left of all plates.
+            self._guess_max_plate_nesting(model, guide, args, kwargs)
         return list(self._get_traces(model, guide, args, kwargs))
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return model, guide, args, kwargs
 
     def _trace(self, model: Any, guide: Any, args: Any, kwargs: Any, track: bool) -> TracedRun:
-        planner = self.planner
-        traced = trace_run(
-            *(model, guide, args, kwargs, self.max_plate_nesting, planner.choose, self.num_particles, track),
-            attach=planner.attach,
-            noise=self._noise,
-        )
+        def run(model: Any, guide: Any) -> TracedRun:
+            planner = self.planner
+            return trace_run(
+                *(model, guide, args, kwargs, self.max_plate_nesting, planner.choose, self.num_particles, track),
+                attach=planner.attach,
+                noise=self._noise,
+            )
+
+        if self.enumeration == "exact":
+            nesting = int(self.max_plate_nesting)
+            with enumerated_programs(model, guide, nesting) as programs:
+                traced = run(*programs)
+            if self.strict_enumeration_warning and is_validation_enabled() and not traced.enumerated:
+                warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
+            return eliminate(traced, nesting)
+        traced = run(model, guide)
         if is_validation_enabled():
             check_if_enumerated(traced.guide_trace)
         return traced
@@ -410,7 +437,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         return (
             f"num_particles={self.num_particles}, estimator={planner.estimator}, critic={planner.critic}, "
             f"reduction={planner.reduction!r}, lam={self.lam}, gamma={self.gamma}, learner={self.learner}, "
-            f"structure={self._structure.mode!r}"
+            f"structure={self._structure.mode!r}, enumeration={self.enumeration!r}"
         )
 
 

@@ -66,7 +66,9 @@ def immediate_model_costs(graph: StochasticComputationGraph) -> dict[str, tuple[
         found[name] = tuple(
             cost
             for cost in costs
-            if cost not in own and not cost.startswith("log q(") and plates <= set(graph.cost(cost).plates)
+            if cost not in own
+            and not cost.startswith(("log q(", "E[log q("))
+            and plates <= set(graph.cost(cost).plates)
         )
     return found
 
@@ -178,9 +180,11 @@ def _run_flipped(
             warnings.simplefilter("ignore")
             trace = poutine.trace(Substitute(values)(model)).get_trace(*args, **kwargs)
             rows: dict[str, Tensor] = {}
+            if traced.elimination is not None:
+                rows = traced.elimination.rows(trace, wanted, plan.rows, traced.batch_ndim)
             site: Any
             for name, site in trace.nodes.items():
-                if site["type"] != "sample" or cost_of_model(name) not in wanted:
+                if site["type"] != "sample" or cost_of_model(name) not in wanted - rows.keys():
                     continue
                 cost = site["fn"].log_prob(site["value"])
                 rows[cost_of_model(name)] = -scale_and_mask(cost, site["scale"], site["mask"])
@@ -190,7 +194,7 @@ def _run_flipped(
     if _has_drawn(sandbox, after) or not wanted <= rows.keys():
         return None
     for name in wanted:
-        if rows[name].dim() <= traced.batch_ndim:
+        if rows[name].dim() <= traced.batch_ndim and traced.elimination is None:
             # It does not depend on what was flipped.
             rows[name] = rows[name].expand(plan.rows, *rows[name].shape)
     if not _same([rows[name][0] for name in wanted], [traced.run.costs[name].detach() for name in wanted]):

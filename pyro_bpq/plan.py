@@ -211,6 +211,9 @@ class Planner:
         self, traced: TracedRun, graph: StochasticComputationGraph, estimators: dict[str, Estimator]
     ) -> tuple[FlipPlan | None, dict[str, Components]]:
         costs = immediate_model_costs(graph)
+        if traced.elimination is not None:
+            can_flip = traced.elimination.can_flip
+            costs = {name: tuple(cost for cost in found if can_flip(cost, name)) for name, found in costs.items()}
         components, wanted = {}, False
         finite = 0
         for name, info in traced.infos.items():
@@ -251,7 +254,9 @@ class Planner:
 
 
 def _events(traced: TracedRun, cost: str) -> int:
-    """Number of elements of an event of the site that a cost belongs to."""
+    """Number of elements of the sites that a cost belongs to, per element of the cost."""
+    if traced.elimination is not None:
+        return int(traced.elimination.num_elements(cost)) // max(traced.run.costs[cost].numel(), 1) + 1
     name = cost[len("-log p(") : -1]
     event: int = traced.model_trace.nodes[name]["fn"].event_shape.numel()
     return event

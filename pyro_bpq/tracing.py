@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph import CostNode, Plate, StochasticComputationGraph, StochasticNode
 from pyro_bpq.provenance import DependencyTracker
 from pyro_bpq.rollout import Run, SiteRecord
-from pyro_bpq.watch import Attach, Choose, Watch, samples, site_info
+from pyro_bpq.watch import Attach, Choose, Watch, is_enumerated, samples, site_info
 
 __all__ = [
     "PARTICLES",
@@ -66,6 +66,9 @@ class TracedRun:
         rng: State of the global generator before and after the run of the model.
         batch_ndim: Largest number of batch dimensions of any site.
         untraced: Latent sites of the guide that Pyro leaves out of its traces: ``log q`` is no cost.
+        enumerated: Sites that hold all their values at once.
+        leaked: Those whose values left torch.
+        elimination: How they were summed out of the costs, see :mod:`pyro_bpq.elimination`.
     """
 
     key: tuple[Any, ...]
@@ -82,6 +85,9 @@ class TracedRun:
     rng: tuple[Tensor, Tensor]
     batch_ndim: int
     untraced: frozenset[str] = frozenset()
+    enumerated: frozenset[str] = frozenset()
+    leaked: frozenset[str] = frozenset()
+    elimination: Any = None
 
     @property
     def plate_ndim(self) -> int:
@@ -150,7 +156,8 @@ def trace_run(
             reads |= _reads(tracker, samples(model_trace), watch.escaped, False)
     escaped = frozenset() if tracker is None else tracker.escaped
     rng = (watch.model_start, torch.get_rng_state())
-    return _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    return replace(traced, enumerated=frozenset(watch.enumerated), leaked=escaped & watch.enumerated)
 
 
 def _reads(
@@ -191,7 +198,9 @@ def _record(
         plates = _plates(site, sizes)
         costs[cost_of_guide(name)] = site["log_prob"]
         chosen = None
-        if not site["is_observed"]:
+        if is_enumerated(site):
+            site_options(name, site["infer"])
+        elif not site["is_observed"]:
             infos[name] = info = site_info(site, plates, particles)
             options[name] = chosen = site_options(name, site["infer"])
             if _is_untraced(site):
@@ -200,10 +209,11 @@ def _record(
         kind = type(site["fn"])
         key.append((name, plates, tuple(site["fn"].event_shape), kind, _fingerprint(chosen), _is_untraced(site)))
     for name, site in model_sites.items():
-        if name not in sites and not site["is_observed"]:
+        if name not in sites and not site["is_observed"] and not is_enumerated(site):
             raise SiteNotFoundError(
                 f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are "
-                f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, or observe it in the model.'
+                f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it '
+                'out: infer={"enumerate": "parallel"} there, and enumeration="exact".'
             )
         costs[cost_of_model(name)] = -site["log_prob"]
         key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"]))
@@ -339,7 +349,8 @@ def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Stoch
     plates = {entry[0]: entry[1] for entry in reversed(traced.key)}
     nodes = []
     for name in order:
-        parents = sorted(reads[cost_of_guide(name)] - {name}, key=order.__getitem__)
+        # A view of a table may count with what later views of it were chosen by; a draw reads nothing later.
+        parents = sorted((p for p in reads[cost_of_guide(name)] if order[p] < order[name]), key=order.__getitem__)
         nodes.append(StochasticNode(name, tuple(parents), plates[name], traced.infos[name].has_rsample))
     costs = []
     for (name, where, *_), cost in zip(traced.key, traced.run.costs, strict=True):

@@ -21,7 +21,7 @@ from pyro_bpq.features import finite_components
 from pyro_bpq.graph import Plate
 from pyro_bpq.provenance import DependencyTracker
 
-__all__ = ["Attach", "Choose", "Watch", "samples", "site_info"]
+__all__ = ["Attach", "Choose", "Watch", "is_enumerated", "samples", "site_info"]
 
 # Chooses the estimator of a site.
 Choose = Callable[[SiteInfo, SiteOptions], Estimator]
@@ -62,6 +62,7 @@ class Watch(Messenger):  # type: ignore[misc]
         self.plates: dict[str, tuple[Any, ...]] = {}
         self.drawn: list[str] = []
         self.untraced: dict[str, dict[str, Any]] = {}
+        self.enumerated: set[str] = set()
 
     def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
         """The guide, whose draws become sources."""
@@ -82,7 +83,9 @@ class Watch(Messenger):  # type: ignore[misc]
             self.subsamples[msg["name"]] = msg["value"]
             return
         self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
-        if not self.is_guide or msg["is_observed"]:
+        if is_enumerated(msg):
+            self._enumerate(msg)
+        if not self.is_guide or msg["is_observed"] or is_enumerated(msg):
             return
         self.drawn.append(msg["name"])
         self._attach(msg)
@@ -95,6 +98,12 @@ class Watch(Messenger):  # type: ignore[misc]
             msg["value"] = self.tracker.source(msg["name"], msg["value"])
         if score is not None:
             self._keep(msg, score)
+
+    def _enumerate(self, msg: Any) -> None:
+        """Follows the values of an enumerated site, to tell where they must not go."""
+        if self.tracker is not None and msg["name"] not in self.enumerated:
+            msg["value"] = self.tracker.source(msg["name"], msg["value"])
+        self.enumerated.add(msg["name"])
 
     def _attach(self, msg: Any) -> None:
         """Lets the value of a site carry a gradient, where its estimator does so."""
@@ -153,6 +162,11 @@ def _without_rsample(fn: Any) -> Any:
     else:
         fn.has_rsample = False
     return fn
+
+
+def is_enumerated(site: Any) -> bool:
+    """Whether a site takes all of its values at once."""
+    return site["infer"].get("_enumerate_dim") is not None
 
 
 def samples(trace: Any) -> dict[str, Any]:

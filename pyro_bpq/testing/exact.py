@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import SiteNotFoundError
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
+from pyro_bpq.testing.marginal import is_marked, marginal_log_prob
 from pyro_bpq.testing.parameters import ParameterCollector
 
 __all__ = ["exact_gradient", "exact_loss"]
@@ -28,14 +29,16 @@ class _RequireGuideSites(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if msg["is_observed"] or msg["value"] is not None or isinstance(msg["fn"], _Subsample):
             return
+        if is_marked(msg):
+            return
         raise SiteNotFoundError(
             f"Site {msg['name']!r} is a latent of the model that the guide lacks. Add "
             f"pyro.sample({msg['name']!r}, ...) to the guide, or observe it with obs=."
         )
 
 
-def _cost(model: Program, guide: Program, args: Any, kwargs: Any) -> Tensor:
-    """Runs guide and model once; returns ``log q - log p``, scaled and masked, in nats."""
+def _cost(model: Program, guide: Program, args: Any, kwargs: Any, num_outcomes: int) -> Tensor:
+    """Runs guide and model; returns ``log q - log p``, scaled and masked, in nats."""
     messenger = poutine.unwrap(guide)
     if isinstance(messenger, GuideMessenger):
         guide(*args, **kwargs)
@@ -43,10 +46,10 @@ def _cost(model: Program, guide: Program, args: Any, kwargs: Any) -> Tensor:
     else:
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
         with _RequireGuideSites():
-            model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
+            log_p = marginal_log_prob(model, guide_trace, args, kwargs, num_outcomes)
+        return torch.as_tensor(prune_subsample_sites(guide_trace).log_prob_sum() - log_p)
     log_q = prune_subsample_sites(guide_trace).log_prob_sum()
-    log_p = prune_subsample_sites(model_trace).log_prob_sum()
-    return torch.as_tensor(log_q - log_p)
+    return torch.as_tensor(log_q - prune_subsample_sites(model_trace).log_prob_sum())
 
 
 def _objective(choices: ChoiceMessenger, step: Callable[[], Tensor]) -> Tensor:
@@ -68,6 +71,8 @@ def exact_loss(model: Program, guide: Program, *args: Any, num_outcomes: int = 2
 
         J = Σ_state q(state) · (log q(state) - log p(state)).
 
+    Sites with ``infer={"enumerate": ...}`` that only the model has are summed out of ``p``.
+
     Args:
         model: Model, run with the guide's values by ``poutine.replay``.
         guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
@@ -79,12 +84,12 @@ def exact_loss(model: Program, guide: Program, *args: Any, num_outcomes: int = 2
         The loss in nats, a scalar, detached.
 
     Raises:
-        SiteNotFoundError: If the guide lacks a latent site of the model.
+        SiteNotFoundError: If the guide lacks a latent site of the model that is not marked to be enumerated.
         OptionError: If there are more than ``num_outcomes`` states.
         UnsupportedSiteError: If a site has no finite support.
     """
     with torch.no_grad():
-        return _objective(ChoiceMessenger(num_outcomes), lambda: _cost(model, guide, args, kwargs))
+        return _objective(ChoiceMessenger(num_outcomes), lambda: _cost(model, guide, args, kwargs, num_outcomes))
 
 
 def exact_gradient(
@@ -119,14 +124,14 @@ def exact_gradient(
         ``.grad`` fields are not touched.
 
     Raises:
-        SiteNotFoundError: If the guide lacks a latent site of the model.
+        SiteNotFoundError: If the guide lacks a latent site of the model that is not marked to be enumerated.
         OptionError: If there are more than ``num_outcomes`` states.
         UnsupportedSiteError: If a site has no finite support.
         UnsupportedProgramError: If something is drawn behind the sites.
     """
     choices = ChoiceMessenger(num_outcomes, keep_score=True)
     with torch.enable_grad(), ParameterCollector(model, guide, parameters) as collector:
-        objective = _objective(choices, lambda: _cost(model, guide, args, kwargs))
+        objective = _objective(choices, lambda: _cost(model, guide, args, kwargs, num_outcomes))
         collector.add_modules()
     leaves = collector.leaves
     if not leaves or not objective.requires_grad:
