@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +13,27 @@ from pyro_bpq.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critics import Critic, CriticShape
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.estimators.base import site_mean, update_mean
-from pyro_bpq.layout import Layout
+from pyro_bpq.joint_critics import JointCritic, JointOutput, SiteValue
+from pyro_bpq.layout import Layout, matrix
 from pyro_bpq.site_batch import SiteBatch
 
-__all__ = ["CriticBatch", "evaluate_critics", "regression"]
+__all__ = ["CriticBatch", "JointValue", "Learned", "evaluate_critics", "regression"]
+
+
+class Learned(NamedTuple):
+    """What critics say of the sites of a class, in nats, detached.
+
+    Args:
+        level: ``V`` of a dueling critic, ``E[Q]`` of one that reads the value as a whole; ``(G, M, plates)``.
+        table: Its table ``(G, M, plates, D, K)``, or ``None``.
+        own: Residuals ``(G, M, plates, D)`` of a critic that reads the value as a whole, or ``None``.
+        variate: From these a control variate for earlier sites, ``(G, M, plates)``.
+    """
+
+    level: Tensor
+    table: Tensor | None = None
+    own: Tensor | None = None
+    variate: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -28,6 +46,8 @@ class CriticBatch:
         advantage: ``A`` in nats, ``(Q, M, plates, D, K)``, with the critics' gradient, or ``None``.
         unit: Scale of the sites (subsampling), which targets are divided by.
         writes: New running moments of the context features.
+        joint: What a critic that reads the value as a whole says of it, in nats: ``level`` and ``advantage``
+            then are ``E[Q]`` and the table of its all-action term, without gradient.
     """
 
     selection: Selection
@@ -35,6 +55,32 @@ class CriticBatch:
     advantage: Tensor | None
     unit: Tensor
     writes: tuple[Write, ...] = ()
+    joint: JointValue | None = None
+
+    def per_site(self, member: Tensor | None) -> Learned:
+        """Sums over the Q-nodes of each site, with the matrix (sites × Q-nodes) or one node each."""
+        joint = (None, None) if self.joint is None else (self.joint.own, self.joint.variate)
+        parts = (self.level, self.advantage, *joint)
+        detached = (None if part is None else part.detach() for part in parts)
+        return Learned(*(part if part is None or member is None else matrix(member, part) for part in detached))
+
+
+@dataclass(frozen=True)
+class JointValue:
+    """A joint critic's values.
+
+    Args:
+        value: ``Q(x)``, ``(Q, M, plates)``, with the critics' gradient.
+        mean: Its expectation, or what stands for it, of the same shape, detached.
+        own: Residuals ``(Q, M, plates, D)``, detached.
+        variate: What of them corrects earlier sites, of the shape of ``value``: the one residual, or the sum of
+            those of the components, of which each has mean zero given the others.
+    """
+
+    value: Tensor
+    mean: Tensor
+    own: Tensor
+    variate: Tensor
 
 
 def evaluate_critics(
@@ -56,15 +102,15 @@ def evaluate_critics(
     if not nodes:
         return None
     spec = batch.cls.spec
-    split = spec.components
+    components, cardinality = spec.parts
     shape = CriticShape(
         sites=len(nodes),
         features=layout.num_features(c),
-        components=split.size if split else 0,
-        cardinality=split.cardinality if split else 0,
+        components=components,
+        cardinality=cardinality,
         cells=layout.cells(c) if spec.critic is not None and spec.critic.uses_cells else 0,
     )
-    like = batch.probs
+    like = batch.like
     keys = tuple(_key(node.name, node.site, spec.share) for node in nodes)
     make = _builder(spec.critic, shape, bank, like) if build else None
     selection = bank.select(_kind(spec.critic, shape), keys, make)
@@ -72,6 +118,10 @@ def evaluate_critics(
         return None
     context, writes = _standardised(_context(layout, c, batches), selection)
     cells = _cells(layout, c, batches) if shape.cells else None
+    if isinstance(spec.critic, JointCritic):
+        site = _site_value(layout, c, batch)
+        packed = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site))
+        return replace(_joint(layout, c, batch, selection, packed), writes=writes)
     output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells))
     if output.shape != (len(nodes), context.shape[1], shape.outputs):
         raise CriticShapeError(
@@ -96,16 +146,47 @@ def _standardised(context: Tensor, selection: Selection, decay: float = 0.95) ->
     return ((context - mean.unsqueeze(1)) / spread.unsqueeze(1)).clamp(-6.0, 6.0), writes
 
 
-def _dueling(layout: Layout, c: int, batch: SiteBatch, selection: Selection, output: Tensor) -> CriticBatch:
+def _site_value(layout: Layout, c: int, batch: SiteBatch) -> SiteValue:
+    """Values and distributions of the sites of the Q-nodes of a class, rows flattened."""
+    sites, lead = [layout.place[node.site][1] for node in layout.q_nodes[c]], 1 + len(batch.batch_shape)
+
+    def flat(tensor: Tensor) -> Tensor:
+        return tensor[sites].flatten(1, lead - 1)
+
+    if batch.cls.spec.components is None:
+        return SiteValue(powers=flat(batch.moments.powers))
+    return SiteValue(flat(batch.index), flat(batch.probs))
+
+
+def _joint(layout: Layout, c: int, batch: SiteBatch, selection: Selection, packed: Tensor) -> CriticBatch:
+    unit, mean, spread, step = _units(layout, c, batch, selection)
+    output = JointOutput.unpacked(packed, *batch.cls.spec.parts)
+    level, value, centre, table, own = (part.unflatten(1, batch.batch_shape) for part in output)
+    level = unit * (mean + spread * level)
+    expected = (level + unit * step * centre).detach()
+    table, own = (unit * step)[..., None, None] * table, (unit * step)[..., None] * own
+    critic = batch.cls.spec.critic
+    assert isinstance(critic, JointCritic)
+    variate = own.sum(-1) if critic.is_separate else own[..., 0]
+    joint = JointValue(level + unit * step * value, expected, own, variate)
+    return CriticBatch(selection, expected, table, unit, joint=joint)
+
+
+def _units(layout: Layout, c: int, batch: SiteBatch, selection: Selection) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scale of the sites, and mean and spreads of the targets in its unit."""
     sites = [layout.place[node.site][1] for node in layout.q_nodes[c]]
-    unit = batch.scale if layout.membership(c, batch.probs) is None else batch.scale[sites]
+    unit = batch.scale if layout.membership(c, batch.like) is None else batch.scale[sites]
     lead = (-1, *(1,) * len(batch.batch_shape))
     mean, spread, step = (selection.read(name).reshape(lead) for name in ("mean", "spread_level", "spread_advantage"))
+    return unit, mean, spread, step
+
+
+def _dueling(layout: Layout, c: int, batch: SiteBatch, selection: Selection, output: Tensor) -> CriticBatch:
+    unit, mean, spread, step = _units(layout, c, batch, selection)
     level = unit * (mean + spread * output[..., 0].reshape(-1, *batch.batch_shape))
     if batch.cls.spec.components is None:
         return CriticBatch(selection, level, None, unit)
-    split = batch.components
-    advantage = output[..., 1:].reshape(-1, *batch.batch_shape, split.size, split.cardinality)
+    advantage = output[..., 1:].reshape(-1, *batch.batch_shape, *batch.cls.spec.parts)
     return CriticBatch(selection, level, (unit * step)[..., None, None] * advantage, unit)
 
 
@@ -207,14 +288,23 @@ def _builder(
     return make
 
 
-def _forward(block: Block, rows: Tensor | None, at: Tensor | None, context: Tensor, cells: Tensor | None) -> Tensor:
+def _forward(
+    block: Block,
+    rows: Tensor | None,
+    at: Tensor | None,
+    context: Tensor,
+    cells: Tensor | None,
+    site: SiteValue | None = None,
+) -> Tensor:
     assert block.critic is not None
     if at is not None:
         context, cells = context[at], None if cells is None else cells[at]
+        site = None if site is None else SiteValue(*(None if part is None else part[at] for part in site))
+    given = (context, cells) if site is None else (context, cells, site)
     if rows is None:
-        return block.critic(context, cells)
+        return block.critic(*given)
     chosen = {name: weight[rows] for name, weight in block.weights().items()}
-    return torch.func.functional_call(block.critic, chosen, (context, cells))
+    return torch.func.functional_call(block.critic, chosen, given)
 
 
 def _pool(value: Tensor, source: SiteBatch, target: SiteBatch) -> Tensor:
@@ -239,22 +329,22 @@ def _context(layout: Layout, c: int, batches: Sequence[SiteBatch]) -> Tensor:
             mixed = (rest @ values.flatten(1)).reshape(queries, *values.shape[1:])
             parts.append(mixed.expand(*lead, -1))
     sites = [layout.place[node.site][1] for node in layout.q_nodes[c]]
-    if batch.cls.spec.has_params and batch.cls.spec.components is not None:
+    if batch.cls.spec.has_params and (batch.cls.spec.components is not None or batch.cls.spec.has_moments):
         parts.append(batch.parameters[sites])
     if batch.cls.spec.context:
-        parts.append(batch.context[sites].to(batch.probs.dtype))
+        parts.append(batch.context[sites].to(batch.like.dtype))
     rows = 1
     for size in batch.batch_shape:
         rows *= size
     if not parts:
-        return batch.probs.new_zeros(queries, rows, 0)
+        return batch.like.new_zeros(queries, rows, 0)
     return torch.cat(parts, -1).reshape(queries, rows, -1)
 
 
 def _cells(layout: Layout, c: int, batches: Sequence[SiteBatch]) -> Tensor:
     """Joint state of the rest of the scope, ``(Q, N)``."""
     batch, queries = batches[c], len(layout.q_nodes[c])
-    cell = torch.zeros((queries, *batch.batch_shape), dtype=torch.long, device=batch.probs.device)
+    cell = torch.zeros((queries, *batch.batch_shape), dtype=torch.long, device=batch.like.device)
     for plan in layout.contexts[c]:
         source = batches[plan.source]
         if any(plate not in batch.plates for plate in source.plates):

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 from pyro_bpq.config import SiteOptions
 from pyro_bpq.critics import Critic
+from pyro_bpq.critic_options import checked_critic
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, Pathwise, RunningBaseline, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.features import Components, finite_components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
+from pyro_bpq.joint_critics import JointCritic, MomentCritic
 from pyro_bpq.layout import Layout, SiteSpec
+from pyro_bpq.moments import has_moments
 from pyro_bpq.network import BackpropQNetwork, Reduction
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
 
@@ -138,8 +141,8 @@ class Planner:
             tabled[name] = tuple(cost for kind in sorted(kinds) for cost in costs[kind])
             critic = None if is_dynamic else self._critic(traced, name, estimators[name])
             info = traced.infos[name]
-            # Many components at once: what they cost right away is for the extra run, not for a critic.
-            if critic is None or (info.components is not None and info.components.size > 1):
+            # Many components at once: what they cost right away is for the extra run, where there is one.
+            if critic is None or (info.components is not None and info.components.size > 1 and name in components):
                 known |= set(immediate[name])
             known |= set(tabled[name])
             specs[name] = self._spec(traced, name, estimators[name], critic, frozenset(kinds))
@@ -159,11 +162,19 @@ class Planner:
     def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
         """The site's own choice; else the ELBO's, for a site of one component."""
         options, components = traced.options[name], traced.infos[name].components
-        if not estimator.uses_critic or options.critic is False:
+        if options.critic is False or not (estimator.uses_critic or estimator.is_pathwise):
             return None
         if options.critic is not None:
-            return options.critic  # type: ignore[return-value]
-        return self.critic if components is not None and components.size == 1 else None
+            return checked_critic(options.critic, name, traced.run.sites[name].fn, components, estimator)
+        if self.critic is None or estimator.is_pathwise:
+            return None
+        is_joint = isinstance(self.critic, JointCritic)
+        if components is None:
+            own = self.critic if is_joint and not self.critic.is_finite else MomentCritic()
+            return own if has_moments(traced.run.sites[name].fn) else None
+        if is_joint:
+            return self.critic if self.critic.is_finite else None
+        return self.critic if components.size == 1 else None
 
     def _tabled_kinds(
         self,
@@ -219,7 +230,8 @@ class Planner:
             components=None if estimator.is_pathwise else info.components,
             event_shape=event,
             estimator=estimator,
-            critic=critic if info.components is not None else None,
+            critic=critic,
+            has_moments=isinstance(critic, JointCritic) and not critic.is_finite,
             tabled=kinds,
             has_params=bool(plates),
             context=0 if options.context is None else options.context.shape[-1],

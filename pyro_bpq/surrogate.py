@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank, Selection, Write
-from pyro_bpq.critic_step import CriticBatch, evaluate_critics, regression
+from pyro_bpq.critic_step import CriticBatch, Learned, evaluate_critics, regression
 from pyro_bpq.estimators.base import SiteContext, Statistics
 from pyro_bpq.estimators.pyro_baseline import PyroBaseline
 from pyro_bpq.layout import Layout, matrix
@@ -101,12 +101,14 @@ class _Step:
             for cls in layout.cost_classes
         ]
         self.active = [c for c, cls in enumerate(layout.classes) if not cls.spec.estimator.is_pathwise]
+        # A reparameterised site with a critic corrects the sites before it.
+        self.valued = [c for c, cls in enumerate(layout.classes) if c in self.active or cls.spec.critic is not None]
 
     def run(self) -> StepResult:
-        exact = {c: self.exact(c) for c in self.active}
-        critics = {c: self.critic(c) for c in self.active}
+        exact = {c: self.exact(c) for c in self.valued}
+        critics = {c: self.critic(c) for c in self.valued}
         learned = {c: self.per_site(c, critic) for c, critic in critics.items()}
-        ahead = {c: self.control_variate(c, exact[c], learned[c]) for c in self.active}
+        ahead = {c: self.control_variate(c, exact[c], learned[c]) for c in self.valued}
         result = StepResult(self.costs[0].new_zeros(()) if self.costs else torch.zeros(()), None)
         surrogate, writes, info = result.surrogate, result.writes, result.info
         for c in self.active:
@@ -130,6 +132,7 @@ class _Step:
 
     def correction(self, c: int, ahead: Mapping[int, Tensor | None]) -> Tensor | None:
         """For each site the sum of the control variates of later sites."""
+        trace = getattr(self.layout.classes[c].spec.estimator, "trace", 1.0)
         total, plates = None, self.layout.classes[c].spec.plates
         for k, variate in ahead.items():
             if variate is None:
@@ -137,6 +140,8 @@ class _Step:
             selected = self.layout.matrix("later", c, k, variate)
             if selected is not None:
                 source = self.layout.classes[k].spec.plates
+                distance = self.layout.matrix("distance", c, k, variate) if trace != 1.0 else None
+                selected = selected if distance is None else selected * trace**distance
                 term = matrix(selected, sum_to_plates(variate, source, plates))
                 total = term if total is None else total + term
         return total
@@ -162,31 +167,25 @@ class _Step:
             return None
         return evaluate_critics(self.layout, c, self.batches, self.bank, self.build)
 
-    def per_site(self, c: int, critic: CriticBatch | None) -> tuple[Tensor, Tensor | None] | None:
-        """Level and advantage of each site, summed over its Q-nodes, detached."""
-        if critic is None:
-            return None
-        level = critic.level.detach()
-        advantage = None if critic.advantage is None else critic.advantage.detach()
-        member = self.layout.membership(c, level)
-        if member is None:
-            return level, advantage
-        return matrix(member, level), None if advantage is None else matrix(member, advantage)
+    def per_site(self, c: int, critic: CriticBatch | None) -> Learned | None:
+        """What the critics of each site say, summed over its Q-nodes, detached."""
+        return None if critic is None else critic.per_site(self.layout.membership(c, critic.level))
 
-    def control_variate(
-        self, c: int, exact: Tensor | None, learned: tuple[Tensor, Tensor | None] | None
-    ) -> Tensor | None:
+    def control_variate(self, c: int, exact: Tensor | None, learned: Learned | None) -> Tensor | None:
         """``A_Y = Q_Y(y) - E_Y[Q_Y]`` of each site of a class."""
-        table = exact
-        if learned is not None and learned[1] is not None:
-            table = learned[1] if table is None else table + learned[1]
-        return None if table is None else self.batches[c].centred(table)
+        table, own = exact, None if learned is None else learned.variate
+        if own is None and learned is not None and learned.table is not None:
+            table = learned.table if table is None else table + learned.table
+        if table is None:
+            return own
+        centred = self.batches[c].centred(table)
+        return centred if own is None else centred + own
 
     def estimate(
         self,
         c: int,
         exact: Tensor | None,
-        learned: tuple[Tensor, Tensor | None] | None,
+        learned: Learned | None,
         ahead: Mapping[int, Tensor | None],
         writes: list[Write],
         info: dict[str, dict[str, Tensor]],
@@ -211,8 +210,10 @@ class _Step:
             index=batch.index if finite else None,
             exact=exact if uses else None,
             exact_cost=_expand(self.sum_costs("tabled", c), shape) if uses and exact is not None else None,
-            learned=learned[1] if uses and learned is not None else None,
-            level=learned[0] if uses and learned is not None else None,
+            learned=learned.table if uses and learned is not None else None,
+            level=learned.level if uses and learned is not None else None,
+            own=learned.own if uses and learned is not None else None,
+            moments=batch.moments if uses and cls.spec.has_moments else None,
             correction=_expand(self.correction(c, ahead), shape) if uses else None,
             statistics=statistics,
             count=statistics.get("count"),
@@ -285,6 +286,8 @@ class _Step:
 
     def value_and_mean(self, c: int, critic: CriticBatch) -> tuple[Tensor, Tensor]:
         """``q_X(x)`` with gradient and ``E_X[q_X]`` without, ``(Q, M, plates)`` each."""
+        if critic.joint is not None:
+            return critic.joint.value, critic.joint.mean
         if critic.advantage is None:
             return critic.level, critic.level.detach()
         batch = self.batches[c]

@@ -20,10 +20,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("graph", "network", "reductions", "validation"),
     ("rollout", "targets", "provenance"),
-    ("features", "critics", "bank", "replay"),
+    ("features", "moments", "critics", "joint_critics", "bank", "replay"),
     ("estimators",),
     ("layout", "site_batch", "returns", "critic_step", "learner", "surrogate"),
-    ("baseline_options", "tracing", "config", "structure", "immediate", "plan"),
+    ("baseline_options", "critic_options", "tracing", "config", "structure", "immediate", "plan"),
     ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing"),
     ("__init__",),
 )

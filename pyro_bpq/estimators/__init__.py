@@ -7,6 +7,7 @@ from pyro_bpq.estimators.base import SiteTerm as SiteTerm
 from pyro_bpq.estimators.baselines import LeaveOneOut as LeaveOneOut
 from pyro_bpq.estimators.baselines import RunningBaseline as RunningBaseline
 from pyro_bpq.estimators.pathwise import Pathwise as Pathwise
+from pyro_bpq.estimators.q_prop import QProp as QProp
 from pyro_bpq.estimators.score_function import ScoreFunction as ScoreFunction
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Estimator",
     "LeaveOneOut",
     "Pathwise",
+    "QProp",
     "RunningBaseline",
     "ScoreFunction",
     "SiteContext",

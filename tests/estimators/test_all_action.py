@@ -10,7 +10,8 @@ from test_contract import context, with_statistics
 from torch import Tensor
 
 from pyro_bpq.estimators import AllAction
-from pyro_bpq.estimators.all_action import _PAIRS, _solve, _Terms
+from pyro_bpq.estimators.all_action import _terms
+from pyro_bpq.estimators.scales import PAIRS, solve
 from pyro_bpq.estimators.base import SiteContext
 
 
@@ -53,8 +54,8 @@ def test_call_is_linear_in_the_scales() -> None:
     u = found[0.0, 0.0, 0.0]
     parts = [u - found[1.0, 0.0, 0.0], u - found[0.0, 1.0, 0.0], u - found[0.0, 0.0, 1.0]]
     torch.testing.assert_close(found[0.3, 0.8, 1.1], u - 0.3 * parts[0] - 0.8 * parts[1] - 1.1 * parts[2])
-    moments = _Terms.of(made).moments(made)
-    for n, (i, j) in enumerate(_PAIRS):
+    moments = _terms(made, made.log_probs.detach().exp()).moments()
+    for n, (i, j) in enumerate(PAIRS):
         expected = (parts[i] * parts[j]).sum((-1, -2)).flatten(1).mean(1)
         torch.testing.assert_close(moments[:, n], expected, msg=lambda m, p=(i, j): f"v{p}: {m}")
     for i in range(3):
@@ -77,8 +78,8 @@ def test_moments_where_a_part_is_missing(missing: str) -> None:
 
     u = at(0.0, 0.0, 0.0)
     parts = [u - at(*(float(i == j) for j in range(3))) for i in range(3)]
-    moments = _Terms.of(made).moments(made)
-    for n, (i, j) in enumerate(_PAIRS):
+    moments = _terms(made, made.log_probs.detach().exp()).moments()
+    for n, (i, j) in enumerate(PAIRS):
         torch.testing.assert_close(moments[:, n], (parts[i] * parts[j]).sum((-1, -2)).flatten(1).mean(1))
     for i in range(3):
         torch.testing.assert_close(moments[:, 6 + i], (u * parts[i]).sum((-1, -2)).flatten(1).mean(1))
@@ -86,7 +87,7 @@ def test_moments_where_a_part_is_missing(missing: str) -> None:
 
 def gram_of(v: Tensor, u: Tensor) -> Tensor:
     square = v @ v.T
-    return torch.cat([torch.stack([square[i, j] for i, j in _PAIRS]), v @ u]).unsqueeze(0)
+    return torch.cat([torch.stack([square[i, j] for i, j in PAIRS]), v @ u]).unsqueeze(0)
 
 
 def test_solve_is_least_squares_inside_the_bounds() -> None:
@@ -95,26 +96,26 @@ def test_solve_is_least_squares_inside_the_bounds() -> None:
     u = 0.4 * v[0] + 0.9 * v[1] + 0.1 * v[2]
     scales = torch.ones(1, 3)
     for _ in range(40):
-        scales = _solve(gram_of(v, u), scales, torch.zeros(1), 1.2)
+        scales = solve(gram_of(v, u), scales, torch.zeros(1), 1.2)
     torch.testing.assert_close(scales, torch.tensor([[0.4, 0.9, 0.1]]))
 
 
 def test_solve_clamps() -> None:
     v = torch.eye(3)
-    assert _solve(gram_of(v, torch.tensor([5.0, -2.0, 0.7])), torch.ones(1, 3), torch.zeros(1), 1.2).tolist() == [
+    assert solve(gram_of(v, torch.tensor([5.0, -2.0, 0.7])), torch.ones(1, 3), torch.zeros(1), 1.2).tolist() == [
         [1.2, 0.0, 0.7]
     ]
 
 
 def test_solve_leaves_the_scale_of_what_is_zero() -> None:
     v = torch.diag(torch.tensor([1.0, 0.0, 1.0]))
-    found = _solve(gram_of(v, torch.tensor([0.5, 0.0, 0.5])), torch.full((1, 3), 0.3), torch.zeros(1), 1.2)
+    found = solve(gram_of(v, torch.tensor([0.5, 0.0, 0.5])), torch.full((1, 3), 0.3), torch.zeros(1), 1.2)
     assert found.tolist() == [[0.5, 1.0, 0.5]]
 
 
 def test_solve_starts_near_one() -> None:
     v = torch.eye(3)
-    found = _solve(gram_of(v, torch.zeros(3)), torch.ones(1, 3), torch.tensor([9.0]), 1.2)
+    found = solve(gram_of(v, torch.zeros(3)), torch.ones(1, 3), torch.tensor([9.0]), 1.2)
     torch.testing.assert_close(found, torch.full((1, 3), 0.9))
 
 
