@@ -26,8 +26,8 @@ class Learned(NamedTuple):
     Args:
         level: ``V`` of a dueling critic, ``E[Q]`` of one that reads the value as a whole; ``(G, M, plates)``.
         table: Its table ``(G, M, plates, D, K)``, or ``None``.
-        own: Residuals ``(G, M, plates, D)`` of a critic that reads the value as a whole, or ``None``.
-        variate: From these a control variate for earlier sites, ``(G, M, plates)``.
+        own: Residual ``(G, M, plates)`` of a critic that reads the value as a whole, or ``None``.
+        variate: Its control variate for earlier sites, of the same shape.
     """
 
     level: Tensor
@@ -72,9 +72,8 @@ class JointValue:
     Args:
         value: ``Q(x)``, ``(Q, M, plates)``, with the critics' gradient.
         mean: Its expectation, or what stands for it, of the same shape, detached.
-        own: Residuals ``(Q, M, plates, D)``, detached.
-        variate: What of them corrects earlier sites, of the shape of ``value``: the one residual, or the sum of
-            those of the components, of which each has mean zero given the others.
+        own: Residual that goes with the table, of the same shape, detached.
+        variate: What corrects earlier sites, of mean zero, of the same shape, detached.
     """
 
     value: Tensor
@@ -161,14 +160,11 @@ def _site_value(layout: Layout, c: int, batch: SiteBatch) -> SiteValue:
 def _joint(layout: Layout, c: int, batch: SiteBatch, selection: Selection, packed: Tensor) -> CriticBatch:
     unit, mean, spread, step = _units(layout, c, batch, selection)
     output = JointOutput.unpacked(packed, *batch.cls.spec.parts)
-    level, value, centre, table, own = (part.unflatten(1, batch.batch_shape) for part in output)
-    level = unit * (mean + spread * level)
-    expected = (level + unit * step * centre).detach()
-    table, own = (unit * step)[..., None, None] * table, (unit * step)[..., None] * own
-    critic = batch.cls.spec.critic
-    assert isinstance(critic, JointCritic)
-    variate = own.sum(-1) if critic.is_separate else own[..., 0]
-    joint = JointValue(level + unit * step * value, expected, own, variate)
+    level, value, centre, own, variate, table = (part.unflatten(1, batch.batch_shape) for part in output)
+    level, step = unit * (mean + spread * level), unit * step
+    expected = (level + step * centre).detach()
+    joint = JointValue(level + step * value, expected, step * own, step * variate)
+    table = step[..., None, None] * table
     return CriticBatch(selection, expected, table, unit, joint=joint)
 
 

@@ -4,13 +4,11 @@ A critic of a site with ``D`` components is
 
     Q(context, x) = V(context) + F(context, x),
 
-and what estimators need of ``F`` is its value, its mean (exact, or any number that does not depend on ``x``), a
-table ``T[d, k]`` for the all-action term and the residual that goes with it: one ``F(x) - E[F]`` for all
-components, or one per component,
+and what estimators need of ``F`` is a residual ``o(x)``, a table ``T[d, k]`` for the all-action term that goes with it,
 
-    E[o_d(x) ∇ log q_d(x_d)] = E[Σ_k ∇q_d(k) T[d, k]]    for every d,
+    E[o(x) ∇ log q_d(x_d)] = E[Σ_k ∇q_d(k) T[d, k]]    for every d,
 
-so that the correction stays unbiased for any weights.
+and a variate of mean zero that corrects earlier sites. All of them then stay unbiased for any weights.
 """
 
 from __future__ import annotations
@@ -60,28 +58,28 @@ class JointOutput(NamedTuple):
         level: ``V``, ``(G, N)``, with the critics' gradient.
         value: ``F(x)``, ``(G, N)``, with the critics' gradient.
         mean: ``E[F]``, or another number that does not depend on ``x``, ``(G, N)``, detached.
+        own: ``o``, ``(G, N)``, detached.
+        variate: Has mean zero, ``(G, N)``, detached.
         table: ``T``, ``(G, N, D, K)``, detached.
-        own: ``o``, ``(G, N, D)``, detached; equal entries where one residual serves all components.
     """
 
     level: Tensor
     value: Tensor
     mean: Tensor
-    table: Tensor
     own: Tensor
+    variate: Tensor
+    table: Tensor
 
     def packed(self) -> Tensor:
-        """All of it in one tensor ``(G, N, 3 + D K + D)``."""
-        scalars = torch.stack((self.level, self.value, self.mean), -1)
-        return torch.cat((scalars, self.table.flatten(-2), self.own), -1)
+        """All of it in one tensor ``(G, N, 5 + D K)``."""
+        return torch.cat((torch.stack(self[:5], -1), self.table.flatten(-2)), -1)
 
     @classmethod
     def unpacked(cls, packed: Tensor, components: int, cardinality: int) -> JointOutput:
         """Inverse of :meth:`packed`."""
-        size = components * cardinality
-        scalars, table, own = packed.split((3, size, components), -1)
-        level, value, mean = scalars.unbind(-1)
-        return cls(level, value, mean.detach(), table.unflatten(-1, (components, cardinality)).detach(), own.detach())
+        level, value, *rest = packed[..., :5].unbind(-1)
+        table = packed[..., 5:].unflatten(-1, (components, cardinality))
+        return cls(level, value, *(part.detach() for part in (*rest, table)))
 
 
 @runtime_checkable
@@ -91,12 +89,10 @@ class JointCritic(Protocol):
     Attributes:
         uses_cells: As for any critic.
         is_finite: Whether it serves sites with finite components, or those without.
-        is_separate: Whether the residuals of the components differ.
     """
 
     uses_cells: ClassVar[bool]
     is_finite: ClassVar[bool]
-    is_separate: ClassVar[bool]
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics of ``shape.sites`` like-shaped sites."""
@@ -126,7 +122,6 @@ class QuadraticCritic:
 
     uses_cells: ClassVar[bool] = False
     is_finite: ClassVar[bool] = True
-    is_separate: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_hidden(self)
@@ -158,7 +153,6 @@ class FirstOrderCritic:
 
     uses_cells: ClassVar[bool] = False
     is_finite: ClassVar[bool] = True
-    is_separate: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_hidden(self, least=1)
@@ -172,11 +166,11 @@ class FirstOrderCritic:
 class FlipCritic:
     r"""A perceptron of context and value, evaluated at every flip of one component.
 
-        T[d, k] = F(x with x_d = k),   o_d = F(x) - Σ_k p_d(k) T[d, k]
+        T[d, k] = F(x with x_d = k),   o = F(x) - f(p),   variate = Σ_d (F(x) - Σ_k p_d(k) T[d, k])
 
-    Given the other components, ``E[o_d ∇ log q_d] = Σ_k ∇q_d(k) T[d, k]``: unbiased, component by component, though
-    ``E[F]`` is out of reach; the level uses ``f(p)``. A flip changes the first layer by a difference of two
-    rows of its weights, and flips are evaluated some components at a time.
+    Given the other components, ``E[F(x) ∇ log q_d] = Σ_k ∇q_d(k) T[d, k]``: unbiased, though ``E[F]`` is out of reach and
+    ``f(p)`` stands for it. A flip changes the first layer by a difference of two rows of its weights, and flips
+    are evaluated some components at a time.
 
     Args:
         hidden: Sizes of the hidden layers, at least one.
@@ -192,7 +186,6 @@ class FlipCritic:
 
     uses_cells: ClassVar[bool] = False
     is_finite: ClassVar[bool] = True
-    is_separate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_hidden(self, least=1)
@@ -223,7 +216,6 @@ class MomentCritic:
 
     uses_cells: ClassVar[bool] = False
     is_finite: ClassVar[bool] = False
-    is_separate: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_hidden(self)
@@ -266,9 +258,9 @@ class _Quadratic(nn.Module):
             variance = (probs.unsqueeze(2) * squares).sum(-1)
             bend = 0.5 * (curvature[..., None, None] * (squares - variance.unsqueeze(-1))).sum(2)
             mean = (probs * advantage).sum((-1, -2)) + 0.5 * (curvature * variance.sum(-1)).sum(-1)
-            own = (linear + quadratic - mean).unsqueeze(-1).expand(*site.index.shape)
+            own = linear + quadratic - mean
             table = advantage + bend
-        return JointOutput(output[..., 0], linear + quadratic, mean, table, own).packed()
+        return JointOutput(output[..., 0], linear + quadratic, mean, own, own, table).packed()
 
 
 class _ValuePerceptron(nn.Module):
@@ -327,13 +319,13 @@ class _ValuePerceptron(nn.Module):
                 (slope,) = torch.autograd.grad(middle.sum(), at)
             mean = middle.detach()
             table = (slope @ weights.transpose(1, 2)).unflatten(-1, probs.shape[-2:])
-            own = table.gather(-1, index.unsqueeze(-1)).squeeze(-1) - (probs * table).sum(-1)
-            own = own.sum(-1, keepdim=True).expand(index.shape)
+            own = (table.gather(-1, index.unsqueeze(-1)).squeeze(-1) - (probs * table).sum(-1)).sum(-1)
+            variate = own
         else:
             with torch.no_grad():
                 mean, table = self.tail(centre), self.flips(hidden, rows)
-                own = value.unsqueeze(-1) - (probs * table).sum(-1)
-        return JointOutput(self.head(context, cells)[..., 0], value, mean, table, own).packed()
+                own, variate = value - mean, (value.unsqueeze(-1) - (probs * table).sum(-1)).sum(-1)
+        return JointOutput(self.head(context, cells)[..., 0], value, mean, own, variate, table).packed()
 
     def flips(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """``f`` after setting component ``d`` to value ``k``, ``(G, N, D, K)``."""
@@ -360,5 +352,4 @@ class _Moments(nn.Module):
         # The table holds the factors of the two powers.
         table = output[..., 1:].unflatten(-1, (self.components, 2)) * output.new_tensor([1.0, 0.5])
         value = (table * site.powers).sum((-1, -2))
-        own = value.unsqueeze(-1).expand(site.powers.shape[:-1])
-        return JointOutput(output[..., 0], value, torch.zeros_like(value), table, own).packed()
+        return JointOutput(output[..., 0], value, torch.zeros_like(value), value, value, table).packed()

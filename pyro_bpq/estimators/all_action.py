@@ -22,8 +22,8 @@ class AllAction:
         g_X = Σ_d Σ_k ∇q_d(k) (I_X[d,k] + a_2 A_X[d,k]) + R_X ∇ log q(x)
         R_X = (C_X - I_X(x)) - a_1 E[Q_X] - a_2 (Q_X(x) - E[Q_X]) - a_3 Σ_Y A_Y - b
 
-    (``A_X[d,k]`` is the critic's table, ``Q_X(x) - E[Q_X]`` its residual, which may differ between components: see
-    :mod:`pyro_bpq.joint_critics`.) ``I_X`` are the immediate costs that are known exactly at every value of every component, ``Q_X`` the
+    (``A_X[d,k]`` is the critic's table, ``Q_X(x) - E[Q_X]`` its residual; for critics that read
+    the value as a whole see :mod:`pyro_bpq.joint_critics`.) ``I_X`` are the immediate costs that are known exactly at every value of every component, ``Q_X`` the
     critic of the rest, ``A_Y`` the graph-wise control variates of later sites. ``b`` is the mean of
     the same over the other particles or, with one particle, over earlier steps. The scales ``a`` minimise the
     second moment of the gradient with respect to the logits, from running moments of earlier steps, and
@@ -83,7 +83,7 @@ class AllAction:
             terms = _terms(context, probs)
             scales = context.statistics["scales"] if self.adaptive else torch.ones_like(context.statistics["scales"])
             sampled = terms.score + probs
-            weights = terms.residual(scales).unsqueeze(-1) * sampled
+            weights = terms.residual(scales)[..., None, None] * sampled
             if context.exact is not None:
                 weights = weights + probs * context.exact
             if context.learned is not None:
@@ -97,13 +97,13 @@ def _terms(context: SiteContext, probs: Tensor) -> ScaledTerms:
     assert context.index is not None
     score = torch.zeros_like(probs).scatter_(-1, context.index.unsqueeze(-1), 1.0) - probs
     zero = context.cost.new_zeros(()).expand_as(context.cost)
-    level, own, critic = zero if context.level is None else context.level, zero.unsqueeze(-1), None
+    level, own, critic = zero if context.level is None else context.level, zero, None
     if context.learned is not None:
         mean = (probs * context.learned).sum(-1, keepdim=True)
         critic = probs * (context.learned - mean)
         if context.own is None:
             level = level + mean.sum((-1, -2))
-            own = (score * context.learned).sum((-1, -2)).unsqueeze(-1)
+            own = (score * context.learned).sum((-1, -2))
         else:
             own = context.own
     exact = None

@@ -56,8 +56,8 @@ class SiteContext:
         exact_cost: The sum of those immediate costs in this run.
         learned: Critic's advantages ``(..., D, K)`` for the remaining costs, or ``None``.
         level: Critic's ``V`` for the remaining costs, or ``None``.
-        own: With a critic that reads the value as a whole, its residuals ``(..., D)``: ``level`` then is ``E[Q]``,
-            and ``E[own_d ∇ log q_d] = E[Σ_k ∇q_d(k) learned[d, k]]``. ``None`` for a dueling critic.
+        own: With a critic that reads the value as a whole, the residual whose ``E[own ∇ log q_d]`` is
+            ``E[Σ_k ∇q_d(k) learned[d, k]]``; ``level`` then is ``E[Q]``. ``None`` for a dueling critic.
         moments: Centred powers of a value without finite components, where a critic reads them; ``learned`` then
             holds their factors ``(..., D, 2)``.
         correction: Sum over later sites ``Y`` of ``A_Y = Q_Y(y) - E_Y[Q_Y]``, or ``None``.

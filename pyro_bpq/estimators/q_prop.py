@@ -42,7 +42,7 @@ class QProp:
     """
 
     adaptive: bool = True
-    decay: float = 0.98
+    decay: float = 0.995
     max_scale: float = 1.2
     trace: float = 1.0
 
@@ -73,8 +73,7 @@ class QProp:
         with torch.no_grad():
             terms = _terms(context)
             scales = context.statistics["scales"] if self.adaptive else torch.ones_like(context.statistics["scales"])
-            # Its residual serves all components alike.
-            residual = terms.residual(scales)[..., 0]
+            residual = terms.residual(scales)
             statistics = terms.updated(context, self.decay, self.max_scale)
         surrogate = residual * context.score
         if context.moments is not None and context.learned is not None:
@@ -88,7 +87,7 @@ def _terms(context: SiteContext) -> ScaledTerms:
     level = zero if context.level is None else context.level
     if context.moments is None or context.learned is None or context.own is None:
         # Nothing to weigh the moments with but the residual.
-        return ScaledTerms.of(context, zero[..., None, None] + 1.0, level, zero.unsqueeze(-1), None, None)
+        return ScaledTerms.of(context, zero[..., None, None] + 1.0, level, zero, None, None)
     # The table's second entry is h/2, and d/dlogσ of ½ h σ² / s² is h.
     critic = context.learned * context.learned.new_tensor([1.0, 2.0])
     return ScaledTerms.of(context, context.moments.powers, level, context.own, critic, None)

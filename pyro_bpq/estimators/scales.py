@@ -33,7 +33,7 @@ class ScaledTerms:
         score: ``s``, ``(..., D, K)``.
         cost: ``r_0``, centred by the other particles or by earlier steps, ``(...)``.
         level: ``r_1``, the critic's expectation, centred alike.
-        own: ``r_2``, ``(..., D)``, or ``(..., 1)`` for one residual of all components.
+        own: ``r_2``.
         later: ``r_3``.
         means: Means of cost and level in this step, ``(G, 2)``.
         critic: ``m``, or ``None``.
@@ -65,7 +65,7 @@ class ScaledTerms:
             context: The tensors of the sites.
             score: ``s``.
             level: Expectation of the critic, ``(...)``.
-            own: Its residuals, ``(..., D)`` or ``(..., 1)``.
+            own: Its residual, ``(...)``.
             critic: ``m``.
             exact: ``e``.
         """
@@ -80,9 +80,9 @@ class ScaledTerms:
         return cls(score, cost, level, own, later, means, critic, exact)
 
     def residual(self, scales: Tensor) -> Tensor:
-        """``r_0 - Σ a_i r_i``, of the shape of ``own``; scales ``(G, 3)``."""
+        """``r_0 - Σ a_i r_i``; scales ``(G, 3)``."""
         a1, a2, a3 = (self.scale(scales, i) for i in range(3))
-        return (self.cost - a1 * self.level - a3 * self.later).unsqueeze(-1) - a2.unsqueeze(-1) * self.own
+        return self.cost - a1 * self.level - a2 * self.own - a3 * self.later
 
     def scale(self, scales: Tensor, i: int) -> Tensor:
         """The ``i``-th scale, broadcastable to the costs."""
@@ -102,13 +102,13 @@ class ScaledTerms:
 
     def moments(self) -> Tensor:
         """Mean products ``v_i·v_j`` (six) and ``u·v_i`` (three), shape ``(G, 9)``."""
-        r = (self.level.unsqueeze(-1), self.own, self.later.unsqueeze(-1))
-        cost, s, m, e = self.cost.unsqueeze(-1), self.score, self.critic, self.exact
-        ss = s.square().sum(-1)
-        sm = None if m is None else (s * m).sum(-1)
-        mm = None if m is None else m.square().sum(-1)
-        se = None if e is None else (s * e).sum(-1)
-        me = None if m is None or e is None else (m * e).sum(-1)
+        r = (self.level, self.own, self.later)
+        s, m, e = self.score, self.critic, self.exact
+        ss = s.square().sum((-1, -2))
+        sm = None if m is None else (s * m).sum((-1, -2))
+        mm = None if m is None else m.square().sum((-1, -2))
+        se = None if e is None else (s * e).sum((-1, -2))
+        me = None if m is None or e is None else (m * e).sum((-1, -2))
         products = []
         for i, j in PAIRS:
             value = r[i] * r[j] * ss
@@ -117,14 +117,14 @@ class ScaledTerms:
                 value = value - r[1] * sm + mm if i == j else value
             products.append(value)
         for i in range(3):
-            value = cost * r[i] * ss
+            value = self.cost * r[i] * ss
             if se is not None:
                 value = value + r[i] * se
             if i == 1 and sm is not None:
-                value = value - cost * sm
+                value = value - self.cost * sm
                 value = value - me if me is not None else value
             products.append(value)
-        return torch.stack([site_mean(value.sum(-1)) for value in products], 1)
+        return torch.stack([site_mean(value) for value in products], 1)
 
 
 def solve(gram: Tensor, scales: Tensor, ridge: Tensor, max_scale: float) -> Tensor:
