@@ -6,6 +6,7 @@ from pyro_bpq.critics import MLPCritic as MLPCritic
 from pyro_bpq.critics import TabularCritic as TabularCritic
 from pyro_bpq.elbo import TraceBackpropQ_ELBO as TraceBackpropQ_ELBO
 from pyro_bpq.estimators import AllAction as AllAction
+from pyro_bpq.estimators import LambdaReturn as LambdaReturn
 from pyro_bpq.estimators import LeaveOneOut as LeaveOneOut
 from pyro_bpq.estimators import Pathwise as Pathwise
 from pyro_bpq.estimators import QProp as QProp
@@ -30,6 +31,7 @@ __all__ = [
     "CriticLearner",
     "FirstOrderCritic",
     "FlipCritic",
+    "LambdaReturn",
     "LeaveOneOut",
     "LinearCritic",
     "MLPCritic",

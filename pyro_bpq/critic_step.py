@@ -59,10 +59,14 @@ class CriticBatch:
 
     def per_site(self, member: Tensor | None) -> Learned:
         """Sums over the Q-nodes of each site, with the matrix (sites × Q-nodes) or one node each."""
-        joint = (None, None) if self.joint is None else (self.joint.own, self.joint.variate)
-        parts = (self.level, self.advantage, *joint)
-        detached = (None if part is None else part.detach() for part in parts)
-        return Learned(*(part if part is None or member is None else matrix(member, part) for part in detached))
+
+        def total(part: Tensor) -> Tensor:
+            return part.detach() if member is None else matrix(member, part.detach())
+
+        table = None if self.advantage is None else total(self.advantage)
+        if self.joint is None:
+            return Learned(total(self.level), table)
+        return Learned(total(self.level), table, total(self.joint.own), total(self.joint.variate))
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,9 @@ def _site_value(layout: Layout, c: int, batch: SiteBatch) -> SiteValue:
 def _joint(layout: Layout, c: int, batch: SiteBatch, selection: Selection, packed: Tensor) -> CriticBatch:
     unit, mean, spread, step = _units(layout, c, batch, selection)
     output = JointOutput.unpacked(packed, *batch.cls.spec.parts)
-    level, value, centre, own, variate, table = (part.unflatten(1, batch.batch_shape) for part in output)
+    level, value, centre, own, variate, table = (
+        part.reshape(part.shape[0], *batch.batch_shape, *part.shape[2:]) for part in output
+    )
     level, step = unit * (mean + spread * level), unit * step
     expected = (level + step * centre).detach()
     joint = JointValue(level + step * value, expected, step * own, step * variate)

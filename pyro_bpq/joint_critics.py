@@ -41,12 +41,12 @@ class SiteValue(NamedTuple):
     """What a joint critic sees of the site itself, detached.
 
     Args:
-        index: Index of the sampled value of each component, ``(G, N, D)``; ``None`` without finite components.
+        chosen: Index of the sampled value of each component, ``(G, N, D)``; ``None`` without finite components.
         probs: Probabilities ``(G, N, D, K)``, or ``None``.
         powers: Centred powers ``(G, N, D, 2)`` of a value without finite components, or ``None``.
     """
 
-    index: Tensor | None = None
+    chosen: Tensor | None = None
     probs: Tensor | None = None
     powers: Tensor | None = None
 
@@ -78,7 +78,7 @@ class JointOutput(NamedTuple):
     def unpacked(cls, packed: Tensor, components: int, cardinality: int) -> JointOutput:
         """Inverse of :meth:`packed`."""
         level, value, *rest = packed[..., :5].unbind(-1)
-        table = packed[..., 5:].unflatten(-1, (components, cardinality))
+        table = packed[..., 5:].reshape(*packed.shape[:-1], components, cardinality)
         return cls(level, value, *(part.detach() for part in (*rest, table)))
 
 
@@ -168,8 +168,8 @@ class FlipCritic:
 
         T[d, k] = F(x with x_d = k),   o = F(x) - f(p),   variate = Σ_d (F(x) - Σ_k p_d(k) T[d, k])
 
-    Given the other components, ``E[F(x) ∇ log q_d] = Σ_k ∇q_d(k) T[d, k]``: unbiased, though ``E[F]`` is out of reach and
-    ``f(p)`` stands for it. A flip changes the first layer by a difference of two rows of its weights, and flips
+    Given the other components, ``E[F(x) ∇ log q_d] = Σ_k ∇q_d(k) T[d, k]``: unbiased, though ``E[F]`` is out of reach
+    and ``f(p)`` stands for it. A flip changes the first layer by a difference of two rows of its weights, and flips
     are evaluated some components at a time.
 
     Args:
@@ -241,15 +241,15 @@ class _Quadratic(nn.Module):
         self.factors = nn.Parameter(table.normal_(generator=generator) / math.sqrt(shape.components))
 
     def forward(self, context: Tensor, cells: Tensor | None, site: SiteValue) -> Tensor:
-        assert site.index is not None and site.probs is not None
+        assert site.chosen is not None and site.probs is not None
         shape, probs = self.shape, site.probs
         output = self.head(context, cells)
-        advantage = output[..., 1 : shape.outputs].unflatten(-1, (shape.components, shape.cardinality))
+        advantage = output[..., 1 : shape.outputs].reshape(probs.shape)
         curvature = output[..., shape.outputs :]
         factors = self.factors.unsqueeze(1)
         # (G, N, R, D, K), centred under q.
         factors = factors - (probs.unsqueeze(2) * factors).sum(-1, keepdim=True)
-        chosen = site.index.unsqueeze(-1)
+        chosen = site.chosen.unsqueeze(-1)
         picked = chosen.unsqueeze(2).expand(*factors.shape[:-1], 1)
         linear = advantage.gather(-1, chosen).sum((-1, -2))
         quadratic = 0.5 * (curvature * factors.gather(-1, picked).sum((-1, -2)).square()).sum(-1)
@@ -264,7 +264,7 @@ class _Quadratic(nn.Module):
 
 
 class _ValuePerceptron(nn.Module):
-    """``V(context)`` and ``f(context, value)``; a one-hot value enters the first layer of ``f`` as rows of its weights."""
+    """``V(context)`` and ``f(context, value)``; a value enters the first layer of ``f`` as rows of its weights."""
 
     def __init__(
         self, shape: CriticShape, hidden: Sequence[int], generator: torch.Generator, max_elements: int | None
@@ -300,8 +300,8 @@ class _ValuePerceptron(nn.Module):
         return flat.reshape(lead)
 
     def forward(self, context: Tensor, cells: Tensor | None, site: SiteValue) -> Tensor:
-        assert site.index is not None and site.probs is not None
-        probs, index = site.probs, site.index
+        assert site.chosen is not None and site.probs is not None
+        probs, index = site.probs, site.chosen
         base = self.bias.expand(-1, index.shape[1], -1)
         if context.shape[-1]:
             base = torch.baddbmm(self.bias, context, self.columns)
@@ -318,7 +318,7 @@ class _ValuePerceptron(nn.Module):
                 middle = self.tail(at)
                 (slope,) = torch.autograd.grad(middle.sum(), at)
             mean = middle.detach()
-            table = (slope @ weights.transpose(1, 2)).unflatten(-1, probs.shape[-2:])
+            table = (slope @ weights.transpose(1, 2)).reshape(probs.shape)
             own = (table.gather(-1, index.unsqueeze(-1)).squeeze(-1) - (probs * table).sum(-1)).sum(-1)
             variate = own
         else:
@@ -350,6 +350,6 @@ class _Moments(nn.Module):
         assert site.powers is not None
         output = self.head(context, cells)
         # The table holds the factors of the two powers.
-        table = output[..., 1:].unflatten(-1, (self.components, 2)) * output.new_tensor([1.0, 0.5])
+        table = output[..., 1:].reshape(site.powers.shape) * output.new_tensor([1.0, 0.5])
         value = (table * site.powers).sum((-1, -2))
         return JointOutput(output[..., 0], value, torch.zeros_like(value), value, value, table).packed()

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyro_bpq.config import SiteOptions
+from pyro_bpq.critic_options import checked_critic, default_critic
 from pyro_bpq.critics import Critic
-from pyro_bpq.critic_options import checked_critic
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, Pathwise, RunningBaseline, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.features import Components, finite_components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
-from pyro_bpq.joint_critics import JointCritic, MomentCritic
+from pyro_bpq.joint_critics import JointCritic
 from pyro_bpq.layout import Layout, SiteSpec
-from pyro_bpq.moments import has_moments
 from pyro_bpq.network import BackpropQNetwork, Reduction
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
 
@@ -65,7 +64,7 @@ class Planner:
 
     Args:
         estimator: Estimator of all sites without ``rsample``, or ``None`` for the default of each.
-        critic: How to build the critics of sites with one component, or ``None`` for none.
+        critic: How to build critics, see :class:`TraceBackpropQ_ELBO`; ``None`` for none.
         reduction: Reduction of the Backprop-Q network.
         max_support: Largest number of values of a component that are summed over by default.
         max_elements: Largest number of costs that the extra run of the model may evaluate by default.
@@ -160,7 +159,7 @@ class Planner:
         return estimator
 
     def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
-        """The site's own choice; else the ELBO's, for a site of one component."""
+        """The site's own choice; else what follows from the ELBO's for a site of its kind."""
         options, components = traced.options[name], traced.infos[name].components
         if options.critic is False or not (estimator.uses_critic or estimator.is_pathwise):
             return None
@@ -168,13 +167,7 @@ class Planner:
             return checked_critic(options.critic, name, traced.run.sites[name].fn, components, estimator)
         if self.critic is None or estimator.is_pathwise:
             return None
-        is_joint = isinstance(self.critic, JointCritic)
-        if components is None:
-            own = self.critic if is_joint and not self.critic.is_finite else MomentCritic()
-            return own if has_moments(traced.run.sites[name].fn) else None
-        if is_joint:
-            return self.critic if self.critic.is_finite else None
-        return self.critic if components.size == 1 else None
+        return default_critic(self.critic, traced.run.sites[name].fn, components)
 
     def _tabled_kinds(
         self,

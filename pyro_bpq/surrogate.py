@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_bpq.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critic_step import CriticBatch, Learned, evaluate_critics, regression
 from pyro_bpq.estimators.base import SiteContext, Statistics
+from pyro_bpq.estimators.lambda_return import LambdaReturn
 from pyro_bpq.estimators.pyro_baseline import PyroBaseline
 from pyro_bpq.layout import Layout, matrix
 from pyro_bpq.returns import lambda_returns
@@ -109,10 +110,11 @@ class _Step:
         critics = {c: self.critic(c) for c in self.valued}
         learned = {c: self.per_site(c, critic) for c, critic in critics.items()}
         ahead = {c: self.control_variate(c, exact[c], learned[c]) for c in self.valued}
+        shifts = self.bootstrap(critics, exact)
         result = StepResult(self.costs[0].new_zeros(()) if self.costs else torch.zeros(()), None)
         surrogate, writes, info = result.surrogate, result.writes, result.info
         for c in self.active:
-            surrogate = surrogate + self.estimate(c, exact[c], learned[c], ahead, writes, info)
+            surrogate = surrogate + self.estimate(c, exact[c], learned[c], ahead, shifts.get(c), writes, info)
         loss = None
         if self.build and any(critic is not None for critic in critics.values()):
             loss = self.critic_loss(critics, exact, writes, info)
@@ -181,12 +183,34 @@ class _Step:
         centred = self.batches[c].centred(table)
         return centred if own is None else centred + own
 
+    def bootstrap(
+        self, critics: Mapping[int, CriticBatch | None], exact: Mapping[int, Tensor | None]
+    ) -> dict[int, Tensor]:
+        """What turns the cost-to-go of sites into a lambda-return, by class, where an estimator wants that."""
+        lams = {c: self.layout.classes[c].spec.estimator for c in self.active}
+        wanted = {c: e.lam for c, e in lams.items() if isinstance(e, LambdaReturn) and critics[c] is not None}
+        if not wanted:
+            return {}
+        pairs = {c: self.value_and_mean(c, critic) for c, critic in critics.items() if critic is not None}
+        values = {c: value.detach() for c, (value, _) in pairs.items()}
+        none = {c: torch.zeros_like(value) for c, value in values.items()}
+        plain = lambda_returns(self.layout, self.costs, none, none, 1.0, 1.0)
+        shifts = {}
+        for lam in sorted(set(wanted.values())):
+            targets = self.targets(values, {c: mean for c, (_, mean) in pairs.items()}, exact, lam)
+            for c in (c for c, own in wanted.items() if own == lam):
+                shift = targets[c] - plain[c]
+                member = self.layout.membership(c, shift)
+                shifts[c] = shift if member is None else matrix(member, shift)
+        return shifts
+
     def estimate(
         self,
         c: int,
         exact: Tensor | None,
         learned: Learned | None,
         ahead: Mapping[int, Tensor | None],
+        shift: Tensor | None,
         writes: list[Write],
         info: dict[str, dict[str, Tensor]],
     ) -> Tensor:
@@ -201,6 +225,8 @@ class _Step:
         for kind in ("downstream", "crossing"):
             total = self.sum_costs(kind, c)
             cost = cost if total is None else cost + total
+        if shift is not None:
+            cost, ahead = cost + shift, {}
         context = SiteContext(
             names=cls.names,
             score=batch.score,
@@ -302,8 +328,10 @@ class _Step:
         values: Mapping[int, Tensor],
         means: Mapping[int, Tensor],
         exact: Mapping[int, Tensor | None],
+        lam: float | None = None,
     ) -> dict[int, Tensor]:
         """The lambda-return of every learned Q-node, by class."""
+        lam = self.learning.lam if lam is None else lam
         ahead = {}
         for c, mean in means.items():
             variate = exact[c]
@@ -316,7 +344,7 @@ class _Step:
                 centred = self.batches[c].centred(variate)[sites]
                 ahead[c] = mean - centred * mean.new_tensor(whole).reshape(-1, *(1,) * (mean.dim() - 1))
         detached = {c: value.detach() for c, value in values.items()}
-        return lambda_returns(self.layout, self.costs, detached, ahead, self.learning.lam, self.learning.gamma)
+        return lambda_returns(self.layout, self.costs, detached, ahead, lam, self.learning.gamma)
 
 
 def _expand(tensor: Tensor | None, shape: Sequence[int]) -> Tensor | None:

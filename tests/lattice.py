@@ -50,7 +50,8 @@ class Lattice(TorchDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         index = (value.unsqueeze(-1) - self.points).abs().argmin(-1)
-        table = self.logits.log_softmax(-1).expand(*index.shape, len(POINTS))
+        shape = torch.broadcast_shapes(index.shape, self.batch_shape)
+        table, index = self.logits.log_softmax(-1).expand(*shape, len(POINTS)), index.expand(shape)
         return table.gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
     def enumerate_support(self, expand: bool = True) -> Tensor:

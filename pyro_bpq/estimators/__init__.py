@@ -6,6 +6,7 @@ from pyro_bpq.estimators.base import SiteContext as SiteContext
 from pyro_bpq.estimators.base import SiteTerm as SiteTerm
 from pyro_bpq.estimators.baselines import LeaveOneOut as LeaveOneOut
 from pyro_bpq.estimators.baselines import RunningBaseline as RunningBaseline
+from pyro_bpq.estimators.lambda_return import LambdaReturn as LambdaReturn
 from pyro_bpq.estimators.pathwise import Pathwise as Pathwise
 from pyro_bpq.estimators.q_prop import QProp as QProp
 from pyro_bpq.estimators.score_function import ScoreFunction as ScoreFunction
@@ -13,6 +14,7 @@ from pyro_bpq.estimators.score_function import ScoreFunction as ScoreFunction
 __all__ = [
     "AllAction",
     "Estimator",
+    "LambdaReturn",
     "LeaveOneOut",
     "Pathwise",
     "QProp",

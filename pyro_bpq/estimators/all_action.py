@@ -22,9 +22,9 @@ class AllAction:
         g_X = Σ_d Σ_k ∇q_d(k) (I_X[d,k] + a_2 A_X[d,k]) + R_X ∇ log q(x)
         R_X = (C_X - I_X(x)) - a_1 E[Q_X] - a_2 (Q_X(x) - E[Q_X]) - a_3 Σ_Y A_Y - b
 
-    (``A_X[d,k]`` is the critic's table, ``Q_X(x) - E[Q_X]`` its residual; for critics that read
-    the value as a whole see :mod:`pyro_bpq.joint_critics`.) ``I_X`` are the immediate costs that are known exactly at every value of every component, ``Q_X`` the
-    critic of the rest, ``A_Y`` the graph-wise control variates of later sites. ``b`` is the mean of
+    ``I_X`` are the immediate costs that are known exactly at every value of every component, ``Q_X`` the critic of the
+    rest, with table ``A_X`` and residual ``Q_X(x) - E[Q_X]`` (for critics that read the value as a whole see
+    :mod:`pyro_bpq.joint_critics`), ``A_Y`` the graph-wise control variates of later sites. ``b`` is the mean of
     the same over the other particles or, with one particle, over earlier steps. The scales ``a`` minimise the
     second moment of the gradient with respect to the logits, from running moments of earlier steps, and
     lie in ``[0, max_scale]``: a useless critic leaves leave-one-out, or the running baseline.

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
@@ -23,12 +22,12 @@ class QProp:
         R_X = C_X - a_1 V - a_2 (Q_X(x) - V) - a_3 Σ_Y A_Y - b
         Q_X(x) = V + Σ_i g_i e_i + ½ h_i (e_i² - 1),   e_i = (x_i - μ_i) / σ_i
 
-    ``Q_X`` is held fixed as a function of ``x``: ``∇E_q[Q_X] = Σ_i g_i ∇μ_i / σ_i + ½ h_i ∇σ_i² / σ_i²``, exact for every
-    distribution with finite mean and variance. ``A_Y`` are the graph-wise control variates of later sites and ``b`` the
+    ``Q_X`` is held fixed as a function of ``x``: ``∇E_q[Q_X] = Σ_i g_i ∇μ_i / σ_i + ½ h_i ∇σ_i² / σ_i²``, exact for
+    every distribution with finite mean and variance. ``A_Y`` are the graph-wise control variates of later sites and ``b`` the
     mean of the same over the other particles or, with one particle, over earlier steps. The scales ``a``
     minimise the second moment of the gradient with respect to ``μ / σ`` and ``log σ`` of a normal distribution, from
-    running moments of earlier steps, and lie in ``[0, max_scale]``. Without a critic (``critic=False``) the baseline and
-    the later sites' corrections remain.
+    running moments of earlier steps, and lie in ``[0, max_scale]``. Without a critic (``critic=False``) the baseline
+    and the later sites' corrections remain.
 
     Args:
         adaptive: Whether the scales adapt; otherwise they are 1.

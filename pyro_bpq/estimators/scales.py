@@ -2,7 +2,6 @@ r"""Adaptive scales of three control variates, from running moments of the gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyro_bpq.estimators import AllAction
 from pyro_bpq.estimators.all_action import _terms
-from pyro_bpq.estimators.scales import PAIRS, solve
 from pyro_bpq.estimators.base import SiteContext
+from pyro_bpq.estimators.scales import PAIRS, solve
 
 
 def gradient(estimator: AllAction, made: SiteContext, logits: Tensor) -> Tensor:
