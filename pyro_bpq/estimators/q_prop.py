@@ -23,8 +23,8 @@ class QProp:
         Q_X(x) = V + Σ_i g_i e_i + ½ h_i (e_i² - 1),   e_i = (x_i - μ_i) / σ_i
 
     ``Q_X`` is held fixed as a function of ``x``: ``∇E_q[Q_X] = Σ_i g_i ∇μ_i / σ_i + ½ h_i ∇σ_i² / σ_i²``, exact for
-    every distribution with finite mean and variance. ``A_Y`` are the graph-wise control variates of later sites and ``b``
-    the mean of the same over the other particles or, with one particle, over earlier steps. The scales ``a``
+    every distribution with finite mean and variance. ``A_Y`` are the graph-wise control variates of later sites and
+    ``b`` the mean of the same over the other particles or, with one particle, over earlier steps. The scales ``a``
     minimise the second moment of the gradient with respect to ``μ / σ`` and ``log σ`` of a normal distribution, from
     running moments of earlier steps, and lie in ``[0, max_scale]``. Without a critic (``critic=False``) the baseline
     and the later sites' corrections remain.
