@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from pyro_bpq.config import SiteOptions
+from pyro_bpq.critic_options import checked_critic, default_critic
 from pyro_bpq.critics import Critic
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, Pathwise, RunningBaseline, ScoreFunction
@@ -15,6 +16,7 @@ from pyro_bpq.estimators.base import SiteInfo, needs_program
 from pyro_bpq.features import Components, finite_components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
+from pyro_bpq.joint_critics import JointCritic
 from pyro_bpq.layout import Layout, SiteSpec
 from pyro_bpq.network import BackpropQNetwork, Reduction
 from pyro_bpq.sequence import sequence_network
@@ -71,7 +73,7 @@ class Planner:
 
     Args:
         estimator: Estimator of all sites without ``rsample``, or ``None`` for the default of each.
-        critic: How to build the critics of sites with one component, or ``None`` for none.
+        critic: How to build critics, see :class:`TraceBackpropQ_ELBO`; ``None`` for none.
         reduction: Reduction of the Backprop-Q network.
         max_support: Largest number of values of a component that are summed over by default.
         max_elements: Largest number of costs that the extra run of the model may evaluate by default.
@@ -154,8 +156,8 @@ class Planner:
             tabled[name] = tuple(cost for kind in sorted(kinds) for cost in costs[kind])
             critic = self._critic(traced, name, estimators[name])
             info = traced.infos[name]
-            # Many components at once: what they cost right away is for the extra run, not for a critic.
-            if critic is None or (info.components is not None and info.components.size > 1):
+            # Many components at once: what they cost right away is for the extra run, where there is one.
+            if critic is None or (info.components is not None and info.components.size > 1 and name in components):
                 known |= set(immediate[name])
             known |= set(tabled[name])
             spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds))
@@ -180,13 +182,15 @@ class Planner:
         return estimator
 
     def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
-        """The site's own choice; else the ELBO's, for a site of one component."""
+        """The site's own choice; else what follows from the ELBO's for a site of its kind."""
         options, components = traced.options[name], traced.infos[name].components
-        if not estimator.uses_critic or options.critic is False:
+        if options.critic is False or not (estimator.uses_critic or estimator.is_pathwise):
             return None
         if options.critic is not None:
-            return options.critic  # type: ignore[return-value]
-        return self.critic if components is not None and components.size == 1 else None
+            return checked_critic(options.critic, name, traced.run.sites[name].fn, components, estimator)
+        if self.critic is None or estimator.is_pathwise:
+            return None
+        return default_critic(self.critic, traced.run.sites[name].fn, components)
 
     def _tabled_kinds(
         self,
@@ -245,7 +249,8 @@ class Planner:
             components=None if estimator.is_pathwise else info.components,
             event_shape=event,
             estimator=estimator,
-            critic=critic if info.components is not None else None,
+            critic=critic,
+            has_moments=isinstance(critic, JointCritic) and not critic.is_finite,
             tabled=kinds,
             has_params=bool(plates),
             context=0 if options.context is None else options.context.shape[-1],

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_bpq.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.critic_step import CriticRows, regression
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics
+from pyro_bpq.moments import Standardised
 from pyro_bpq.signals import Signals
 
 __all__ = ["Learning", "StepResult", "step"]
@@ -99,6 +100,8 @@ def _tensors(context: SiteContext) -> dict[str, Tensor]:
 
 def _row(context: SiteContext, i: int) -> SiteContext:
     rows: dict[str, Any] = {name: value[i : i + 1] for name, value in _tensors(context).items()}
+    if context.moments is not None:
+        rows["moments"] = Standardised(*(part[i : i + 1] for part in context.moments))
     return replace(context, names=(context.names[i],), **rows)
 
 
@@ -111,6 +114,9 @@ def _join(contexts: Sequence[SiteContext]) -> SiteContext:
     for name in dict.fromkeys(name for found in tensors for name in found):
         like = next(found[name] for found in tensors if name in found)
         joined[name] = torch.cat([found.get(name, torch.zeros_like(like)) for found in tensors], 1)
+    if contexts[0].moments is not None:
+        moments = [context.moments for context in contexts if context.moments is not None]
+        joined["moments"] = Standardised(*(torch.cat(parts, 1) for parts in zip(*moments, strict=True)))
     return replace(contexts[0], num_particles=sum(context.num_particles for context in contexts), **joined)
 
 

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("graph", "network", "reductions", "validation", "sequence", "replay_plan"),
     ("rollout", "targets", "provenance", "advantages", "algorithm1"),
-    ("features", "critics", "bank", "replay"),
+    ("features", "critics", "bank", "replay", "moments", "joint_critics"),
     ("estimators",),
     ("layout", "site_batch", "site_program", "cost_to_go", "returns", "critic_step", "learner", "signals", "surrogate"),
     (
@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "enumeration",
         "factors",
         "elimination",
+        "critic_options",
     ),
     ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing"),
     ("__init__",),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.features import Components
+from pyro_bpq.moments import Standardised
 
 __all__ = [
     "Estimator",
@@ -102,6 +103,10 @@ class SiteContext:
         exact_cost: The sum of those immediate costs in this run.
         learned: Critic's advantages ``(..., D, K)`` for the remaining costs, or ``None``.
         level: Critic's ``V`` for the remaining costs, or ``None``.
+        own: With a critic that reads the value as a whole, the residual whose ``E[own ∇ log q_d]`` is
+            ``E[Σ_k ∇q_d(k) learned[d, k]]``; ``level`` then is ``E[Q]``. ``None`` for a dueling critic.
+        moments: Centred powers of a value without finite components, where a critic reads them; ``learned`` then
+            holds their factors ``(..., D, 2)``.
         correction: Sum over later sites ``Y`` of ``A_Y = Q_Y(y) - E_Y[Q_Y]``, or ``None``.
         statistics: Running statistics from earlier steps, by name, with a leading site axis.
         count: Number of steps behind the statistics, ``(G,)``.
@@ -119,6 +124,8 @@ class SiteContext:
     exact_cost: Tensor | None = None
     learned: Tensor | None = None
     level: Tensor | None = None
+    own: Tensor | None = None
+    moments: Standardised | None = None
     correction: Tensor | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     count: Tensor | None = None
