@@ -1,6 +1,8 @@
 """Backprop-Q for Pyro: train models with discrete latent variables by swapping one line."""
 
 from pyro_bpq.config import config_bpq as config_bpq
+from pyro_bpq.cost_statement import CostCounter as CostCounter
+from pyro_bpq.cost_statement import cost as cost
 from pyro_bpq.critics import LinearCritic as LinearCritic
 from pyro_bpq.critics import MLPCritic as MLPCritic
 from pyro_bpq.critics import TabularCritic as TabularCritic
@@ -10,6 +12,7 @@ from pyro_bpq.estimators import LeaveOneOut as LeaveOneOut
 from pyro_bpq.estimators import Pathwise as Pathwise
 from pyro_bpq.estimators import RunningBaseline as RunningBaseline
 from pyro_bpq.estimators import ScoreFunction as ScoreFunction
+from pyro_bpq.expected_cost import ExpectedCost as ExpectedCost
 from pyro_bpq.graph import CostNode as CostNode
 from pyro_bpq.graph import StochasticComputationGraph as StochasticComputationGraph
 from pyro_bpq.graph import StochasticNode as StochasticNode
@@ -21,8 +24,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AllAction",
     "BackpropQNetwork",
+    "CostCounter",
     "CostNode",
     "CriticLearner",
+    "ExpectedCost",
     "LeaveOneOut",
     "LinearCritic",
     "MLPCritic",
@@ -34,4 +39,5 @@ __all__ = [
     "TabularCritic",
     "TraceBackpropQ_ELBO",
     "config_bpq",
+    "cost",
 ]

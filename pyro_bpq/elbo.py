@@ -13,6 +13,7 @@ from pyro.util import check_if_enumerated, warn_if_nan
 from torch import Tensor, nn
 
 from pyro_bpq.bank import CriticBank, Write
+from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.critics import Critic, MLPCritic
 from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.estimators import Estimator
@@ -20,7 +21,7 @@ from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.network import BackpropQNetwork, Reduction
-from pyro_bpq.plan import Plan, Planner
+from pyro_bpq.plan import Plan, Planner, check_gradients
 from pyro_bpq.rollout import Rollout
 from pyro_bpq.structure import StructureCache
 from pyro_bpq.surrogate import Learning, StepResult, step
@@ -126,6 +127,9 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
 
     __call__ = ELBO.__call__
 
+    # Whether cost statements are all that counts: an expected cost instead of an ELBO.
+    _only_costs = False
+
     def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The same as :meth:`differentiable_loss`."""
         return self.differentiable_loss(model, guide, *args, **kwargs)
@@ -212,13 +216,19 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         """The programs of each run, wrapped for vectorised particles as Pyro does."""
         return list(self._get_traces(model, guide, args, kwargs))
 
+    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
+        with SkipCosts():
+            super()._guess_max_plate_nesting(model, guide, args, kwargs)
+
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return model, guide, args, kwargs
 
     def _trace(self, model: Any, guide: Any, args: Any, kwargs: Any, track: bool) -> TracedRun:
         traced = trace_run(
-            model, guide, args, kwargs, self.max_plate_nesting, self.planner.choose, self.num_particles, track
+            *(model, guide, args, kwargs, self.max_plate_nesting, self.planner.choose, self.num_particles),
+            *(track, self._only_costs),
         )
+        check_gradients(traced)
         if is_validation_enabled():
             check_if_enumerated(traced.guide_trace)
         return traced
@@ -244,7 +254,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
     def _step(
         self, traced: list[TracedRun], graph: Any, program: Any, learning: bool, kind: tuple[bool, bool]
     ) -> tuple[Tensor, StepResult]:
-        model, _, args, kwargs = program
+        model, guide, args, kwargs = program
         plan = self._plan(traced[0], graph, kind)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
         rollout = Rollout(
@@ -257,7 +267,8 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         )
         tables = {}
         if plan.flips is not None:
-            found = flipped_costs(plan.flips, plan.components, traced, rollout, model, args, kwargs, graph)
+            again = guide if self._only_costs else model
+            found = flipped_costs(plan.flips, plan.components, traced, rollout, again, args, kwargs, graph)
             if found is None:
                 self._cannot_flip.add(traced[0].key)
                 self._plans.clear()

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,20 +19,21 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.config import SiteOptions, site_options
-from pyro_bpq.errors import PlateError, SiteNotFoundError, UnsupportedProgramError
+from pyro_bpq.contained import ContainedCalls
+from pyro_bpq.cost_statement import CostOptions, cost_options
+from pyro_bpq.errors import OptionError, PlateError, SiteNotFoundError, UnsupportedProgramError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.features import finite_components
-from pyro_bpq.graph import CostNode, Plate, StochasticComputationGraph, StochasticNode
+from pyro_bpq.graph import Plate
 from pyro_bpq.provenance import DependencyTracker
 from pyro_bpq.rollout import Run, SiteRecord
 
 __all__ = [
     "PARTICLES",
     "TracedRun",
-    "build_graph",
     "cost_of_guide",
     "cost_of_model",
-    "dense_graph",
+    "cost_of_site",
     "trace_run",
 ]
 
@@ -51,6 +52,13 @@ def cost_of_guide(site: str) -> str:
 def cost_of_model(site: str) -> str:
     """Name of the cost ``-log p`` of a model site."""
     return f"-log p({site})"
+
+
+def cost_of_site(site: Any, is_guide: bool) -> str:
+    """Name of the cost of a traced site: ``log q``, ``-log p``, or that of a cost statement."""
+    if cost_options(site) is not None:
+        return f"cost({site['name']})"
+    return cost_of_guide(site["name"]) if is_guide else cost_of_model(site["name"])
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,8 @@ class TracedRun:
         rng: State of the global generator before and after the run of the model.
         batch_ndim: Largest number of batch dimensions of any site.
         untraced: Latent sites of the guide that Pyro leaves out of its traces: ``log q`` is no cost.
+        user_costs: What every cost statement says of itself, by name of the cost.
+        only_costs: Whether cost statements are all that counts.
     """
 
     key: tuple[Any, ...]
@@ -89,6 +99,8 @@ class TracedRun:
     rng: tuple[Tensor, Tensor]
     batch_ndim: int
     untraced: frozenset[str] = frozenset()
+    user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
+    only_costs: bool = False
 
     @property
     def plate_ndim(self) -> int:
@@ -117,6 +129,7 @@ class _Watch(Messenger):  # type: ignore[misc]
         self.plates: dict[str, tuple[Any, ...]] = {}
         self.drawn: list[str] = []
         self.untraced: dict[str, dict[str, Any]] = {}
+        self.calls = None if tracker is None else ContainedCalls(tracker)
 
     def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
         """The guide, whose draws become sources."""
@@ -149,6 +162,15 @@ class _Watch(Messenger):  # type: ignore[misc]
             msg["value"] = self.tracker.source(msg["name"], msg["value"])
         if score is not None:
             self._keep(msg, score)
+
+    def _pyro_bpq_cost(self, msg: Any) -> None:
+        if self.calls is not None:
+            self.calls.open()
+
+    def _pyro_post_bpq_cost(self, msg: Any) -> None:
+        # A cost that is to be evaluated row by row must not look at values: there they are those of all rows.
+        if self.calls is not None and not msg["infer"]["exact"]:
+            self.calls.close(msg["args"][2], msg["args"][3:], msg["value"])
 
     def _keep(self, msg: Any, score: Tensor) -> None:
         """Notes a site that Pyro leaves out of its traces, but on whose value later costs depend."""
@@ -218,6 +240,7 @@ def trace_run(
     choose: Choose,
     num_particles: int = 1,
     track: bool = False,
+    only_costs: bool = False,
 ) -> TracedRun:
     """Runs the guide, replays the model against it, and records both.
 
@@ -230,6 +253,7 @@ def trace_run(
         choose: Gives the estimator of a site.
         num_particles: Number of particles in all runs of the step.
         track: Whether to track which values depend on which.
+        only_costs: Whether cost statements are all that counts.
 
     Returns:
         The traced run.
@@ -253,7 +277,8 @@ def trace_run(
             reads |= _reads(tracker, _samples(model_trace), watch.escaped, False)
     escaped = frozenset() if tracker is None else tracker.escaped
     rng = (watch.model_start, torch.get_rng_state())
-    return _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    return _only_costs(traced) if only_costs else traced
 
 
 def _reads(
@@ -271,7 +296,7 @@ def _reads(
         found = tracker.sources_of(scored) | before
         if is_guide:
             found |= tracker.origins_of(name)
-        reads[cost_of_guide(name) if is_guide else cost_of_model(name)] = found
+        reads[cost_of_site(site, is_guide)] = found
     return reads
 
 
@@ -286,14 +311,16 @@ def _record(
     rng: tuple[Tensor, Tensor],
 ) -> TracedRun:
     sizes: dict[Plate, int] = {}
-    options, infos, sites, costs = {}, {}, {}, {}
+    options, infos, sites, costs, user = {}, {}, {}, {}, {}
     key: list[Any] = []
     untraced: list[str] = []
     model_sites = _samples(model_trace)
     for name, site in guide_sites.items():
         plates = _plates(site, sizes)
-        costs[cost_of_guide(name)] = site["log_prob"]
-        chosen = None
+        cost, chosen = cost_of_site(site, True), None
+        costs[cost] = site["log_prob"]
+        if cost_options(site) is not None:
+            user[cost] = replace(cost_options(site), in_guide=True)
         if not site["is_observed"]:
             infos[name] = info = _info(site, plates, particles)
             options[name] = chosen = site_options(name, site["infer"])
@@ -308,8 +335,13 @@ def _record(
                 f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are "
                 f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, or observe it in the model.'
             )
-        costs[cost_of_model(name)] = -site["log_prob"]
-        key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"]))
+        cost = cost_of_site(site, False)
+        if cost in costs:
+            raise OptionError(f"Guide and model both have a cost {name!r}; give them names of their own.")
+        costs[cost] = -site["log_prob"]
+        if cost_options(site) is not None:
+            user[cost] = cost_options(site)
+        key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"], user.get(cost)))
     everything = [*guide_sites.values(), *model_sites.values()]
     differentiable, loss = _sums(guide_sites, model_sites)
     run = Run(sites, costs, differentiable, loss)
@@ -329,7 +361,22 @@ def _record(
         rng=rng,
         batch_ndim=ndim,
         untraced=frozenset(untraced),
+        user_costs=user,
     )
+
+
+def _only_costs(traced: TracedRun) -> TracedRun:
+    """The run with its cost statements as all that counts."""
+    for trace in (traced.guide_trace, traced.model_trace):
+        for name, site in _samples(trace).items():
+            if site["is_observed"] and cost_options(site) is None:
+                raise UnsupportedProgramError(
+                    f"Site {name!r} is observed, or a factor, which an expected cost has no place for. Write "
+                    f"pyro_bpq.cost({name!r}, -log_prob), or use TraceBackpropQ_ELBO, which adds costs to the ELBO."
+                )
+    total = _sum([traced.run.costs[name].sum() for name in traced.user_costs])
+    run = replace(traced.run, differentiable=total, loss=total.detach())
+    return replace(traced, run=run, only_costs=True)
 
 
 def _is_untraced(site: Any) -> bool:
@@ -428,48 +475,3 @@ def _fingerprint(options: SiteOptions | None) -> tuple[Any, ...] | None:
     width = None if options.context is None else options.context.shape[-1]
     baseline = None if options.baseline is None else options.baseline.estimator()
     return (options.estimator, options.critic, options.share, width, baseline)
-
-
-def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
-    """The graph in which every site reads every earlier one, and every cost of the model all of them.
-
-    It is a superset of any graph that the program can have: right whatever the program does, at the
-    price of more variance.
-    """
-    earlier: list[str] = []
-    reads: dict[str, frozenset[str]] = {}
-    for cost in traced.run.costs:
-        name = _guide_site(cost, traced)
-        if name is not None:
-            earlier.append(name)
-        reads[cost] = frozenset(earlier)
-    return build_graph(traced, reads)
-
-
-def _guide_site(cost: str, traced: TracedRun) -> str | None:
-    name = cost[len("log q(") : -1]
-    return name if cost.startswith("log q(") and name in traced.run.sites else None
-
-
-def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
-    """The graph of a run whose sites and costs read what ``reads`` says.
-
-    Args:
-        traced: The run.
-        reads: For each cost the latent sites that it reads; a site's parents are what its ``log q`` reads.
-
-    Returns:
-        The graph: stochastic nodes in the guide's order, costs of the guide, then of the model.
-    """
-    order = {name: i for i, name in enumerate(traced.run.sites)}
-    plates = {entry[0]: entry[1] for entry in reversed(traced.key)}
-    nodes = []
-    for name in order:
-        parents = sorted(reads[cost_of_guide(name)] - {name}, key=order.__getitem__)
-        nodes.append(StochasticNode(name, tuple(parents), plates[name], traced.infos[name].has_rsample))
-    costs = []
-    for (name, where, *_), cost in zip(traced.key, traced.run.costs, strict=True):
-        site = _guide_site(cost, traced)
-        members = reads[cost] | {site} if site is not None else reads[cost]
-        costs.append(CostNode(cost, tuple(sorted(members, key=order.__getitem__)), where, name))
-    return StochasticComputationGraph(tuple(nodes), tuple(costs))

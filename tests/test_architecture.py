@@ -23,8 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("features", "critics", "bank", "replay"),
     ("estimators",),
     ("layout", "site_batch", "returns", "critic_step", "learner", "surrogate"),
-    ("baseline_options", "tracing", "config", "structure", "immediate", "plan"),
-    ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing"),
+    ("baseline_options", "cost_statement", "contained", "tracing", "program_graph", "config", "structure", "immediate", "plan"),
+    ("elbo", "expected_cost", "iwae", "svi", "diagnostics", "render", "testing"),
     ("__init__",),
 )
 TENSOR_FREE = frozenset(LAYERS[0] + LAYERS[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,19 +35,31 @@ class _RequireGuideSites(Messenger):
         )
 
 
-def _cost(model: Program, guide: Program, args: Any, kwargs: Any) -> Tensor:
-    """Runs guide and model once; returns ``log q - log p``, scaled and masked, in nats."""
+def _cost(model: Program | None, guide: Program, args: Any, kwargs: Any, only_costs: bool) -> Tensor:
+    """Runs guide and model once; returns ``log q - log p`` plus costs, scaled and masked, in nats."""
     messenger = poutine.unwrap(guide)
     if isinstance(messenger, GuideMessenger):
         guide(*args, **kwargs)
         model_trace, guide_trace = messenger.get_traces()
     else:
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
-        with _RequireGuideSites():
+        model = model or (lambda *args, **kwargs: None)
+        with contextlib.nullcontext() if only_costs else _RequireGuideSites():
             model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
-    log_q = prune_subsample_sites(guide_trace).log_prob_sum()
-    log_p = prune_subsample_sites(model_trace).log_prob_sum()
-    return torch.as_tensor(log_q - log_p)
+    total = torch.zeros(())
+    for trace, sign in ((guide_trace, 1.0), (model_trace, -1.0)):
+        pruned = prune_subsample_sites(trace)
+        pruned.compute_log_prob()
+        site: Any
+        for site in pruned.nodes.values():
+            if site["type"] != "sample":
+                continue
+            if "bpq_cost" in site["infer"]:
+                # Minus the cost is its log-density, in a guide too.
+                total = total - site["log_prob_sum"]
+            elif not only_costs:
+                total = total + sign * site["log_prob_sum"]
+    return total
 
 
 def _objective(choices: ChoiceMessenger, step: Callable[[], Tensor]) -> Tensor:
@@ -63,16 +76,24 @@ def _objective(choices: ChoiceMessenger, step: Callable[[], Tensor]) -> Tensor:
     return total
 
 
-def exact_loss(model: Program, guide: Program, *args: Any, num_outcomes: int = 200_000, **kwargs: Any) -> Tensor:
-    r"""Computes the negative ELBO by enumeration.
+def exact_loss(
+    model: Program | None,
+    guide: Program,
+    *args: Any,
+    num_outcomes: int = 200_000,
+    only_costs: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    r"""Computes the negative ELBO plus the expected cost, by enumeration.
 
-        J = Σ_state q(state) · (log q(state) - log p(state)).
+        J = Σ_state q(state) · (log q(state) - log p(state) + costs(state)).
 
     Args:
-        model: Model, run with the guide's values by ``poutine.replay``.
+        model: Model, run with the guide's values by ``poutine.replay``; ``None`` for none.
         guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
         *args: Arguments of both.
         num_outcomes: Limit on the number of joint states.
+        only_costs: Whether cost statements are all that counts, as in ``ExpectedCost``.
         **kwargs: Keyword arguments of both.
 
     Returns:
@@ -84,15 +105,16 @@ def exact_loss(model: Program, guide: Program, *args: Any, num_outcomes: int = 2
         UnsupportedSiteError: If a site has no finite support.
     """
     with torch.no_grad():
-        return _objective(ChoiceMessenger(num_outcomes), lambda: _cost(model, guide, args, kwargs))
+        return _objective(ChoiceMessenger(num_outcomes), lambda: _cost(model, guide, args, kwargs, only_costs))
 
 
 def exact_gradient(
-    model: Program,
+    model: Program | None,
     guide: Program,
     *args: Any,
     parameters: Mapping[str, Tensor] | None = None,
     num_outcomes: int = 200_000,
+    only_costs: bool = False,
     **kwargs: Any,
 ) -> dict[str, Tensor]:
     r"""Computes the gradient of the loss (negative ELBO) by enumeration and one call of autograd.
@@ -112,6 +134,7 @@ def exact_gradient(
             ``pyro.module`` reach on any path, under the names of the param store and in unconstrained
             form, and those of model and guide if they are modules.
         num_outcomes: Limit on the number of joint states.
+        only_costs: Whether cost statements are all that counts, as in ``ExpectedCost``.
         **kwargs: Keyword arguments of both; the names of the options above are taken.
 
     Returns:
@@ -126,7 +149,7 @@ def exact_gradient(
     """
     choices = ChoiceMessenger(num_outcomes, keep_score=True)
     with torch.enable_grad(), ParameterCollector(model, guide, parameters) as collector:
-        objective = _objective(choices, lambda: _cost(model, guide, args, kwargs))
+        objective = _objective(choices, lambda: _cost(model, guide, args, kwargs, only_costs))
         collector.add_modules()
     leaves = collector.leaves
     if not leaves or not objective.requires_grad:
