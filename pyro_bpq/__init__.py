@@ -16,6 +16,7 @@ from pyro_bpq.expected_cost import ExpectedCost as ExpectedCost
 from pyro_bpq.graph import CostNode as CostNode
 from pyro_bpq.graph import StochasticComputationGraph as StochasticComputationGraph
 from pyro_bpq.graph import StochasticNode as StochasticNode
+from pyro_bpq.iwae import TraceBackpropQ_IWAE as TraceBackpropQ_IWAE
 from pyro_bpq.learner import CriticLearner as CriticLearner
 from pyro_bpq.network import BackpropQNetwork as BackpropQNetwork
 
@@ -38,6 +39,7 @@ __all__ = [
     "StochasticNode",
     "TabularCritic",
     "TraceBackpropQ_ELBO",
+    "TraceBackpropQ_IWAE",
     "config_bpq",
     "cost",
 ]

@@ -217,8 +217,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         return list(self._get_traces(model, guide, args, kwargs))
 
     def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
-        with SkipCosts():
-            super()._guess_max_plate_nesting(model, guide, args, kwargs)
+        super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return model, guide, args, kwargs

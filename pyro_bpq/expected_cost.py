@@ -55,8 +55,6 @@ class ExpectedCost(TraceBackpropQ_ELBO):
 
     def _arguments(self, model: Any, guide: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any, Any, Any]]:
         program = guide if model is None else functools.partial(_in_turn, guide, model)
-        # Pyro expects the sites of a guide in the model too.
-        program = poutine.infer_config(program, lambda _: {"is_auxiliary": True})
         return super()._arguments(_nothing, program, args, kwargs)
 
 

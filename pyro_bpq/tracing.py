@@ -10,12 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.util import is_identically_zero
 from pyro.infer.enum import get_importance_trace
+from pyro.infer.util import is_validation_enabled
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import prune_subsample_sites
+from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_bpq.config import SiteOptions, site_options
@@ -253,7 +258,7 @@ def trace_run(
         choose: Gives the estimator of a site.
         num_particles: Number of particles in all runs of the step.
         track: Whether to track which values depend on which.
-        only_costs: Whether cost statements are all that counts.
+        only_costs: Whether cost statements are all that counts; the guide is then the whole program.
 
     Returns:
         The traced run.
@@ -266,9 +271,12 @@ def trace_run(
     watch = _Watch(tracker, choose, num_particles)
     with tracker if tracker is not None else contextlib.nullcontext(), watch:
         try:
-            model_trace, guide_trace = get_importance_trace(
-                "flat", max_plate_nesting, model, watch.guide(guide), args, kwargs
-            )
+            if only_costs:
+                model_trace, guide_trace = Trace(), _program_trace(watch.guide(guide), args, kwargs, max_plate_nesting)
+            else:
+                model_trace, guide_trace = get_importance_trace(
+                    "flat", max_plate_nesting, model, watch.guide(guide), args, kwargs
+                )
         except ValueError as error:
             raise _plate_error(error, watch.plates) or error from error
         guide_sites, reads = watch.guide_sites(guide_trace), None
@@ -365,15 +373,24 @@ def _record(
     )
 
 
+def _program_trace(program: Any, args: Any, kwargs: Any, max_plate_nesting: float) -> Trace:
+    """The trace of a program that has no model."""
+    trace = prune_subsample_sites(poutine.trace(program, graph_type="flat").get_trace(*args, **kwargs))
+    trace.compute_score_parts()
+    if is_validation_enabled():
+        for site in _samples(trace).values():
+            check_site_shape(site, max_plate_nesting)
+    return trace
+
+
 def _only_costs(traced: TracedRun) -> TracedRun:
     """The run with its cost statements as all that counts."""
-    for trace in (traced.guide_trace, traced.model_trace):
-        for name, site in _samples(trace).items():
-            if site["is_observed"] and cost_options(site) is None:
-                raise UnsupportedProgramError(
-                    f"Site {name!r} is observed, or a factor, which an expected cost has no place for. Write "
-                    f"pyro_bpq.cost({name!r}, -log_prob), or use TraceBackpropQ_ELBO, which adds costs to the ELBO."
-                )
+    for name, site in _samples(traced.guide_trace).items():
+        if site["is_observed"] and cost_options(site) is None:
+            raise UnsupportedProgramError(
+                f"Site {name!r} is observed, or a factor, which an expected cost has no place for. Write "
+                f"pyro_bpq.cost({name!r}, -log_prob), or use TraceBackpropQ_ELBO, which adds costs to the ELBO."
+            )
     total = _sum([traced.run.costs[name].sum() for name in traced.user_costs])
     run = replace(traced.run, differentiable=total, loss=total.detach())
     return replace(traced, run=run, only_costs=True)
