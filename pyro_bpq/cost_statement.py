@@ -99,9 +99,8 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
 
 @effectful(type=CALL)
 def _call(site: str, exact: bool, function: Callable[..., Any], *args: Any) -> Tensor:
-    found = function(*args)
-    # Its own memory: what is noted about the result must not be noted about a tensor of the program.
-    return _tensor(site, exact, found.clone() if isinstance(found, Tensor) else found, args)
+    # Its own memory: what is noted about the result must not be noted about a tensor or an array of the program.
+    return _tensor(site, exact, function(*args), args).clone()
 
 
 def _tensor(name: str, exact: bool, value: Any, args: tuple[Any, ...]) -> Tensor:

@@ -279,6 +279,20 @@ def test_looks_inside_of_a_function_leave_critics_alone() -> None:
     assert parents == {"cost(early)": ("a",), "cost(late)": ("a", "b"), "cost(own)": ("b",)}
 
 
+@pytest.mark.parametrize("result", [float, np.float32, lambda x: x.numpy(), lambda x: x.numpy() + 1, lambda x: x])
+def test_results_of_any_kind_are_contained(result: Callable[[Tensor], Any]) -> None:
+    def program() -> None:
+        a = pyro.sample("a", dist.Bernoulli(logits=param("qa")))
+        cost("c", lambda x: result(x.detach()), a)
+        pyro.sample("b", dist.Bernoulli(logits=param("qb")))
+
+    pyro.clear_param_store()
+    objective = ExpectedCost()
+    objective.loss_and_grads(None, program)
+    assert not objective._structure.escapes
+    assert objective.graph.cost("cost(c)").parents == ("a",)
+
+
 def test_looks_outside_of_a_function_count() -> None:
     objective = ExpectedCost()
     train(objective, None, early_and_late)
