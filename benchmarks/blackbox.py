@@ -301,7 +301,10 @@ class Baseline(nn.Module):
             key = str(context.shape[-1])
             if key not in self.nets:
                 self.nets[key] = nn.Sequential(
-                    nn.Linear(context.shape[-1], HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(),
+                    nn.Linear(context.shape[-1], HIDDEN),
+                    nn.Tanh(),
+                    nn.Linear(HIDDEN, HIDDEN),
+                    nn.Tanh(),
                     nn.Linear(HIDDEN, 1),
                 )
             found.append(self.nets[key](context).squeeze(-1))
@@ -375,13 +378,17 @@ class Size:
     sleep: bool
 
 
-QUICK = Size((10,), 1, {"transduction": 50_000, "attention": 60_000, "simulator": 25_000}, (3e-3, 1e-2), (2, 4), False)
+QUICK = Size((10,), 1, {"transduction": 16_000, "attention": 24_000, "simulator": 6_400}, (3e-3, 1e-2), (2, 4), False)
 FULL = Size(
-    (10, 20, 30), 3, {"transduction": 400_000, "attention": 300_000, "simulator": 50_000},
-    (1e-3, 3e-3, 1e-2), (2, 4, 8, 16), True,
+    (10, 20, 30),
+    3,
+    {"transduction": 400_000, "attention": 300_000, "simulator": 50_000},
+    (1e-3, 3e-3, 1e-2),
+    (2, 4, 8, 16),
+    True,
 )
 
-OUR_OPTIONS: dict[str, Any] = {"critic": MLPCritic(hidden=(64,)), "learner": CriticLearner(lr=0.03)}
+OUR_OPTIONS: dict[str, Any] = {"critic": MLPCritic(hidden=(64,)), "learner": CriticLearner(lr=0.1)}
 
 
 def methods(size: Size) -> dict[str, list[tuple[str, Callable[[Policy], Method]]]]:
@@ -389,7 +396,7 @@ def methods(size: Size) -> dict[str, list[tuple[str, Callable[[Policy], Method]]
     found: dict[str, list[tuple[str, Callable[[Policy], Method]]]] = {"ours": [], "leave-one-out": []}
     found |= {"neural baseline": [], "PPO": []}
     for lr in size.rates:
-        found["ours"].append((f"lr={lr}", lambda p, lr=lr: Ours(p, lr, 2, **OUR_OPTIONS)))
+        found["ours"].append((f"lr={lr}", lambda p, lr=lr: Ours(p, lr, 1, **OUR_OPTIONS)))
         for m in size.samples:
             found["leave-one-out"].append((f"lr={lr}, M={m}", lambda p, lr=lr, m=m: LeaveOneOut(p, lr, m)))
         found["neural baseline"].append((f"lr={lr}", lambda p, lr=lr: NeuralBaseline(p, lr, 1)))
@@ -411,7 +418,9 @@ def level(policy: Policy, seed: int) -> float:
     return float(run.cost.mean())
 
 
-def train(make: Callable[[], Policy], build: Callable[[Policy], Method], seed: int, budget: int, text: str) -> list[Row]:
+def train(
+    make: Callable[[], Policy], build: Callable[[Policy], Method], seed: int, budget: int, text: str
+) -> list[Row]:
     """Trains until the budget of calls is spent; the level at forty points."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
@@ -519,9 +528,13 @@ def report(output: Any, results: list[Row], size: Size) -> None:
     text = (
         "Calls of the cost, each for one row and one sample, until the level (mean cost on held-out rows, three "
         "measurements averaged) is that at which the best rival ended. Every call made in training counts. Each method "
-        f"with the best of its settings: learning rates {size.rates}, for leave-one-out {size.samples} samples per row. "
+        f"with its best settings: learning rates {size.rates}, for leave-one-out {size.samples} samples per row. "
         "Seconds are those of the training steps"
-        + (" with 50 ms slept per call of the simulator." if size.sleep else "; 50 ms per call of the simulator are added.")
+        + (
+            " with 50 ms slept per call of the simulator."
+            if size.sleep
+            else "; 50 ms per call of the simulator are added."
+        )
     )
     write_markdown(output / "blackbox.md", "Black-box costs", [text, table(gains), table(results)])
 

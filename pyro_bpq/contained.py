@@ -26,23 +26,29 @@ class ContainedCalls:
 
     def __init__(self, tracker: DependencyTracker) -> None:
         self._ledger = tracker._ledger
-        self._before: list[int] = []
+        self._before: list[tuple[int, frozenset[int]]] = []
         self._states: dict[int, int] = {}
 
     def open(self) -> None:
         """To be called right before the call."""
-        self._before.append(self._ledger.escaped)
+        self._before.append((self._ledger.escaped, self._shared()))
 
     def close(self, function: Any, args: tuple[Any, ...], result: Tensor) -> None:
         """To be called right after it; ``result`` must own its memory."""
-        ledger, before = self._ledger, self._before.pop()
+        ledger, (before, shared) = self._ledger, self._before.pop()
         mask = ledger.escaped & ~before | ledger.mask([arg for arg in args if isinstance(arg, (Tensor, list, tuple))])
         owner = _owner(function)
         if owner is not None:
             mask |= self._states.get(id(owner), 0)
             self._states[id(owner)] = mask
         ledger.escaped = before
+        for key in self._shared() - shared:
+            # Memory that only the call looks at from outside of torch.
+            ledger.entries[key].shared = False
         ledger.taint(result, mask)
+
+    def _shared(self) -> frozenset[int]:
+        return frozenset(key for key, entry in self._ledger.entries.items() if entry.shared)
 
 
 def _owner(function: Any) -> Any:

@@ -16,7 +16,7 @@ from pyro.distributions import TorchDistribution
 from pyro.distributions.score_parts import ScoreParts
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import am_i_wrapped, effectful
-from torch import Size, Tensor
+from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_bpq.errors import OptionError
@@ -92,7 +92,7 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
             name,
             _Cost(tensor),
             obs=tensor.detach().new_empty((*tensor.shape, 0)),
-            infer={"is_auxiliary": True, "bpq_cost": CostOptions(exact, is_function, size)},
+            infer={"is_auxiliary": True, "bpq_cost": CostOptions(exact, is_function, size)},  # type: ignore[arg-type]
         )
     return tensor
 
@@ -147,14 +147,14 @@ class _Cost(TorchDistribution):
     def expand(self, batch_shape: Any, _instance: Any = None) -> _Cost:
         return _Cost(self.value.expand(torch.Size(batch_shape)), validate_args=False)
 
-    def sample(self, sample_shape: Any = Size()) -> Tensor:
-        return self.value.detach().new_empty(sample_shape + self.shape())
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        return self.value.detach().new_empty(torch.Size(sample_shape) + self.shape())
 
     def log_prob(self, value: Tensor) -> Tensor:
         return -self.value
 
     def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
-        return ScoreParts(self.value, 0, self.value)
+        return ScoreParts(self.value, 0, self.value)  # type: ignore[arg-type]
 
 
 class SkipCosts(Messenger):  # type: ignore[misc]

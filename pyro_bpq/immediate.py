@@ -243,7 +243,7 @@ def _run_flipped(
             trace = poutine.trace(program).get_trace(*args, **kwargs)
             rows: dict[str, Tensor] = {}
             site: Any
-            for name, site in trace.nodes.items():
+            for site in trace.nodes.values():
                 if site["type"] != "sample" or cost_of_site(site, False) not in wanted:
                     continue
                 cost = site["fn"].log_prob(site["value"])

@@ -132,7 +132,7 @@ class TraceBackpropQ_IWAE(ELBO, nn.Module):
                 f"Each of the samples of plate {self.plate!r} drew a subsample of its own, so that no row has more "
                 "than one. Write vectorize_particles=True, or hand minibatches to the model."
             )
-        log_w, score = (torch.cat([row[i] for row in rows]) for i in (0, 1))
+        log_w, score = torch.cat([row[0] for row in rows]), torch.cat([row[1] for row in rows])
         shape, scale = (self.num_outer, self.num_inner, -1), rows[0][2] / self.num_outer
         loss, surrogate = multi_sample_bound(log_w.reshape(shape), score.reshape(shape), self.baseline)
         value, surrogate = scale * loss, scale * surrogate

@@ -319,7 +319,8 @@ def _record(
     rng: tuple[Tensor, Tensor],
 ) -> TracedRun:
     sizes: dict[Plate, int] = {}
-    options, infos, sites, costs, user = {}, {}, {}, {}, {}
+    options, infos, sites, costs = {}, {}, {}, {}
+    user: dict[str, CostOptions] = {}
     key: list[Any] = []
     untraced: list[str] = []
     model_sites = _samples(model_trace)
@@ -327,8 +328,9 @@ def _record(
         plates = _plates(site, sizes)
         cost, chosen = cost_of_site(site, True), None
         costs[cost] = site["log_prob"]
-        if cost_options(site) is not None:
-            user[cost] = replace(cost_options(site), in_guide=True)
+        given = cost_options(site)
+        if given is not None:
+            user[cost] = replace(given, in_guide=True)
         if not site["is_observed"]:
             infos[name] = info = _info(site, plates, particles)
             options[name] = chosen = site_options(name, site["infer"])
@@ -347,8 +349,9 @@ def _record(
         if cost in costs:
             raise OptionError(f"Guide and model both have a cost {name!r}; give them names of their own.")
         costs[cost] = -site["log_prob"]
-        if cost_options(site) is not None:
-            user[cost] = cost_options(site)
+        given = cost_options(site)
+        if given is not None:
+            user[cost] = given
         key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"], user.get(cost)))
     everything = [*guide_sites.values(), *model_sites.values()]
     differentiable, loss = _sums(guide_sites, model_sites)
@@ -379,7 +382,7 @@ def _program_trace(program: Any, args: Any, kwargs: Any, max_plate_nesting: floa
     trace.compute_score_parts()
     if is_validation_enabled():
         for site in _samples(trace).values():
-            check_site_shape(site, max_plate_nesting)
+            check_site_shape(site, max_plate_nesting)  # type: ignore[arg-type]
     return trace
 
 

@@ -23,7 +23,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("features", "critics", "bank", "replay"),
     ("estimators",),
     ("layout", "site_batch", "returns", "critic_step", "learner", "surrogate"),
-    ("baseline_options", "cost_statement", "contained", "tracing", "program_graph", "config", "structure", "immediate", "plan"),
+    (
+        "baseline_options",
+        "cost_statement",
+        "contained",
+        "tracing",
+        "program_graph",
+        "config",
+        "structure",
+        "immediate",
+        "plan",
+    ),
     ("elbo", "expected_cost", "iwae", "svi", "diagnostics", "render", "testing"),
     ("__init__",),
 )

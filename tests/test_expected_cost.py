@@ -284,6 +284,7 @@ def test_results_of_any_kind_are_contained(result: Callable[[Tensor], Any]) -> N
     def program() -> None:
         a = pyro.sample("a", dist.Bernoulli(logits=param("qa")))
         cost("c", lambda x: result(x.detach()), a)
+        cost("again", lambda x: x.numpy().sum(), a)
         pyro.sample("b", dist.Bernoulli(logits=param("qb")))
 
     pyro.clear_param_store()

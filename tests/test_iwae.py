@@ -37,7 +37,9 @@ def states(model: Program, guide: Program, args: tuple[Any, ...]) -> tuple[Tenso
         log_w = p.log_prob_sum(lambda _, s: not is_index(s)) - q.log_prob_sum(lambda _, s: not is_index(s))
         return log_w, torch.stack(choices.score).sum()
 
-    found = [(probability * (score - score.detach()).exp(), log_w) for probability, (log_w, score) in walk(choices, run)]
+    found = [
+        (probability * (score - score.detach()).exp(), log_w) for probability, (log_w, score) in walk(choices, run)
+    ]
     return torch.stack([q for q, _ in found]), torch.stack([w for _, w in found])
 
 
@@ -229,9 +231,7 @@ def outside_model() -> None:
         (lambda: TraceBackpropQ_IWAE(baseline="mean"), OptionError, "geometric"),
         (lambda: TraceBackpropQ_IWAE(plate="rows").loss(outside_model, rows_guide), PlateError, "'y' is not in"),
         (
-            lambda: TraceBackpropQ_IWAE().loss_and_grads(
-                coin_model, config_bpq(coin_guide, estimator=AllAction())
-            ),
+            lambda: TraceBackpropQ_IWAE().loss_and_grads(coin_model, config_bpq(coin_guide, estimator=AllAction())),
             UnsupportedSiteError,
             "'a' .*one-sample",
         ),
