@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("chains.py",)
+SCRIPTS = ("chains.py", "blackbox.py")
 
 
 def main() -> int:
