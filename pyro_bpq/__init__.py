@@ -1,6 +1,8 @@
 """Backprop-Q for Pyro: train models with discrete latent variables by swapping one line."""
 
 from pyro_bpq.config import config_bpq as config_bpq
+from pyro_bpq.cost_statement import CostCounter as CostCounter
+from pyro_bpq.cost_statement import cost as cost
 from pyro_bpq.critics import LinearCritic as LinearCritic
 from pyro_bpq.critics import MLPCritic as MLPCritic
 from pyro_bpq.critics import TabularCritic as TabularCritic
@@ -12,9 +14,11 @@ from pyro_bpq.estimators import Pathwise as Pathwise
 from pyro_bpq.estimators import QProp as QProp
 from pyro_bpq.estimators import RunningBaseline as RunningBaseline
 from pyro_bpq.estimators import ScoreFunction as ScoreFunction
+from pyro_bpq.expected_cost import ExpectedCost as ExpectedCost
 from pyro_bpq.graph import CostNode as CostNode
 from pyro_bpq.graph import StochasticComputationGraph as StochasticComputationGraph
 from pyro_bpq.graph import StochasticNode as StochasticNode
+from pyro_bpq.iwae import TraceBackpropQ_IWAE as TraceBackpropQ_IWAE
 from pyro_bpq.joint_critics import FirstOrderCritic as FirstOrderCritic
 from pyro_bpq.joint_critics import FlipCritic as FlipCritic
 from pyro_bpq.joint_critics import MomentCritic as MomentCritic
@@ -27,8 +31,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AllAction",
     "BackpropQNetwork",
+    "CostCounter",
     "CostNode",
     "CriticLearner",
+    "ExpectedCost",
     "FirstOrderCritic",
     "FlipCritic",
     "LambdaReturn",
@@ -45,5 +51,7 @@ __all__ = [
     "StochasticNode",
     "TabularCritic",
     "TraceBackpropQ_ELBO",
+    "TraceBackpropQ_IWAE",
     "config_bpq",
+    "cost",
 ]

@@ -15,6 +15,7 @@ from pyro.util import check_if_enumerated, warn_if_nan
 from torch import Tensor, nn
 
 from pyro_bpq.bank import CriticBank, Write
+from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.critics import Critic, MLPCritic
 from pyro_bpq.elimination import eliminate
 from pyro_bpq.enumeration import enumerated_programs
@@ -24,7 +25,7 @@ from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.network import BackpropQNetwork, Reduction
-from pyro_bpq.plan import Plan, Planner
+from pyro_bpq.plan import Plan, Planner, check_gradients
 from pyro_bpq.registration import register_critics
 from pyro_bpq.reruns import Reruns
 from pyro_bpq.rollout import Rollout
@@ -144,6 +145,9 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
 
     __call__ = ELBO.__call__
 
+    # Whether cost statements are all that counts: an expected cost instead of an ELBO.
+    _only_costs = False
+
     def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The same as :meth:`differentiable_loss`."""
         return self.differentiable_loss(model, guide, *args, **kwargs)
@@ -233,6 +237,9 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             self._guess_max_plate_nesting(model, guide, args, kwargs)
         return list(self._get_traces(model, guide, args, kwargs))
 
+    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
+        super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)
+
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return model, guide, args, kwargs
 
@@ -243,6 +250,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
                 *(model, guide, args, kwargs, self.max_plate_nesting, planner.choose, self.num_particles, track),
                 attach=planner.attach,
                 noise=self._noise,
+                only_costs=self._only_costs,
             )
 
         if self.enumeration == "exact":
@@ -253,6 +261,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
                 warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
             return eliminate(traced, nesting)
         traced = run(model, guide)
+        check_gradients(traced)
         if is_validation_enabled():
             check_if_enumerated(traced.guide_trace)
         return traced
@@ -296,7 +305,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
     def _signals(
         self, traced: list[TracedRun], graph: Any, programs: list[Any], learning: bool, kind: tuple[bool, bool]
     ) -> Signals:
-        model, _, args, kwargs = programs[0]
+        model, guide, args, kwargs = programs[0]
         plan = self._plan(traced[0], graph, kind)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
         rollout = Rollout(
@@ -309,7 +318,8 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         )
         tables = {}
         if plan.flips is not None:
-            found = flipped_costs(plan.flips, plan.components, traced, rollout, model, args, kwargs, graph)
+            again = guide if self._only_costs else model
+            found = flipped_costs(plan.flips, plan.components, traced, rollout, again, args, kwargs, graph)
             if found is None:
                 self._cannot_flip.add(traced[0].key)
                 self._plans.clear()

@@ -18,12 +18,13 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
+from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.features import Components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.rollout import Rollout, sum_to_plates
 from pyro_bpq.sandbox import Sandbox
 from pyro_bpq.substitute import Substitute
-from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
+from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model, cost_of_site
 
 __all__ = ["FlipPlan", "flip_plan", "immediate_costs", "immediate_model_costs"]
 
@@ -163,7 +164,8 @@ def _run_flipped(
     """Costs ``(rows, batch)`` of the extra run, by name."""
     values = {
         name: site["value"]
-        for name, site in traced.model_trace.nodes.items()
+        for trace in (traced.guide_trace, traced.model_trace)
+        for name, site in trace.nodes.items()
         if site["type"] == "sample" and not site["is_observed"]
     }
     values.update(traced.subsamples)
@@ -178,16 +180,17 @@ def _run_flipped(
         # The sampled run has been validated; its row is compared below.
         with sandbox, pyro.validation_enabled(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trace = poutine.trace(Substitute(values)(model)).get_trace(*args, **kwargs)
+            program = SkipCosts(exact=True)(Substitute(values)(model))
+            trace = poutine.trace(program).get_trace(*args, **kwargs)
             rows: dict[str, Tensor] = {}
             if traced.elimination is not None:
                 rows = traced.elimination.rows(trace, wanted, plan.rows, traced.batch_ndim)
             site: Any
-            for name, site in trace.nodes.items():
-                if site["type"] != "sample" or cost_of_model(name) not in wanted - rows.keys():
+            for site in trace.nodes.values():
+                if site["type"] != "sample" or cost_of_site(site, False) not in wanted - rows.keys():
                     continue
                 cost = site["fn"].log_prob(site["value"])
-                rows[cost_of_model(name)] = -scale_and_mask(cost, site["scale"], site["mask"])
+                rows[cost_of_site(site, False)] = -scale_and_mask(cost, site["scale"], site["mask"])
     except Exception:
         # Whatever the program raises: it does not broadcast, and the sampled run stands on its own.
         return None

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from pyro_bpq.config import SiteOptions
+from pyro_bpq.cost_statement import CostOptions
 from pyro_bpq.critic_options import checked_critic, default_critic
 from pyro_bpq.critics import Critic
 from pyro_bpq.errors import UnsupportedSiteError
@@ -22,7 +23,7 @@ from pyro_bpq.network import BackpropQNetwork, Reduction
 from pyro_bpq.sequence import sequence_network
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
 
-__all__ = ["Plan", "Planner", "default_estimator"]
+__all__ = ["Plan", "Planner", "check_gradients", "default_estimator"]
 
 
 def default_estimator(site: SiteInfo, max_support: int) -> Estimator:
@@ -43,6 +44,25 @@ def default_estimator(site: SiteInfo, max_support: int) -> Estimator:
     if site.components is not None and site.components.cardinality <= max_support:
         return AllAction()
     return ScoreFunction(LeaveOneOut() if site.num_particles > 1 else RunningBaseline())
+
+
+def check_gradients(traced: TracedRun) -> None:
+    """Checks that costs carry gradients to the reparameterised sites that they read; tracked runs only.
+
+    Raises:
+        UnsupportedSiteError: If a cost statement reads such a site without a gradient.
+    """
+    for cost in traced.user_costs if traced.reads is not None else ():
+        assert traced.reads is not None
+        if traced.run.costs[cost].requires_grad:
+            continue
+        for name in sorted(traced.reads[cost]):
+            if traced.run.sites[name].value.requires_grad:
+                raise UnsupportedSiteError(
+                    f"Site {name!r} is reparameterised, but {cost} depends on its value without a gradient. Write "
+                    f'infer={{"bpq": {{"estimator": ScoreFunction()}}}} at the site or config_bpq(guide, '
+                    "estimator=ScoreFunction()), or make the cost differentiable."
+                )
 
 
 @dataclass(frozen=True)
@@ -204,7 +224,7 @@ class Planner:
         components = traced.infos[name].components
         if components is None or not estimator.uses_critic:
             return set()
-        kinds = set() if name in traced.untraced else {"q"}
+        kinds = set() if name in traced.untraced or traced.only_costs else {"q"}
         prior, cost = traced.run.sites[name].prior, cost_of_model(name)
         if prior is not None and cost in immediate and graph.cost(cost).plates == graph.node(name).plates:
             if finite_components(prior) == components and prior.batch_shape == traced.run.sites[name].fn.batch_shape:
@@ -214,11 +234,12 @@ class Planner:
     def _flips(
         self, traced: TracedRun, graph: StochasticComputationGraph, estimators: dict[str, Estimator]
     ) -> tuple[FlipPlan | None, dict[str, Components]]:
-        costs = immediate_model_costs(graph)
+        repeatable = {cost for cost in graph.cost_index if _is_repeatable(traced, cost)}
+        costs = {n: tuple(c for c in found if c in repeatable) for n, found in immediate_model_costs(graph).items()}
         if traced.elimination is not None:
             can_flip = traced.elimination.can_flip
             costs = {name: tuple(cost for cost in found if can_flip(cost, name)) for name, found in costs.items()}
-        components, wanted = {}, False
+        components, wanted = {}, None
         finite = 0
         for name, info in traced.infos.items():
             exact = getattr(estimators[name], "exact", False)
@@ -227,14 +248,22 @@ class Planner:
             finite += 1
             if costs[name]:
                 components[name] = info.components
-                wanted |= exact is True
+                wanted = name if exact is True else wanted
         # One extra run of the whole model pays where many sites gain by it.
-        if not components or (not wanted and 2 * len(components) < finite):
+        if not components or (wanted is None and 2 * len(components) < finite):
+            return None, {}
+        given = [c for c, o in traced.user_costs.items() if _is_rerun(traced, o) and not (o.exact or o.is_function)]
+        if given and wanted is not None:
+            raise UnsupportedSiteError(
+                f"Site {wanted!r} asks for an extra run by AllAction(exact=True), which would compute the values of "
+                f"{given} once more. Give those costs as functions, cost(name, function, ...), or with exact=True."
+            )
+        if given:
             return None, {}
         flips = flip_plan(graph, components, costs)
         names = {cost for chosen in flips.costs.values() for cost in chosen}
         elements = flips.rows * sum(traced.run.costs[cost].numel() * _events(traced, cost) for cost in names)
-        if elements > self.max_elements and not wanted:
+        if elements > self.max_elements and wanted is None:
             return None, {}
         return flips, components
 
@@ -258,8 +287,21 @@ class Planner:
         )
 
 
+def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:
+    """Whether the extra run passes a cost statement."""
+    return traced.only_costs or not cost.in_guide
+
+
+def _is_repeatable(traced: TracedRun, cost: str) -> bool:
+    """Whether a cost may be read off an extra run."""
+    options = traced.user_costs.get(cost)
+    return options is None or (options.exact and _is_rerun(traced, options))
+
+
 def _events(traced: TracedRun, cost: str) -> int:
     """Number of elements of the sites that a cost belongs to, per element of the cost."""
+    if cost in traced.user_costs:
+        return 1
     if traced.elimination is not None:
         return int(traced.elimination.num_elements(cost)) // max(traced.run.costs[cost].numel(), 1) + 1
     name = cost[len("-log p(") : -1]

@@ -15,6 +15,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.config import SiteOptions, site_options
+from pyro_bpq.contained import ContainedCalls
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.features import finite_components
@@ -63,6 +64,7 @@ class Watch(Messenger):  # type: ignore[misc]
         self.drawn: list[str] = []
         self.untraced: dict[str, dict[str, Any]] = {}
         self.enumerated: set[str] = set()
+        self.calls = None if tracker is None else ContainedCalls(tracker)
 
     def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
         """The guide, whose draws become sources."""
@@ -98,6 +100,15 @@ class Watch(Messenger):  # type: ignore[misc]
             msg["value"] = self.tracker.source(msg["name"], msg["value"])
         if score is not None:
             self._keep(msg, score)
+
+    def _pyro_bpq_cost(self, msg: Any) -> None:
+        if self.calls is not None:
+            self.calls.open()
+
+    def _pyro_post_bpq_cost(self, msg: Any) -> None:
+        # A cost that is to be evaluated row by row must not look at values: there they are those of all rows.
+        if self.calls is not None and not msg["infer"]["exact"]:
+            self.calls.close(msg["args"][2], msg["args"][3:], msg["value"])
 
     def _enumerate(self, msg: Any) -> None:
         """Follows the values of an enumerated site, to tell where they must not go."""

@@ -22,7 +22,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollout", "targets", "provenance", "advantages", "algorithm1"),
     ("features", "critics", "bank", "replay", "moments", "joint_critics"),
     ("estimators",),
-    ("layout", "site_batch", "site_program", "cost_to_go", "returns", "critic_step", "learner", "signals", "surrogate"),
+    (
+        "layout",
+        "site_batch",
+        "site_program",
+        "cost_to_go",
+        "returns",
+        "critic_step",
+        "learner",
+        "signals",
+        "surrogate",
+    ),
     (
         "baseline_options",
         "watch",
@@ -39,8 +49,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "factors",
         "elimination",
         "critic_options",
+        "cost_statement",
+        "contained",
+        "program_graph",
     ),
-    ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing"),
+    ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing", "iwae"),
     ("__init__",),
 )
 TENSOR_FREE = frozenset(LAYERS[0] + LAYERS[1])
