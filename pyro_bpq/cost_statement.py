@@ -53,7 +53,7 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
     tensor that has them; whatever else was sampled before it and reaches it gets its gradient from an estimator.
 
     A *value* is tracked soundly, whatever the program did to get it; if that looked at a sampled value in Python
-    (``.item()``, ``.tolist()``, numpy), all that follows depends on it, and sites have no critics. A *function* is
+    (``.item()``, ``.tolist()``, numpy), all that follows depends on it, and critics see a sequence. A *function* is
     called once with ``args`` at its place in every run of the program. Its looks at values stay inside: it must
     give the program nothing but its result. Critics then work, whatever it does in Python.
 
