@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("chains.py",)
+SCRIPTS = (
+    "chains.py",
+    "vae_variance.py",
+)
 
 
 def main() -> int:

@@ -114,7 +114,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self.lam, self.gamma, self.learner = lam, gamma, learner
         self.critics = CriticBank(seed, is_own=learner is not None)
         self.num_steps = self.num_noises = 0
-        self.info: dict[str, dict[str, Tensor]] = {}
+        self.info: dict[str, dict[str, Any]] = {}
         self._structure = StructureCache(structure)
         self._optimizer = None if learner is None else CriticOptimizer(learner)
         self._plans: dict[Any, Plan] = {}
@@ -222,6 +222,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             *(model, guide, args, kwargs, self.max_plate_nesting, planner.choose, self.num_particles, track),
             attach=planner.attach,
             noise=self._noise,
+            step=self.num_steps,
         )
         if is_validation_enabled():
             check_if_enumerated(traced.guide_trace)
@@ -272,6 +273,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             _at(self.lam, self.num_steps),
             _at(self.gamma, self.num_steps),
             1.0 if self.learner is None else self.learner.level_weight,
+            self.num_steps,
         )
         rerun = generator = None
         if plan.needs_program and not kind[0]:

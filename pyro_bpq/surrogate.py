@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from pyro_bpq.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.cost_to_go import cost_to_go, stack_costs, sum_costs
 from pyro_bpq.critic_step import CriticBatch, evaluate_critics, regression
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.estimators.base import SiteContext, Statistics, needs_program
+from pyro_bpq.estimators.base import SiteContext, Statistics, at_step, needs_program
 from pyro_bpq.estimators.pyro_baseline import PyroBaseline
 from pyro_bpq.layout import Layout, matrix
 from pyro_bpq.returns import lambda_returns
@@ -35,11 +36,13 @@ class Learning:
         lam: Weight of the return against the critic.
         gamma: Discount per edge.
         level_weight: Weight of the level against differences within a data point.
+        num_steps: Number of steps taken, for estimators with a schedule.
     """
 
     lam: float = 0.9
     gamma: float = 1.0
     level_weight: float = 0.1
+    num_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,13 @@ class StepResult:
         surrogate: Sum of the sites' surrogate terms over particles; only its gradient has meaning.
         critic_loss: Regression loss of the critics, or ``None``.
         writes: New running statistics, to be committed after the step.
-        info: Detached diagnostics, by name of site.
+        info: Detached diagnostics, by name of site, and its ``"estimator"``.
     """
 
     surrogate: Tensor
     critic_loss: Tensor | None
     writes: list[Write] = field(default_factory=list)
-    info: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    info: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def step(
@@ -116,6 +119,8 @@ class _Step:
         ahead = {c: self.control_variate(c, exact[c], learned[c]) for c in self.active}
         result = StepResult(self.costs[0].new_zeros(()) if self.costs else torch.zeros(()), None)
         surrogate, writes, info = result.surrogate, result.writes, result.info
+        if self.build:
+            info.update({name: {"estimator": cls.spec.estimator} for cls in self.layout.classes for name in cls.names})
         for c in self.active:
             surrogate = surrogate + self.estimate(c, exact[c], learned[c], ahead, writes, info)
         loss = None
@@ -186,7 +191,7 @@ class _Step:
         learned: tuple[Tensor, Tensor | None] | None,
         ahead: Mapping[int, Tensor | None],
         writes: list[Write],
-        info: dict[str, dict[str, Tensor]],
+        info: dict[str, dict[str, Any]],
     ) -> Tensor:
         """Calls the estimator of a class of sites."""
         cls, batch = self.layout.classes[c], self.batches[c]
@@ -215,7 +220,7 @@ class _Step:
             baseline=batch.baseline if isinstance(estimator, PyroBaseline) else None,
             program=self.program(c) if needs_program(estimator) else None,
         )
-        term = estimator(context)
+        term = at_step(estimator, self.learning.num_steps)(context)
         if selection is not None and self.build:
             for name, value in term.statistics.items():
                 writes += selection.write(name, value)
@@ -224,6 +229,7 @@ class _Step:
             for i, name in enumerate(cls.names):
                 info[name] = {k: v[i] for k, v in term.statistics.items() if k in ("scales", "baseline")}
                 info[name]["cost_to_go"] = context.cost[i]
+                info[name]["estimator"] = estimator
         return term.surrogate.sum()
 
     def program(self, c: int) -> SiteProgramRuns:
@@ -269,7 +275,7 @@ class _Step:
         critics: Mapping[int, CriticBatch | None],
         exact: Mapping[int, Tensor | None],
         writes: list[Write],
-        info: dict[str, dict[str, Tensor]],
+        info: dict[str, dict[str, Any]],
     ) -> Tensor:
         """Regression of all critics on their lambda-returns."""
         values: dict[int, Tensor] = {}

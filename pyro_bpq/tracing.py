@@ -113,6 +113,7 @@ def trace_run(
     track: bool = False,
     attach: Attach | None = None,
     noise: Callable[[], torch.Generator] = torch.Generator,
+    step: int = 0,
 ) -> TracedRun:
     """Runs the guide, replays the model against it, and records both.
 
@@ -127,6 +128,7 @@ def trace_run(
         track: Whether to track which values depend on which.
         attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
         noise: Makes the generator that such estimators draw from.
+        step: Number of steps taken, for those with a schedule.
 
     Returns:
         The traced run.
@@ -136,7 +138,7 @@ def trace_run(
         PlateError: If shapes do not fit plates, or those of guide and model differ.
     """
     tracker = DependencyTracker() if track else None
-    watch = Watch(tracker, choose, num_particles, attach, noise)
+    watch = Watch(tracker, choose, num_particles, attach, noise, step)
     with tracker if tracker is not None else contextlib.nullcontext(), watch:
         try:
             model_trace, guide_trace = get_importance_trace(
