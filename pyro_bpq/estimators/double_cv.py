@@ -24,9 +24,9 @@ class DoubleCV:
         g_k = (f_k - a_1 c_k·(x_k - μ_k) - b_k) ∇ log q(x_k) + a_1 c_k·∇μ_k,
         c_k = 1/(M-1) Σ_{j≠k} f'(x_j),   b_k = 1/(M-1) Σ_{j≠k} (f_j - a_2 f'(x_j)·(x_j - μ_j))
 
-    ``f`` is the cost-to-go in nats; neither ``c_k`` nor ``b_k`` reads particle ``k``. Unbiased, also where costs have no
-    slope: it is leave-one-out then. Needs two particles, and one more run of guide and model with its backward pass for
-    every site and particle. For Bernoulli and OneHotCategorical, also in ``to_event``.
+    ``f`` is the cost-to-go in nats; neither ``c_k`` nor ``b_k`` reads particle ``k``. Unbiased, also where costs have
+    no slope: it is leave-one-out then. Needs two particles, and one more run of guide and model with its backward pass
+    for every site and particle. For Bernoulli and OneHotCategorical, also in ``to_event``.
 
     Args:
         scale: The scales ``a_1 = a_2``; ``None`` takes those of least variance, from running moments of earlier steps.
@@ -151,8 +151,9 @@ def _combine(
         score = sampled - probs
         # Of each control variate: what the sample's log-probability is weighted with, and the tables.
         parts = [((h * sampled).sum(-1), h) for h in features]
-        scales = context.statistics["scales"] if scale is None else centred.new_full((len(centred), len(parts) + 1), scale)
-        a = [scales[:, i].reshape(-1, *(1,) * (probs.dim() - 1)) for i in range(len(parts) + 1)]
+        count = len(parts) + 1
+        scales = context.statistics["scales"] if scale is None else centred.new_full((len(centred), count), scale)
+        a = [scales[:, i].reshape(-1, *(1,) * (probs.dim() - 1)) for i in range(count)]
         # The baseline's sign: f_k - mean (f_j - a t_j) = (f_k - mean f_j) + a mean t_j.
         weights = (centred[..., None, None] + a[-1] * slopes.ahead[..., None, None]) * sampled
         for scaling, (own, h) in zip(a, parts, strict=False):
@@ -184,7 +185,7 @@ def _solve(gram: Tensor, count: int, ridge: Tensor) -> Tensor:
     left, right = square[..., :-1], square[..., -1:]
     diagonal = torch.diagonal(left, dim1=1, dim2=2)
     tiny = torch.finfo(gram.dtype)
-    scaled = diagonal.clamp(min=tiny.tiny ** 0.5).rsqrt()
+    scaled = diagonal.clamp(min=tiny.tiny**0.5).rsqrt()
     # In units of the control variates' sizes; one that is zero throughout keeps the scale zero.
     system = scaled.unsqueeze(-1) * left * scaled.unsqueeze(-2)
     eye = torch.eye(count, dtype=gram.dtype, device=gram.device)

@@ -89,8 +89,9 @@ class Concrete:
     gradients of all other parameters are exact; only an extra run sees the relaxed one. There the site's ``log q`` and
     ``-log p`` are torch's at the relaxed value: for a Bernoulli ``s α - log(1 + e^α)``, linear in ``s``; for a
     OneHotCategorical those of the largest entry, without slope. For Bernoulli (``s = σ((α + L)/τ)``) and
-    OneHotCategorical, also in ``to_event``, whose costs are differentiable in the value; a program that turns it into an
-    integer yields no gradient. Needs one more run of guide and model, and its backward pass, for every site and particle.
+    OneHotCategorical, also in ``to_event``, whose costs are differentiable in the value; a program that turns it into
+    an integer yields no gradient. Needs one more run of guide and model, and its backward pass, for every site and
+    particle.
 
     Args:
         temperature: Temperature ``τ``, or a function of the number of steps taken.
