@@ -16,30 +16,37 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, at_step, 
 from pyro_bpq.features import Components
 from pyro_bpq.testing.problems import Problem, with_statistics
 
-__all__ = ["PROBLEMS", "check_estimator", "check_unbiased", "largest_z_score"]
+__all__ = ["check_estimator", "check_unbiased", "default_problems", "largest_z_score"]
 
-PROBLEMS = (
-    Problem("bernoulli", size=2),
-    Problem("bernoulli", size=1, is_scalar=True),
-    Problem("bernoulli", size=2, is_smooth=False),
-    Problem("categorical", size=2, cardinality=3),
-    Problem("categorical", size=1, cardinality=4, is_scalar=True),
-    Problem("one_hot", size=2, cardinality=3),
-    Problem("one_hot", size=1, cardinality=4, is_scalar=True),
-)
-_SITES = (
-    SiteInfo("z", "Normal", True, None, 1),
-    SiteInfo("z", "Poisson", False, None, 1),
-    SiteInfo("z", "Gamma", True, None, 1),
-    SiteInfo("z", "Categorical", False, Components("categorical", (), 50_000), 1),
-    SiteInfo("z", "Bernoulli", False, Components("bernoulli", (), 2), 2),
-)
 _WARM_UP = 3
 _LATER = 0.1
 _POWER = 0.005
 
 
-def check_estimator(estimator: Estimator, *, num_rows: int = 40_000, problems: Sequence[Problem] = PROBLEMS) -> None:
+def default_problems() -> tuple[Problem, ...]:
+    """Sites of one and of several components, of all kinds, with smooth and other costs."""
+    return (
+        Problem("bernoulli", size=2),
+        Problem("bernoulli", size=1, is_scalar=True),
+        Problem("bernoulli", size=2, is_smooth=False),
+        Problem("categorical", size=2, cardinality=3),
+        Problem("categorical", size=1, cardinality=4, is_scalar=True),
+        Problem("one_hot", size=2, cardinality=3),
+        Problem("one_hot", size=1, cardinality=4, is_scalar=True),
+    )
+
+
+def _sites() -> tuple[SiteInfo, ...]:
+    return (
+        SiteInfo("z", "Normal", True, None, 1),
+        SiteInfo("z", "Poisson", False, None, 1),
+        SiteInfo("z", "Gamma", True, None, 1),
+        SiteInfo("z", "Categorical", False, Components("categorical", (), 50_000), 1),
+        SiteInfo("z", "Bernoulli", False, Components("bernoulli", (), 2), 2),
+    )
+
+
+def check_estimator(estimator: Estimator, *, num_rows: int = 40_000, problems: Sequence[Problem] | None = None) -> None:
     r"""Checks that an estimator keeps the protocol, and its word where it says that it is unbiased.
 
     It is an immutable value; says what to write where it cannot serve; gives finite gradients in both precisions, for
@@ -53,11 +60,12 @@ def check_estimator(estimator: Estimator, *, num_rows: int = 40_000, problems: S
         estimator: The estimator.
         num_rows: Number of independent calls on each of these, where an estimator draws noise; more where standard
             errors are too large.
-        problems: The sites; those that it does not support are left out.
+        problems: The sites, by default those of :func:`default_problems`; any that it does not support are left out.
 
     Raises:
         AssertionError: If it does not, with what is wrong.
     """
+    problems = default_problems() if problems is None else problems
     _check_value(estimator)
     _check_unsupported(estimator, problems)
     if estimator.is_pathwise:
@@ -140,7 +148,7 @@ def _check_value(estimator: Any) -> None:
 
 
 def _check_unsupported(estimator: Estimator, problems: Sequence[Problem]) -> None:
-    sites = [*_SITES, *(problem.info for problem in problems)]
+    sites = [*_sites(), *(problem.info for problem in problems)]
     reasons = [estimator.unsupported(site) for site in sites]
     for reason in reasons:
         says = reason is None or "use " in reason or "write " in reason
@@ -149,7 +157,7 @@ def _check_unsupported(estimator: Estimator, problems: Sequence[Problem]) -> Non
 
 
 def _check_pathwise(estimator: Any) -> None:
-    context, _ = PROBLEMS[0].context((3,))
+    context, _ = default_problems()[0].context((3,))
     assert not estimator(context).surrogate.any(), f"{estimator!r} is pathwise but adds a surrogate term."
     if not hasattr(estimator, "attach"):
         return

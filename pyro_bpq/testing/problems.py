@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from pyro_bpq.features import Components
 
 __all__ = ["FakeProgram", "Problem", "with_statistics"]
 
-_NAMES = {"bernoulli": "Bernoulli", "one_hot": "OneHotCategorical", "categorical": "Categorical"}
+_NAMES = MappingProxyType(
+    {"bernoulli": "Bernoulli", "one_hot": "OneHotCategorical", "categorical": "Categorical"},
+)
 
 
 class FakeProgram:

@@ -92,10 +92,14 @@ EXACT: list[tuple[Any, int, tuple[str, ...]]] = [
 ]
 
 
+SLOW = {(MeasureValued(), "mask_scale"), (SumAndSample(heaviest=3), "mask_scale")}
+
+
 def exact_cases() -> Iterator[Any]:
     for estimator, particles, names in EXACT:
         for name in names:
-            yield pytest.param(estimator, particles, BY_NAME[name], id=f"{estimator}-{name}")
+            marks = (pytest.mark.slow,) if (estimator, name) in SLOW else ()
+            yield pytest.param(estimator, particles, BY_NAME[name], id=f"{estimator}-{name}", marks=marks)
 
 
 @pytest.mark.parametrize(("estimator", "particles", "case"), list(exact_cases()))
@@ -140,7 +144,7 @@ def repeat_in_particles(case: Case, estimator: Any, num_samples: int, particles:
     return sample_gradients(elbo, case.model, guide, *case.args, num_samples=num_samples)
 
 
-def largest_z(case: Case, estimator: Any, num_samples: int = 40, particles: int = 2000, power: float = 0.005) -> float:
+def largest_z(case: Case, estimator: Any, num_samples: int = 40, particles: int = 3500, power: float = 0.005) -> float:
     samples = repeat_in_particles(case, estimator, num_samples, particles)
     case.params()
     truth = exact_gradient(case.model, case.guide, *case.args)
@@ -206,7 +210,7 @@ def total_variance(estimator: Any, case: Case, names: tuple[str, ...]) -> float:
 def test_leave_one_out_has_less_variance_than_the_score_function(name: str, names: tuple[str, ...]) -> None:
     case = BY_NAME[name]
     plain = total_variance(ScoreFunction(), case, names)
-    assert total_variance(ScoreFunction(LeaveOneOut()), case, names) < 0.8 * plain
+    assert total_variance(ScoreFunction(LeaveOneOut()), case, names) < 0.9 * plain
 
 
 LATENTS, PIXELS = 8, 12
