@@ -51,7 +51,7 @@ class Size:
 
 
 QUICK = Size((500, 2000), images=20, copies=20, calls=20, seeds=1)
-FULL = Size((1000, 3000, 10_000), images=50, copies=50, calls=40, seeds=3)
+FULL = Size((1000, 5000), images=50, copies=50, calls=20, seeds=3)
 
 
 def load_images() -> Tensor | None:

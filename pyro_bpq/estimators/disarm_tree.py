@@ -84,7 +84,7 @@ def _levels(log_probs: Tensor) -> list[Tensor]:
         log_probs = torch.cat((log_probs, padding), -1)
     levels = []
     for _ in range(depth):
-        pairs = log_probs.unflatten(-1, (-1, 2))
+        pairs = log_probs.reshape(*log_probs.shape[:-1], -1, 2)
         levels.append(pairs[..., 1] - pairs[..., 0])
         log_probs = torch.logsumexp(pairs, -1)
     return levels[::-1]

@@ -140,8 +140,9 @@ def _check_value(estimator: Any) -> None:
     assert not isinstance(estimator, type), f"{estimator!r} is a class; write an object."
     again = copy.deepcopy(estimator)
     assert again == estimator and hash(again) == hash(estimator), f"{estimator!r} is no value: its copy differs."
+    thing: Any = estimator
     try:
-        estimator.is_unbiased = not estimator.is_unbiased
+        thing.is_unbiased = not thing.is_unbiased
     except AttributeError:
         return
     raise AssertionError(f"{type(estimator).__name__} is not immutable; write @dataclass(frozen=True).")
