@@ -46,7 +46,7 @@ class DirichletCopula:
         P(u_i < p, u_j < p) = max(0, 2 p^{1/(n-1)} - 1)^{n-1}
 
     References:
-        ARMS: Antithetic-REINFORCE-multi-sample gradient for binary variables (Dimitriev and Zhou, 2021), section 3.1
+        ARMS: Antithetic-REINFORCE-multi-sample gradient for binary variables (Dimitriev and Zhou, 2021)
     """
 
     def complete(self, first: Tensor, samples: int, generator: torch.Generator) -> Tensor:
@@ -69,7 +69,7 @@ class RotationCopula:
     The number of ones among the samples is ``k`` or ``k + 1``: no exchangeable coupling has a lower correlation.
 
     References:
-        Systematic sampling, as in Monte Carlo theory, methods and examples (Owen, 2013), chapter 8
+        On the theory of systematic sampling, II (Madow, 1949)
     """
 
     def complete(self, first: Tensor, samples: int, generator: torch.Generator) -> Tensor:
@@ -98,7 +98,7 @@ class ARMS:
         copula: How their noise is coupled.
 
     References:
-        ARMS: Antithetic-REINFORCE-multi-sample gradient for binary variables (Dimitriev and Zhou, 2021), Eq. 8
+        ARMS: Antithetic-REINFORCE-multi-sample gradient for binary variables (Dimitriev and Zhou, 2021)
     """
 
     samples: int = 4

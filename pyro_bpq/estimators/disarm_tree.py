@@ -30,7 +30,7 @@ class DisARMTree:
     one more run of guide and model for every site and particle. With two values it is DisARM.
 
     References:
-        Coupled gradient estimators for discrete latent variables (Dong et al., 2021), section 3, DisARM-Tree
+        Coupled gradient estimators for discrete latent variables (Dong et al., 2021), DisARM-Tree
     """
 
     is_unbiased: ClassVar[bool] = True

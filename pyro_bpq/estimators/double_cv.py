@@ -78,7 +78,7 @@ class RODEO:
         decay: Weight of the past in the running moments.
 
     References:
-        Gradient estimation with discrete Stein operators (Shi et al., 2022), section 4
+        Gradient estimation with discrete Stein operators (Shi et al., 2022)
     """
 
     decay: float = 0.98

@@ -33,7 +33,7 @@ class GumbelStraightThrough:
         temperature: Temperature ``τ``, or a function of the number of steps taken.
 
     References:
-        | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017), section 2.2
+        | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
         | The Concrete distribution (Maddison et al., 2017)
     """
 

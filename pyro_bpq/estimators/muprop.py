@@ -34,7 +34,7 @@ class MuProp:
         baseline: Baseline ``b`` of the residual: ``None``, :class:`LeaveOneOut` or :class:`RunningBaseline`.
 
     References:
-        MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016), Eq. 5
+        MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
     """
 
     baseline: Baseline | None = None

@@ -32,7 +32,7 @@ class ReinMax:
         temperature: Temperature ``τ`` of at least one, as the paper advises, or a function of the steps taken.
 
     References:
-        Bridging discrete and backpropagation: straight-through and beyond (Liu et al., 2023), Algorithm 2
+        Bridging discrete and backpropagation: straight-through and beyond (Liu et al., 2023)
     """
 
     temperature: Temperature = 1.0

@@ -31,7 +31,7 @@ class SumAndSample:
         heaviest: Number of values ``k``.
 
     References:
-        Rao-Blackwellized stochastic gradients for discrete distributions (Liu et al., 2019), Eq. 7
+        Rao-Blackwellized stochastic gradients for discrete distributions (Liu et al., 2019)
     """
 
     heaviest: int = 4

@@ -36,7 +36,7 @@ class UnorderedSet:
         samples: Number of values ``k``, from 2 to 6.
 
     References:
-        Estimating gradients for discrete random variables by sampling without replacement (Kool et al., 2020), Eq. 15
+        Estimating gradients for discrete random variables by sampling without replacement (Kool et al., 2020)
     """
 
     samples: int = 4
