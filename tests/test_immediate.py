@@ -50,7 +50,7 @@ def log_probs(case: Case, values: dict[str, Any], subsamples: dict[str, Any], pa
     program: Any = case.model
     if particles > 1:
         program = pyro.plate(PARTICLES, particles, dim=-3)(program)
-    trace = poutine.trace(module._Substitute({**values, **subsamples})(program)).get_trace(*case.args)
+    trace = poutine.trace(module.Substitute({**values, **subsamples})(program)).get_trace(*case.args)
     trace.compute_log_prob()
     return {name: site["log_prob"].detach() for name, site in trace.nodes.items() if site["type"] == "sample"}
 
