@@ -132,7 +132,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self.lam, self.gamma, self.learner = lam, gamma, learner
         self.critics = CriticBank(seed, is_own=learner is not None)
         self.num_steps = self.num_noises = 0
-        self.info: dict[str, dict[str, Tensor]] = {}
+        self.info: dict[str, dict[str, Any]] = {}
         self._structure = StructureCache(structure)
         self._optimizer = None if learner is None else CriticOptimizer(learner)
         self._plans: dict[Any, Plan] = {}
@@ -250,6 +250,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
                 *(model, guide, args, kwargs, self.max_plate_nesting, planner.choose, self.num_particles, track),
                 attach=planner.attach,
                 noise=self._noise,
+                step=self.num_steps,
                 only_costs=self._only_costs,
             )
 
@@ -300,6 +301,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             _at(self.lam, self.num_steps),
             _at(self.gamma, self.num_steps),
             1.0 if self.learner is None else self.learner.level_weight,
+            self.num_steps,
         )
 
     def _signals(
