@@ -16,7 +16,7 @@ from pyro_bpq.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.cost_to_go import cost_to_go, stack_costs, sum_costs
 from pyro_bpq.critic_step import CriticBatch, evaluate_critics, regression
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.estimators.base import SiteContext, Statistics, needs_program
+from pyro_bpq.estimators.base import SiteContext, Statistics, initial_statistics, needs_program
 from pyro_bpq.estimators.pyro_baseline import PyroBaseline
 from pyro_bpq.layout import Layout, matrix
 from pyro_bpq.returns import lambda_returns
@@ -191,7 +191,8 @@ class _Step:
         """Calls the estimator of a class of sites."""
         cls, batch = self.layout.classes[c], self.batches[c]
         estimator = cls.spec.estimator
-        selection, statistics = self.statistics(c, estimator.statistics(self.rollout.num_particles))
+        initial = initial_statistics(estimator, self.rollout.num_particles, cls.width)
+        selection, statistics = self.statistics(c, initial)
         shape = (len(cls.names), *batch.batch_shape)
         finite = cls.spec.components is not None
         uses = estimator.uses_critic
@@ -243,11 +244,12 @@ class _Step:
         cls, like = self.layout.classes[c], self.batches[c].score.detach()
 
         def make(keys: tuple[str, ...]) -> Block:
-            buffers = {k: torch.tensor([v] * len(keys)) for k, v in initial.items()}
+            buffers = {k: torch.as_tensor(v).repeat(len(keys), *(1,) * _ndim(v)) for k, v in initial.items()}
             buffers["count"] = torch.zeros(len(keys))
             return Block(kind, keys, None, buffers).to(like.device, like.dtype)
 
-        kind = f"statistics {type(cls.spec.estimator).__name__} {tuple(initial)}"
+        sizes = "".join(f" {tuple(v.shape)}" for v in initial.values() if isinstance(v, Tensor))
+        kind = f"statistics {type(cls.spec.estimator).__name__} {tuple(initial)}{sizes}"
         selection = self.bank.select(kind, cls.names, make if self.build else None)
         if selection is not None:
             return selection, {name: selection.read(name) for name in (*initial, "count")}
@@ -321,6 +323,10 @@ class _Step:
                 ahead[c] = mean - centred * mean.new_tensor(whole).reshape(-1, *(1,) * (mean.dim() - 1))
         detached = {c: value.detach() for c, value in values.items()}
         return lambda_returns(self.layout, self.costs, detached, ahead, self.learning.lam, self.learning.gamma)
+
+
+def _ndim(value: float | tuple[float, ...] | Tensor) -> int:
+    return torch.as_tensor(value).dim()
 
 
 def _expand(tensor: Tensor | None, shape: Sequence[int]) -> Tensor | None:

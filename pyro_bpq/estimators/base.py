@@ -18,12 +18,13 @@ __all__ = [
     "SiteProgram",
     "SiteTerm",
     "Statistics",
+    "initial_statistics",
     "needs_program",
     "update_mean",
 ]
 
-# Name of a running statistic and its initial value per site: a float for a scalar, a tuple for a vector.
-Statistics = Mapping[str, float | tuple[float, ...]]
+# Name of a running statistic and its initial value per site: a float for a scalar, a tuple or tensor for a vector.
+Statistics = Mapping[str, float | tuple[float, ...] | Tensor]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,14 @@ class SiteProgram(Protocol):
 
     def from_index(self, index: Tensor) -> Tensor:
         """Values ``(G, M, plates, event)`` from the indices ``(G, M, plates, D)`` of finite components."""
+        ...
+
+    def held(self, value: Tensor) -> SiteProgram:
+        """The same program in which sites downstream keep the values that they take in a run at ``value``.
+
+        Costs are then functions of the site's value alone, and as smooth as the program: a draw downstream would
+        follow the value in jumps. Where nothing is sampled downstream there is no extra run.
+        """
         ...
 
     def stack(self, pick: Callable[[Any], Tensor], event_ndim: int) -> Tensor:
@@ -147,6 +156,10 @@ class Estimator(Protocol):
         is_pathwise: Whether the site's value carries the gradient.
         uses_critic: Whether it reads ``learned``, ``level`` or ``correction``.
 
+    An estimator whose running statistics depend on the size of a value, such as a network's weights, gives them in
+    a method ``sized_statistics(width)``, where ``width`` counts the numbers that a value is encoded by: one for a real
+    or binary component, ``K`` for one of ``K > 2`` values.
+
     An estimator that compares values has the attribute ``needs_program = True`` and reads ``context.program``.
     An estimator that lets the value of a site without ``rsample`` carry a gradient, as straight-through does, has
     ``is_pathwise = True`` and a method ``attach(fn, value, generator)`` from the distribution and the drawn value to
@@ -173,6 +186,12 @@ class Estimator(Protocol):
 def needs_program(estimator: Estimator) -> bool:
     """Whether an estimator reads ``context.program``."""
     return bool(getattr(estimator, "needs_program", False))
+
+
+def initial_statistics(estimator: Estimator, num_particles: int, width: int) -> Statistics:
+    """All running statistics of an estimator, by name, with their initial values per site."""
+    sized = getattr(estimator, "sized_statistics", None)
+    return {**estimator.statistics(num_particles), **({} if sized is None else sized(width))}
 
 
 def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float) -> Tensor:
