@@ -70,9 +70,7 @@ class Reruns:
             for i, pair in enumerate(zip(self.programs, self.traced, strict=True))
         )
 
-    def _run(
-        self, name: str, value: Tensor, fresh: set[str], held: Run | None, program: Any, traced: TracedRun
-    ) -> Run:
+    def _run(self, name: str, value: Tensor, fresh: set[str], held: Run | None, program: Any, traced: TracedRun) -> Run:
         model, guide, args, kwargs = program
         sites = traced.run.sites
         values: dict[str, Any] = {site: record.value.detach() for site, record in sites.items() if site not in fresh}

@@ -163,7 +163,8 @@ class Estimator(Protocol):
     An estimator that compares values has the attribute ``needs_program = True`` and reads ``context.program``.
     An estimator that lets the value of a site without ``rsample`` carry a gradient, as straight-through does, has
     ``is_pathwise = True`` and a method ``attach(fn, value, generator)`` from the distribution and the drawn value to
-    the value that the program sees; it is then never called.
+    the value that the program sees; it is then never called. Where that gradient is not all of it, a method
+    ``correction(fn, value)`` gives, of the batch shape, what the score function takes in place of ``log q``.
     """
 
     is_unbiased: ClassVar[bool]

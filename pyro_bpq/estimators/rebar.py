@@ -93,7 +93,7 @@ class REBAR:
 
     def statistics(self, num_particles: int) -> Statistics:
         """Running means, products for the scale, and the temperature."""
-        learned = {"log_temperature": 0.0, "moments": (0.0, 0.0)}
+        learned: Statistics = {"log_temperature": 0.0, "moments": (0.0, 0.0)}
         own = learned if isinstance(self.temperature, LearnedTemperature) else {}
         return {**means_statistics(), **scale_statistics(self.scale), **own}
 
@@ -165,7 +165,9 @@ def relaxed_cost(
     with torch.enable_grad():
         leaf = params.detach().requires_grad_()
         pair = relaxation.draw_pair(leaf, index, program.generator)
-        values = [relaxation.to_value(relaxation.relax(z, temperature, index), program) for z in (pair.free, pair.given)]
+        values = [
+            relaxation.to_value(relaxation.relax(z, temperature, index), program) for z in (pair.free, pair.given)
+        ]
         _, slope = held.gradient(values[0])
         cost, slope_given = held.gradient(values[1])
         total = (slope * values[0]).sum() - (slope_given * values[1]).sum()
