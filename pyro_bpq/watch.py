@@ -55,6 +55,7 @@ class Watch(Messenger):  # type: ignore[misc]
         self.tracker, self.choose, self.particles = tracker, choose, particles
         self.attach, self.noise = attach, functools.lru_cache(noise)
         self.attached: dict[str, Any] = {}
+        self.given: set[str] = set()
         self.is_guide = False
         self.escaped: dict[tuple[bool, str], frozenset[str]] = {}
         self.subsamples: dict[str, Any] = {}
@@ -71,6 +72,8 @@ class Watch(Messenger):  # type: ignore[misc]
     def _pyro_sample(self, msg: Any) -> None:
         if self.tracker is not None:
             self.escaped[self.is_guide, msg["name"]] = self.tracker.escaped
+        if msg["done"] and self.is_guide:
+            self.given.add(msg["name"])
         if not self.is_guide or msg["is_observed"] or not getattr(msg["fn"], "has_rsample", False):
             return
         info = site_info(msg, (), self.particles)
@@ -99,6 +102,9 @@ class Watch(Messenger):  # type: ignore[misc]
     def _attach(self, msg: Any) -> None:
         """Lets the value of a site carry a gradient, where its estimator does so."""
         estimator = None if self.attach is None else self.attach(msg["infer"])
+        if msg["name"] in self.given:
+            # Set from outside: it does not follow the parameters.
+            return
         if estimator is None or (getattr(msg["fn"], "has_rsample", False) and not hasattr(estimator, "correction")):
             return
         if self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])) == estimator:

@@ -26,8 +26,8 @@ class GeneralisedReparameterisation:
 
     ``T`` standardises ``log z`` of a Gamma and ``logit z`` of a Beta by mean and standard deviation; for a LogNormal
     the correction vanishes. ``b`` is the mean over the other particles or a running mean. The costs must be
-    differentiable in the value. torch's own ``rsample`` is exact for these distributions, so :class:`Pathwise` is better
-    where there is one; a reference, and the form for distributions that have only a transform.
+    differentiable in the value. torch's own ``rsample`` is exact for these distributions, so :class:`Pathwise` is
+    better where there is one; a reference, and the form for distributions that have only a transform.
 
     Register :func:`standardised` for a distribution of your own.
 
@@ -81,8 +81,8 @@ def standardised(fn: Any, value: Tensor) -> tuple[Tensor, Tensor]:
         UnsupportedSiteError: If no transform is known.
     """
     raise UnsupportedSiteError(
-        f"GeneralisedReparameterisation() knows no transform of a {type(fn).__name__}; use Pathwise() or ScoreFunction(), "
-        "or register one with pyro_bpq.estimators.generalised.standardised."
+        f"GeneralisedReparameterisation() knows no transform of a {type(fn).__name__}; use Pathwise() or "
+        "ScoreFunction(), or register one with pyro_bpq.estimators.generalised.standardised."
     )
 
 
