@@ -12,6 +12,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.util import check_if_enumerated, warn_if_nan
 from torch import Tensor, nn
 
+from pyro_bpq.analytic import differentiable_cost
 from pyro_bpq.bank import CriticBank, Write
 from pyro_bpq.critics import Critic, MLPCritic
 from pyro_bpq.errors import BPQError, OptionError
@@ -63,6 +64,8 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         learner: Trains the critics with an optimiser of its own; ``None`` adds their loss to the surrogate,
             so that the user's optimiser trains them.
         structure: ``"auto"``, ``"dynamic"``, ``"dense"`` or ``"static"``: when dependencies are tracked.
+        analytic_kl: Whether the gradient of ``log q - log p`` at reparameterised sites is that of its expectation
+            where that is known: the KL divergence, else the entropy. The reported loss stays that of the sample.
         seed: Seed of what the ELBO itself draws: the initial weights of critics.
 
     Raises:
@@ -92,6 +95,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         gamma: float | Callable[[int], float] = 1.0,
         learner: CriticLearner | None = CriticLearner(),
         structure: str = "auto",
+        analytic_kl: bool = False,
         seed: int = 0,
     ) -> None:
         nn.Module.__init__(self)
@@ -111,7 +115,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             raise OptionError(f"num_particles={num_particles!r}: write a positive number.")
         _check(estimator, critic, reduction, lam, gamma, learner)
         self.planner = Planner(estimator, critic, reduction)
-        self.lam, self.gamma, self.learner = lam, gamma, learner
+        self.lam, self.gamma, self.learner, self.analytic_kl = lam, gamma, learner, analytic_kl
         self.critics = CriticBank(seed, is_own=learner is not None)
         self.num_steps = self.num_noises = 0
         self.info: dict[str, dict[str, Tensor]] = {}
@@ -278,7 +282,8 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             generator = self._noise()
             rerun = Reruns(self._trace, programs, traced, graph, generator)
         result = step(plan.layout, rollout, tables, self.critics, learning_options, learning, rerun, generator)
-        return sum((t.run.differentiable for t in traced), torch.zeros(())), result
+        costs = [differentiable_cost(t, graph) if self.analytic_kl else t.run.differentiable for t in traced]
+        return sum(costs, torch.zeros(())), result
 
     def _noise(self) -> torch.Generator:
         """Noise for what estimators draw themselves; the global generator is left alone."""

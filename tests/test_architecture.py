@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "sandbox",
         "substitute",
         "reruns",
+        "analytic",
     ),
     ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing"),
     ("__init__",),

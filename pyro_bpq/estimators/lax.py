@@ -139,6 +139,7 @@ def _features(x: Tensor, mean: Tensor, context: SiteContext) -> Tensor:
 
 
 def _gradients(tensor: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = torch.autograd.grad(tensor.sum(), list(leaves.values()), allow_unused=True)
+    # The distribution's own set-up is shared between its gradients.
+    found = torch.autograd.grad(tensor.sum(), list(leaves.values()), retain_graph=True, allow_unused=True)
     zeros = [torch.zeros_like(leaf) for leaf in leaves.values()]
     return {name: zero if g is None else g.detach() for name, g, zero in zip(leaves, found, zeros, strict=True)}

