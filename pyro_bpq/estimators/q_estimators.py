@@ -68,7 +68,7 @@ class CriticBaseline:
             a = read_scale(self.scale, context)
             weight = centred - a[..., None, None] * control
             statistics = {
-                **update_means(context.cost, mean, context, self.decay),
+                **update_means(context.cost, mean, context, self.decay, read_scale(self.scale, context)),
                 **update_scale(self.scale, context, centred * score, control * score),
             }
         return SiteTerm(weight[..., 0, 0] * context.score, statistics)
@@ -130,7 +130,7 @@ class QControlVariate:
             a = read_scale(self.scale, context)[..., None, None]
             plain, variate = centred * score, control * score - fresh
             statistics = {
-                **update_means(context.cost, mean + own, context, self.decay),
+                **update_means(context.cost, mean + own, context, self.decay, read_scale(self.scale, context)),
                 **update_scale(self.scale, context, plain, variate),
             }
             gradient = plain - a * variate

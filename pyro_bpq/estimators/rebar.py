@@ -109,7 +109,7 @@ class REBAR:
         plain, variate = _parts(context, free, cost, path)
         a = _expand(read_scale(self.scale, context), plain)
         gradient = plain - a * variate
-        statistics = dict(update_means(context.cost, cost, context, self.decay))
+        statistics = dict(update_means(context.cost, cost, context, self.decay, read_scale(self.scale, context)))
         flat = [relaxation.natural(part, free, index) for part in (plain, variate)]
         statistics |= update_scale(self.scale, context, *flat)
         if isinstance(self.temperature, LearnedTemperature):

@@ -179,7 +179,7 @@ class RELAXQ:
             a = read_scale(self.scale, context)
             gradient = plain - a.reshape(*a.shape, *(1,) * (plain.dim() - a.dim())) * variate
             statistics: Mapping[str, Tensor] = {
-                **update_means(context.cost, value, context, self.decay),
+                **update_means(context.cost, value, context, self.decay, read_scale(self.scale, context)),
                 **update_scale(
                     self.scale, context, *(relaxation.natural(part, leaf, index) for part in (plain, variate))
                 ),

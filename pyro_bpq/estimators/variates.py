@@ -115,12 +115,12 @@ class NetworkVariate:
         return list(itertools.pairwise((inputs, *self.hidden, 1)))
 
 
-# Both parts of a residual, cost and control variate, centred by the other particles or by earlier steps.
+# Both parts of a residual, cost and control variate, centred by earlier steps and the other particles.
 
 
 def means_statistics() -> dict[str, tuple[float, ...]]:
-    """Running means of cost and control variate."""
-    return {"means": (0.0, 0.0)}
+    """Running means of cost and control variate; of the residual the product of two particles, and the square."""
+    return {"means": (0.0, 0.0), "pairs": (0.0, 0.0)}
 
 
 def _means(context: SiteContext) -> tuple[Tensor, Tensor]:
@@ -129,15 +129,46 @@ def _means(context: SiteContext) -> tuple[Tensor, Tensor]:
 
 
 def centre(cost: Tensor, variate: Tensor, context: SiteContext) -> tuple[Tensor, Tensor]:
-    """Cost and control variate less their means: of the other particles, or of earlier steps if there are none."""
-    if cost.shape[1] > 1:
-        return leave_one_out(cost), leave_one_out(variate)
-    means = _means(context)
-    return cost - means[0], variate - means[1]
+    r"""Cost and control variate less what is expected of them from earlier steps and the other particles.
+
+        C_i - m - ρ (1/(M-1) Σ_{j≠i} C_j - m),   ρ = c / (c + (s - c) / (M-1))
+
+    ``m`` is the running mean, ``c`` and ``s`` the running product of two particles' residuals and their
+    square. ``ρ = 1`` is leave-one-out; where particles of a row have nothing in common that earlier steps do not know,
+    ``ρ`` is 0.
+    """
+    means, particles = _means(context), cost.shape[1]
+    if particles == 1:
+        return cost - means[0], variate - means[1]
+    assert context.count is not None
+    product, square = context.statistics["pairs"].unbind(1)
+    noise = (square - product).clamp(min=0.0) / (particles - 1.0)
+    weight = product.clamp(min=0.0) / (product.clamp(min=0.0) + noise).clamp(min=torch.finfo(noise.dtype).tiny)
+    weight = torch.where(context.count > 0, weight, torch.ones_like(weight)).reshape(-1, *(1,) * (cost.dim() - 1))
+    first, second = (
+        # A particle less a part of the mean of the others.
+        (1.0 - weight) * (part - mean) + weight * leave_one_out(part)
+        for part, mean in zip((cost, variate), means, strict=True)
+    )
+    return first, second
 
 
-def update_means(cost: Tensor, variate: Tensor, context: SiteContext, decay: float) -> Mapping[str, Tensor]:
-    """New running means."""
+def update_means(
+    cost: Tensor, variate: Tensor, context: SiteContext, decay: float, scale: Tensor | float = 1.0
+) -> Mapping[str, Tensor]:
+    """New running means; ``scale`` is that of the control variate."""
     assert context.count is not None
     new = torch.stack((site_mean(cost), site_mean(variate)), 1)
-    return {"means": update_mean(context.statistics["means"], new, context.count, decay)}
+    found = {"means": update_mean(context.statistics["means"], new, context.count, decay)}
+    particles = cost.shape[1]
+    if particles > 1:
+        residual = cost - scale * variate
+        known = _means(context)[0] - scale * _means(context)[1]
+        start = site_mean(residual).reshape(-1, *(1,) * (cost.dim() - 1))
+        seen = (context.count > 0).reshape(start.shape)
+        residual = residual - torch.where(seen, known, start)
+        square = residual.square().mean(1, keepdim=True)
+        product = (particles * residual.mean(1, keepdim=True).square() - square) / (particles - 1.0)
+        pairs = torch.stack((site_mean(product), site_mean(square)), 1)
+        found["pairs"] = update_mean(context.statistics["pairs"], pairs, context.count, decay)
+    return found
