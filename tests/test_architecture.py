@@ -52,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cost_statement",
         "contained",
         "program_graph",
+        "analytic",
     ),
     ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing", "iwae"),
     ("__init__",),
