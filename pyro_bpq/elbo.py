@@ -116,7 +116,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self.lam, self.gamma, self.learner = lam, gamma, learner
         self.critics = CriticBank(seed, is_own=learner is not None)
         self.num_steps = self.num_noises = 0
-        self.info: dict[str, dict[str, Tensor]] = {}
+        self.info: dict[str, dict[str, Any]] = {}
         self._structure = StructureCache(structure)
         self._optimizer = None if learner is None else CriticOptimizer(learner)
         self._plans: dict[Any, Plan] = {}
@@ -233,10 +233,18 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
     ) -> tuple[Tensor, Tensor, StepResult]:
         """The loss, the differentiable costs, and what the step yields."""
+        runs, signals = self._observe(model, guide, args, kwargs, learning)
+        loss = self._mean([traced.run.loss for traced in runs])
+        differentiable = sum((traced.run.differentiable for traced in runs), torch.zeros(()))
+        return loss, differentiable, step(signals, self.critics, self._learning(), learning)
+
+    def _observe(
+        self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
+    ) -> tuple[list[TracedRun], list[Signals]]:
+        """The runs of a step, and what their sites are told."""
         track = self._structure.wants_tracking()
         programs = self._arguments(model, guide, args, kwargs)
         runs = [self._trace(*program, track=track) for program in programs]
-        loss = self._mean([traced.run.loss for traced in runs])
         graphs = [self._structure.graph(traced, learning) for traced in runs]
         is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
         if is_dynamic and self.vectorize_particles and self.num_particles > 1:
@@ -255,8 +263,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             self._signals([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
             for ids in members
         ]
-        differentiable = sum((traced.run.differentiable for traced in runs), torch.zeros(()))
-        return loss, differentiable, step(signals, self.critics, self._learning(), learning)
+        return runs, signals
 
     def _learning(self) -> Learning:
         return Learning(

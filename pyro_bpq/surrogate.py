@@ -45,12 +45,14 @@ class StepResult:
         critic_loss: Regression loss of the critics, or ``None``.
         writes: New running statistics, to be committed after the step.
         info: Detached diagnostics, by name of site.
+        terms: The summands of the surrogate: names of the sites and a tensor, as the estimator returned it.
     """
 
     surrogate: Tensor
     critic_loss: Tensor | None
     writes: list[Write] = field(default_factory=list)
-    info: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    info: dict[str, dict[str, Any]] = field(default_factory=dict)
+    terms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
 
 
 def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build: bool) -> StepResult:
@@ -66,13 +68,20 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
         The result; nothing in the bank has changed but for newly built rows.
     """
     writes: list[Write] = []
-    info: dict[str, dict[str, Tensor]] = {}
-    terms = [_estimate(*pair, bank, build, writes, info) for pair in _contexts(signals)]
+    info: dict[str, dict[str, Any]] = _pathwise_info(signals) if build else {}
+    terms = [(pair[1].names, _estimate(*pair, bank, build, writes, info)) for pair in _contexts(signals)]
     loss = _critic_loss(signals, bank, learning, writes, info) if build else None
     if len(signals) > 1:
         # Particles, and sites of a family that shares a critic, each have a say.
         writes = average_writes(writes)
-    return StepResult(sum(terms[1:], terms[0]) if terms else torch.zeros(()), loss, writes, info)
+    sums = [term.sum() for _, term in terms]
+    return StepResult(sum(sums[1:], sums[0]) if sums else torch.zeros(()), loss, writes, info, tuple(terms))
+
+
+def _pathwise_info(signals: Sequence[Signals]) -> dict[str, dict[str, Any]]:
+    """Sites that no estimator is called for."""
+    classes = [cls for one in signals for c, cls in enumerate(one.layout.classes) if c not in one.active]
+    return {name: {"estimator": repr(cls.spec.estimator)} for cls in classes for name in cls.names}
 
 
 # Estimators.
@@ -120,7 +129,7 @@ def _estimate(
     bank: CriticBank,
     build: bool,
     writes: list[Write],
-    info: dict[str, dict[str, Tensor]],
+    info: dict[str, dict[str, Any]],
 ) -> Tensor:
     """Calls an estimator with its running statistics."""
     initial = estimator.statistics(context.num_particles)
@@ -132,10 +141,11 @@ def _estimate(
             writes += selection.write(name, value)
         writes += selection.write("count", statistics["count"] + 1)
     if build:
+        text = repr(estimator)
         for i, name in enumerate(context.names):
             info[name] = {k: v[i] for k, v in term.statistics.items() if k in ("scales", "baseline")}
-            info[name]["cost_to_go"] = context.cost[i]
-    return term.surrogate.sum()
+            info[name] |= {"estimator": text, "cost_to_go": context.cost[i]}
+    return term.surrogate
 
 
 def _statistics(
@@ -175,7 +185,7 @@ def _critic_loss(
     bank: CriticBank,
     learning: Learning,
     writes: list[Write],
-    info: dict[str, dict[str, Tensor]],
+    info: dict[str, dict[str, Any]],
 ) -> Tensor | None:
     """Regression of all critics on their lambda-returns; ``None`` if there are no critics."""
     found: dict[Any, list[tuple[CriticRows, Tensor, Tensor]]] = {}

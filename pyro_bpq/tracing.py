@@ -66,6 +66,7 @@ class TracedRun:
         rng: State of the global generator before and after the run of the model.
         batch_ndim: Largest number of batch dimensions of any site.
         untraced: Latent sites of the guide that Pyro leaves out of its traces: ``log q`` is no cost.
+        escaped_sites: The sites whose values left torch.
     """
 
     key: tuple[Any, ...]
@@ -82,6 +83,7 @@ class TracedRun:
     rng: tuple[Tensor, Tensor]
     batch_ndim: int
     untraced: frozenset[str] = frozenset()
+    escaped_sites: frozenset[str] = frozenset()
 
     @property
     def plate_ndim(self) -> int:
@@ -226,6 +228,7 @@ def _record(
         rng=rng,
         batch_ndim=ndim,
         untraced=frozenset(untraced),
+        escaped_sites=escaped,
     )
 
 

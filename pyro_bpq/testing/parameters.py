@@ -70,6 +70,11 @@ class GradientReader(ParameterCollector):
         for _, leaf in self._module_leaves():
             self._lend(leaf)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters known so far."""
+        return [leaf for leaf, _ in self._lent.values()]
+
     def clear(self) -> None:
         """Clears the gradients of all parameters known so far."""
         for leaf, _ in self._lent.values():
