@@ -37,6 +37,9 @@ class SiteProgramRuns:
         self.names = layout.classes[c].names
         self.value = batch.value
 
+    def __repr__(self) -> str:
+        return f"SiteProgramRuns({', '.join(self.names)})"
+
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go at other values, detached."""
         value = value.detach()

@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "reruns",
         "registration",
     ),
-    ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing"),
+    ("elbo", "expected_cost", "svi", "diagnostics", "citation", "render", "testing"),
     ("__init__",),
 )
 TENSOR_FREE = frozenset(LAYERS[0] + LAYERS[1])

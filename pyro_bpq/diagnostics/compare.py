@@ -106,7 +106,8 @@ def compare_estimators(
             _first_run(model, guide, args, kwargs)
             truth = _reference(model, guide, args, kwargs, reference, num_particles, num_samples, num_warmup, options)
             advance("reference")
-            rows, ready = {}, {}
+            rows: dict[str, Any] = {}
+            ready: dict[str, Any] = {}
             for name, elbo in elbos.items():
                 pyro.set_rng_seed(seed + 1)
                 try:

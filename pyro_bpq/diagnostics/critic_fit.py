@@ -176,10 +176,10 @@ def _all_action(signals: Sequence[Signals]) -> dict[Any, Tensor]:
             context = one.context(c)
             if context.learned is None or context.log_probs is None:
                 continue
-            for part, table in ((_LEARNED, context.learned), (_EXACT, context.exact)):
-                if table is None:
+            for part, values in ((_LEARNED, context.learned), (_EXACT, context.exact)):
+                if values is None:
                     continue
-                weighted = context.log_probs.detach().exp() * table * context.log_probs
+                weighted = context.log_probs.detach().exp() * values * context.log_probs
                 for i, name in enumerate(context.names):
                     found[part, name] = found.get((part, name), torch.zeros(())) + weighted[i].sum()
     return found

@@ -79,11 +79,24 @@ def diagnose(
             # Tracked, so that it shows what leaves torch.
             tracked = [elbo._trace(*program, track=True) for program in elbo._arguments(model, guide, args, kwargs)]
             _, signals = elbo._observe(model, guide, args, kwargs, False)
-        fit = critic_fit(elbo, model, guide, *args, num_samples=num_samples, num_outcomes=num_outcomes, seed=seed, **kwargs)
+        fit = critic_fit(
+            elbo, model, guide, *args, num_samples=num_samples, num_outcomes=num_outcomes, seed=seed, **kwargs
+        )
     finally:
         set_rng_state(state)
     look = _Look(elbo, tracked, signals, fit)
-    checks = (_finite, _biased, _critics, _gradient_by_q, _scales, _supports, _structure, _extra_run, _variance, _particles)
+    checks = (
+        _finite,
+        _biased,
+        _critics,
+        _gradient_by_q,
+        _scales,
+        _supports,
+        _structure,
+        _extra_run,
+        _variance,
+        _particles,
+    )
     findings = [finding for check in checks for finding in check(look)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     moments = fit.moments
@@ -152,7 +165,9 @@ def _critics(look: _Look) -> Iterator[Finding]:
 
 def _is_useless(fit: Fit) -> bool:
     # Noise downstream of a site lowers what any critic can explain: a right gradient acquits it.
-    return fit.explained is not None and fit.explained <= _EXPLAINS and (fit.difference is None or fit.difference > _FAR)
+    return (
+        fit.explained is not None and fit.explained <= _EXPLAINS and (fit.difference is None or fit.difference > _FAR)
+    )
 
 
 def _gradient_by_q(look: _Look) -> Iterator[Finding]:
@@ -180,6 +195,7 @@ def _scales(look: _Look) -> Iterator[Finding]:
     if look.elbo.num_steps < _MANY_STEPS:
         return
     off: dict[str, list[str]] = {}
+    unused = []
     for one in look.signals:
         for c in one.active:
             context = one.context(c)
@@ -188,16 +204,30 @@ def _scales(look: _Look) -> Iterator[Finding]:
                 scales = look.elbo.info.get(name, {}).get("scales")
                 if scales is None or len(scales) != len(present):
                     continue
-                for text, part, scale in zip(_CORRECTIONS, present, scales.tolist(), strict=True):
-                    if part is not None and scale < _ZERO_SCALE:
+                low = [part is not None and s < _ZERO_SCALE for part, s in zip(present, scales.tolist(), strict=True)]
+                if low[1] and low[2]:
+                    unused.append(name)
+                    low[1:3] = False, False
+                for text, is_low in zip(_CORRECTIONS, low, strict=True):
+                    if is_low:
                         off.setdefault(text, []).append(name)
-    for text, sites in off.items():
+    if unused:
         yield Finding(
             "scale at zero",
-            "warning" if text == _CORRECTIONS[2] else "hint",
-            f"The adaptive scale of the control variate \"{text}\" is at zero for {_listed(sites)}: it brought more "
-            "noise than it removed, or repeated what another one does, and is switched off.",
-            "Nothing breaks. If all scales of a critic stay there, see to its fit, or save its time with critic=None.",
+            "warning",
+            f"Both adaptive scales of the critic are at zero for {_listed(unused)}: it brought more noise than it "
+            "removed, or repeated what the other control variates do, and is switched off.",
+            "Nothing breaks: what is left is leave-one-out, or the running baseline. See to the critic's fit, or save "
+            "its time with critic=None.",
+            tuple(unused),
+        )
+    for text, sites in off.items():
+        yield Finding(
+            "one scale at zero",
+            "hint",
+            f"The adaptive scale of one control variate, the {text}, is at zero for {_listed(sites)}: the others "
+            "do its work, or it brings more noise than it removes.",
+            "Nothing to do.",
             tuple(sites),
         )
 
@@ -206,14 +236,14 @@ def _supports(look: _Look) -> Iterator[Finding]:
     limit = look.elbo.planner.max_support
     infos = {name: info for run in look.runs for name, info in run.infos.items()}
     for name, spec in _specs(look).items():
-        components = infos[name].components if name in infos else None
-        if components is None or components.cardinality <= limit or spec.estimator.is_pathwise or spec.estimator.uses_critic:
+        components, estimator = infos[name].components if name in infos else None, spec.estimator
+        if components is None or components.cardinality <= limit or estimator.is_pathwise or estimator.uses_critic:
             continue
         yield Finding(
             "support too large",
             "warning",
             f"Site {name!r} has {components.cardinality} values, more than the {limit} that are summed over by "
-            f"default: it uses {spec.estimator!r}.",
+            f"default: it uses {estimator!r}.",
             'If memory allows, write infer={"bpq": {"estimator": AllAction(exact=False)}} at the site; or split the '
             "value into several sites; or use more particles.",
             (name,),
@@ -225,9 +255,11 @@ def _structure(look: _Look) -> Iterator[Finding]:
     if not escaped:
         return
     cached = look.elbo._structure.mode in ("static", "dense")
-    crossing = " Rows of a plate may have met, so that credit is not cut by plates." if any(
-        run.crosses for run in look.runs
-    ) else ""
+    crossing = (
+        " Rows of a plate may have met, so that credit is not cut by plates."
+        if any(run.crosses for run in look.runs)
+        else ""
+    )
     yield Finding(
         "structure not cached",
         "hint" if cached else "warning",
@@ -274,8 +306,8 @@ def _variance(look: _Look) -> Iterator[Finding]:
         yield Finding(
             "noise",
             "hint",
-            f"The gradient's signal to noise is {number(moments.signal_to_noise)}: its mean is lost in one step's noise. "
-            "At an optimum this is as it should be.",
+            f"The gradient's signal to noise is {number(moments.signal_to_noise)}: its mean is lost in one step's "
+            "noise. At an optimum this is as it should be.",
             "Away from an optimum: more particles, a larger batch, or a smaller learning rate with momentum.",
         )
 

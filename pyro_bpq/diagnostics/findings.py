@@ -31,7 +31,8 @@ class Finding:
 
     def __str__(self) -> str:
         body = textwrap.wrap(f"{self.severity}: {self.message}", 110, subsequent_indent="    ")
-        return "\n".join([*body, *textwrap.wrap(f"-> {self.advice}", 106, initial_indent="    ", subsequent_indent="       ")])
+        advice = textwrap.wrap(f"-> {self.advice}", 110, initial_indent="    ", subsequent_indent="       ")
+        return "\n".join([*body, *advice])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.diagnostics.moments import COSTS, gradient_moments
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import BPQError, OptionError
 
 __all__ = ["SCALES", "History", "LogCallback", "scalars"]
 
@@ -31,8 +31,8 @@ def scalars(elbo: Any) -> dict[str, dict[str, float]]:
     """
     names: list[tuple[str, str]] = []
     values: list[Tensor] = []
-    for site, entries in elbo.info.items():
-        for key, entry in entries.items():
+    for site in _in_program_order(elbo):
+        for key, entry in elbo.info[site].items():
             if not isinstance(entry, Tensor):
                 continue
             if key == "scales":
@@ -49,6 +49,14 @@ def scalars(elbo: Any) -> dict[str, dict[str, float]]:
     for (site, label), number in zip(names, numbers, strict=True):
         found.setdefault(site, {})[label] = number
     return found
+
+
+def _in_program_order(elbo: Any) -> list[str]:
+    try:
+        order = {node.name: i for i, node in enumerate(elbo.graph.nodes)}
+    except (AttributeError, BPQError):
+        order = {}
+    return sorted(elbo.info, key=lambda site: order.get(site, len(order)))
 
 
 class History:

@@ -23,7 +23,7 @@ def plot_diagnostics(history: History, sites: Sequence[str] | None = None, windo
     Args:
         history: What was recorded.
         sites: The sites to draw; default: those whose cost-to-go varies most, at most eight.
-        window: Number of kept steps that curves are averaged over; default: a fiftieth of all.
+        window: Number of kept steps that curves are averaged over; default: a twentieth of all.
 
     Returns:
         A figure of matplotlib with four axes.
@@ -42,7 +42,7 @@ def plot_diagnostics(history: History, sites: Sequence[str] | None = None, windo
         figure_module: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise BPQError("plot_diagnostics() needs matplotlib (pip install matplotlib).") from error
-    window = max(1, len(history) // 50) if window is None else window
+    window = max(1, len(history) // 20) if window is None else window
     figure = figure_module.Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots(2, 2)
     colours = {site: f"C{i % 10}" for i, site in enumerate(chosen)}
@@ -109,8 +109,8 @@ def _scales(ax: Any, history: History, colours: dict[str, str], window: int) -> 
     for label, style in used:
         ax.plot([], [], style, color="black", label=label)
     if used:
-        ax.legend(fontsize=8, frameon=False, ncols=2, loc="lower left")
-    ax.set(title="adaptive scales", ylabel="scale", ylim=(-0.05, 1.3), xlabel="step")
+        ax.legend(fontsize=8, frameon=False, ncols=4, loc="upper center")
+    ax.set(title="adaptive scales", ylabel="scale", ylim=(-0.05, 1.4), xlabel="step")
     _note(ax, bool(used), "no adaptive scales")
 
 
@@ -118,14 +118,20 @@ def _signal(ax: Any, history: History, colours: dict[str, str]) -> None:
     steps = [step for step, _, _ in history.measured]
     if steps:
         total = np.array([value for _, value, _ in history.measured])
-        ax.plot(steps, np.where(total > 0, total, np.nan), "o-", color="black", markersize=4, label="whole gradient")
+        _known(ax, steps, total, color="black", markersize=4, label="whole gradient")
         for site, colour in colours.items():
             values = np.array([found.get(site, np.nan) for _, _, found in history.measured])
-            ax.plot(steps, np.where(values > 0, values, np.nan), "o-", color=colour, markersize=3, linewidth=1.0)
+            _known(ax, steps, values, color=colour, markersize=3, linewidth=1.0)
         ax.set_yscale("log")
         ax.legend(fontsize=8, frameon=False)
     ax.set(title="gradient", ylabel="signal to noise, |mean|² / variance", xlabel="step")
     _note(ax, bool(steps), "call history.measure(elbo, model, guide, ...)")
+
+
+def _known(ax: Any, steps: Sequence[int], values: np.ndarray, **style: Any) -> None:
+    """Positive values only: where sampling noise hides the signal there is no point."""
+    keep = np.isfinite(values) & (values > 0)
+    ax.plot(np.array(steps)[keep], values[keep], "o-", **style)
 
 
 def _errors(ax: Any, history: History, colours: dict[str, str], window: int) -> None:
@@ -148,4 +154,4 @@ def _lines(ax: Any, history: History, colours: dict[str, str], key: str, window:
 
 def _note(ax: Any, drawn: bool, text: str) -> None:
     if not drawn:
-        ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="gray")
+        ax.text(0.5, 0.6, text, transform=ax.transAxes, ha="center", va="center", color="gray")
