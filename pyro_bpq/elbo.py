@@ -67,6 +67,14 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         structure: ``"auto"``, ``"dynamic"``, ``"dense"`` or ``"static"``: when dependencies are tracked.
         seed: Seed of what the ELBO itself draws: the initial weights of critics.
 
+    Attributes:
+        info: After each training step what is known of each site, by name; tensors are detached and on their device.
+            ``estimator``: the ``repr`` of its gradient estimator. ``cost_to_go``: ``(M, plates)``, in nats.
+            ``baseline``: the running mean of ``RunningBaseline``, in nats. ``scales``: those of ``AllAction``, ``(4,)``
+            for exact costs, level and differences of the critic, and later sites. ``td_loss``: squared error of the
+            critic in units of its targets' spread. ``explained``: share of the targets' variance that the critic
+            explains, between particles of a data point; with one particle between data points.
+
     Raises:
         OptionError: If an option is out of range.
 

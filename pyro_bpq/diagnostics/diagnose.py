@@ -174,7 +174,7 @@ def _gradient_by_q(look: _Look) -> Iterator[Finding]:
     if look.elbo.num_steps < _MANY_STEPS:
         return
     for site, fit in look.fit.sites.items():
-        if fit.difference is None or fit.cosine is None or fit.difference - 3 * fit.difference_error < _FAR:
+        if fit.difference is None or fit.cosine is None or fit.difference - 3 * fit.difference_error < 1.0:
             continue
         if _is_useless(fit):
             continue  # said already
@@ -183,8 +183,8 @@ def _gradient_by_q(look: _Look) -> Iterator[Finding]:
             "critic gradient",
             "warning",
             f"The all-action gradient by the critic of {site!r} is {fit.difference:.0%} of what it should be away "
-            f"from it, with cosine {number(fit.cosine)} ({how}); a constant critic has 100%. The correction makes up "
-            "for that, at the price of variance.",
+            f"from it, with cosine {number(fit.cosine)} ({how}); a constant critic, no worse than none, has 100%. "
+            "The correction makes up for that, at the price of variance.",
             "Do not use this Q as a cost (a biased estimator). Train the critic longer or with another learning rate, "
             "or try TabularCritic() where the scope is small.",
             (site,),
