@@ -109,6 +109,17 @@ def test_nothing_changes() -> None:
         assert torch.equal(p, parameters[name]) and torch.equal(p.unconstrained().grad, grads[name])
 
 
+def test_critics_in_the_param_store_stay_what_they_are() -> None:
+    elbo = train(TraceBackpropQ_ELBO(learner=None), CHAIN, 3)
+    before = dict(pyro.get_param_store().named_parameters())
+    assert any(name.startswith("bpq_critics") for name in before)
+    options = {"num_warmup": 2, "num_rounds": 1, "progress": False, "verbose": False}
+    found = compare_estimators(CHAIN.model, CHAIN.guide, estimators={"own": elbo}, **options)
+    assert found["own"].num_warmup == 0
+    after = dict(pyro.get_param_store().named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+
+
 def test_moments_of_pyros_elbos_have_no_sites() -> None:
     CHAIN.params()
     found = gradient_moments(TraceGraph_ELBO(), CHAIN.model, CHAIN.guide)

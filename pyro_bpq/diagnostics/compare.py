@@ -14,12 +14,11 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
 from pyro_bpq.diagnostics.comparison import LIMIT, Comparison, Row, recommend
 from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments
-from pyro_bpq.diagnostics.sampling import num_outcomes_of
+from pyro_bpq.diagnostics.sampling import num_outcomes_of, seeded
 from pyro_bpq.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQError, OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import Estimator, LeaveOneOut, RunningBaseline, ScoreFunction
@@ -99,32 +98,25 @@ def compare_estimators(
     if num_rounds < 1:
         raise OptionError(f"num_rounds={num_rounds!r}: write a positive number.")
     options: dict[str, Any] = {"num_outcomes": num_outcomes, "seed": seed, **kwargs}
-    state = get_rng_state()
-    with _bar(progress, 2 * len(elbos) + 2) as advance:
-        try:
-            pyro.set_rng_seed(seed)
-            _first_run(model, guide, args, kwargs)
-            truth = _reference(model, guide, args, kwargs, reference, num_particles, num_samples, num_warmup, options)
-            advance("reference")
-            rows: dict[str, Any] = {}
-            ready: dict[str, Any] = {}
-            for name, elbo in elbos.items():
-                pyro.set_rng_seed(seed + 1)
-                try:
-                    warm, seconds = _warm_up(elbo, model, guide, args, kwargs, num_warmup)
-                    advance(name)
-                    moments = gradient_moments(
-                        elbo, model, guide, *args, num_samples=num_samples, exact=exact, **options
-                    )
-                    advance(name)
-                except UnsupportedSiteError as error:
-                    rows[name] = Row(name, ran=False, note=str(error))
-                    continue
-                rows[name] = {"num_warmup": warm, "warmup_s": seconds, **_figures(elbo, moments, truth)}
-                ready[name] = elbo
-            times = _times(ready, model, guide, args, kwargs, num_rounds, seed)
-        finally:
-            set_rng_state(state)
+    rows: dict[str, Any] = {}
+    ready: dict[str, Any] = {}
+    with seeded(seed), _bar(progress, 2 * len(elbos) + 2) as advance:
+        _first_run(model, guide, args, kwargs)
+        truth = _reference(model, guide, args, kwargs, reference, num_particles, num_samples, num_warmup, options)
+        advance("reference")
+        for name, elbo in elbos.items():
+            pyro.set_rng_seed(seed + 1)
+            try:
+                warm, seconds = _warm_up(elbo, model, guide, args, kwargs, num_warmup)
+                advance(name)
+                moments = gradient_moments(elbo, model, guide, *args, num_samples=num_samples, exact=exact, **options)
+                advance(name)
+            except UnsupportedSiteError as error:
+                rows[name] = Row(name, ran=False, note=str(error))
+                continue
+            rows[name] = {"num_warmup": warm, "warmup_s": seconds, **_figures(elbo, moments, truth)}
+            ready[name] = elbo
+        times = _times(ready, model, guide, args, kwargs, num_rounds, seed)
     done = tuple(
         row if isinstance(row, Row) else Row(name, ms=times[name][0], ms_spread=times[name][1], **row)
         for name, row in rows.items()
@@ -173,8 +165,13 @@ def _warm_up(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, 
     with torch.enable_grad(), GradientReader(model, guide, None) as reader:
         for _ in range(steps):
             reader.clear()
-            backward(elbo, model, guide, args, kwargs, False)
+            _step(elbo, model, guide, args, kwargs)
     return steps, time.perf_counter() - start
+
+
+def _step(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any) -> None:
+    # loss_and_grads would put the copy's critics into Pyro's param store where the user's optimiser trains them.
+    backward(elbo, model, guide, args, kwargs, isinstance(elbo, TraceBackpropQ_ELBO))
 
 
 def _reference(
@@ -251,7 +248,7 @@ def _times(
                 pyro.set_rng_seed(seed + turn)
                 reader.clear()
                 start = time.perf_counter()
-                backward(elbo, model, guide, args, kwargs, False)
+                _step(elbo, model, guide, args, kwargs)
                 found[name].append(1e3 * (time.perf_counter() - start))
     # The first turn is not counted: it may build what later ones use.
     return {name: _middle(values[1:]) for name, values in found.items()}

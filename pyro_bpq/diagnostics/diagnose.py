@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyro.util import get_rng_state, set_rng_state
 
 from pyro_bpq.diagnostics.critic_fit import CriticFit, Fit, critic_fit
 from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis, Finding
@@ -73,17 +72,12 @@ def diagnose(
     """
     if not isinstance(elbo, TraceBackpropQ_ELBO):
         raise OptionError(f"diagnose() looks into a TraceBackpropQ_ELBO, not a {type(elbo).__name__}.")
-    state = get_rng_state()
-    try:
-        with untouched(elbo, seed), torch.enable_grad():
-            # Tracked, so that it shows what leaves torch.
-            tracked = [elbo._trace(*program, track=True) for program in elbo._arguments(model, guide, args, kwargs)]
-            _, signals = elbo._observe(model, guide, args, kwargs, False)
-        fit = critic_fit(
-            elbo, model, guide, *args, num_samples=num_samples, num_outcomes=num_outcomes, seed=seed, **kwargs
-        )
-    finally:
-        set_rng_state(state)
+    with untouched(elbo, seed), torch.enable_grad():
+        # Tracked, so that it shows what leaves torch.
+        tracked = [elbo._trace(*program, track=True) for program in elbo._arguments(model, guide, args, kwargs)]
+        _, signals = elbo._observe(model, guide, args, kwargs, False)
+    limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "seed": seed}
+    fit = critic_fit(elbo, model, guide, *args, **limits, **kwargs)
     look = _Look(elbo, tracked, signals, fit)
     checks = (
         _finite,

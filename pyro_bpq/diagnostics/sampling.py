@@ -20,10 +20,23 @@ from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.features import finite_components
 from pyro_bpq.testing import TwoPoint, iter_outcomes
 
-__all__ = ["Accumulated", "accumulate", "num_outcomes_of", "untouched"]
+__all__ = ["Accumulated", "accumulate", "num_outcomes_of", "seeded", "untouched"]
 
 _NUM_BATCHES = 10
 Step = Callable[[], Mapping[Hashable, Tensor]]
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds the global generators, those of CUDA in use included, and puts them back on exit."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    state = get_rng_state()
+    with torch.random.fork_rng(devices=devices):
+        pyro.set_rng_seed(seed)
+        try:
+            yield
+        finally:
+            set_rng_state(state)
 
 
 @contextlib.contextmanager
@@ -34,20 +47,18 @@ def untouched(elbo: Any, seed: int) -> Iterator[None]:
         elbo: Any ELBO; one that is a module is in ``eval()`` mode meanwhile.
         seed: Seed of the global generators.
     """
-    state = get_rng_state()
     is_module = isinstance(elbo, torch.nn.Module)
     training, noises = getattr(elbo, "training", False), getattr(elbo, "num_noises", None)
     if is_module:
         elbo.eval()
-    pyro.set_rng_seed(seed)
     try:
-        yield
+        with seeded(seed):
+            yield
     finally:
         if is_module:
             elbo.train(training)
         if noises is not None:
             elbo.num_noises = noises
-        set_rng_state(state)
 
 
 def num_outcomes_of(guide: Callable[..., Any], args: Any, kwargs: Any, num_particles: int) -> float:
