@@ -11,7 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import BY_NAME, Case
+from models import BY_NAME, CASES, Case
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
 from steps import CHAIN, assert_equal, state_of
 
@@ -19,6 +19,7 @@ from pyro_bpq import CriticLearner, LeaveOneOut, Pathwise, ScoreFunction, TraceB
 from pyro_bpq.diagnostics import compare_estimators, critic_fit, diagnose, gradient_moments
 from pyro_bpq.diagnostics.comparison import Row, recommend
 from pyro_bpq.diagnostics.moments import COSTS
+from pyro_bpq.diagnostics.sampling import num_outcomes_of
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import DisARM, StraightThrough
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
@@ -39,6 +40,14 @@ class Declared(ScoreFunction):
 @dataclass(frozen=True)
 class Admitted(Declared):
     is_unbiased: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Noisy(ScoreFunction):
+    """Adds a constant to the cost: noise and no bias."""
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        return SiteTerm((context.cost + 1.0) * context.score)
 
 
 def train(elbo: Any, case: Case, steps: int) -> Any:
@@ -255,6 +264,15 @@ def test_useless_critic_is_found() -> None:
     assert fit.explained == pytest.approx(0.0, abs=1e-3) and fit.difference == pytest.approx(1.0, abs=1e-3)
 
 
+def test_fit_is_within_a_data_point_where_rows_are_drawn() -> None:
+    case = BY_NAME["global_local_subsample"]
+    one, two = (train(TraceBackpropQ_ELBO(num_particles=n), case, 20) for n in (1, 2))
+    case.params()
+    options = {"num_samples": 20, "exact": False}
+    assert critic_fit(one, case.model, case.guide, *case.args, **options).sites["g"].explained is None
+    assert critic_fit(two, case.model, case.guide, *case.args, **options).sites["g"].explained is not None
+
+
 def test_young_critic_is_only_hinted_at() -> None:
     elbo = train(TraceBackpropQ_ELBO(learner=CriticLearner(lr=1e-9)), CHAIN, 5)
     assert "critic untrained" in kinds_of(elbo, CHAIN) and "critic explains nothing" not in kinds_of(elbo, CHAIN)
@@ -343,6 +361,31 @@ def test_biased_and_broken_programs_are_found() -> None:
     with pyro.validation_enabled(False):
         found = diagnose(TraceBackpropQ_ELBO(), model, guide, num_samples=5)
     assert next(iter(found)).kind == "not finite" and next(iter(found)).severity == "error"
+
+
+def test_gradient_without_a_signal_is_found() -> None:
+    def model() -> None:
+        pyro.sample("z", dist.Bernoulli(0.4))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(pyro.param("q", torch.tensor(0.4 + shift))))
+
+    found = {}
+    for shift in (0.0, 0.3):
+        pyro.clear_param_store()
+        elbo = TraceBackpropQ_ELBO(estimator=Noisy(), critic=None)
+        found[shift] = "noise" in diagnose(elbo, model, guide, num_samples=60, num_outcomes=1).kinds()
+    assert found == {0.0: True, 0.3: False}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name != "dynamic_sites"], ids=lambda case: case.name)
+def test_outcomes_are_counted(case: Case) -> None:
+    case.params()
+    count = num_outcomes_of(case.guide, case.args, {}, 1)
+    # What the model alone draws, and branches that one run does not take, it cannot see.
+    unseen = {"model_subsample": 2, "python_branch": 2}
+    assert count == unseen.get(case.name, case.num_states)
+    assert num_outcomes_of(case.guide, case.args, {}, 2) == count**2
 
 
 def test_diagnose_refuses_other_elbos() -> None:

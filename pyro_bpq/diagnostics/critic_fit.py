@@ -99,12 +99,18 @@ def critic_fit(
     Returns:
         What was found, by site.
 
+    Raises:
+        OptionError: If an option is out of range.
+        BPQError: If ``exact=True`` and the outcomes cannot be enumerated.
+
     References:
         | Backprop-Q (Xu et al., 2018), Appendix, Gradient Difference Between Two Locally Fitted Functions
         | (there the derivative with respect to a continuous value, here differences between discrete values)
     """
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
     with untouched(elbo, seed), torch.enable_grad():
+        with torch.no_grad():
+            is_subsampled = any(run.subsamples for run in elbo._observe(model, guide, args, kwargs, False)[0])
         count = math.inf if exact is False else num_outcomes_of(guide, args, kwargs, elbo.num_particles)
         with GradientReader(model, guide, None) as reader:
 
@@ -126,17 +132,17 @@ def critic_fit(
                     reader.clear()
                     _note_targets(elbo._observe(model, guide, args, kwargs, False)[1], pairs)
         moments = named_moments(found, reader)
-    return _fits(moments, pairs)
+    return _fits(moments, pairs, is_subsampled)
 
 
-def _fits(moments: GradientMoments, pairs: dict[str, list[tuple[Tensor, Tensor]]]) -> CriticFit:
+def _fits(moments: GradientMoments, pairs: dict[str, list[tuple[Tensor, Tensor]]], is_subsampled: bool) -> CriticFit:
     sites = dict(moments.sites)
     parts = {key: sites.pop(key) for key in list(sites) if isinstance(key, tuple)}
     by_critic = {key[1]: part for key, part in parts.items() if key[0] == _LEARNED}
     scale = 0.0 if moments.is_exact else 1.0 / moments.num_samples
     fits = {}
     for site in {**pairs, **by_critic}:
-        explained = _explained(pairs[site]) if site in pairs else None
+        explained = _explained(pairs[site], is_subsampled) if site in pairs else None
         if site not in by_critic or site not in sites:
             fits[site] = Fit(explained)
             continue
@@ -198,14 +204,16 @@ def _note_targets(signals: Sequence[Signals], pairs: dict[str, list[tuple[Tensor
             pairs.setdefault(site, []).append(pair)
 
 
-def _explained(pairs: list[tuple[Tensor, Tensor]]) -> float | None:
-    """Centred over the draws of each data point, then pooled."""
-    shapes = {tuple(target.shape[1:]) for _, target in pairs}
-    if len(shapes) != 1:
-        return None
-    value, target = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
-    error = target - value
-    whole = float((target - target.mean(0)).square().sum())
-    rest = float((error - error.mean(0)).square().sum())
-    scale = float(target.square().sum()) * torch.finfo(target.dtype).eps
-    return 1.0 - rest / whole if whole > scale else None
+def _explained(pairs: list[tuple[Tensor, Tensor]], is_subsampled: bool) -> float | None:
+    """Centred over the draws of each data point, then pooled; over the particles where draws differ in their data."""
+    if is_subsampled or len({tuple(target.shape[1:]) for _, target in pairs}) > 1:
+        groups = [pair for pair in pairs if pair[1].shape[0] > 1]
+    else:
+        groups = [(torch.cat([value for value, _ in pairs]), torch.cat([target for _, target in pairs]))]
+    whole = sum(_spread(target) for _, target in groups)
+    scale = sum(float(target.square().sum()) * torch.finfo(target.dtype).eps for _, target in groups)
+    return 1.0 - sum(_spread(target - value) for value, target in groups) / whole if whole > scale else None
+
+
+def _spread(value: Tensor) -> float:
+    return float((value - value.mean(0)).square().sum())

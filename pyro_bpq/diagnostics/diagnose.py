@@ -2,7 +2,6 @@ r"""Says in sentences what keeps a program from learning, and what to try."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ _MANY_STEPS = 200
 _EXPLAINS = 0.02
 _FAR = 0.7
 _ZERO_SCALE = 0.05
+_NOISE_SAMPLES = 50
 _CORRECTIONS = ("exact immediate costs", "level of the critic", "differences of the critic", "later sites")
 
 
@@ -296,12 +296,12 @@ def _variance(look: _Look) -> Iterator[Finding]:
                 '(infer={"bpq": {"estimator": ...}}), a critic of its own, or more particles.',
                 (site,),
             )
-    if not moments.is_exact and moments.signal_to_noise < 1e-3 and math.isfinite(moments.signal_to_noise):
+    if not moments.is_exact and moments.num_samples >= _NOISE_SAMPLES and moments.signal_to_noise == 0.0:
         yield Finding(
             "noise",
             "hint",
-            f"The gradient's signal to noise is {number(moments.signal_to_noise)}: its mean is lost in one step's "
-            "noise. At an optimum this is as it should be.",
+            f"The mean gradient of {moments.num_samples} steps is within its sampling error: its signal to noise is "
+            f"below 1/{moments.num_samples}. At an optimum this is as it should be.",
             "Away from an optimum: more particles, a larger batch, or a smaller learning rate with momentum.",
         )
 

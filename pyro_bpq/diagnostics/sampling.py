@@ -62,7 +62,7 @@ def untouched(elbo: Any, seed: int) -> Iterator[None]:
 
 
 def num_outcomes_of(guide: Callable[..., Any], args: Any, kwargs: Any, num_particles: int) -> float:
-    """Number of joint outcomes of one step, as far as one run of the guide tells; infinite if uncountable.
+    """Number of joint outcomes of one step, as far as one run of the guide tells; infinite if very many.
 
     Args:
         guide: Guide.
@@ -75,15 +75,9 @@ def num_outcomes_of(guide: Callable[..., Any], args: Any, kwargs: Any, num_parti
     """
     with torch.no_grad(), poutine.block():
         trace = poutine.trace(guide).get_trace(*args, **kwargs)
-    log_count = 0.0
-    for site in trace.nodes.values():
-        if site["type"] != "sample" or site["is_observed"]:
-            continue
-        log_count += _log_count(site["fn"])
-    try:
-        return math.exp(num_particles * log_count)
-    except OverflowError:
-        return math.inf
+    sites = [site["fn"] for site in trace.nodes.values() if site["type"] == "sample" and not site["is_observed"]]
+    log_count = num_particles * sum(map(_log_count, sites))
+    return float(round(math.exp(log_count))) if log_count < 40.0 else math.inf
 
 
 def _log_count(fn: Any) -> float:
