@@ -137,7 +137,9 @@ def references(thing: Any) -> tuple[Reference, ...]:
         entry = line.strip()
         if entry.startswith("|"):
             entries.append(entry[1:].strip())
-        elif entry and entries:
+        elif entry and (not entries or _ENTRY.match(entries[-1])):
+            entries.append(entry)
+        elif entry:
             entries[-1] += f" {entry}"
     parsed: list[Reference] = []
     for entry in entries:

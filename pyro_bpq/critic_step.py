@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +15,33 @@ from pyro_bpq.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critics import Critic, CriticShape
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.estimators.base import site_mean, update_mean
-from pyro_bpq.layout import Layout, QGroup
+from pyro_bpq.joint_critics import JointCritic, JointOutput, SiteValue
+from pyro_bpq.layout import Layout, QGroup, matrix
 from pyro_bpq.site_batch import SiteBatch
 
-__all__ = ["CriticBatch", "CriticRows", "evaluate_critics", "regression"]
+__all__ = ["CriticBatch", "CriticRows", "JointValue", "Learned", "evaluate_critics", "regression"]
+
+
+class Learned(NamedTuple):
+    """What critics say of the sites of a class, in nats, detached.
+
+    Args:
+        level: ``V`` of a dueling critic, ``E[Q]`` of one that reads the value as a whole; ``(G, M, plates)``.
+        table: Its table ``(G, M, plates, D, K)``, or ``None``.
+        own: Residual ``(G, M, plates)`` of a critic that reads the value as a whole, or ``None``.
+        variate: Its control variate for earlier sites, of the same shape.
+    """
+
+    level: Tensor
+    table: Tensor | None = None
+    own: Tensor | None = None
+    variate: Tensor | None = None
+
+    def plus(self, other: Learned) -> Learned:
+        """The sum over two groups of Q-nodes of the same sites."""
+        pairs = zip(self, other, strict=True)
+        total = [a if b is None else b if a is None else a + b for a, b in pairs]
+        return Learned(*total)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -53,6 +77,8 @@ class CriticBatch:
         advantage: ``A`` in nats, ``(Q, M, plates, D, K)``, with the critics' gradient, or ``None``.
         unit: Scale of the sites (subsampling), which targets are divided by.
         writes: New running moments of the context features.
+        joint: What a critic that reads the value as a whole says of it, in nats: ``level`` and ``advantage``
+            then are ``E[Q]`` and the table of its all-action term, without gradient.
     """
 
     group: QGroup
@@ -63,6 +89,18 @@ class CriticBatch:
     advantage: Tensor | None
     unit: Tensor
     writes: tuple[Write, ...] = ()
+    joint: JointValue | None = None
+
+    def per_site(self, member: Tensor | None) -> Learned:
+        """Sums over the Q-nodes of each site, with the matrix (sites × Q-nodes) or one node each."""
+
+        def total(part: Tensor) -> Tensor:
+            return part.detach() if member is None else matrix(member, part.detach())
+
+        table = None if self.advantage is None else total(self.advantage)
+        if self.joint is None:
+            return Learned(total(self.level), table)
+        return Learned(total(self.level), table, total(self.joint.own), total(self.joint.variate))
 
     def rows(self) -> CriticRows:
         """All of them."""
@@ -73,6 +111,23 @@ class CriticBatch:
         selection = bank.select(self.kind, (self.keys[i],), None)
         assert selection is not None
         return CriticRows((self.group.nodes[i].site,), selection, self.unit[i : i + 1])
+
+
+@dataclass(frozen=True)
+class JointValue:
+    """A joint critic's values.
+
+    Args:
+        value: ``Q(x)``, ``(Q, M, plates)``, with the critics' gradient.
+        mean: Its expectation, or what stands for it, of the same shape, detached.
+        own: Residual that goes with the table, of the same shape, detached.
+        variate: What corrects earlier sites, of mean zero, of the same shape, detached.
+    """
+
+    value: Tensor
+    mean: Tensor
+    own: Tensor
+    variate: Tensor
 
 
 def evaluate_critics(
@@ -92,16 +147,16 @@ def evaluate_critics(
     """
     batch = batches[group.c]
     spec = batch.cls.spec
-    split = spec.components
+    components, cardinality = spec.parts
     shape = CriticShape(
         sites=len(group.nodes),
         features=layout.num_features(group),
-        components=split.size if split else 0,
-        cardinality=split.cardinality if split else 0,
+        components=components,
+        cardinality=cardinality,
         cells=layout.cells(group) if spec.critic is not None and spec.critic.uses_cells else 0,
     )
     kind, keys = _kind(spec.critic, shape), _keys(group, spec.share)
-    selection = bank.select(kind, keys, _builder(spec.critic, shape, bank, batch.probs) if build else None)
+    selection = bank.select(kind, keys, _builder(spec.critic, shape, bank, batch.like) if build else None)
     if selection is None and layout.is_steered:
         # Which other sites are missing must not matter to a site: they come with its value.
         known = [i for i, key in enumerate(keys) if bank.select(kind, (key,), None) is not None]
@@ -112,6 +167,11 @@ def evaluate_critics(
     nodes = group.nodes
     context, writes = _standardised(_context(layout, group, batches), selection)
     cells = _cells(group, batches) if shape.cells else None
+    if isinstance(spec.critic, JointCritic):
+        site = _site_value(group, batch)
+        packed = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site))
+        expected, table, unit, joint = _joint(layout, group, batch, selection, packed)
+        return CriticBatch(group, kind, keys, selection, expected, table, unit, writes, joint)
     output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells))
     if output.shape != (len(nodes), context.shape[1], shape.outputs):
         raise CriticShapeError(
@@ -137,19 +197,53 @@ def _standardised(context: Tensor, selection: Selection, decay: float = 0.95) ->
     return ((context - mean.unsqueeze(1)) / spread.unsqueeze(1)).clamp(-6.0, 6.0), writes
 
 
+def _site_value(group: QGroup, batch: SiteBatch) -> SiteValue:
+    """Values and distributions of the sites of the Q-nodes of a group, rows flattened."""
+    sites, lead = list(group.sites), 1 + len(batch.batch_shape)
+
+    def flat(tensor: Tensor) -> Tensor:
+        return tensor[sites].flatten(1, lead - 1)
+
+    if batch.cls.spec.components is None:
+        return SiteValue(powers=flat(batch.moments.powers))
+    return SiteValue(flat(batch.index), flat(batch.probs))
+
+
+def _joint(
+    layout: Layout, group: QGroup, batch: SiteBatch, selection: Selection, packed: Tensor
+) -> tuple[Tensor, Tensor, Tensor, JointValue]:
+    """Expectation, table, unit of the sites and values of critics that read a value as a whole, in nats."""
+    unit, mean, spread, step = _units(layout, group, batch, selection)
+    output = JointOutput.unpacked(packed, *batch.cls.spec.parts)
+    level, value, centre, own, variate, table = (
+        part.reshape(part.shape[0], *batch.batch_shape, *part.shape[2:]) for part in output
+    )
+    level, step = unit * (mean + spread * level), unit * step
+    expected = (level + step * centre).detach()
+    joint = JointValue(level + step * value, expected, step * own, step * variate)
+    return expected, step[..., None, None] * table, unit, joint
+
+
+def _units(
+    layout: Layout, group: QGroup, batch: SiteBatch, selection: Selection
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scale of the sites, and mean and spreads of the targets in its unit."""
+    is_whole = layout.membership(group, group.nodes, batch.like) is None
+    unit = batch.scale if is_whole else batch.scale[list(group.sites)]
+    lead = (-1, *(1,) * len(batch.batch_shape))
+    mean, spread, step = (selection.read(name).reshape(lead) for name in ("mean", "spread_level", "spread_advantage"))
+    return unit, mean, spread, step
+
+
 def _dueling(
     layout: Layout, group: QGroup, batch: SiteBatch, selection: Selection, output: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Level, advantage and unit of the sites, in nats."""
-    is_whole = layout.membership(group, group.nodes, batch.probs) is None
-    unit = batch.scale if is_whole else batch.scale[list(group.sites)]
-    lead = (-1, *(1,) * len(batch.batch_shape))
-    mean, spread, step = (selection.read(name).reshape(lead) for name in ("mean", "spread_level", "spread_advantage"))
+    unit, mean, spread, step = _units(layout, group, batch, selection)
     level = unit * (mean + spread * output[..., 0].reshape(-1, *batch.batch_shape))
     if batch.cls.spec.components is None:
         return level, None, unit
-    split = batch.components
-    advantage = output[..., 1:].reshape(-1, *batch.batch_shape, split.size, split.cardinality)
+    advantage = output[..., 1:].reshape(-1, *batch.batch_shape, *batch.cls.spec.parts)
     return level, (unit * step)[..., None, None] * advantage, unit
 
 
@@ -199,6 +293,7 @@ def regression(
         *critic.selection.write("mean", new_mean),
         *critic.selection.write("spread_level", level),
         *critic.selection.write("spread_advantage", step),
+        *critic.selection.write("rows", torch.full_like(count, value[0].numel())),
         *critic.selection.write("count", count + 1),
     ]
     with torch.no_grad():
@@ -245,19 +340,29 @@ def _builder(
         if shape.features:
             buffers["context_mean"] = torch.zeros(len(keys), shape.features)
             buffers["context_square"] = torch.ones(len(keys), shape.features)
-        return Block(_kind(critic, shape), keys, module, {**buffers, "count": 0 * ones}).to(like.device, like.dtype)
+        buffers |= {"rows": ones.clone(), "count": 0 * ones}
+        return Block(_kind(critic, shape), keys, module, buffers).to(like.device, like.dtype)
 
     return make
 
 
-def _forward(block: Block, rows: Tensor | None, at: Tensor | None, context: Tensor, cells: Tensor | None) -> Tensor:
+def _forward(
+    block: Block,
+    rows: Tensor | None,
+    at: Tensor | None,
+    context: Tensor,
+    cells: Tensor | None,
+    site: SiteValue | None = None,
+) -> Tensor:
     assert block.critic is not None
     if at is not None:
         context, cells = context[at], None if cells is None else cells[at]
+        site = None if site is None else SiteValue(*(None if part is None else part[at] for part in site))
+    given = (context, cells) if site is None else (context, cells, site)
     if rows is None:
-        return block.critic(context, cells)
+        return block.critic(*given)
     chosen = {name: weight[rows] for name, weight in block.weights().items()}
-    return torch.func.functional_call(block.critic, chosen, (context, cells))
+    return torch.func.functional_call(block.critic, chosen, given)
 
 
 def _pool(value: Tensor, source: SiteBatch, target: SiteBatch) -> Tensor:
@@ -283,17 +388,17 @@ def _context(layout: Layout, group: QGroup, batches: Sequence[SiteBatch]) -> Ten
             parts.append(mixed.expand(*lead, -1))
     sites = list(group.sites)
     if batch.cls.spec.share is not None:
-        index = batch.probs.new_tensor([_index_features(node.site) for node in group.nodes])
+        index = batch.like.new_tensor([_index_features(node.site) for node in group.nodes])
         parts.append(index.reshape(queries, *(1,) * len(batch.batch_shape), -1).expand(*lead, -1))
-    if batch.cls.spec.has_params and batch.cls.spec.components is not None:
+    if batch.cls.spec.has_params and (batch.cls.spec.components is not None or batch.cls.spec.has_moments):
         parts.append(batch.parameters[sites])
     if batch.cls.spec.context:
-        parts.append(batch.context[sites].to(batch.probs.dtype))
+        parts.append(batch.context[sites].to(batch.like.dtype))
     rows = 1
     for size in batch.batch_shape:
         rows *= size
     if not parts:
-        return batch.probs.new_zeros(queries, rows, 0)
+        return batch.like.new_zeros(queries, rows, 0)
     return torch.cat(parts, -1).reshape(queries, rows, -1)
 
 
@@ -307,7 +412,7 @@ def _index_features(site: str) -> tuple[float, float]:
 def _cells(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
     """Joint state of the rest of the scope, ``(Q, N)``."""
     batch, queries = batches[group.c], len(group.nodes)
-    cell = torch.zeros((queries, *batch.batch_shape), dtype=torch.long, device=batch.probs.device)
+    cell = torch.zeros((queries, *batch.batch_shape), dtype=torch.long, device=batch.like.device)
     for plan in group.contexts:
         source = batches[plan.source]
         if any(plate not in batch.plates for plate in source.plates):

@@ -3,8 +3,10 @@ r"""``TraceBackpropQ_ELBO``: wiring only."""
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pyro.infer import ELBO
@@ -13,14 +15,17 @@ from pyro.util import check_if_enumerated, warn_if_nan
 from torch import Tensor, nn
 
 from pyro_bpq.bank import CriticBank, Write
+from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.critics import Critic, MLPCritic
-from pyro_bpq.errors import BPQError, OptionError, UnsupportedProgramError
+from pyro_bpq.elimination import eliminate
+from pyro_bpq.enumeration import enumerated_programs
+from pyro_bpq.errors import BPQError, BPQWarning, OptionError, UnsupportedProgramError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.network import BackpropQNetwork, Reduction
-from pyro_bpq.plan import Plan, Planner
+from pyro_bpq.plan import Plan, Planner, check_gradients
 from pyro_bpq.registration import register_critics
 from pyro_bpq.reruns import Reruns
 from pyro_bpq.rollout import Rollout
@@ -31,6 +36,10 @@ from pyro_bpq.tracing import TracedRun, trace_run
 
 __all__ = ["TraceBackpropQ_ELBO"]
 
+_NOTHING_ENUMERATED = (
+    'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
+    'pyro.infer.config_enumerate, or write enumeration="sample".'
+)
 _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 
 
@@ -56,9 +65,10 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         tail_adaptive_beta: As in Pyro's ELBOs.
         estimator: Estimator of every site without ``rsample`` that does not choose its own;
             ``None`` picks per site.
-        critic: How to build the critics of sites with one finite component; ``None`` for none. A site of many
-            components (``to_event``) has one only where ``infer`` or ``config_bpq`` asks for it: as measured, a
-            general critic gains nothing there over the extra run of the model.
+        critic: How to build the critics of sites that do not choose their own; ``None`` for none. At a site of many
+            components (``to_event``) an :class:`~pyro_bpq.MLPCritic` becomes a :class:`~pyro_bpq.FlipCritic` of the
+            same layers, which reads the value as a whole. Sites that :class:`~pyro_bpq.QProp` serves have a
+            :class:`~pyro_bpq.MomentCritic`; reparameterised sites only where ``infer`` or ``config_bpq`` asks for it.
         reduction: Reduction of the Backprop-Q network.
         lam: Weight of the lambda-return against the critic in targets, in ``[0, 1]``, or a function of the step.
         gamma: Discount of targets per edge, in ``(0, 1]``, or a function of the step.
@@ -66,10 +76,12 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             so that the user's optimiser trains them.
         structure: ``"auto"``, ``"dynamic"``, ``"dense"`` or ``"static"``: when dependencies are tracked.
         seed: Seed of what the ELBO itself draws: the initial weights of critics.
+        enumeration: What ``infer={"enumerate": ...}`` means: ``"sample"``, the site is sampled, with a warning;
+            ``"exact"``, it is summed out as by Pyro's ``TraceEnum_ELBO``.
 
     Attributes:
         info: After each training step what is known of each site, by name; tensors are detached and on their device.
-            ``estimator``: the ``repr`` of its gradient estimator. ``cost_to_go``: ``(M, plates)``, in nats.
+            ``estimator``: its gradient estimator. ``cost_to_go``: ``(M, plates)``, in nats.
             ``baseline``: the running mean of ``RunningBaseline``, in nats. ``scales``: those of ``AllAction``, ``(4,)``
             for exact costs, level and differences of the critic, and later sites. ``td_loss``: squared error of the
             critic in units of its targets' spread. ``explained``: share of the targets' variance that the critic
@@ -103,6 +115,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         learner: CriticLearner | None = CriticLearner(),
         structure: str = "auto",
         seed: int = 0,
+        enumeration: Literal["sample", "exact"] = "sample",
     ) -> None:
         nn.Module.__init__(self)
         ELBO.__init__(
@@ -120,6 +133,9 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         if num_particles < 1:
             raise OptionError(f"num_particles={num_particles!r}: write a positive number.")
         _check(estimator, critic, reduction, lam, gamma, learner)
+        if enumeration not in ("sample", "exact"):
+            raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
+        self.enumeration = enumeration
         self.planner = Planner(estimator, critic, reduction)
         self.lam, self.gamma, self.learner = lam, gamma, learner
         self.critics = CriticBank(seed, is_own=learner is not None)
@@ -136,6 +152,9 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self.critics.on_build = self._catch_up
 
     __call__ = ELBO.__call__
+
+    # Whether cost statements are all that counts: an expected cost instead of an ELBO.
+    _only_costs = False
 
     def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The same as :meth:`differentiable_loss`."""
@@ -221,18 +240,37 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
 
     def _arguments(self, model: Any, guide: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any, Any, Any]]:
         """The programs of each run, wrapped for vectorised particles as Pyro does."""
+        if self.enumeration == "exact" and math.isinf(self.max_plate_nesting):
+            # Dimensions of values lie to the left of all plates.
+            self._guess_max_plate_nesting(model, guide, args, kwargs)
         return list(self._get_traces(model, guide, args, kwargs))
+
+    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
+        super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return model, guide, args, kwargs
 
     def _trace(self, model: Any, guide: Any, args: Any, kwargs: Any, track: bool) -> TracedRun:
-        planner = self.planner
-        traced = trace_run(
-            *(model, guide, args, kwargs, self.max_plate_nesting, planner.choose, self.num_particles, track),
-            attach=planner.attach,
-            noise=self._noise,
-        )
+        def run(model: Any, guide: Any) -> TracedRun:
+            planner = self.planner
+            return trace_run(
+                *(model, guide, args, kwargs, self.max_plate_nesting, planner.choose, self.num_particles, track),
+                attach=planner.attach,
+                noise=self._noise,
+                step=self.num_steps,
+                only_costs=self._only_costs,
+            )
+
+        if self.enumeration == "exact":
+            nesting = int(self.max_plate_nesting)
+            with enumerated_programs(model, guide, nesting) as programs:
+                traced = run(*programs)
+            if self.strict_enumeration_warning and is_validation_enabled() and not traced.enumerated:
+                warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
+            return eliminate(traced, nesting)
+        traced = run(model, guide)
+        check_gradients(traced)
         if is_validation_enabled():
             check_if_enumerated(traced.guide_trace)
         return traced
@@ -278,12 +316,13 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             _at(self.lam, self.num_steps),
             _at(self.gamma, self.num_steps),
             1.0 if self.learner is None else self.learner.level_weight,
+            self.num_steps,
         )
 
     def _signals(
         self, traced: list[TracedRun], graph: Any, programs: list[Any], learning: bool, kind: tuple[bool, bool]
     ) -> Signals:
-        model, _, args, kwargs = programs[0]
+        model, guide, args, kwargs = programs[0]
         plan = self._plan(traced[0], graph, kind)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
         rollout = Rollout(
@@ -296,7 +335,8 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         )
         tables = {}
         if plan.flips is not None:
-            found = flipped_costs(plan.flips, plan.components, traced, rollout, model, args, kwargs, graph)
+            again = guide if self._only_costs else model
+            found = flipped_costs(plan.flips, plan.components, traced, rollout, again, args, kwargs, graph)
             if found is None:
                 self._cannot_flip.add(traced[0].key)
                 self._plans.clear()
@@ -425,7 +465,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         return (
             f"num_particles={self.num_particles}, estimator={planner.estimator}, critic={planner.critic}, "
             f"reduction={planner.reduction!r}, lam={self.lam}, gamma={self.gamma}, learner={self.learner}, "
-            f"structure={self._structure.mode!r}"
+            f"structure={self._structure.mode!r}, enumeration={self.enumeration!r}"
         )
 
 

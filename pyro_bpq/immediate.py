@@ -18,12 +18,13 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
+from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.features import Components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.rollout import Rollout, sum_to_plates
 from pyro_bpq.sandbox import Sandbox
 from pyro_bpq.substitute import Substitute
-from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
+from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model, cost_of_site
 
 __all__ = ["FlipPlan", "flip_plan", "immediate_costs", "immediate_model_costs"]
 
@@ -66,7 +67,9 @@ def immediate_model_costs(graph: StochasticComputationGraph) -> dict[str, tuple[
         found[name] = tuple(
             cost
             for cost in costs
-            if cost not in own and not cost.startswith("log q(") and plates <= set(graph.cost(cost).plates)
+            if cost not in own
+            and not cost.startswith(("log q(", "E[log q("))
+            and plates <= set(graph.cost(cost).plates)
         )
     return found
 
@@ -161,7 +164,8 @@ def _run_flipped(
     """Costs ``(rows, batch)`` of the extra run, by name."""
     values = {
         name: site["value"]
-        for name, site in traced.model_trace.nodes.items()
+        for trace in (traced.guide_trace, traced.model_trace)
+        for name, site in trace.nodes.items()
         if site["type"] == "sample" and not site["is_observed"]
     }
     values.update(traced.subsamples)
@@ -176,21 +180,24 @@ def _run_flipped(
         # The sampled run has been validated; its row is compared below.
         with sandbox, pyro.validation_enabled(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trace = poutine.trace(Substitute(values)(model)).get_trace(*args, **kwargs)
+            program = SkipCosts(exact=True)(Substitute(values)(model))
+            trace = poutine.trace(program).get_trace(*args, **kwargs)
             rows: dict[str, Tensor] = {}
+            if traced.elimination is not None:
+                rows = traced.elimination.rows(trace, wanted, plan.rows, traced.batch_ndim)
             site: Any
-            for name, site in trace.nodes.items():
-                if site["type"] != "sample" or cost_of_model(name) not in wanted:
+            for site in trace.nodes.values():
+                if site["type"] != "sample" or cost_of_site(site, False) not in wanted - rows.keys():
                     continue
                 cost = site["fn"].log_prob(site["value"])
-                rows[cost_of_model(name)] = -scale_and_mask(cost, site["scale"], site["mask"])
+                rows[cost_of_site(site, False)] = -scale_and_mask(cost, site["scale"], site["mask"])
     except Exception:
         # Whatever the program raises: it does not broadcast, and the sampled run stands on its own.
         return None
     if _has_drawn(sandbox, after) or not wanted <= rows.keys():
         return None
     for name in wanted:
-        if rows[name].dim() <= traced.batch_ndim:
+        if rows[name].dim() <= traced.batch_ndim and traced.elimination is None:
             # It does not depend on what was flipped.
             rows[name] = rows[name].expand(plan.rows, *rows[name].shape)
     if not _same([rows[name][0] for name in wanted], [traced.run.costs[name].detach() for name in wanted]):

@@ -41,6 +41,8 @@ class SiteSpec:
         has_params: Whether the critic sees the parameters of the site's distribution.
         context: Number of context features given by the user.
         share: Name under which the critic is shared, or ``None``; it then sees the index in the site's name.
+        has_moments: Whether mean and variance stand for components that it lacks: its critic's values are
+            functions of the two centred powers of each element.
     """
 
     plates: tuple[Plate, ...]
@@ -52,6 +54,14 @@ class SiteSpec:
     has_params: bool = False
     context: int = 0
     share: str | None = None
+    has_moments: bool = False
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Number of components and of entries of each in a critic's table."""
+        if self.components is not None:
+            return self.components.size, self.components.cardinality
+        return (int(np.prod(self.event_shape, dtype=int)), 2) if self.has_moments else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -215,6 +225,12 @@ class Layout:
             self._crossing_bits[plates] = crossed
         return self._crossing_bits[plates][graph.index[name]]
 
+    def rows_meet(self, name: str) -> bool:
+        """Whether a cost of one plate row of a site reads another row."""
+        plates = set(self.graph.node(name).plates)
+        costs = (self.graph.cost(cost) for cost in self.graph.downstream_costs(name))
+        return self._crossed(name) != 0 or any(not plates <= set(cost.plates) for cost in costs)
+
     def _tabled(self, row: int, column: int) -> np.ndarray:
         columns = {cost: j for j, cost in enumerate(self.cost_classes[column].names)}
         array = np.zeros((len(self.classes[row].names), len(columns)), dtype=np.float32)
@@ -235,6 +251,21 @@ class Layout:
                 if later > position and (self.is_steered or (costs and costs & ~own == 0)):
                     array[i, j] = 1.0
         return array
+
+    def _distance(self, row: int, column: int) -> np.ndarray:
+        """Steps from a site to a later one: the difference of their depths (longest ways from a root), at least 1."""
+        depth = [self.depth[name] for name in self.classes[row].names]
+        later = [self.depth[name] for name in self.classes[column].names]
+        return np.maximum(np.subtract.outer(later, depth).T, 1).astype(np.float32)
+
+    @cached_property
+    def depth(self) -> dict[str, int]:
+        """Number of steps of the longest way from a root to each stochastic node."""
+        depth = [0] * len(self.graph.nodes)
+        for i in range(len(depth)):
+            for j in ones(self.graph.child_bits[i]):
+                depth[j] = max(depth[j], depth[i] + 1)
+        return {node.name: d for node, d in zip(self.graph.nodes, depth, strict=True)}
 
     @cached_property
     def groups(self) -> tuple[QGroup, ...]:
@@ -347,6 +378,8 @@ class Layout:
         total = sum(plan.slots * self.classes[plan.source].width for plan in group.contexts)
         if cls.spec.has_params and cls.spec.components is not None:
             total += cls.width
+        elif cls.spec.has_params and cls.spec.has_moments:
+            total += 2 * cls.width
         return total + cls.spec.context + (0 if cls.spec.share is None else INDEX_FEATURES)
 
     def cells(self, group: QGroup) -> int:

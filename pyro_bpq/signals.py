@@ -13,9 +13,10 @@ from torch import Tensor
 
 from pyro_bpq.bank import CriticBank
 from pyro_bpq.cost_to_go import cost_to_go, stack_costs, sum_costs
-from pyro_bpq.critic_step import CriticBatch, evaluate_critics
+from pyro_bpq.critic_step import CriticBatch, Learned, evaluate_critics
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.estimators.base import SiteContext, needs_program
+from pyro_bpq.estimators.lambda_return import LambdaReturn
 from pyro_bpq.estimators.pyro_baseline import PyroBaseline
 from pyro_bpq.layout import Layout, matrix
 from pyro_bpq.returns import lambda_returns
@@ -55,6 +56,8 @@ class Signals:
         self.batches = [SiteBatch(cls, rollout) for cls in layout.classes]
         self.costs = stack_costs(layout, rollout)
         self.active = [c for c, cls in enumerate(layout.classes) if not cls.spec.estimator.is_pathwise]
+        # A reparameterised site with a critic corrects the sites before it.
+        self.valued = [c for c, cls in enumerate(layout.classes) if c in self.active or cls.spec.critic is not None]
         found = {g: evaluate_critics(layout, group, self.batches, bank, build) for g, group in enumerate(layout.groups)}
         self.critics: dict[int, CriticBatch] = {g: critic for g, critic in found.items() if critic is not None}
 
@@ -66,36 +69,32 @@ class Signals:
     @cached_property
     def exact(self) -> dict[int, Tensor | None]:
         """Immediate costs at every value of every component, up to a constant per component, by class."""
-        return {c: self._exact(c) for c in self.active}
+        return {c: self._exact(c) for c in self.valued}
 
     @cached_property
-    def learned(self) -> dict[int, tuple[Tensor, Tensor | None]]:
-        """Level and advantage of each site, summed over its Q-nodes, detached, by class."""
-        found: dict[int, tuple[Tensor, Tensor | None]] = {}
+    def learned(self) -> dict[int, Learned]:
+        """What the critics of each site say, summed over its Q-nodes, by class."""
+        found: dict[int, Learned] = {}
         for critic in self.critics.values():
-            c = critic.group.c
-            level = critic.level.detach()
-            advantage = None if critic.advantage is None else critic.advantage.detach()
-            member = self.layout.membership(critic.group, critic.group.nodes, level)
-            if member is not None:
-                level, advantage = matrix(member, level), None if advantage is None else matrix(member, advantage)
-            if c in found:
-                before, table = found[c]
-                level = before + level
-                advantage = advantage if table is None or advantage is None else table + advantage
-            found[c] = level, advantage
+            group = critic.group
+            said = critic.per_site(self.layout.membership(group, group.nodes, critic.level))
+            found[group.c] = said if group.c not in found else found[group.c].plus(said)
         return found
 
     @cached_property
     def variates(self) -> dict[int, Tensor]:
         """``A_Y = Q_Y(y) - E_Y[Q_Y]`` of each site, by class."""
         found = {}
-        for c in self.active:
+        for c in self.valued:
             table, learned = self.exact[c], self.learned.get(c)
-            if learned is not None and learned[1] is not None:
-                table = learned[1] if table is None else table + learned[1]
+            own = None if learned is None else learned.variate
+            if own is None and learned is not None and learned.table is not None:
+                table = learned.table if table is None else table + learned.table
             if table is not None:
-                found[c] = self.batches[c].centred(table)
+                centred = self.batches[c].centred(table)
+                found[c] = centred if own is None else centred + own
+            elif own is not None:
+                found[c] = own
         return found
 
     def context(self, c: int) -> SiteContext:
@@ -107,18 +106,22 @@ class Signals:
         uses = estimator.uses_critic
         learned = self.learned.get(c) if uses else None
         exact = self.exact[c] if uses else None
+        cost = cost_to_go(self.layout, self.costs, c, batch.score.detach().new_zeros(shape))
+        shift = self._bootstraps.get(c)
         return SiteContext(
             names=cls.names,
             score=batch.score,
-            cost=cost_to_go(self.layout, self.costs, c, batch.score.detach().new_zeros(shape)),
+            cost=cost if shift is None else cost + shift,
             num_particles=self.rollout.num_particles,
             log_probs=batch.log_probs if finite else None,
             index=batch.index if finite else None,
             exact=exact,
             exact_cost=None if exact is None else _expand(sum_costs(self.layout, self.costs, "tabled", c), shape),
-            learned=None if learned is None else learned[1],
-            level=None if learned is None else learned[0],
-            correction=_expand(self._correction(c), shape) if uses else None,
+            learned=None if learned is None else learned.table,
+            level=None if learned is None else learned.level,
+            own=None if learned is None else learned.own,
+            moments=batch.moments if uses and cls.spec.has_moments else None,
+            correction=_expand(self._correction(c), shape) if uses and shift is None else None,
             baseline=batch.baseline if isinstance(estimator, PyroBaseline) else None,
             program=self._program(c) if needs_program(estimator) else None,
         )
@@ -138,11 +141,14 @@ class Signals:
 
     def _correction(self, c: int) -> Tensor | None:
         """For each site the sum of the control variates of later sites."""
+        trace = getattr(self.layout.classes[c].spec.estimator, "trace", 1.0)
         total, plates = None, self.layout.classes[c].spec.plates
         for k, variate in self.variates.items():
             selected = self.layout.matrix("later", c, k, variate)
             if selected is not None:
                 source = self.layout.classes[k].spec.plates
+                distance = self.layout.matrix("distance", c, k, variate) if trace != 1.0 else None
+                selected = selected if distance is None else selected * trace**distance
                 term = matrix(selected, sum_to_plates(variate, source, plates))
                 total = term if total is None else total + term
         return total
@@ -161,19 +167,54 @@ class Signals:
 
     def values_and_targets(self, lam: float, gamma: float) -> dict[int, tuple[Tensor, Tensor]]:
         """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group."""
-        if not self.critics:
-            return {}
+        values, ahead = self._values
+        targets = self._returns(values, ahead, lam, gamma)
+        return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
+
+    @cached_property
+    def _values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """``q_X(x)`` with the critics' gradient, and its expectation, by group."""
         values, ahead = {}, {}
         for g, critic in self.critics.items():
             values[g], mean = self._value_and_mean(critic)
             ahead[g] = self._with_expected_immediate(critic, mean)
-        detached = {g: value.detach() for g, value in values.items()}
+        return values, ahead
+
+    def _returns(
+        self, values: Mapping[int, Tensor], ahead: Mapping[int, Tensor], lam: float, gamma: float
+    ) -> dict[int, Tensor]:
+        if not values:
+            return {}
         groups = {g: critic.group for g, critic in self.critics.items()}
-        targets = lambda_returns(self.layout, self.costs, groups, detached, ahead, lam, gamma)
-        return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
+        detached = {g: value.detach() for g, value in values.items()}
+        return lambda_returns(self.layout, self.costs, groups, detached, ahead, lam, gamma)
+
+    @cached_property
+    def _bootstraps(self) -> dict[int, Tensor]:
+        """What turns the cost-to-go of sites into a lambda-return, by class, where an estimator wants that."""
+        estimators = {c: self.layout.classes[c].spec.estimator for c in self.active}
+        wanted = {c: e.lam for c, e in estimators.items() if isinstance(e, LambdaReturn)}
+        if not wanted or not self.critics:
+            return {}
+        values, ahead = self._values
+        none = {g: torch.zeros_like(value.detach()) for g, value in values.items()}
+        plain = self._returns(none, none, 1.0, 1.0)
+        shifts: dict[int, Tensor] = {}
+        for lam in sorted(set(wanted.values())):
+            targets = self._returns(values, ahead, lam, 1.0)
+            for g, critic in self.critics.items():
+                group = critic.group
+                if wanted.get(group.c) == lam:
+                    shift = targets[g] - plain[g]
+                    member = self.layout.membership(group, group.nodes, shift)
+                    shift = shift if member is None else matrix(member, shift)
+                    shifts[group.c] = shifts.get(group.c, torch.zeros_like(shift)) + shift
+        return shifts
 
     def _value_and_mean(self, critic: CriticBatch) -> tuple[Tensor, Tensor]:
         """``q_X(x)`` with gradient and ``E_X[q_X]`` without, ``(Q, M, plates)`` each."""
+        if critic.joint is not None:
+            return critic.joint.value, critic.joint.mean
         if critic.advantage is None:
             return critic.level, critic.level.detach()
         batch, sites = self.batches[critic.group.c], list(critic.group.sites)

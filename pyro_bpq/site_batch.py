@@ -13,6 +13,7 @@ from torch.nn.functional import one_hot
 from pyro_bpq.errors import PlateError
 from pyro_bpq.features import Components, encode_real
 from pyro_bpq.layout import SiteClass
+from pyro_bpq.moments import Standardised, standardise
 from pyro_bpq.rollout import Rollout, Run, SiteRecord
 
 __all__ = ["SiteBatch"]
@@ -83,6 +84,25 @@ class SiteBatch:
         return self.stack(lambda site: site.value.detach(), self.cls.value_ndim)
 
     @cached_property
+    def moments(self) -> Standardised:
+        """Centred powers of values without finite components, ``(G, M, plates, D, ...)``."""
+        ndim, width = self.cls.value_ndim, self.cls.width
+
+        def stacked(pick: Callable[[SiteRecord], Tensor]) -> Tensor:
+            tensor = self.stack(pick, ndim)
+            return tensor.reshape(*tensor.shape[: tensor.dim() - ndim], width)
+
+        mean, variance = stacked(lambda site: site.fn.mean), stacked(lambda site: site.fn.variance)
+        return standardise(stacked(lambda site: site.value.detach().to(mean.dtype)), mean, variance)
+
+    @property
+    def like(self) -> Tensor:
+        """A detached tensor of the dtype and device of the sites' parameters."""
+        if self.cls.spec.components is not None:
+            return self.probs
+        return self.moments.mean if self.cls.spec.has_moments else self.encoded
+
+    @cached_property
     def score(self) -> Tensor:
         """``log q`` of the sample, ``(G, M, plates)``, neither scaled nor masked, with gradient."""
         if self.cls.spec.components is not None and not self.cls.spec.estimator.is_pathwise:
@@ -102,7 +122,13 @@ class SiteBatch:
 
     @cached_property
     def parameters(self) -> Tensor:
-        """Parameters of the distributions as critic inputs, ``(G, M, plates, width)``, detached."""
+        """Parameters of the distributions as critic inputs, ``(G, M, plates, width)``, detached.
+
+        Log-odds of finite components; mean and log standard deviation of other values.
+        """
+        if self.cls.spec.components is None:
+            mean, spread = self.moments.mean, self.moments.spread
+            return torch.cat((encode_real(mean), spread.log().clamp(-6.0, 6.0)), -1)
         log_probs = self.log_probs.detach()
         if self.components.cardinality == 2:
             return (log_probs[..., 1] - log_probs[..., 0]).clamp(-6.0, 6.0) / 2.0
@@ -149,7 +175,7 @@ class SiteBatch:
     def _scales(self, pick: Callable[[SiteRecord], float | Tensor]) -> Tensor:
         first = self.rollout.runs[0].sites
         scales = [pick(first[name]) for name in self.cls.names]
-        like = self.probs
+        like = self.like
         if any(isinstance(scale, Tensor) and scale.dim() for scale in scales):
             return self.stack(lambda site: torch.as_tensor(pick(site)).to(like), 0)
         tensor = torch.tensor([float(scale) for scale in scales], dtype=like.dtype).to(like.device)

@@ -14,7 +14,8 @@ from typing import Any
 
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
 from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.tracing import TracedRun, build_graph, dense_graph
+from pyro_bpq.program_graph import build_graph, dense_graph
+from pyro_bpq.tracing import TracedRun, cost_of_guide
 
 __all__ = ["STRUCTURES", "StructureCache"]
 
@@ -156,10 +157,9 @@ class StructureCache:
 
     def merge(self, traced: TracedRun, graphs: Sequence[StochasticComputationGraph]) -> StochasticComputationGraph:
         """The union of graphs of runs with the key of ``traced``."""
-        reads = {
-            cost.name: frozenset().union(*(graph.cost(cost.name).parents for graph in graphs))
-            for cost in graphs[0].costs
-        }
+        first, none = graphs[0], frozenset[str]()
+        reads = {cost_of_guide(n.name): none.union(*(g.node(n.name).parents for g in graphs)) for n in first.nodes}
+        reads |= {cost.name: none.union(*(g.cost(cost.name).parents for g in graphs)) for cost in first.costs}
         return build_graph(traced, reads)
 
     def _store(self, key: Any, graph: StochasticComputationGraph) -> StochasticComputationGraph:

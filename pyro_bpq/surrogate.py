@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.critic_step import CriticRows, regression
-from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, at_step
+from pyro_bpq.moments import Standardised
 from pyro_bpq.signals import Signals
 
 __all__ = ["Learning", "StepResult", "step"]
@@ -29,11 +30,13 @@ class Learning:
         lam: Weight of the return against the critic.
         gamma: Discount per edge.
         level_weight: Weight of the level against differences within a data point.
+        num_steps: Number of steps taken, for estimators with a schedule.
     """
 
     lam: float = 0.9
     gamma: float = 1.0
     level_weight: float = 0.1
+    num_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class StepResult:
         surrogate: Sum of the sites' surrogate terms over particles; only its gradient has meaning.
         critic_loss: Regression loss of the critics, or ``None``.
         writes: New running statistics, to be committed after the step.
-        info: Detached diagnostics, by name of site.
+        info: Detached diagnostics, by name of site, and its ``"estimator"``.
         terms: The summands of the surrogate: names of the sites and a tensor, as the estimator returned it.
     """
 
@@ -68,20 +71,21 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
         The result; nothing in the bank has changed but for newly built rows.
     """
     writes: list[Write] = []
-    info: dict[str, dict[str, Any]] = _pathwise_info(signals) if build else {}
-    terms = [(pair[1].names, _estimate(*pair, bank, build, writes, info)) for pair in _contexts(signals)]
+    info: dict[str, dict[str, Any]] = {}
+    if build:
+        classes = [cls for one in signals for cls in one.layout.classes]
+        info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
+    number = learning.num_steps
+    terms = [
+        (context.names, _estimate(estimator, at_step(estimator, number), context, bank, build, writes, info))
+        for estimator, context in _contexts(signals)
+    ]
     loss = _critic_loss(signals, bank, learning, writes, info) if build else None
     if len(signals) > 1:
         # Particles, and sites of a family that shares a critic, each have a say.
         writes = average_writes(writes)
     sums = [term.sum() for _, term in terms]
     return StepResult(sum(sums[1:], sums[0]) if sums else torch.zeros(()), loss, writes, info, tuple(terms))
-
-
-def _pathwise_info(signals: Sequence[Signals]) -> dict[str, dict[str, Any]]:
-    """Sites that no estimator is called for."""
-    classes = [cls for one in signals for c, cls in enumerate(one.layout.classes) if c not in one.active]
-    return {name: {"estimator": repr(cls.spec.estimator)} for cls in classes for name in cls.names}
 
 
 # Estimators.
@@ -108,6 +112,8 @@ def _tensors(context: SiteContext) -> dict[str, Tensor]:
 
 def _row(context: SiteContext, i: int) -> SiteContext:
     rows: dict[str, Any] = {name: value[i : i + 1] for name, value in _tensors(context).items()}
+    if context.moments is not None:
+        rows["moments"] = Standardised(*(part[i : i + 1] for part in context.moments))
     return replace(context, names=(context.names[i],), **rows)
 
 
@@ -120,31 +126,35 @@ def _join(contexts: Sequence[SiteContext]) -> SiteContext:
     for name in dict.fromkeys(name for found in tensors for name in found):
         like = next(found[name] for found in tensors if name in found)
         joined[name] = torch.cat([found.get(name, torch.zeros_like(like)) for found in tensors], 1)
+    if contexts[0].moments is not None:
+        moments = [context.moments for context in contexts if context.moments is not None]
+        joined["moments"] = Standardised(*(torch.cat(parts, 1) for parts in zip(*moments, strict=True)))
     return replace(contexts[0], num_particles=sum(context.num_particles for context in contexts), **joined)
 
 
 def _estimate(
     estimator: Estimator,
+    present: Estimator,
     context: SiteContext,
     bank: CriticBank,
     build: bool,
     writes: list[Write],
     info: dict[str, dict[str, Any]],
 ) -> Tensor:
-    """Calls an estimator with its running statistics."""
+    """Calls an estimator, as it presently is, with its running statistics."""
     initial = estimator.statistics(context.num_particles)
     selection, statistics = _statistics(estimator, initial, context, bank, build)
     context = replace(context, statistics=statistics, count=statistics.get("count"))
-    term = estimator(context)
+    term = present(context)
     if selection is not None and build:
         for name, value in term.statistics.items():
             writes += selection.write(name, value)
         writes += selection.write("count", statistics["count"] + 1)
     if build:
-        text = repr(estimator)
         for i, name in enumerate(context.names):
             info[name] = {k: v[i] for k, v in term.statistics.items() if k in ("scales", "baseline")}
-            info[name] |= {"estimator": text, "cost_to_go": context.cost[i]}
+            info[name]["cost_to_go"] = context.cost[i]
+            info[name]["estimator"] = estimator
     return term.surrogate
 
 

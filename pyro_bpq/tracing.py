@@ -5,30 +5,35 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import is_identically_zero
 from pyro.infer.enum import get_importance_trace
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import prune_subsample_sites
+from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_bpq.config import SiteOptions, site_options
-from pyro_bpq.errors import PlateError, SiteNotFoundError
+from pyro_bpq.cost_statement import CostOptions, cost_options
+from pyro_bpq.errors import OptionError, PlateError, SiteNotFoundError, UnsupportedProgramError
 from pyro_bpq.estimators.base import SiteInfo
-from pyro_bpq.graph import CostNode, Plate, StochasticComputationGraph, StochasticNode
+from pyro_bpq.graph import Plate
 from pyro_bpq.provenance import DependencyTracker
 from pyro_bpq.rollout import Run, SiteRecord
-from pyro_bpq.watch import Attach, Choose, Watch, samples, site_info
+from pyro_bpq.watch import Attach, Choose, Watch, is_enumerated, samples, site_info
 
 __all__ = [
     "PARTICLES",
     "TracedRun",
-    "build_graph",
     "cost_of_guide",
     "cost_of_model",
-    "dense_graph",
+    "cost_of_site",
     "trace_run",
 ]
 
@@ -44,6 +49,13 @@ def cost_of_guide(site: str) -> str:
 def cost_of_model(site: str) -> str:
     """Name of the cost ``-log p`` of a model site."""
     return f"-log p({site})"
+
+
+def cost_of_site(site: Any, is_guide: bool) -> str:
+    """Name of the cost of a traced site: ``log q``, ``-log p``, or that of a cost statement."""
+    if cost_options(site) is not None:
+        return f"cost({site['name']})"
+    return cost_of_guide(site["name"]) if is_guide else cost_of_model(site["name"])
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,11 @@ class TracedRun:
         batch_ndim: Largest number of batch dimensions of any site.
         untraced: Latent sites of the guide that Pyro leaves out of its traces: ``log q`` is no cost.
         escaped_sites: The sites whose values left torch.
+        enumerated: Sites that hold all their values at once.
+        leaked: Those whose values left torch.
+        elimination: How they were summed out of the costs, see :mod:`pyro_bpq.elimination`.
+        user_costs: What every cost statement says of itself, by name of the cost.
+        only_costs: Whether cost statements are all that counts.
     """
 
     key: tuple[Any, ...]
@@ -84,6 +101,11 @@ class TracedRun:
     batch_ndim: int
     untraced: frozenset[str] = frozenset()
     escaped_sites: frozenset[str] = frozenset()
+    enumerated: frozenset[str] = frozenset()
+    leaked: frozenset[str] = frozenset()
+    elimination: Any = None
+    user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
+    only_costs: bool = False
 
     @property
     def plate_ndim(self) -> int:
@@ -115,6 +137,8 @@ def trace_run(
     track: bool = False,
     attach: Attach | None = None,
     noise: Callable[[], torch.Generator] = torch.Generator,
+    only_costs: bool = False,
+    step: int = 0,
 ) -> TracedRun:
     """Runs the guide, replays the model against it, and records both.
 
@@ -129,6 +153,8 @@ def trace_run(
         track: Whether to track which values depend on which.
         attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
         noise: Makes the generator that such estimators draw from.
+        only_costs: Whether cost statements are all that counts; the guide is then the whole program.
+        step: Number of steps taken, for those with a schedule.
 
     Returns:
         The traced run.
@@ -138,12 +164,15 @@ def trace_run(
         PlateError: If shapes do not fit plates, or those of guide and model differ.
     """
     tracker = DependencyTracker() if track else None
-    watch = Watch(tracker, choose, num_particles, attach, noise)
+    watch = Watch(tracker, choose, num_particles, attach, noise, step)
     with tracker if tracker is not None else contextlib.nullcontext(), watch:
         try:
-            model_trace, guide_trace = get_importance_trace(
-                "flat", max_plate_nesting, model, watch.guide(guide), args, kwargs
-            )
+            if only_costs:
+                model_trace, guide_trace = Trace(), _program_trace(watch.guide(guide), args, kwargs, max_plate_nesting)
+            else:
+                model_trace, guide_trace = get_importance_trace(
+                    "flat", max_plate_nesting, model, watch.guide(guide), args, kwargs
+                )
         except ValueError as error:
             raise _plate_error(error, watch.plates) or error from error
         guide_sites, reads = watch.guide_sites(guide_trace), None
@@ -152,7 +181,9 @@ def trace_run(
             reads |= _reads(tracker, samples(model_trace), watch.escaped, False)
     escaped = frozenset() if tracker is None else tracker.escaped
     rng = (watch.model_start, torch.get_rng_state())
-    return _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    traced = replace(traced, enumerated=frozenset(watch.enumerated), leaked=escaped & watch.enumerated)
+    return _only_costs(traced) if only_costs else traced
 
 
 def _reads(
@@ -170,7 +201,7 @@ def _reads(
         found = tracker.sources_of(scored) | before
         if is_guide:
             found |= tracker.origins_of(name)
-        reads[cost_of_guide(name) if is_guide else cost_of_model(name)] = found
+        reads[cost_of_site(site, is_guide)] = found
     return reads
 
 
@@ -186,14 +217,20 @@ def _record(
 ) -> TracedRun:
     sizes: dict[Plate, int] = {}
     options, infos, sites, costs = {}, {}, {}, {}
+    user: dict[str, CostOptions] = {}
     key: list[Any] = []
     untraced: list[str] = []
     model_sites = samples(model_trace)
     for name, site in guide_sites.items():
         plates = _plates(site, sizes)
-        costs[cost_of_guide(name)] = site["log_prob"]
-        chosen = None
-        if not site["is_observed"]:
+        cost, chosen = cost_of_site(site, True), None
+        costs[cost] = site["log_prob"]
+        given = cost_options(site)
+        if given is not None:
+            user[cost] = replace(given, in_guide=True)
+        if is_enumerated(site):
+            site_options(name, site["infer"])
+        elif not site["is_observed"]:
             infos[name] = info = site_info(site, plates, particles)
             options[name] = chosen = site_options(name, site["infer"])
             if _is_untraced(site):
@@ -202,13 +239,20 @@ def _record(
         kind = type(site["fn"])
         key.append((name, plates, tuple(site["fn"].event_shape), kind, _fingerprint(chosen), _is_untraced(site)))
     for name, site in model_sites.items():
-        if name not in sites and not site["is_observed"]:
+        if name not in sites and not site["is_observed"] and not is_enumerated(site):
             raise SiteNotFoundError(
                 f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are "
-                f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, or observe it in the model.'
+                f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it '
+                'out: infer={"enumerate": "parallel"} there, and enumeration="exact".'
             )
-        costs[cost_of_model(name)] = -site["log_prob"]
-        key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"]))
+        cost = cost_of_site(site, False)
+        if cost in costs:
+            raise OptionError(f"Guide and model both have a cost {name!r}; give them names of their own.")
+        costs[cost] = -site["log_prob"]
+        given = cost_options(site)
+        if given is not None:
+            user[cost] = given
+        key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"], user.get(cost)))
     everything = [*guide_sites.values(), *model_sites.values()]
     differentiable, loss = _sums(guide_sites, model_sites)
     run = Run(sites, costs, differentiable, loss)
@@ -229,7 +273,31 @@ def _record(
         batch_ndim=ndim,
         untraced=frozenset(untraced),
         escaped_sites=escaped,
+        user_costs=user,
     )
+
+
+def _program_trace(program: Any, args: Any, kwargs: Any, max_plate_nesting: float) -> Trace:
+    """The trace of a program that has no model."""
+    trace = prune_subsample_sites(poutine.trace(program, graph_type="flat").get_trace(*args, **kwargs))
+    trace.compute_score_parts()
+    if is_validation_enabled():
+        for site in samples(trace).values():
+            check_site_shape(site, max_plate_nesting)  # type: ignore[arg-type]
+    return trace
+
+
+def _only_costs(traced: TracedRun) -> TracedRun:
+    """The run with its cost statements as all that counts."""
+    for name, site in samples(traced.guide_trace).items():
+        if site["is_observed"] and cost_options(site) is None:
+            raise UnsupportedProgramError(
+                f"Site {name!r} is observed, or a factor, which an expected cost has no place for. Write "
+                f"pyro_bpq.cost({name!r}, -log_prob), or use TraceBackpropQ_ELBO, which adds costs to the ELBO."
+            )
+    total = _sum([traced.run.costs[name].sum() for name in traced.user_costs])
+    run = replace(traced.run, differentiable=total, loss=total.detach())
+    return replace(traced, run=run, only_costs=True)
 
 
 def _is_untraced(site: Any) -> bool:
@@ -305,48 +373,3 @@ def _fingerprint(options: SiteOptions | None) -> tuple[Any, ...] | None:
     width = None if options.context is None else options.context.shape[-1]
     baseline = None if options.baseline is None else options.baseline.estimator()
     return (options.estimator, options.critic, options.share, width, baseline)
-
-
-def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
-    """The graph in which every site reads every earlier one, and every cost of the model all of them.
-
-    It is a superset of any graph that the program can have: right whatever the program does, at the
-    price of more variance.
-    """
-    earlier: list[str] = []
-    reads: dict[str, frozenset[str]] = {}
-    for cost in traced.run.costs:
-        name = _guide_site(cost, traced)
-        if name is not None:
-            earlier.append(name)
-        reads[cost] = frozenset(earlier)
-    return build_graph(traced, reads)
-
-
-def _guide_site(cost: str, traced: TracedRun) -> str | None:
-    name = cost[len("log q(") : -1]
-    return name if cost.startswith("log q(") and name in traced.run.sites else None
-
-
-def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
-    """The graph of a run whose sites and costs read what ``reads`` says.
-
-    Args:
-        traced: The run.
-        reads: For each cost the latent sites that it reads; a site's parents are what its ``log q`` reads.
-
-    Returns:
-        The graph: stochastic nodes in the guide's order, costs of the guide, then of the model.
-    """
-    order = {name: i for i, name in enumerate(traced.run.sites)}
-    plates = {entry[0]: entry[1] for entry in reversed(traced.key)}
-    nodes = []
-    for name in order:
-        parents = sorted(reads[cost_of_guide(name)] - {name}, key=order.__getitem__)
-        nodes.append(StochasticNode(name, tuple(parents), plates[name], traced.infos[name].has_rsample))
-    costs = []
-    for (name, where, *_), cost in zip(traced.key, traced.run.costs, strict=True):
-        site = _guide_site(cost, traced)
-        members = reads[cost] | {site} if site is not None else reads[cost]
-        costs.append(CostNode(cost, tuple(sorted(members, key=order.__getitem__)), where, name))
-    return StochasticComputationGraph(tuple(nodes), tuple(costs))

@@ -15,13 +15,14 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.config import SiteOptions, site_options
+from pyro_bpq.contained import ContainedCalls
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.estimators.base import Estimator, SiteInfo
+from pyro_bpq.estimators.base import Estimator, SiteInfo, at_step
 from pyro_bpq.features import finite_components
 from pyro_bpq.graph import Plate
 from pyro_bpq.provenance import DependencyTracker
 
-__all__ = ["Attach", "Choose", "Watch", "samples", "site_info"]
+__all__ = ["Attach", "Choose", "Watch", "is_enumerated", "samples", "site_info"]
 
 # Chooses the estimator of a site.
 Choose = Callable[[SiteInfo, SiteOptions], Estimator]
@@ -41,6 +42,7 @@ class Watch(Messenger):  # type: ignore[misc]
         particles: Number of particles of the step.
         attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
         noise: Makes the generator that such estimators draw from.
+        step: Number of steps taken, for those with a schedule.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class Watch(Messenger):  # type: ignore[misc]
         particles: int,
         attach: Attach | None,
         noise: Callable[[], torch.Generator],
+        step: int = 0,
     ) -> None:
         super().__init__()
+        self.step = step
         self.tracker, self.choose, self.particles = tracker, choose, particles
         self.attach, self.noise = attach, functools.lru_cache(noise)
         self.attached: set[str] = set()
@@ -62,6 +66,8 @@ class Watch(Messenger):  # type: ignore[misc]
         self.plates: dict[str, tuple[Any, ...]] = {}
         self.drawn: list[str] = []
         self.untraced: dict[str, dict[str, Any]] = {}
+        self.enumerated: set[str] = set()
+        self.calls = None if tracker is None else ContainedCalls(tracker)
 
     def __repr__(self) -> str:
         return f"Watch({self.particles} particles, tracked={self.tracker is not None})"
@@ -85,7 +91,9 @@ class Watch(Messenger):  # type: ignore[misc]
             self.subsamples[msg["name"]] = msg["value"]
             return
         self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
-        if not self.is_guide or msg["is_observed"]:
+        if is_enumerated(msg):
+            self._enumerate(msg)
+        if not self.is_guide or msg["is_observed"] or is_enumerated(msg):
             return
         self.drawn.append(msg["name"])
         self._attach(msg)
@@ -99,13 +107,28 @@ class Watch(Messenger):  # type: ignore[misc]
         if score is not None:
             self._keep(msg, score)
 
+    def _pyro_bpq_cost(self, msg: Any) -> None:
+        if self.calls is not None:
+            self.calls.open()
+
+    def _pyro_post_bpq_cost(self, msg: Any) -> None:
+        # A cost that is to be evaluated row by row must not look at values: there they are those of all rows.
+        if self.calls is not None and not msg["infer"]["exact"]:
+            self.calls.close(msg["args"][2], msg["args"][3:], msg["value"])
+
+    def _enumerate(self, msg: Any) -> None:
+        """Follows the values of an enumerated site, to tell where they must not go."""
+        if self.tracker is not None and msg["name"] not in self.enumerated:
+            msg["value"] = self.tracker.source(msg["name"], msg["value"])
+        self.enumerated.add(msg["name"])
+
     def _attach(self, msg: Any) -> None:
         """Lets the value of a site carry a gradient, where its estimator does so."""
         estimator = None if self.attach is None else self.attach(msg["infer"])
         if estimator is None or getattr(msg["fn"], "has_rsample", False):
             return
         if self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])) == estimator:
-            msg["value"] = estimator.attach(msg["fn"], msg["value"], self.noise())
+            msg["value"] = at_step(estimator, self.step).attach(msg["fn"], msg["value"], self.noise())
             self.attached.add(msg["name"])
 
     def _keep(self, msg: Any, score: Tensor) -> None:
@@ -156,6 +179,11 @@ def _without_rsample(fn: Any) -> Any:
     else:
         fn.has_rsample = False
     return fn
+
+
+def is_enumerated(site: Any) -> bool:
+    """Whether a site takes all of its values at once."""
+    return site["infer"].get("_enumerate_dim") is not None
 
 
 def samples(trace: Any) -> dict[str, Any]:

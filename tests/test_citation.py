@@ -73,6 +73,23 @@ def test_docstrings_are_read_as_they_are_written() -> None:
     assert found.key == "doe2031method" and "eprint" in found.bibtex() and references(torch.add) == ()
 
 
+def test_lines_without_bars_are_read_too() -> None:
+    def method() -> None:
+        """Something.
+
+        References:
+            One method of
+              two lines (Doe, 2031), Eq. 1
+            Another method (Roe et al., 2032)
+        """
+
+    found = references(method)
+    assert [(r.title, r.authors, r.year) for r in found] == [
+        ("One method of two lines", "Doe", "2031"),
+        ("Another method", "Roe and others", "2032"),
+    ]
+
+
 def test_citation_leaves_nothing_behind() -> None:
     citation(TraceBackpropQ_ELBO())
     assert not list(pyro.get_param_store().keys())

@@ -15,6 +15,7 @@ from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.diagnostics.text import number
 from pyro_bpq.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators import ScoreFunction
 from pyro_bpq.signals import Signals
 from pyro_bpq.tracing import TracedRun
 
@@ -231,7 +232,7 @@ def _supports(look: _Look) -> Iterator[Finding]:
     infos = {name: info for run in look.runs for name, info in run.infos.items()}
     for name, spec in _specs(look).items():
         components, estimator = infos[name].components if name in infos else None, spec.estimator
-        if components is None or components.cardinality <= limit or estimator.is_pathwise or estimator.uses_critic:
+        if components is None or components.cardinality <= limit or not isinstance(estimator, ScoreFunction):
             continue
         yield Finding(
             "support too large",

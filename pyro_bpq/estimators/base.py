@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.features import Components
+from pyro_bpq.moments import Standardised
 
 __all__ = [
     "Estimator",
@@ -18,6 +19,7 @@ __all__ = [
     "SiteProgram",
     "SiteTerm",
     "Statistics",
+    "at_step",
     "needs_program",
     "update_mean",
 ]
@@ -57,10 +59,13 @@ class SiteProgram(Protocol):
     Attributes:
         value: The sampled values, ``(G, M, plates, event)``, detached.
         generator: Noise for what the estimator draws itself; on the CPU.
+        rows_meet: Whether a cost of one plate row reads another: then all rows at another value cost something else
+            than one of them.
     """
 
     value: Tensor
     generator: torch.Generator
+    rows_meet: bool
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go ``(G, M, plates)`` in nats at other values ``(G, M, plates, event)``, detached."""
@@ -102,6 +107,10 @@ class SiteContext:
         exact_cost: The sum of those immediate costs in this run.
         learned: Critic's advantages ``(..., D, K)`` for the remaining costs, or ``None``.
         level: Critic's ``V`` for the remaining costs, or ``None``.
+        own: With a critic that reads the value as a whole, the residual whose ``E[own ∇ log q_d]`` is
+            ``E[Σ_k ∇q_d(k) learned[d, k]]``; ``level`` then is ``E[Q]``. ``None`` for a dueling critic.
+        moments: Centred powers of a value without finite components, where a critic reads them; ``learned`` then
+            holds their factors ``(..., D, 2)``.
         correction: Sum over later sites ``Y`` of ``A_Y = Q_Y(y) - E_Y[Q_Y]``, or ``None``.
         statistics: Running statistics from earlier steps, by name, with a leading site axis.
         count: Number of steps behind the statistics, ``(G,)``.
@@ -119,6 +128,8 @@ class SiteContext:
     exact_cost: Tensor | None = None
     learned: Tensor | None = None
     level: Tensor | None = None
+    own: Tensor | None = None
+    moments: Standardised | None = None
     correction: Tensor | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     count: Tensor | None = None
@@ -150,7 +161,8 @@ class Estimator(Protocol):
     An estimator that compares values has the attribute ``needs_program = True`` and reads ``context.program``.
     An estimator that lets the value of a site without ``rsample`` carry a gradient, as straight-through does, has
     ``is_pathwise = True`` and a method ``attach(fn, value, generator)`` from the distribution and the drawn value to
-    the value that the program sees; it is then never called.
+    the value that the program sees; it is then never called. One whose options change over time, such as a
+    temperature, has a method ``at(step)`` that gives it as it is after so many steps.
     """
 
     is_unbiased: ClassVar[bool]
@@ -173,6 +185,11 @@ class Estimator(Protocol):
 def needs_program(estimator: Estimator) -> bool:
     """Whether an estimator reads ``context.program``."""
     return bool(getattr(estimator, "needs_program", False))
+
+
+def at_step(estimator: Any, step: int) -> Any:
+    """An estimator as it is after so many steps of the ELBO: its schedules become numbers."""
+    return estimator.at(step) if hasattr(estimator, "at") else estimator
 
 
 def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float) -> Tensor:
