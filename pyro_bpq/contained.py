@@ -29,6 +29,9 @@ class ContainedCalls:
         self._before: list[tuple[int, frozenset[int]]] = []
         self._states: dict[int, int] = {}
 
+    def __repr__(self) -> str:
+        return f"ContainedCalls({len(self._before)} open)"
+
     def open(self) -> None:
         """To be called right before the call."""
         self._before.append((self._ledger.escaped, self._shared()))

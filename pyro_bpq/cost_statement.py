@@ -168,6 +168,9 @@ class SkipCosts(Messenger):  # type: ignore[misc]
         super().__init__()
         self.exact = exact
 
+    def __repr__(self) -> str:
+        return f"SkipCosts(exact={self.exact})"
+
     def _pyro_bpq_cost(self, msg: Any) -> None:
         if not (self.exact and msg["infer"]["exact"]):
             msg["done"] = True
@@ -191,6 +194,9 @@ class CostCounter(Messenger):  # type: ignore[misc]
         super().__init__()
         self.calls: dict[str, int] = {}
         self.elements: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"CostCounter(calls={self.calls}, elements={self.elements})"
 
     @property
     def total(self) -> int:

@@ -82,6 +82,14 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         enumeration: What ``infer={"enumerate": ...}`` means: ``"sample"``, the site is sampled, with a warning;
             ``"exact"``, it is summed out as by Pyro's ``TraceEnum_ELBO``.
 
+    Attributes:
+        info: After each training step what is known of each site, by name; tensors are detached and on their device.
+            ``estimator``: its gradient estimator. ``cost_to_go``: ``(M, plates)``, in nats.
+            ``baseline``: the running mean of ``RunningBaseline``, in nats. ``scales``: those of ``AllAction``, ``(4,)``
+            for exact costs, level and differences of the critic, and later sites. ``td_loss``: squared error of the
+            critic in units of its targets' spread. ``explained``: share of the targets' variance that the critic
+            explains, between particles of a data point; with one particle between data points.
+
     Raises:
         OptionError: If an option is out of range.
 
@@ -275,10 +283,22 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
     ) -> tuple[Tensor, Tensor, StepResult]:
         """The loss, the differentiable costs, and what the step yields."""
+        runs, signals = self._observe(model, guide, args, kwargs, learning)
+        loss = self._mean([traced.run.loss for traced in runs])
+        costs = [traced.run.differentiable for traced in runs]
+        if self.analytic_kl:
+            # One graph for all particles, or one for each.
+            graphs = [one.layout.graph for one in signals] * (len(runs) // len(signals))
+            costs = [differentiable_cost(*pair) for pair in zip(runs, graphs, strict=True)]
+        return loss, sum(costs, torch.zeros(())), step(signals, self.critics, self._learning(), learning)
+
+    def _observe(
+        self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
+    ) -> tuple[list[TracedRun], list[Signals]]:
+        """The runs of a step, and what their sites are told."""
         track = self._structure.wants_tracking()
         programs = self._arguments(model, guide, args, kwargs)
         runs = [self._trace(*program, track=track) for program in programs]
-        loss = self._mean([traced.run.loss for traced in runs])
         graphs = [self._structure.graph(traced, learning) for traced in runs]
         is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
         if is_dynamic and self.vectorize_particles and self.num_particles > 1:
@@ -297,10 +317,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             self._signals([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
             for ids in members
         ]
-        pairs = zip(runs, graphs, strict=True)
-        costs = [differentiable_cost(t, graph) if self.analytic_kl else t.run.differentiable for t, graph in pairs]
-        differentiable = sum(costs, torch.zeros(()))
-        return loss, differentiable, step(signals, self.critics, self._learning(), learning)
+        return runs, signals
 
     def _learning(self) -> Learning:
         return Learning(

@@ -182,6 +182,9 @@ class Layout:
         self._tensors: dict[tuple[str, int, int, torch.dtype, torch.device], Tensor | None] = {}
         self._rules: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
 
+    def __repr__(self) -> str:
+        return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"
+
     def matrix(self, kind: str, row: int, column: int, like: Tensor) -> Tensor | None:
         """A matrix between a class of sites and a class of costs or sites, or ``None`` if it is zero.
 

@@ -2,10 +2,9 @@
 
 A *source* is the value of a sample site. What is computed from it depends on it, and so does the memory it is
 written into; provenance is therefore a property of storages, not of Python objects, and is followed below
-autograd, where views, in-place writes, ``out=``, :func:`torch.func.vmap` and scripted functions are all plain
-operator calls. A value can also *escape*: once Python has looked at it (``if z``, ``int(z)``, the length of
-``x[mask]``) no bookkeeping on tensors can tell what depends on it, and everything later has to be
-taken as dependent. The answers are supersets of the true dependencies.
+autograd, where views, in-place writes, ``out=``, :func:`torch.func.vmap` and scripted functions are plain operator
+calls. A value can also *escape*: once Python has looked at it (``if z``, ``int(z)``, the length of ``x[mask]``)
+everything later has to be taken as dependent. The answers are supersets of the true dependencies.
 """
 
 from __future__ import annotations
@@ -84,9 +83,11 @@ class DependencyTracker:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        stack, self._stack = self._stack, None
-        if stack is not None:
-            stack.__exit__(*error)
+        stack, self._stack = self._stack or ExitStack(), None
+        stack.__exit__(*error)
+
+    def __repr__(self) -> str:
+        return f"DependencyTracker({len(self._ledger.bits)} sources, escaped: {sorted(self.escaped)})"
 
     @property
     def escaped(self) -> frozenset[str]:
@@ -98,8 +99,7 @@ class DependencyTracker:
 
         That is ``value`` itself, so that caches by identity (flows) still know it, or a copy if its memory
         may hold something else too: a view, a leaf that requires gradients, another source. Gradients flow
-        through the copy. What ``value`` depended on before is kept, see :meth:`origins_of`. A name may be
-        used again, for a value that is handed out twice.
+        through the copy. What ``value`` depended on before is kept, see :meth:`origins_of`. Names may recur.
 
         Args:
             name: Name of the source.

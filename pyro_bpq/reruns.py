@@ -49,6 +49,9 @@ class Reruns:
         self.graph, self.generator = graph, generator
         self.num_runs = 0
 
+    def __repr__(self) -> str:
+        return f"Reruns({len(self.programs)} programs, {self.num_runs} runs so far)"
+
     def __call__(self, name: str, value: Tensor, held: tuple[Run, ...] | None = None) -> tuple[Run, ...]:
         """Runs the program once more per run of the step.
 

@@ -28,6 +28,9 @@ class Sandbox:
         self._thread = threading.get_ident()
         self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
 
+    def __repr__(self) -> str:
+        return f"Sandbox({'seed' if isinstance(self._start, int) else 'state of the generator'})"
+
     def __enter__(self) -> Sandbox:
         is_cuda_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._devices = list(range(torch.cuda.device_count())) if is_cuda_used else []

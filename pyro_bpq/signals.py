@@ -61,6 +61,9 @@ class Signals:
         found = {g: evaluate_critics(layout, group, self.batches, bank, build) for g, group in enumerate(layout.groups)}
         self.critics: dict[int, CriticBatch] = {g: critic for g, critic in found.items() if critic is not None}
 
+    def __repr__(self) -> str:
+        return f"Signals({self.layout}, {self.rollout.num_particles} particles, {len(self.critics)} groups of critics)"
+
     # Parts of the signal.
 
     @cached_property

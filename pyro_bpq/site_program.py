@@ -56,6 +56,9 @@ class SiteProgramRuns:
         self.value = batch.value
         self.rows_meet = any(layout.rows_meet(name) for name in self.names)
 
+    def __repr__(self) -> str:
+        return f"SiteProgramRuns({', '.join(self.names)})"
+
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go at other values, detached."""
         value = value.detach()

@@ -51,6 +51,9 @@ class StructureCache:
         self.reads: OrderedDict[Any, tuple[dict[str, frozenset[str]], int]] = OrderedDict()
         self.graphs: dict[Any, StochasticComputationGraph] = {}
 
+    def __repr__(self) -> str:
+        return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
+
     def wants_tracking(self) -> bool:
         """Whether the next run must be tracked."""
         if self.mode == "dynamic" or self.unknown or (self.escapes and self.mode == "auto"):

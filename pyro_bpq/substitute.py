@@ -27,6 +27,9 @@ class Substitute(Messenger):  # type: ignore[misc]
         super().__init__()
         self.values, self.relaxed = values, relaxed
 
+    def __repr__(self) -> str:
+        return f"Substitute({', '.join(self.values)})"
+
     def _pyro_sample(self, msg: Any) -> None:
         if not msg["is_observed"] and msg["name"] in self.values:
             msg["value"] = self.values[msg["name"]]

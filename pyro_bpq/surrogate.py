@@ -49,12 +49,14 @@ class StepResult:
         critic_loss: Regression loss of the critics, or ``None``.
         writes: New running statistics, to be committed after the step.
         info: Detached diagnostics, by name of site, and its ``"estimator"``.
+        terms: The summands of the surrogate: names of the sites and a tensor, as the estimator returned it.
     """
 
     surrogate: Tensor
     critic_loss: Tensor | None
     writes: list[Write] = field(default_factory=list)
     info: dict[str, dict[str, Any]] = field(default_factory=dict)
+    terms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
 
 
 def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build: bool) -> StepResult:
@@ -76,14 +78,15 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
         info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
     number = learning.num_steps
     terms = [
-        _estimate(cls, at_step(cls.spec.estimator, number), context, bank, build, writes, info)
+        (context.names, _estimate(cls, at_step(cls.spec.estimator, number), context, bank, build, writes, info))
         for cls, context in _contexts(signals)
     ]
     loss = _critic_loss(signals, bank, learning, writes, info) if build else None
     if len(signals) > 1:
         # Particles, and sites of a family that shares a critic, each have a say.
         writes = average_writes(writes)
-    return StepResult(sum(terms[1:], terms[0]) if terms else torch.zeros(()), loss, writes, info)
+    sums = [term.sum() for _, term in terms]
+    return StepResult(sum(sums[1:], sums[0]) if sums else torch.zeros(()), loss, writes, info, tuple(terms))
 
 
 # Estimators.
@@ -154,7 +157,7 @@ def _estimate(
             info[name] = {k: v[i] for k, v in term.statistics.items() if k in ("scales", "baseline")}
             info[name]["cost_to_go"] = context.cost[i]
             info[name]["estimator"] = estimator
-    return term.surrogate.sum()
+    return term.surrogate
 
 
 def _statistics(

@@ -78,6 +78,7 @@ class TracedRun:
         rng: State of the global generator before and after the run of the model.
         batch_ndim: Largest number of batch dimensions of any site.
         untraced: Latent sites of the guide that Pyro leaves out of its traces: ``log q`` is no cost.
+        escaped_sites: The sites whose values left torch.
         enumerated: Sites that hold all their values at once.
         leaked: Those whose values left torch.
         elimination: How they were summed out of the costs, see :mod:`pyro_bpq.elimination`.
@@ -99,6 +100,7 @@ class TracedRun:
     rng: tuple[Tensor, Tensor]
     batch_ndim: int
     untraced: frozenset[str] = frozenset()
+    escaped_sites: frozenset[str] = frozenset()
     enumerated: frozenset[str] = frozenset()
     leaked: frozenset[str] = frozenset()
     elimination: Any = None
@@ -270,6 +272,7 @@ def _record(
         rng=rng,
         batch_ndim=ndim,
         untraced=frozenset(untraced),
+        escaped_sites=escaped,
         user_costs=user,
     )
 

@@ -70,6 +70,9 @@ class Watch(Messenger):  # type: ignore[misc]
         self.enumerated: set[str] = set()
         self.calls = None if tracker is None else ContainedCalls(tracker)
 
+    def __repr__(self) -> str:
+        return f"Watch({self.particles} particles, tracked={self.tracker is not None})"
+
     def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
         """The guide, whose draws become sources."""
         # A partial of this form is what Pyro looks through when it tells whether a guide is a GuideMessenger.

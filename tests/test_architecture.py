@@ -54,7 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "program_graph",
         "analytic",
     ),
-    ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing", "iwae"),
+    ("elbo", "expected_cost", "svi", "diagnostics", "citation", "render", "testing", "iwae"),
     ("__init__",),
 )
 TENSOR_FREE = frozenset(LAYERS[0] + LAYERS[1])

@@ -17,6 +17,7 @@ from pyro_bpq import (
     AllAction,
     CriticLearner,
     MLPCritic,
+    Pathwise,
     TraceBackpropQ_ELBO,
 )
 from pyro_bpq.errors import OptionError
@@ -289,7 +290,16 @@ def test_info_names_sites() -> None:
     run(elbo)
     assert set(elbo.info) == {"a", "b", "c"}
     assert {"scales", "cost_to_go", "td_loss", "explained"} <= set(elbo.info["a"])
+    assert {values.pop("estimator") for values in elbo.info.values()} == {AllAction()}
     assert not any(t.requires_grad for values in elbo.info.values() for t in values.values())
+
+
+def test_info_names_the_estimator_of_pathwise_sites() -> None:
+    elbo = TraceBackpropQ_ELBO()
+    case = BY_NAME["discrete_above_reparam"]
+    case.params()
+    step(elbo, case)
+    assert Pathwise() in {values["estimator"] for values in elbo.info.values()}
 
 
 def test_repr_shows_the_options() -> None:

@@ -99,6 +99,9 @@ class ChoiceMessenger(Messenger):
         self._path: list[_Choice] = []
         self._position = 0
 
+    def __repr__(self) -> str:
+        return f"ChoiceMessenger(num_outcomes={self.num_outcomes}, {len(self._path)} choices)"
+
     def begin(self) -> None:
         """Goes back to the start of the path."""
         self._position = 0
@@ -274,6 +277,9 @@ class ChoiceNoise:
     def __init__(self, seed: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._choices: ChoiceMessenger | None = None
+
+    def __repr__(self) -> str:
+        return f"ChoiceNoise(seed={self._generator.initial_seed()})"
 
     def draw_choice(self, probabilities: Tensor) -> Tensor:
         """Draws one index per row.

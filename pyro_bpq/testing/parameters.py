@@ -35,6 +35,9 @@ class ParameterCollector(Messenger):
         for name, leaf in (parameters or {}).items():
             self._add(name, leaf)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.leaves)})"
+
     def add_modules(self) -> None:
         """Adds the parameters of modules that no statement has reached; call it when all runs are over."""
         for name, leaf in self._module_leaves():
@@ -69,6 +72,11 @@ class GradientReader(ParameterCollector):
         super().__init__(model, guide, parameters)
         for _, leaf in self._module_leaves():
             self._lend(leaf)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters known so far."""
+        return [leaf for leaf, _ in self._lent.values()]
 
     def clear(self) -> None:
         """Clears the gradients of all parameters known so far."""

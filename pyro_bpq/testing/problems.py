@@ -42,6 +42,9 @@ class FakeProgram:
         self._source = torch.Generator().manual_seed(seed)
         self._held: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return f"FakeProgram({self.problem}, value of shape {tuple(self.value.shape)}, later={self.later})"
+
     def cost(self, value: Tensor) -> Tensor:
         """The costs, with noise."""
         with torch.no_grad():

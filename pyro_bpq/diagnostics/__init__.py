@@ -1,0 +1,32 @@
+r"""Tells whether an estimator helps, and what is wrong when it does not.
+
+:func:`diagnose` says in sentences what it finds, :func:`compare_estimators` measures estimators side by side,
+:func:`gradient_moments` and :func:`critic_fit` give the figures, :class:`History` with :func:`plot_diagnostics` and
+:class:`LogCallback` follow a training. None of them changes the ELBO or the parameters.
+"""
+
+from pyro_bpq.diagnostics.compare import compare_estimators
+from pyro_bpq.diagnostics.comparison import Comparison, Row
+from pyro_bpq.diagnostics.critic_fit import CriticFit, Fit, critic_fit
+from pyro_bpq.diagnostics.diagnose import diagnose
+from pyro_bpq.diagnostics.findings import Diagnosis, Finding
+from pyro_bpq.diagnostics.history import History, LogCallback
+from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments
+from pyro_bpq.diagnostics.plot import plot_diagnostics
+
+__all__ = [
+    "Comparison",
+    "CriticFit",
+    "Diagnosis",
+    "Finding",
+    "Fit",
+    "GradientMoments",
+    "History",
+    "LogCallback",
+    "Row",
+    "compare_estimators",
+    "critic_fit",
+    "diagnose",
+    "gradient_moments",
+    "plot_diagnostics",
+]

@@ -1,0 +1,277 @@
+r"""Which estimator serves a program best: variance, bias and time side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_bpq.diagnostics.comparison import LIMIT, Comparison, Row, recommend
+from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments
+from pyro_bpq.diagnostics.sampling import num_outcomes_of, seeded
+from pyro_bpq.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.errors import BPQError, OptionError, UnsupportedSiteError
+from pyro_bpq.estimators import Estimator, LeaveOneOut, RunningBaseline, ScoreFunction
+from pyro_bpq.testing import exact_gradient
+from pyro_bpq.testing.expected import backward
+from pyro_bpq.testing.parameters import GradientReader
+
+__all__ = ["compare_estimators"]
+
+Program = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What the mean gradient should be, and the variance of that number itself."""
+
+    gradient: dict[str, Tensor]
+    square_error: float
+    text: str
+
+
+def compare_estimators(
+    model: Program,
+    guide: Program,
+    *args: Any,
+    estimators: Mapping[str, Any] | None = None,
+    num_particles: int = 2,
+    num_samples: int = 200,
+    num_warmup: int = 200,
+    num_rounds: int = 20,
+    num_outcomes: int = 2000,
+    exact: bool | str = "auto",
+    reference: Any = None,
+    seed: int = 0,
+    progress: bool = True,
+    verbose: bool = True,
+    **kwargs: Any,
+) -> Comparison:
+    r"""Measures gradient estimators on a program at its present parameters.
+
+        variance = Σ_i Var g_i,   bias = |E g - ∇J|,   cost = variance × milliseconds per step
+
+    Every estimator works on a copy: critics and running statistics learn for ``num_warmup`` steps with the parameters
+    held, then moments are taken with nothing learning, then whole steps are timed, learning included, one of each in
+    turn. Moments are exact where the joint outcomes of a step are few, sampled elsewhere. The bias is measured against
+    the exact gradient where one particle has few states, else against a long run of ``reference``, and counts once it
+    is beyond four standard errors (or beyond rounding, where both sides are exact).
+
+    Args:
+        model: Model.
+        guide: Guide.
+        *args: Arguments of both.
+        estimators: By name an ELBO (of this package or of Pyro), or an estimator, which becomes
+            ``TraceBackpropQ_ELBO(num_particles, estimator=...)``. Default: the default of this package, without
+            critics, and score functions with and without baseline.
+        num_particles: Number of particles where an estimator is given or ``estimators`` is not.
+        num_samples: Number of steps where outcomes are not enumerated.
+        num_warmup: Number of steps that critics learn before; they are in the result. ELBOs with ``learner=None``
+            are not warmed up, since the user's optimiser trains their critics.
+        num_rounds: Number of steps that are timed of each.
+        num_outcomes: Largest number of outcomes that are enumerated.
+        exact: As in :func:`gradient_moments`.
+        reference: An unbiased ELBO for the long run of ``10 * num_samples`` steps; default
+            ``TraceBackpropQ_ELBO`` with two particles or more.
+        seed: Seed of the samples; global generators and ``.grad`` are as before.
+        progress: Whether to show a bar.
+        verbose: Whether to print the table.
+        **kwargs: Keyword arguments of both; the names of the options above are taken.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        OptionError: If ``estimators`` holds something else, or nothing.
+    """
+    elbos = _elbos(estimators, num_particles)
+    if num_rounds < 1:
+        raise OptionError(f"num_rounds={num_rounds!r}: write a positive number.")
+    options: dict[str, Any] = {"num_outcomes": num_outcomes, "seed": seed, **kwargs}
+    rows: dict[str, Any] = {}
+    ready: dict[str, Any] = {}
+    with seeded(seed), _bar(progress, 2 * len(elbos) + 2) as advance:
+        _first_run(model, guide, args, kwargs)
+        truth = _reference(model, guide, args, kwargs, reference, num_particles, num_samples, num_warmup, options)
+        advance("reference")
+        for name, elbo in elbos.items():
+            pyro.set_rng_seed(seed + 1)
+            try:
+                warm, seconds = _warm_up(elbo, model, guide, args, kwargs, num_warmup)
+                advance(name)
+                moments = gradient_moments(elbo, model, guide, *args, num_samples=num_samples, exact=exact, **options)
+                advance(name)
+            except UnsupportedSiteError as error:
+                rows[name] = Row(name, ran=False, note=str(error))
+                continue
+            rows[name] = {"num_warmup": warm, "warmup_s": seconds, **_figures(elbo, moments, truth)}
+            ready[name] = elbo
+        times = _times(ready, model, guide, args, kwargs, num_rounds, seed)
+    done = tuple(
+        row if isinstance(row, Row) else Row(name, ms=times[name][0], ms_spread=times[name][1], **row)
+        for name, row in rows.items()
+    )
+    comparison = Comparison(done, *recommend(done), truth.text)
+    if verbose:
+        print(comparison)
+    return comparison
+
+
+def _elbos(estimators: Mapping[str, Any] | None, num_particles: int) -> dict[str, Any]:
+    """Copies of the given ELBOs, and ELBOs for given estimators."""
+    if estimators is None:
+        baseline = LeaveOneOut() if num_particles > 1 else RunningBaseline()
+        estimators = {
+            "default": TraceBackpropQ_ELBO(num_particles),
+            "default, no critic": TraceBackpropQ_ELBO(num_particles, critic=None),
+            f"score function, {type(baseline).__name__}": ScoreFunction(baseline),
+            "score function": ScoreFunction(),
+        }
+    found = {}
+    for name, given in estimators.items():
+        if not isinstance(given, type) and callable(getattr(given, "loss_and_grads", None)):
+            found[name] = copy.deepcopy(given)
+        elif not isinstance(given, type) and isinstance(given, Estimator):
+            found[name] = TraceBackpropQ_ELBO(num_particles, estimator=given)
+        else:
+            raise OptionError(f"estimators[{name!r}]={given!r}: write an ELBO or an estimator such as AllAction().")
+    if not found:
+        raise OptionError("estimators={}: name at least one, or leave it out.")
+    return found
+
+
+def _first_run(model: Program, guide: Program, args: Any, kwargs: Any) -> None:
+    """Makes the parameters, so that no estimator's first step draws their initial values."""
+    with torch.no_grad():
+        TraceBackpropQ_ELBO().loss(model, guide, *args, **kwargs)
+
+
+def _warm_up(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, steps: int) -> tuple[int, float]:
+    """Lets an ELBO learn while the parameters are held; returns number of steps and seconds."""
+    if not isinstance(elbo, TraceBackpropQ_ELBO) or elbo.learner is None:
+        return 0, 0.0
+    elbo.train()
+    start = time.perf_counter()
+    with torch.enable_grad(), GradientReader(model, guide, None) as reader:
+        for _ in range(steps):
+            reader.clear()
+            _step(elbo, model, guide, args, kwargs)
+    return steps, time.perf_counter() - start
+
+
+def _step(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any) -> None:
+    # loss_and_grads would put the copy's critics into Pyro's param store where the user's optimiser trains them.
+    backward(elbo, model, guide, args, kwargs, isinstance(elbo, TraceBackpropQ_ELBO))
+
+
+def _reference(
+    model: Program,
+    guide: Program,
+    args: Any,
+    kwargs: Any,
+    elbo: Any,
+    num_particles: int,
+    num_samples: int,
+    num_warmup: int,
+    options: Mapping[str, Any],
+) -> _Reference:
+    limit = options["num_outcomes"]
+    if num_outcomes_of(guide, args, kwargs, 1) <= limit:
+        try:
+            gradient = exact_gradient(model, guide, *args, num_outcomes=limit, **kwargs)
+            return _Reference(gradient, 0.0, "the exact gradient")
+        except BPQError:
+            pass  # a program that cannot be enumerated after all
+    elbo = copy.deepcopy(elbo) if elbo is not None else TraceBackpropQ_ELBO(max(2, num_particles))
+    _warm_up(elbo, model, guide, args, kwargs, num_warmup)
+    settings = {**options, "seed": options["seed"] + 2}
+    found = gradient_moments(
+        elbo, model, guide, *args, num_samples=10 * num_samples, exact=False, by_site=False, **settings
+    )
+    text = f"a run of {10 * num_samples} steps of {type(elbo).__name__}"
+    return _Reference(found.mean, found.total_variance / found.num_samples, text)
+
+
+def _figures(elbo: Any, moments: GradientMoments, truth: _Reference) -> dict[str, Any]:
+    names = list(truth.gradient)
+    zero = {name: torch.zeros_like(truth.gradient[name]) for name in names}
+    square = sum(float((moments.mean.get(n, zero[n]) - truth.gradient[n]).square().sum()) for n in names)
+    size = math.sqrt(sum(float(g.square().sum()) for g in truth.gradient.values()))
+    own = 0.0 if moments.is_exact else moments.total_variance / moments.num_samples
+    bias, error = math.sqrt(square), math.sqrt(own + truth.square_error)
+    return {
+        "claims_unbiased": _claims_unbiased(elbo),
+        "is_exact": moments.is_exact,
+        "num_samples": moments.num_samples,
+        "variance": moments.total_variance,
+        "variance_error": moments.total_variance_error,
+        "bias": bias,
+        "bias_error": error,
+        "relative_bias": bias / size if size else math.inf if bias else 0.0,
+        "is_biased": bias > LIMIT * error + _rounding(truth.gradient) * size,
+        "parameters": {name: float(variance.sum()) for name, variance in moments.variance.items()},
+        "sites": {site: found.total_variance for site, found in moments.sites.items()},
+    }
+
+
+def _rounding(gradient: Mapping[str, Tensor]) -> float:
+    return max((1e4 * torch.finfo(g.dtype).eps for g in gradient.values()), default=0.0)
+
+
+def _claims_unbiased(elbo: Any) -> bool | None:
+    if not isinstance(elbo, TraceBackpropQ_ELBO) or elbo._last_plan is None:
+        return None
+    return all(cls.spec.estimator.is_unbiased for cls in elbo._last_plan[3].layout.classes)
+
+
+def _times(
+    elbos: Mapping[str, Any], model: Program, guide: Program, args: Any, kwargs: Any, rounds: int, seed: int
+) -> dict[str, tuple[float, float]]:
+    """Median and half the distance of the quartiles of a step, in milliseconds, in turns."""
+    found: dict[str, list[float]] = {name: [] for name in elbos}
+    with torch.enable_grad(), GradientReader(model, guide, None) as reader:
+        for elbo in elbos.values():
+            if isinstance(elbo, torch.nn.Module):
+                elbo.train()
+        for turn in range(rounds + 1):
+            for name, elbo in elbos.items():
+                pyro.set_rng_seed(seed + turn)
+                reader.clear()
+                start = time.perf_counter()
+                _step(elbo, model, guide, args, kwargs)
+                found[name].append(1e3 * (time.perf_counter() - start))
+    # The first turn is not counted: it may build what later ones use.
+    return {name: _middle(values[1:]) for name, values in found.items()}
+
+
+def _middle(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], 0.0
+    low, middle, high = statistics.quantiles(values, n=4)
+    return middle, (high - low) / 2
+
+
+@contextlib.contextmanager
+def _bar(is_shown: bool, total: int) -> Iterator[Callable[[str], None]]:
+    if not is_shown:
+        yield lambda text: None
+        return
+    tqdm: Any = importlib.import_module("tqdm").tqdm
+    with tqdm(total=total, desc="compare_estimators", leave=False) as bar:
+
+        def advance(text: str) -> None:
+            bar.set_postfix_str(text)
+            bar.update()
+
+        yield advance
+        bar.update(bar.total - bar.n)

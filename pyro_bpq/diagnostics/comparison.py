@@ -1,0 +1,203 @@
+"""The result of :func:`~pyro_bpq.diagnostics.compare_estimators`, as data and as a table."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pyro_bpq.diagnostics.text import number, table
+
+__all__ = ["Comparison", "Row", "recommend"]
+
+# A bias of more standard errors than this is no accident: 6e-5 for the least favourable covariance.
+LIMIT = 4.0
+
+
+@dataclass(frozen=True)
+class Row:
+    r"""What was measured of one estimator.
+
+    Args:
+        name: Its name in the comparison.
+        ran: Whether it could be run; if not, ``note`` says why and there are no figures.
+        claims_unbiased: Whether all estimators in use are declared unbiased; ``None`` for other libraries' ELBOs.
+        is_exact: Whether moments are over all outcomes.
+        num_samples: Number of steps behind them.
+        num_warmup: Number of steps that critics and running statistics learned before, parameters held.
+        warmup_s: Seconds that these took.
+        variance: Total variance of one step's gradient.
+        variance_error: Its standard error; 0 if exact.
+        bias: Norm of the difference between the mean gradient and the reference.
+        bias_error: Standard error of that norm, reference included; 0 if both are exact.
+        relative_bias: ``bias`` over the norm of the reference.
+        is_biased: Whether the bias is beyond rounding and more than four of its standard errors.
+        ms: Median milliseconds of a whole step, learning included, in turns with the others.
+        ms_spread: Half the distance between the quartiles.
+        parameters: Variance by parameter.
+        sites: Variance of each site's summand, where there are any.
+        note: What else is to be said.
+    """
+
+    name: str
+    ran: bool = True
+    claims_unbiased: bool | None = None
+    is_exact: bool = False
+    num_samples: int = 0
+    num_warmup: int = 0
+    warmup_s: float = 0.0
+    variance: float = float("nan")
+    variance_error: float = 0.0
+    bias: float = float("nan")
+    bias_error: float = 0.0
+    relative_bias: float = float("nan")
+    is_biased: bool = False
+    ms: float = float("nan")
+    ms_spread: float = 0.0
+    parameters: dict[str, float] = field(default_factory=dict)
+    sites: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def variance_time(self) -> float:
+        """Variance times milliseconds: the variance of the mean that one millisecond buys. Less is better."""
+        return self.variance * self.ms
+
+    @property
+    def bias_z(self) -> float:
+        """Bias in standard errors; infinite for an exact one."""
+        return self.bias / self.bias_error if self.bias_error > 0 else (float("inf") if self.is_biased else 0.0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Estimators side by side.
+
+    Args:
+        rows: One for each, in the order given.
+        recommended: Name of the one to use, or ``None``.
+        reason: Why, in words.
+        reference: What biases are measured against.
+    """
+
+    rows: tuple[Row, ...]
+    recommended: str | None
+    reason: str
+    reference: str
+
+    def __getitem__(self, name: str) -> Row:
+        """The row of that name."""
+        return next(row for row in self.rows if row.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and dictionaries."""
+        rows = [{**asdict(row), "variance_time": row.variance_time, "bias_z": row.bias_z} for row in self.rows]
+        return {
+            "rows": rows,
+            "recommended": self.recommended,
+            "reason": self.reason,
+            "reference": self.reference,
+        }
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """One line per estimator; variances of parameters and sites are columns of their own.
+
+        Args:
+            path: A file to write, or ``None``.
+
+        Returns:
+            The text.
+        """
+        flat = []
+        for row in self.to_dict()["rows"]:
+            parts = {f"variance of {k} {name}": v for k in ("parameters", "sites") for name, v in row.pop(k).items()}
+            flat.append({**row, **parts})
+        names = list(dict.fromkeys(name for row in flat for name in row))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(flat)
+        if path is not None:
+            Path(path).write_text(text.getvalue(), encoding="utf-8")
+        return text.getvalue()
+
+    def __str__(self) -> str:
+        head = ["estimator", "variance", "bias", "bias/se", "ms/step", "variance*ms", "warm-up", "unbiased"]
+        rows = [_cells(row) for row in self.rows]
+        lines = [*table(head, rows), "", f"Bias is measured against {self.reference}."]
+        lines += self._breakdown("parameter", "parameters")
+        lines += self._breakdown("site", "sites")
+        lines += [f"{row.name}: {row.note}" for row in self.rows if row.note]
+        return "\n".join([*lines, "", self.reason])
+
+    def _breakdown(self, what: str, attribute: str) -> list[str]:
+        """Variances of the parts, one column per estimator; the largest twenty parts."""
+        ran = [row for row in self.rows if row.ran and getattr(row, attribute)]
+        parts: dict[str, float] = {}
+        for row in ran:
+            for name, variance in getattr(row, attribute).items():
+                parts[name] = max(parts.get(name, 0.0), variance)
+        shown = sorted(parts, key=lambda name: -parts[name])[:20]
+        if not shown:
+            return []
+        cells = [[name, *(number(getattr(row, attribute).get(name)) for row in ran)] for name in shown]
+        left = [f"... and {len(parts) - len(shown)} more"] if len(parts) > len(shown) else []
+        return ["", *table([f"variance by {what}", *(row.name for row in ran)], cells), *left]
+
+
+def _cells(row: Row) -> list[str]:
+    if not row.ran:
+        return [row.name, *["-"] * 7]
+    spread = "" if row.is_exact else f" ± {number(row.variance_error)}"
+    claim = {True: "declared", False: "no", None: "-"}[row.claims_unbiased]
+    return [
+        row.name,
+        number(row.variance) + spread,
+        f"{row.relative_bias:.2%}",
+        "exact" if row.bias_error == 0 else number(row.bias_z),
+        f"{number(row.ms)} ± {number(row.ms_spread)}",
+        number(row.variance_time),
+        str(row.num_warmup),
+        "BIASED" if row.is_biased and row.claims_unbiased is not False else claim,
+    ]
+
+
+def recommend(rows: tuple[Row, ...]) -> tuple[str | None, str]:
+    """The unbiased estimator with the smallest variance times time, and why."""
+    ran = [row for row in rows if row.ran]
+    sound = [row for row in ran if not row.is_biased and row.claims_unbiased is not False]
+    if not sound:
+        return None, "Nothing to recommend: no estimator that ran is unbiased here."
+    sound.sort(key=lambda row: row.variance_time)
+    best, rest = sound[0], sound[1:]
+    text = f"Use {best.name!r}: of the estimators without a bias here it has the least variance times time"
+    if best.variance == 0:
+        text += "; its gradient does not vary at all"
+    elif rest:
+        ratio = rest[0].variance_time / best.variance_time
+        text += f", {number(ratio)} times less than {rest[0].name!r}"
+        noise = 2 * (_relative_error(best) ** 2 + _relative_error(rest[0]) ** 2) ** 0.5
+        if ratio - 1 < noise:
+            text += ", which is within the error of measurement: a tie, so take the simpler one"
+    text += f" (variance {number(best.variance)}, {number(best.ms)} ms a step)."
+    calm = min(sound, key=lambda row: row.variance)
+    if calm is not best and calm.variance < best.variance:
+        text += f" {calm.name!r} has less variance, {number(calm.variance)}, but needs {number(calm.ms)} ms a step."
+    return best.name, " ".join([text, *filter(None, map(_about_bias, ran))])
+
+
+def _about_bias(row: Row) -> str:
+    if row.is_biased:
+        claim = "although it is declared unbiased" if row.claims_unbiased else "so it is left out"
+        return f"{row.name!r} is biased by {row.relative_bias:.1%} of the gradient, {claim}."
+    if row.claims_unbiased is False:
+        return f"{row.name!r} is declared biased and left out; the bias found is within its error."
+    return ""
+
+
+def _relative_error(row: Row) -> float:
+    variance = row.variance_error / row.variance if row.variance else 0.0
+    time = row.ms_spread / row.ms if row.ms else 0.0
+    return float((variance**2 + time**2) ** 0.5)

@@ -1,0 +1,219 @@
+r"""How well critics explain costs, and how far the gradient by Q is from the true one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.diagnostics.moments import GradientMoments, named_moments, site_gradients
+from pyro_bpq.diagnostics.sampling import accumulate, num_outcomes_of, untouched
+from pyro_bpq.diagnostics.text import number, table
+from pyro_bpq.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.signals import Signals
+from pyro_bpq.testing import Moments
+from pyro_bpq.testing.parameters import GradientReader
+
+__all__ = ["CriticFit", "Fit", "critic_fit"]
+
+_LEARNED, _EXACT = "learned", "exact"
+
+
+@dataclass(frozen=True)
+class Fit:
+    r"""How well the critic of a site does.
+
+    Args:
+        explained: Explained variance within a data point, ``1 - Var(target - q) / Var(target)``; the target is the
+            return with graph-wise corrections (lambda = 1). 0 is what a constant achieves.
+        cosine: Cosine between the gradient by the critic and what the critic has to give, the site's true gradient
+            without the part of the exact immediate costs; ``None`` where there is no all-action gradient, or
+            nothing to give.
+        difference: Norm of the difference of the two over the norm of the latter, or ``None``; a critic that is
+            constant has 1.
+        difference_error: What sampling alone makes of the difference; 0 if exact.
+    """
+
+    explained: float | None = None
+    cosine: float | None = None
+    difference: float | None = None
+    difference_error: float = 0.0
+
+
+@dataclass(frozen=True)
+class CriticFit:
+    """The critics of a program.
+
+    Args:
+        sites: By name of the site.
+        moments: Moments of the gradient, from the same runs.
+    """
+
+    sites: dict[str, Fit]
+    moments: GradientMoments
+
+    def __str__(self) -> str:
+        how = "exact" if self.moments.is_exact else f"from {self.moments.num_samples} steps"
+        rows = [
+            [site, *(number(v) for v in (fit.explained, fit.cosine, fit.difference, fit.difference_error))]
+            for site, fit in self.sites.items()
+        ]
+        head = ["site", "explained variance", "cosine", "difference", "its error"]
+        return "\n".join([f"Critics ({how}):", *table(head, rows)])
+
+
+def critic_fit(
+    elbo: TraceBackpropQ_ELBO,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    *args: Any,
+    num_samples: int = 100,
+    exact: bool | str = "auto",
+    num_outcomes: int = 500,
+    seed: int = 0,
+    **kwargs: Any,
+) -> CriticFit:
+    r"""Compares critics with what they predict, at the present parameters; nothing learns.
+
+        g_A = E Σ_d Σ_k ∇q_d(k) A_X[d,k]   against   E[g_X] - E Σ_d Σ_k ∇q_d(k) I_X[d,k]
+
+    ``g_A`` is the all-action gradient that treats the critic as the remaining cost, without a correction: exact with
+    the true Q, biased otherwise. ``g_X`` is the site's summand of the gradient, whose expectation is the true one if
+    the site's estimator is unbiased, ``I_X`` are its exact immediate costs.
+
+    Args:
+        elbo: The ELBO.
+        model: Model.
+        guide: Guide.
+        *args: Arguments of both.
+        num_samples: Number of steps where outcomes are not enumerated.
+        exact: As in :func:`gradient_moments`.
+        num_outcomes: Largest number of outcomes that are enumerated.
+        seed: Seed of the samples; the global generators are put back.
+        **kwargs: Keyword arguments of both.
+
+    Returns:
+        What was found, by site.
+
+    Raises:
+        OptionError: If an option is out of range.
+        BPQError: If ``exact=True`` and the outcomes cannot be enumerated.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Difference Between Two Locally Fitted Functions
+        | (there the derivative with respect to a continuous value, here differences between discrete values)
+    """
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    with untouched(elbo, seed), torch.enable_grad():
+        with torch.no_grad():
+            is_subsampled = any(run.subsamples for run in elbo._observe(model, guide, args, kwargs, False)[0])
+        count = math.inf if exact is False else num_outcomes_of(guide, args, kwargs, elbo.num_particles)
+        with GradientReader(model, guide, None) as reader:
+
+            def more(signals: Sequence[Signals]) -> dict[Any, Tensor]:
+                _note_targets(signals, pairs)
+                return _all_action(signals)
+
+            def run() -> dict[Any, Tensor]:
+                reader.clear()
+                return site_gradients(elbo, reader, model, guide, args, kwargs, more)
+
+            found = accumulate(
+                run, num_samples=num_samples, num_outcomes=count, limit=num_outcomes, exact=exact, elbo=elbo
+            )
+            if found.is_exact:
+                # Fits are judged by what happens often, not by every outcome alike: draw afresh.
+                pairs.clear()
+                for _ in range(num_samples):
+                    reader.clear()
+                    _note_targets(elbo._observe(model, guide, args, kwargs, False)[1], pairs)
+        moments = named_moments(found, reader)
+    return _fits(moments, pairs, is_subsampled)
+
+
+def _fits(moments: GradientMoments, pairs: dict[str, list[tuple[Tensor, Tensor]]], is_subsampled: bool) -> CriticFit:
+    sites = dict(moments.sites)
+    parts = {key: sites.pop(key) for key in list(sites) if isinstance(key, tuple)}
+    by_critic = {key[1]: part for key, part in parts.items() if key[0] == _LEARNED}
+    scale = 0.0 if moments.is_exact else 1.0 / moments.num_samples
+    fits = {}
+    for site in {**pairs, **by_critic}:
+        explained = _explained(pairs[site], is_subsampled) if site in pairs else None
+        if site not in by_critic or site not in sites:
+            fits[site] = Fit(explained)
+            continue
+        exact = parts.get((_EXACT, site))  # type: ignore[call-overload]
+        fits[site] = Fit(explained, *_difference(sites[site], exact, by_critic[site], scale))
+    errors = {site: e for site, e in moments.site_variance_errors.items() if isinstance(site, str)}
+    own = GradientMoments(
+        *(moments.mean, moments.variance, sites, moments.num_samples, moments.is_exact),
+        total_variance_error=moments.total_variance_error,
+        site_variance_errors=errors,
+    )
+    return CriticFit(fits, own)
+
+
+def _difference(
+    whole: Moments, exact: Moments | None, by_critic: Moments, scale: float
+) -> tuple[float | None, float | None, float]:
+    def flat(moments: Moments) -> Tensor:
+        return torch.cat([mean.flatten() for mean in moments.mean.values()])
+
+    variances = [part.total_variance for part in (whole, exact, by_critic) if part is not None]
+    noise = math.sqrt(sum(variances) * scale)
+    found = flat(by_critic)
+    true = flat(whole) - (0.0 if exact is None else flat(exact))
+    size, other = float(true.norm()), float(found.norm())
+    if size <= max(1e-6 * float(flat(whole).norm()), 2.0 * noise) or size == 0.0:
+        return None, None, 0.0
+    cosine = float(true @ found) / (size * other) if other else 0.0
+    return cosine, float((true - found).norm()) / size, noise / size
+
+
+def _all_action(signals: Sequence[Signals]) -> dict[Any, Tensor]:
+    """Scalars whose gradients are the all-action gradients by critics and by immediate costs, by part and site."""
+    found: dict[Any, Tensor] = {}
+    for one in signals:
+        for c in one.active:
+            context = one.context(c)
+            if context.learned is None or context.log_probs is None:
+                continue
+            for part, values in ((_LEARNED, context.learned), (_EXACT, context.exact)):
+                if values is None:
+                    continue
+                weighted = context.log_probs.detach().exp() * values * context.log_probs
+                for i, name in enumerate(context.names):
+                    found[part, name] = found.get((part, name), torch.zeros(())) + weighted[i].sum()
+    return found
+
+
+def _note_targets(signals: Sequence[Signals], pairs: dict[str, list[tuple[Tensor, Tensor]]]) -> None:
+    """Appends values and targets ``(M, plates)`` of each site, summed over its Q-nodes."""
+    for one in signals:
+        with torch.no_grad():
+            sums: dict[str, tuple[Tensor, Tensor]] = {}
+            for g, (value, target) in one.values_and_targets(1.0, 1.0).items():
+                for i, node in enumerate(one.critics[g].group.nodes):
+                    old = sums.get(node.site, (torch.zeros(()), torch.zeros(())))
+                    sums[node.site] = old[0] + value[i].detach(), old[1] + target[i]
+        for site, pair in sums.items():
+            pairs.setdefault(site, []).append(pair)
+
+
+def _explained(pairs: list[tuple[Tensor, Tensor]], is_subsampled: bool) -> float | None:
+    """Centred over the draws of each data point, then pooled; over the particles where draws differ in their data."""
+    if is_subsampled or len({tuple(target.shape[1:]) for _, target in pairs}) > 1:
+        groups = [pair for pair in pairs if pair[1].shape[0] > 1]
+    else:
+        groups = [(torch.cat([value for value, _ in pairs]), torch.cat([target for _, target in pairs]))]
+    whole = sum(_spread(target) for _, target in groups)
+    scale = sum(float(target.square().sum()) * torch.finfo(target.dtype).eps for _, target in groups)
+    return 1.0 - sum(_spread(target - value) for value, target in groups) / whole if whole > scale else None
+
+
+def _spread(value: Tensor) -> float:
+    return float((value - value.mean(0)).square().sum())

@@ -1,0 +1,62 @@
+"""What a diagnosis consists of."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["SEVERITIES", "Diagnosis", "Finding"]
+
+SEVERITIES = ("error", "warning", "hint")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was noticed.
+
+    Args:
+        kind: A short fixed name, for programs that read it.
+        severity: ``"error"``: results are wrong; ``"warning"``: learning is slower than it could be; ``"hint"``.
+        message: What is the matter, with the figures behind it.
+        advice: What to try.
+        sites: The sites concerned.
+    """
+
+    kind: str
+    severity: str
+    message: str
+    advice: str
+    sites: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        body = textwrap.wrap(f"{self.severity}: {self.message}", 110, subsequent_indent="    ")
+        advice = textwrap.wrap(f"-> {self.advice}", 110, initial_indent="    ", subsequent_indent="       ")
+        return "\n".join([*body, *advice])
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings, the gravest first.
+
+    Args:
+        findings: The findings.
+        checked: What was looked at, in words.
+    """
+
+    findings: tuple[Finding, ...]
+    checked: str = ""
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def kinds(self) -> frozenset[str]:
+        """The kinds that were found."""
+        return frozenset(finding.kind for finding in self.findings)
+
+    def __str__(self) -> str:
+        found = [str(finding) for finding in self.findings] or ["Nothing is wrong as far as was looked."]
+        return "\n".join([*found, *([f"({self.checked})"] if self.checked else [])])

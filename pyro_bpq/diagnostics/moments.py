@@ -1,0 +1,221 @@
+r"""Mean and variance of the gradient that an ELBO computes, by parameter and by site."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.diagnostics.sampling import Accumulated, accumulate, num_outcomes_of, untouched
+from pyro_bpq.diagnostics.text import number, table
+from pyro_bpq.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.surrogate import step as surrogate_step
+from pyro_bpq.testing import Moments
+from pyro_bpq.testing.expected import backward
+from pyro_bpq.testing.parameters import GradientReader
+
+__all__ = ["COSTS", "GradientMoments", "gradient_moments", "site_gradients"]
+
+# What is left of a gradient without the terms of the sites: through the values and parameters of the costs themselves.
+COSTS = "(differentiable costs)"
+
+
+@dataclass(frozen=True)
+class GradientMoments:
+    r"""Moments of the gradient of one step.
+
+    Args:
+        mean: Mean of the gradient of the loss by parameter, in nats per unit, in the parameter's shape, detached.
+        variance: Variance of a single step's gradient, likewise.
+        sites: The same two of the summand of each site; they add up to the gradient, and so do not their variances
+            where summands are correlated. ``COSTS`` names the rest. Empty where the ELBO has no such summands.
+        num_samples: Number of steps that were run.
+        is_exact: Whether they were all outcomes of a step, weighted by their probability.
+        total_variance_error: Standard error of the total variance; 0 if exact.
+        site_variance_errors: Standard error of the total variance of each site's summand.
+    """
+
+    mean: dict[str, Tensor]
+    variance: dict[str, Tensor]
+    sites: dict[str, Moments]
+    num_samples: int
+    is_exact: bool
+    total_variance_error: float = 0.0
+    site_variance_errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def standard_error(self) -> dict[str, Tensor]:
+        """Standard error of the mean; zero if exact."""
+        scale = 0.0 if self.is_exact else 1.0 / self.num_samples
+        return {name: (variance * scale).sqrt() for name, variance in self.variance.items()}
+
+    @property
+    def total_variance(self) -> float:
+        """Sum of the variances of all components."""
+        return sum(float(variance.sum()) for variance in self.variance.values())
+
+    @property
+    def signal_to_noise(self) -> float:
+        r"""Squared norm of the mean over the total variance; what sampling adds to the former is taken off."""
+        signal = sum(float(mean.square().sum()) for mean in self.mean.values())
+        noise = self.total_variance
+        if not self.is_exact:
+            signal = max(0.0, signal - noise / self.num_samples)
+        return signal / noise if noise > 0 else math.inf
+
+    def site_shares(self) -> dict[str, float]:
+        """Variance of each site's summand over the sum of these, largest first; nothing where that sum is zero."""
+        found = {site: moments.total_variance for site, moments in self.sites.items()}
+        total = sum(found.values())
+        ordered = sorted(found.items(), key=lambda item: -item[1])
+        return {site: variance / total for site, variance in ordered} if total > 0 else {}
+
+    def __str__(self) -> str:
+        how = f"all {self.num_samples} outcomes" if self.is_exact else f"{self.num_samples} sampled steps"
+        rows = [[name, number(_norm(self.mean[name])), number(float(v.sum()))] for name, v in self.variance.items()]
+        lines = table(["parameter", "|mean|", "variance"], rows)
+        if self.sites:
+            shares = self.site_shares()
+            parts = [[site, number(self.sites[site].total_variance), f"{share:.0%}"] for site, share in shares.items()]
+            lines += ["", *table(["site", "variance", "share"], parts)]
+        error = "" if self.is_exact else f" ± {number(self.total_variance_error)}"
+        total = f"total variance {number(self.total_variance)}{error}, signal to noise {number(self.signal_to_noise)}"
+        return "\n".join([f"Gradient of one step, from {how}: {total}", "", *lines])
+
+
+def gradient_moments(
+    elbo: Any,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    *args: Any,
+    num_samples: int = 200,
+    exact: bool | str = "auto",
+    by_site: bool = True,
+    num_outcomes: int = 2000,
+    parameters: Mapping[str, Tensor] | None = None,
+    seed: int = 0,
+    **kwargs: Any,
+) -> GradientMoments:
+    r"""Mean and variance of the gradient of one step at the present parameters; nothing learns or moves.
+
+        mean = E g,   variance = E g² - (E g)²,   g = Σ_X g_X + gradient of the differentiable costs
+
+    The expectation is over everything that the step draws. Where its joint outcomes are few, the step runs once for
+    each of them and the moments are exact; else it runs ``num_samples`` times.
+
+    Args:
+        elbo: An ELBO, of this package or of Pyro.
+        model: Model.
+        guide: Guide.
+        *args: Arguments of both.
+        num_samples: Number of steps where outcomes are not enumerated.
+        exact: Whether to enumerate: ``"auto"`` where there are at most ``num_outcomes`` outcomes.
+        by_site: Whether to take the summands ``g_X`` apart, with one backward pass for each of them; only for
+            :class:`~pyro_bpq.TraceBackpropQ_ELBO`.
+        num_outcomes: Limit on the number of outcomes.
+        parameters: Leaves to read, by name. Default: all that the programs reach.
+        seed: Seed of the samples; the global generators are put back.
+        **kwargs: Keyword arguments of both; the names of the options above are taken.
+
+    Returns:
+        The moments, detached; ``print`` shows a table.
+
+    Raises:
+        OptionError: If an option is out of range.
+        BPQError: If ``exact=True`` and the outcomes cannot be enumerated.
+    """
+    particles = getattr(elbo, "num_particles", 1)
+    split = by_site and isinstance(elbo, TraceBackpropQ_ELBO)
+    with untouched(elbo, seed), torch.enable_grad():
+        count = math.inf if exact is False else num_outcomes_of(guide, args, kwargs, particles)
+        with GradientReader(model, guide, parameters) as reader:
+
+            def run() -> dict[Any, Tensor]:
+                reader.clear()
+                if split:
+                    return site_gradients(elbo, reader, model, guide, args, kwargs)
+                backward(elbo, model, guide, args, kwargs, False)
+                return {(None, key): g for key, g in reader.read().items()}
+
+            found = accumulate(
+                run, num_samples=num_samples, num_outcomes=count, limit=num_outcomes, exact=exact, elbo=elbo
+            )
+        return named_moments(found, reader)
+
+
+def named_moments(found: Accumulated, reader: GradientReader) -> GradientMoments:
+    """Sorts moments by ``(site or None, id of the parameter)`` into those of the gradient and of sites."""
+
+    def pick(values: Mapping[Any, Tensor], site: str | None) -> dict[str, Tensor]:
+        return reader.named({leaf: value for (where, leaf), value in values.items() if where == site})
+
+    keys: dict[str | None, list[Any]] = {}
+    for key in found.mean:
+        keys.setdefault(key[0], []).append(key)
+    names = [site for site in keys if site is not None]
+    return GradientMoments(
+        mean=pick(found.mean, None),
+        variance=pick(found.variance, None),
+        sites={site: Moments(pick(found.mean, site), pick(found.variance, site)) for site in names},
+        num_samples=found.num_runs,
+        is_exact=found.is_exact,
+        total_variance_error=found.total(keys.get(None, []))[1],
+        site_variance_errors={site: found.total(keys[site])[1] for site in names},
+    )
+
+
+def site_gradients(
+    elbo: TraceBackpropQ_ELBO,
+    reader: GradientReader,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    more: Callable[[Any], Mapping[Any, Tensor]] = lambda signals: {},
+) -> dict[Any, Tensor]:
+    """The gradient of one step and its summands, by ``(site or None, id of the parameter)``.
+
+    Args:
+        elbo: The ELBO, in ``eval()`` mode.
+        reader: Knows the parameters.
+        model: Model.
+        guide: Guide.
+        args: Arguments of both.
+        kwargs: Keyword arguments of both.
+        more: Further scalars to differentiate, by key, from the signals of the step; no part of the gradient.
+
+    Returns:
+        Gradients, detached.
+    """
+    runs, signals = elbo._observe(model, guide, args, kwargs, False)
+    result = surrogate_step(signals, elbo.critics, elbo._learning(), False)
+    summands: dict[Any, Tensor] = {COSTS: sum((run.run.differentiable for run in runs), torch.zeros(()))}
+    for names, term in result.terms:
+        if term.dim() and term.shape[0] == len(names):
+            rows = [(name, term[i].sum()) for i, name in enumerate(names)]
+        else:
+            rows = [(", ".join(names), term.sum())]
+        for name, row in rows:
+            summands[name] = summands[name] + row if name in summands else row
+    leaves, found = reader.tensors, {}
+    for part, scalars in ((True, summands), (False, more(signals))):
+        for key, scalar in scalars.items():
+            if not scalar.requires_grad:
+                continue
+            grads = torch.autograd.grad(scalar, leaves, retain_graph=True, allow_unused=True)
+            for leaf, grad in zip(leaves, grads, strict=True):
+                if grad is None:
+                    continue
+                grad = grad / elbo.num_particles
+                found[key, id(leaf)] = grad
+                if part:
+                    found[None, id(leaf)] = found.get((None, id(leaf)), 0.0) + grad
+    return found
+
+
+def _norm(value: Tensor) -> float:
+    return float(value.square().sum().sqrt())

@@ -1,0 +1,157 @@
+"""Draws a history of training."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pyro_bpq.diagnostics.history import SCALES, History
+from pyro_bpq.errors import BPQError, OptionError
+
+__all__ = ["plot_diagnostics"]
+
+_MOST = 8
+_STYLES = ("-", "--", ":", "-.")
+
+
+def plot_diagnostics(history: History, sites: Sequence[str] | None = None, window: int | None = None) -> Any:
+    """Draws how critics, scales, gradients and TD errors went, by site.
+
+    Args:
+        history: What was recorded.
+        sites: The sites to draw; default: those whose cost-to-go varies most, at most eight.
+        window: Number of kept steps that curves are averaged over; default: a twentieth of all.
+
+    Returns:
+        A figure of matplotlib with four axes.
+
+    Raises:
+        OptionError: If nothing was recorded, or a site is unknown.
+        BPQError: If matplotlib is missing.
+    """
+    if not len(history):
+        raise OptionError("The history is empty: call history.record(elbo) after each step.")
+    chosen = _chosen(history) if sites is None else tuple(sites)
+    unknown = [site for site in chosen if site not in history.sites]
+    if unknown:
+        raise OptionError(f"The history has no sites {unknown}; it has {list(history.sites)}.")
+    try:
+        figure_module: Any = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise BPQError("plot_diagnostics() needs matplotlib (pip install matplotlib).") from error
+    window = max(1, len(history) // 20) if window is None else window
+    figure = figure_module.Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(2, 2)
+    colours = {site: f"C{i % 10}" for i, site in enumerate(chosen)}
+    _explained(axes[0, 0], history, colours, window)
+    _scales(axes[0, 1], history, colours, window)
+    _signal(axes[1, 0], history, colours)
+    _errors(axes[1, 1], history, colours, window)
+    handles, labels = [], []
+    for site, colour in colours.items():
+        (line,) = axes[0, 0].plot([], [], color=colour)
+        handles.append(line)
+        labels.append(site)
+    left_out = len(history.sites) - len(chosen)
+    title = f"and {left_out} more" if left_out and sites is None else None
+    figure.legend(handles, labels, loc="outside right upper", title="site", frameon=False)
+    if title:
+        figure.text(0.995, 0.02, title, ha="right", fontsize=9, color="gray")
+    return figure
+
+
+def _chosen(history: History) -> tuple[str, ...]:
+    """The sites whose costs-to-go vary most, in program order."""
+
+    def spread(site: str) -> float:
+        if "cost_to_go" not in history.keys(site):
+            return -1.0
+        series = history.series(site, "cost_to_go")
+        return float(np.nanstd(series)) if np.isfinite(series).any() else -1.0
+
+    ranked = [site for site in sorted(history.sites, key=spread, reverse=True) if spread(site) >= 0]
+    most = set(ranked[:_MOST])
+    return tuple(site for site in history.sites if site in most)
+
+
+def _smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Running mean over the last ``window`` values that are numbers."""
+    known = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    start = np.maximum(np.arange(1, len(values) + 1) - window, 0)
+    count = counts[1:] - counts[start]
+    return np.where(count > 0, (sums[1:] - sums[start]) / np.maximum(count, 1), np.nan)
+
+
+def _explained(ax: Any, history: History, colours: dict[str, str], window: int) -> None:
+    drawn = _lines(ax, history, colours, "explained", window, lambda values: np.clip(values, -1.0, 1.0))
+    ax.axhline(0.0, color="gray", linewidth=0.8)
+    ax.set(title="critic fit", ylabel="explained variance", ylim=(-1.05, 1.05), xlabel="step")
+    _note(ax, drawn, "no critics")
+
+
+def _scales(ax: Any, history: History, colours: dict[str, str], window: int) -> None:
+    used = []
+    for label, style in zip(SCALES, _STYLES, strict=True):
+        key, before = f"scale_{label}", len(ax.lines)
+        for site, colour in colours.items():
+            if key in history.keys(site):
+                values = history.series(site, key)
+                # A scale that never left 1 belongs to a control variate that is not there.
+                if np.nanmax(np.abs(values - 1.0)) > 0:
+                    ax.plot(history.steps, _smooth(values, window), style, color=colour, linewidth=1.2)
+        if len(ax.lines) > before:
+            used.append((label, style))
+    for label, style in used:
+        ax.plot([], [], style, color="black", label=label)
+    if used:
+        ax.legend(fontsize=8, frameon=False, ncols=4, loc="upper center")
+    ax.set(title="adaptive scales", ylabel="scale", ylim=(-0.05, 1.4), xlabel="step")
+    _note(ax, bool(used), "no adaptive scales")
+
+
+def _signal(ax: Any, history: History, colours: dict[str, str]) -> None:
+    steps = [step for step, _, _ in history.measured]
+    if steps:
+        total = np.array([value for _, value, _ in history.measured])
+        _known(ax, steps, total, color="black", markersize=4, label="whole gradient")
+        for site, colour in colours.items():
+            values = np.array([found.get(site, np.nan) for _, _, found in history.measured])
+            _known(ax, steps, values, color=colour, markersize=3, linewidth=1.0)
+        ax.set_yscale("log")
+        ax.legend(fontsize=8, frameon=False)
+    ax.set(title="gradient", ylabel="signal to noise, |mean|² / variance", xlabel="step")
+    _note(ax, bool(steps), "call history.measure(elbo, model, guide, ...)")
+
+
+def _known(ax: Any, steps: Sequence[int], values: np.ndarray, **style: Any) -> None:
+    """Positive values only: where sampling noise hides the signal there is no point."""
+    keep = np.isfinite(values) & (values > 0)
+    ax.plot(np.array(steps)[keep], values[keep], "o-", **style)
+
+
+def _errors(ax: Any, history: History, colours: dict[str, str], window: int) -> None:
+    drawn = _lines(ax, history, colours, "td_loss", window, lambda values: np.where(values > 0, values, np.nan))
+    if drawn:
+        ax.set_yscale("log")
+    ax.set(title="TD error", ylabel="squared error / spread of targets", xlabel="step")
+    _note(ax, drawn, "no critics")
+
+
+def _lines(ax: Any, history: History, colours: dict[str, str], key: str, window: int, clean: Any) -> bool:
+    drawn = False
+    for site, colour in colours.items():
+        if key in history.keys(site):
+            values = clean(history.series(site, key))
+            ax.plot(history.steps, _smooth(values, window), color=colour, linewidth=1.2)
+            drawn = True
+    return drawn
+
+
+def _note(ax: Any, drawn: bool, text: str) -> None:
+    if not drawn:
+        ax.text(0.5, 0.6, text, transform=ax.transAxes, ha="center", va="center", color="gray")

@@ -1,0 +1,214 @@
+r"""Runs a step many times, or once per outcome, without learning, and keeps the moments of what it yields."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions import Delta
+from pyro.poutine.subsample_messenger import _Subsample
+from pyro.util import get_rng_state, set_rng_state
+from torch import Tensor
+
+from pyro_bpq.errors import BPQError, OptionError
+from pyro_bpq.features import finite_components
+from pyro_bpq.testing import TwoPoint, iter_outcomes
+
+__all__ = ["Accumulated", "accumulate", "num_outcomes_of", "seeded", "untouched"]
+
+_NUM_BATCHES = 10
+Step = Callable[[], Mapping[Hashable, Tensor]]
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds the global generators, those of CUDA in use included, and puts them back on exit."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    state = get_rng_state()
+    with torch.random.fork_rng(devices=devices):
+        pyro.set_rng_seed(seed)
+        try:
+            yield
+        finally:
+            set_rng_state(state)
+
+
+@contextlib.contextmanager
+def untouched(elbo: Any, seed: int) -> Iterator[None]:
+    """Seeds the global generators and holds an ELBO still; puts both back on exit.
+
+    Args:
+        elbo: Any ELBO; one that is a module is in ``eval()`` mode meanwhile.
+        seed: Seed of the global generators.
+    """
+    is_module = isinstance(elbo, torch.nn.Module)
+    training, noises = getattr(elbo, "training", False), getattr(elbo, "num_noises", None)
+    if is_module:
+        elbo.eval()
+    try:
+        with seeded(seed):
+            yield
+    finally:
+        if is_module:
+            elbo.train(training)
+        if noises is not None:
+            elbo.num_noises = noises
+
+
+def num_outcomes_of(guide: Callable[..., Any], args: Any, kwargs: Any, num_particles: int) -> float:
+    """Number of joint outcomes of one step, as far as one run of the guide tells; infinite if very many.
+
+    Args:
+        guide: Guide.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        num_particles: Number of particles, drawn independently.
+
+    Returns:
+        The number.
+    """
+    with torch.no_grad(), poutine.block():
+        trace = poutine.trace(guide).get_trace(*args, **kwargs)
+    sites = [site["fn"] for site in trace.nodes.values() if site["type"] == "sample" and not site["is_observed"]]
+    log_count = num_particles * sum(map(_log_count, sites))
+    return float(round(math.exp(log_count))) if log_count < 40.0 else math.inf
+
+
+def _log_count(fn: Any) -> float:
+    if isinstance(fn, _Subsample):
+        size = fn.size if fn.subsample_size is None else fn.subsample_size
+        return math.log(math.comb(fn.size, size))
+    base = fn
+    while not isinstance(base, (Delta, TwoPoint)) and hasattr(base, "base_dist"):
+        base = base.base_dist
+    if isinstance(base, Delta):
+        return 0.0
+    if isinstance(base, TwoPoint):
+        return math.log(2) * (fn.batch_shape + fn.event_shape).numel()
+    components = finite_components(fn)
+    if components is None:
+        return math.inf
+    return math.log(components.cardinality) * components.size * fn.batch_shape.numel()
+
+
+@dataclass
+class Accumulated:
+    """Moments of named tensors over the runs of a step.
+
+    Args:
+        mean: Mean by key.
+        variance: Variance of a single run by key; unbiased where runs were sampled.
+        num_runs: Number of runs.
+        is_exact: Whether the runs were all outcomes, weighted by their probability.
+        batches: Variances by key of batches of the runs, for standard errors; empty if exact.
+    """
+
+    mean: dict[Any, Tensor]
+    variance: dict[Any, Tensor]
+    num_runs: int
+    is_exact: bool
+    batches: list[dict[Any, Tensor]] = field(default_factory=list)
+
+    def total(self, keys: list[Any]) -> tuple[float, float]:
+        """Sum of the variances of some keys, and its standard error."""
+        total = sum(float(self.variance[key].sum()) for key in keys)
+        if self.is_exact or len(self.batches) < 2:
+            return total, 0.0 if self.is_exact else math.inf
+        parts = torch.tensor([sum(float(b[key].sum()) for key in keys if key in b) for b in self.batches])
+        return total, float(parts.std()) / math.sqrt(len(parts))
+
+
+class _Running:
+    """Weighted first and second central moments; a key that a run lacks counts as zero there."""
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+        self.mean: dict[Any, Tensor] = {}
+        self.square: dict[Any, Tensor] = {}
+
+    def add(self, weight: float, values: Mapping[Hashable, Tensor]) -> None:
+        before, self.weight = self.weight, self.weight + weight
+        if not self.weight:
+            return
+        for key in {**self.mean, **values}:
+            value = values.get(key)
+            if key not in self.mean:
+                assert value is not None
+                self.mean[key], self.square[key] = torch.zeros_like(value), torch.zeros_like(value)
+            step = (0.0 if value is None else value) - self.mean[key]
+            self.mean[key] = self.mean[key] + step * (weight / self.weight)
+            self.square[key] = self.square[key] + step.square() * (weight * before / self.weight)
+
+    def merge(self, other: _Running) -> None:
+        weight = self.weight + other.weight
+        for key in {**self.mean, **other.mean}:
+            zero = torch.zeros_like(self.mean[key] if key in self.mean else other.mean[key])
+            step = other.mean.get(key, zero) - self.mean.get(key, zero)
+            spread = step.square() * (self.weight * other.weight / max(weight, 1e-300))
+            self.mean[key] = self.mean.get(key, zero) + step * (other.weight / max(weight, 1e-300))
+            self.square[key] = self.square.get(key, zero) + other.square.get(key, zero) + spread
+        self.weight = weight
+
+
+def accumulate(
+    step: Step, *, num_samples: int, num_outcomes: float, limit: int, exact: bool | str, elbo: Any = None
+) -> Accumulated:
+    """Moments of what a step yields: over all of its outcomes where these are few, else over samples.
+
+    Args:
+        step: Runs once and returns tensors by key, detached.
+        num_samples: Number of samples, at least 2.
+        num_outcomes: Number of outcomes that there are.
+        limit: Largest number of outcomes that are run one by one.
+        exact: ``True``, ``False`` or ``"auto"``.
+        elbo: The ELBO, to see whether it draws noise of its own, which cannot be enumerated.
+
+    Returns:
+        The moments.
+
+    Raises:
+        OptionError: If ``exact`` is none of these, or there are fewer than two samples.
+        BPQError: If ``exact=True`` and the outcomes cannot be enumerated.
+    """
+    if exact not in (True, False, "auto"):
+        raise OptionError(f'exact={exact!r}: write True, False or "auto".')
+    if num_samples < 2:
+        raise OptionError(f"num_samples={num_samples!r}: a variance needs at least 2.")
+    if exact is True or (exact == "auto" and num_outcomes <= limit):
+        try:
+            return _enumerate(step, limit, elbo)
+        except BPQError:
+            if exact is True:
+                raise
+    return _sample(step, num_samples)
+
+
+def _enumerate(step: Step, limit: int, elbo: Any) -> Accumulated:
+    noises = getattr(elbo, "num_noises", 0)
+    next(iter_outcomes(step, num_outcomes=limit))  # builds what is built once
+    if getattr(elbo, "num_noises", 0) != noises:
+        raise OptionError("An estimator draws noise of its own, so that outcomes cannot be listed; write exact=False.")
+    running, count = _Running(), 0
+    for probability, values in iter_outcomes(step, num_outcomes=limit):
+        running.add(probability, values)
+        count += 1
+    return Accumulated(running.mean, running.square, count, True)
+
+
+def _sample(step: Step, num_samples: int) -> Accumulated:
+    num_batches = min(_NUM_BATCHES, num_samples // 2)
+    batches = [_Running() for _ in range(num_batches)]
+    for i in range(num_samples):
+        batches[i % num_batches].add(1.0, step())
+    whole = _Running()
+    for batch in batches:
+        whole.merge(batch)
+    variance = {key: square / (num_samples - 1.0) for key, square in whole.square.items()}
+    parts = [{key: square / (batch.weight - 1.0) for key, square in batch.square.items()} for batch in batches]
+    return Accumulated(whole.mean, variance, num_samples, False, parts)

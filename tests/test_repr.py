@@ -1,0 +1,77 @@
+"""Every public name: a docstring, and a repr that a person can read."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pyro
+import pytest
+import torch
+from steps import CHAIN
+
+import pyro_bpq
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.diagnostics import History, LogCallback, compare_estimators, critic_fit, diagnose, gradient_moments
+from pyro_bpq.provenance import DependencyTracker
+from pyro_bpq.render import render_network, render_scg
+from pyro_bpq.signals import Signals
+from pyro_bpq.structure import StructureCache
+from pyro_bpq.testing import ChoiceNoise
+
+
+def public() -> Iterator[Any]:
+    for found in pkgutil.walk_packages(pyro_bpq.__path__, "pyro_bpq."):
+        module = importlib.import_module(found.name)
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if getattr(thing, "__module__", None) == found.name:
+                yield pytest.param(thing, id=f"{found.name}.{name}")
+
+
+@pytest.mark.parametrize("thing", list(public()))
+def test_public_name_has_a_docstring_and_a_repr(thing: Any) -> None:
+    if inspect.isclass(thing) or inspect.isfunction(thing):
+        assert inspect.getdoc(thing), "no docstring"
+    if inspect.isclass(thing) and not getattr(thing, "_is_protocol", False):
+        assert thing.__repr__ is not object.__repr__, "repr() would show an address"
+
+
+def is_readable(text: str) -> bool:
+    return not re.search(r" at 0x[0-9a-f]+", text) and len(text) > 3
+
+
+def objects() -> Iterator[Any]:
+    CHAIN.params()
+    elbo = TraceBackpropQ_ELBO(num_particles=2)
+    for _ in range(3):
+        elbo.loss_and_grads(CHAIN.model, CHAIN.guide)
+    history = History()
+    history.record(elbo)
+    _, signals = elbo._observe(CHAIN.model, CHAIN.guide, (), {}, False)
+    quick = {"num_warmup": 1, "num_rounds": 1, "num_samples": 4, "progress": False, "verbose": False, "exact": False}
+    with DependencyTracker() as tracker:
+        tracker.source("z", torch.tensor(1.0))
+    yield from (elbo, elbo.critics, elbo.graph, elbo.network, elbo.planner, elbo._optimizer, elbo._structure)
+    yield from (history, LogCallback(print), signals[0], signals[0].layout, signals[0].batches[0], tracker)
+    yield from (render_scg(elbo.graph), render_network(elbo.network), ChoiceNoise(), StructureCache("auto"))
+    yield gradient_moments(elbo, CHAIN.model, CHAIN.guide, exact=False, num_samples=4)
+    yield critic_fit(elbo, CHAIN.model, CHAIN.guide, exact=False, num_samples=4)
+    yield diagnose(elbo, CHAIN.model, CHAIN.guide, num_samples=4)
+    yield compare_estimators(CHAIN.model, CHAIN.guide, **quick)
+
+
+def test_objects_are_readable() -> None:
+    for thing in objects():
+        assert is_readable(repr(thing)), repr(thing)
+        assert is_readable(str(thing)), str(thing)
+        pyro.get_param_store()
+
+
+def test_an_address_is_not_readable() -> None:
+    assert not is_readable(object.__repr__(Signals))
+    assert is_readable("Signals(3)")
