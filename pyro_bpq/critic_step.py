@@ -38,7 +38,7 @@ class CriticBatch:
 
 
 def evaluate_critics(
-    layout: Layout, c: int, batches: Sequence[SiteBatch], bank: CriticBank, build: bool
+    layout: Layout, c: int, batches: Sequence[SiteBatch], bank: CriticBank, build: bool, slow: bool = False
 ) -> CriticBatch | None:
     """Evaluates all critics of a class in one batched call.
 
@@ -48,6 +48,7 @@ def evaluate_critics(
         batches: Stacked tensors of all classes.
         bank: Holds the critics.
         build: Whether missing critics may be built.
+        slow: Whether to evaluate their slow copies instead.
 
     Returns:
         The evaluated critics; ``None`` if the class has none, or they may not be built.
@@ -72,7 +73,7 @@ def evaluate_critics(
         return None
     context, writes = _standardised(_context(layout, c, batches), selection)
     cells = _cells(layout, c, batches) if shape.cells else None
-    output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells))
+    output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, slow))
     if output.shape != (len(nodes), context.shape[1], shape.outputs):
         raise CriticShapeError(
             f"The critic {spec.critic} of sites {[n.site for n in nodes]} returned shape "
@@ -110,7 +111,12 @@ def _dueling(layout: Layout, c: int, batch: SiteBatch, selection: Selection, out
 
 
 def regression(
-    critic: CriticBatch, value: Tensor, target: Tensor, level_weight: float, decay: float = 0.98
+    critic: CriticBatch,
+    value: Tensor,
+    target: Tensor,
+    level_weight: float,
+    decay: float = 0.98,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, list[Write], dict[str, Tensor]]:
     r"""Squared error of the critics, in units of their targets' spread.
 
@@ -124,6 +130,7 @@ def regression(
         target: Targets of the same shape, detached.
         level_weight: Weight ``w``.
         decay: Weight of the past in the running mean and spreads.
+        chosen: Which Q-nodes learn, ``(Q,)`` of zeros and ones; ``None`` for all.
 
     Returns:
         The loss (a scalar), the writes of the running statistics, and diagnostics per Q-node.
@@ -151,6 +158,7 @@ def regression(
     loss = _loss(error, level.reshape(lead), step.reshape(lead), level_weight)
     # The first step only sets the statistics: its error is that of an unknown level.
     seen = (count > 0).to(loss.dtype)
+    seen = seen if chosen is None else seen * chosen
     writes = [
         *critic.writes,
         *critic.selection.write("mean", new_mean),
@@ -207,14 +215,17 @@ def _builder(
     return make
 
 
-def _forward(block: Block, rows: Tensor | None, at: Tensor | None, context: Tensor, cells: Tensor | None) -> Tensor:
-    assert block.critic is not None
+def _forward(
+    block: Block, rows: Tensor | None, at: Tensor | None, context: Tensor, cells: Tensor | None, slow: bool = False
+) -> Tensor:
+    critic, weights = (block.slow, block.slow_weights()) if slow else (block.critic, block.weights())
+    assert critic is not None
     if at is not None:
         context, cells = context[at], None if cells is None else cells[at]
     if rows is None:
-        return block.critic(context, cells)
-    chosen = {name: weight[rows] for name, weight in block.weights().items()}
-    return torch.func.functional_call(block.critic, chosen, (context, cells))
+        return critic(context, cells)
+    chosen = {name: weight[rows] for name, weight in weights.items()}
+    return torch.func.functional_call(critic, chosen, (context, cells))
 
 
 def _pool(value: Tensor, source: SiteBatch, target: SiteBatch) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Container
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from pyro.util import check_if_enumerated, warn_if_nan
 from torch import Tensor, nn
 
 from pyro_bpq.bank import CriticBank, Write
+from pyro_bpq.critic_training import CriticTraining
 from pyro_bpq.critics import Critic, MLPCritic
 from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.estimators import Estimator
@@ -21,9 +23,10 @@ from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.network import BackpropQNetwork, Reduction
 from pyro_bpq.plan import Plan, Planner
+from pyro_bpq.replayer import Replayer, Staged, Transient
 from pyro_bpq.rollout import Rollout
 from pyro_bpq.structure import StructureCache
-from pyro_bpq.surrogate import Learning, StepResult, step
+from pyro_bpq.surrogate import StepResult, step
 from pyro_bpq.tracing import TracedRun, trace_run
 
 __all__ = ["TraceBackpropQ_ELBO"]
@@ -31,7 +34,7 @@ __all__ = ["TraceBackpropQ_ELBO"]
 _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 
 
-class TraceBackpropQ_ELBO(ELBO, nn.Module):
+class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
     r"""ELBO whose gradients through non-reparameterised sites come from Backprop-Q.
 
     Each latent site of the guide gets a gradient estimator that fits it. By default: reparameterised sites the
@@ -111,7 +114,11 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         _check(estimator, critic, reduction, lam, gamma, learner)
         self.planner = Planner(estimator, critic, reduction)
         self.lam, self.gamma, self.learner = lam, gamma, learner
-        self.critics = CriticBank(seed, is_own=learner is not None)
+        self.critics = CriticBank(seed, learner is not None, learner is not None and learner.slow is not None)
+        replay = None if learner is None else learner.replay
+        self._replayer = None if learner is None or replay is None else Replayer(learner, replay, seed)
+        self.staged = Transient()
+        self.keeps_staged = replay is not None or (learner is not None and learner.steps > 1)
         self.num_steps = 0
         self.info: dict[str, dict[str, Tensor]] = {}
         self._structure = StructureCache(structure)
@@ -235,16 +242,19 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         kind = (is_dynamic, all(self._structure.cuts_plates(traced) for traced in runs))
         if all(run.key == runs[0].key for run in runs) and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [self._structure.merge(runs[0], graphs)] * len(runs)
-        results = []
+        results, items = [], []
         for members in _group(runs, is_dynamic):
-            traced = [runs[i] for i in members]
-            results.append(self._step(traced, graphs[members[0]], programs[members[0]], learning, kind))
+            traced, own = [runs[i] for i in members], [programs[i] for i in members]
+            staged = self._stage(traced, graphs[members[0]], own, kind)
+            result = step(staged.plan.layout, staged.rollout, staged.tables, self.critics, self.learning(), learning)
+            items.append(replace(staged, result=result))
+            results.append((sum((t.run.differentiable for t in traced), torch.zeros(())), result))
+        if self.keeps_staged:
+            self.staged = Transient(items)
         return loss, results
 
-    def _step(
-        self, traced: list[TracedRun], graph: Any, program: Any, learning: bool, kind: tuple[bool, bool]
-    ) -> tuple[Tensor, StepResult]:
-        model, _, args, kwargs = program
+    def _stage(self, traced: list[TracedRun], graph: Any, programs: list[Any], kind: tuple[bool, bool]) -> Staged:
+        model, _, args, kwargs = programs[0]
         plan = self._plan(traced[0], graph, kind)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
         rollout = Rollout(
@@ -264,13 +274,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
                 self._last_plan = None
                 plan = self._plan(traced[0], graph, kind)
             tables = found or {}
-        learning_options = Learning(
-            _at(self.lam, self.num_steps),
-            _at(self.gamma, self.num_steps),
-            1.0 if self.learner is None else self.learner.level_weight,
-        )
-        result = step(plan.layout, rollout, tables, self.critics, learning_options, learning)
-        return sum((t.run.differentiable for t in traced), torch.zeros(())), result
+        return Staged(tuple(traced), tuple(programs), plan, rollout, tables)
 
     def _plan(self, traced: TracedRun, graph: Any, kind: tuple[bool, bool]) -> Plan:
         last = self._last_plan
@@ -319,10 +323,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         if losses and self._optimizer is None:
             surrogate = surrogate + sum(losses[1:], losses[0])
         elif losses:
-            tensors = self.critics.weights()
-            total = sum(losses[1:], losses[0])
-            found = torch.autograd.grad(total, list(tensors.values()), allow_unused=True)
-            gradients = {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
+            gradients = self._gradients(losses)
         self._waiting = (writes, gradients)
         return surrogate
 
@@ -335,6 +336,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self.critics.commit(writes)
         if self._optimizer is not None:
             self._optimizer.step(self.critics, gradients)
+            self._learn_again()
         built, late = self.critics.blocks, self._late
         self._late = (
             [*late[0], *(write for write in writes if write[0] not in built)],
@@ -351,11 +353,11 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self._late = [write for write in writes if write[0] != key], _without(gradients, own)
 
     def _mark(self) -> tuple[Any, ...]:
-        return self.critics.snapshot(), self._waiting, self._late, self.info
+        return self.critics.snapshot(), self._waiting, self._late, self.info, self.staged
 
     def _restore(self, mark: tuple[Any, ...]) -> None:
         """Undoes what a step has built."""
-        bank, self._waiting, self._late, self.info = mark
+        bank, self._waiting, self._late, self.info, self.staged = mark
         built = self.critics.restore(bank)
         if self._optimizer is not None:
             self._optimizer.forget(built)
@@ -385,6 +387,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             "optimizer": {} if self._optimizer is None else self._optimizer.state_dict(),
             "waiting": self._waiting,
             "late": self._late,
+            "replay": None if self._replayer is None else self._replayer.state_dict(),
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -393,6 +396,8 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self._waiting, self._late = copy.deepcopy((state["waiting"], state["late"]))
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
+        if self._replayer is not None and state.get("replay") is not None:
+            self._replayer.load_state_dict(state["replay"])
 
     def extra_repr(self) -> str:
         """The options."""
@@ -417,10 +422,6 @@ def _group(runs: list[TracedRun], is_dynamic: bool) -> list[list[int]]:
 
 def _without(gradients: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in gradients.items() if name not in names}
-
-
-def _at(value: float | Callable[[int], float], at: int) -> float:
-    return float(value(at)) if callable(value) else float(value)
 
 
 def _check(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:

@@ -116,7 +116,7 @@ class _Substitute(Messenger):  # type: ignore[misc]
             msg["done"] = True
 
 
-class _Sandbox:
+class Sandbox:
     """Undoes what the extra run does to global generators and to buffers of modules (batch statistics).
 
     Args:
@@ -135,7 +135,7 @@ class _Sandbox:
         self._thread = threading.get_ident()
         self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
 
-    def __enter__(self) -> _Sandbox:
+    def __enter__(self) -> Sandbox:
         self._devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         self._states = self._generators()
         torch.set_rng_state(self._before)
@@ -232,7 +232,7 @@ def _run_flipped(
         lead = traced.batch_ndim - (record.value.dim() - split.value_ndim)
         values[name] = _flip(record.value, record.fn, split, plan, name, lead)
     wanted = {cost for costs in plan.costs.values() for cost in costs}
-    sandbox = _Sandbox(*traced.rng)
+    sandbox = Sandbox(*traced.rng)
     try:
         # The sampled run has been validated; its row is compared below.
         with sandbox, pyro.validation_enabled(False), warnings.catch_warnings():

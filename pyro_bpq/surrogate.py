@@ -6,7 +6,7 @@ lambda-returns; then one estimator call per class of like-shaped sites.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from pyro_bpq.returns import lambda_returns
 from pyro_bpq.rollout import Rollout, sum_to_plates
 from pyro_bpq.site_batch import SiteBatch
 
-__all__ = ["Learning", "StepResult", "step"]
+__all__ = ["Learning", "StepResult", "critic_loss", "step"]
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,13 @@ class Learning:
         lam: Weight of the return against the critic.
         gamma: Discount per edge.
         level_weight: Weight of the level against differences within a data point.
+        slow: Whether targets are formed with slow copies of the critics.
     """
 
     lam: float = 0.9
     gamma: float = 1.0
     level_weight: float = 0.1
+    slow: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,15 @@ class StepResult:
         critic_loss: Regression loss of the critics, or ``None``.
         writes: New running statistics, to be committed after the step.
         info: Detached diagnostics, by name of site.
+        log_q: By class of sites, what the surrogate differentiates: ``log q`` of every value of every component,
+            ``(G, M, plates, D, K)``, or of the sample, ``(G, M, plates)``.
     """
 
     surrogate: Tensor
     critic_loss: Tensor | None
     writes: list[Write] = field(default_factory=list)
     info: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    log_q: dict[int, Tensor] = field(default_factory=dict)
 
 
 def step(
@@ -79,6 +84,56 @@ def step(
         The result; nothing in the bank has changed but for newly built rows.
     """
     return _Step(layout, rollout, tables, bank, learning, build).run()
+
+
+def critic_loss(
+    layout: Layout,
+    rollouts: Sequence[tuple[Rollout, Mapping[str, Tensor], Tensor | float]],
+    bank: CriticBank,
+    learning: Learning,
+    chosen: Container[str] | None = None,
+) -> Tensor | None:
+    r"""Regression loss of critics alone, on a weighted sum of the targets of several rollouts.
+
+        L = |q - Σ_k w_k target_k|²
+
+    Args:
+        layout: The batching of their graph.
+        rollouts: Rollouts in which the learning critics see the same values, each with its tables of immediate
+            costs and its weight ``w_k``, broadcastable to ``(M, plates)``.
+        bank: Critics and running statistics; nothing is built or written.
+        learning: How targets are formed.
+        chosen: Names of the Q-nodes that learn; ``None`` for all.
+
+    Returns:
+        The loss, a scalar, or ``None`` where no critic learns.
+    """
+    steps = [(_Step(layout, rollout, tables, bank, learning, False), w) for rollout, tables, w in rollouts]
+    parts = [(each, {c: each.critic(c) for c in each.active}, w) for each, w in steps]
+    first, critics, _ = parts[0]
+    learners = {
+        c: [chosen is None or node.name in chosen for node in layout.q_nodes[c]]
+        for c, critic in critics.items()
+        if critic is not None
+    }
+    learners = {c: those for c, those in learners.items() if any(those)}
+    if not learners:
+        return None
+    targets: dict[int, Tensor] = {}
+    for each, evaluated, weight in parts:
+        _, found = each.values_and_targets(evaluated, {c: each.exact(c) for c in each.active})
+        for c in learners:
+            targets[c] = targets[c] + weight * found[c] if c in targets else weight * found[c]
+    total = first.costs[0].new_zeros(())
+    for c, those in learners.items():
+        critic = critics[c]
+        assert critic is not None
+        value, _ = first.value_and_mean(c, critic)
+        loss, _, _ = regression(
+            critic, value, targets[c].expand_as(value), first.level_weight(c), chosen=value.new_tensor(those)
+        )
+        total = total + loss
+    return total
 
 
 class _Step:
@@ -114,7 +169,8 @@ class _Step:
         loss = None
         if self.build and any(critic is not None for critic in critics.values()):
             loss = self.critic_loss(critics, exact, writes, info)
-        return StepResult(surrogate, loss, writes, info)
+        log_q = {c: self.batches[c].log_q for c in self.active}
+        return StepResult(surrogate, loss, writes, info, log_q)
 
     # Sums over the graph.
 
@@ -265,23 +321,35 @@ class _Step:
         info: dict[str, dict[str, Tensor]],
     ) -> Tensor:
         """Regression of all critics on their lambda-returns."""
-        values: dict[int, Tensor] = {}
-        means: dict[int, Tensor] = {}
-        for c, critic in critics.items():
-            if critic is not None:
-                values[c], means[c] = self.value_and_mean(c, critic)
-        targets = self.targets(values, means, exact)
+        values, targets = self.values_and_targets(critics, exact)
         total = self.costs[0].new_zeros(())
         for c, value in values.items():
             critic = critics[c]
             assert critic is not None
-            weight = self.learning.level_weight if self.layout.classes[c].spec.has_params else 1.0
-            loss, wrote, found = regression(critic, value, targets[c].expand_as(value), weight)
+            loss, wrote, found = regression(critic, value, targets[c].expand_as(value), self.level_weight(c))
             total = total + loss
             writes += wrote
             for i, node in enumerate(self.layout.q_nodes[c]):
                 info.setdefault(node.site, {}).update({k: v[i] for k, v in found.items()})
         return total
+
+    def level_weight(self, c: int) -> float:
+        """Weight of the level in the regression of a class."""
+        return self.learning.level_weight if self.layout.classes[c].spec.has_params else 1.0
+
+    def values_and_targets(
+        self, critics: Mapping[int, CriticBatch | None], exact: Mapping[int, Tensor | None]
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Value at the sample, with gradient, and target of every learned Q-node, by class."""
+        pairs = {c: self.value_and_mean(c, critic) for c, critic in critics.items() if critic is not None}
+        values, means = ({c: pair[i] for c, pair in pairs.items()} for i in (0, 1))
+        if not self.learning.slow:
+            return values, self.targets(values, means, exact)
+        with torch.no_grad():
+            slow = {c: evaluate_critics(self.layout, c, self.batches, self.bank, False, True) for c in pairs}
+            pairs = {c: self.value_and_mean(c, critic) for c, critic in slow.items() if critic is not None}
+        ahead, behind = ({c: pair[i] for c, pair in pairs.items()} for i in (0, 1))
+        return values, self.targets(ahead, behind, exact)
 
     def value_and_mean(self, c: int, critic: CriticBatch) -> tuple[Tensor, Tensor]:
         """``q_X(x)`` with gradient and ``E_X[q_X]`` without, ``(Q, M, plates)`` each."""

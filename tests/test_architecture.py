@@ -20,11 +20,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("graph", "network", "reductions", "validation"),
     ("rollout", "targets", "provenance"),
-    ("features", "critics", "bank", "replay"),
+    ("features", "critics", "bank", "replay", "slow"),
     ("estimators",),
     ("layout", "site_batch", "returns", "critic_step", "learner", "surrogate"),
-    ("baseline_options", "tracing", "config", "structure", "immediate", "plan"),
-    ("elbo", "expected_cost", "svi", "diagnostics", "render", "testing"),
+    ("baseline_options", "tracing", "config", "structure", "immediate", "plan", "redraw", "replayer"),
+    ("critic_training", "elbo", "expected_cost", "local_objective", "svi", "diagnostics", "render", "testing"),
     ("__init__",),
 )
 TENSOR_FREE = frozenset(LAYERS[0] + LAYERS[1])
