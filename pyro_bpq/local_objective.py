@@ -23,7 +23,7 @@ from pyro.distributions.util import is_identically_zero, scale_and_mask
 from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
-from pyro_bpq.redraw import Hold
+from pyro_bpq.redraw import Hold, traced_leaves
 from pyro_bpq.replayer import Staged
 from pyro_bpq.rollout import Run, SiteRecord
 from pyro_bpq.site_batch import SiteBatch
@@ -39,7 +39,7 @@ class Nearby:
     Args:
         log_q: By rollout and class of sites, as :attr:`SiteBatch.log_q`.
         kl: ``KL(q_0 || q_θ)`` of each site in nats, summed over plates, mean over particles.
-        penalty: ``KL(q_θ || q_0)`` of all sites whose ``log q`` is a cost, scaled and masked as that.
+        penalty: ``KL(q_θ || q_0)`` of all sites whose ``log q`` is a cost, scaled and masked as that, by particle.
     """
 
     log_q: tuple[dict[int, Tensor], ...]
@@ -81,13 +81,18 @@ class LocalObjective:
             for staged in items
         ]
 
+    def model_leaves(self) -> list[Tensor]:
+        """The leaf parameters that the model reads."""
+        return [leaf for staged in self.items for t in staged.traced for leaf in traced_leaves(t.model_trace).values()]
+
     def nearby(self) -> Nearby:
         """Runs the guide again with its present parameters and all sites held."""
-        tables, kl, penalty = [], dict[str, Tensor](), torch.zeros(())
+        tables, kl, penalties = [], dict[str, Tensor](), []
         for staged, old, frozen in zip(self.items, self.old, self.frozen, strict=True):
             runs = [_held_run(t.run, t.subsamples, p) for t, p in zip(staged.traced, staged.programs, strict=True)]
             rollout = replace(staged.rollout, runs=tuple(runs))
             classes, free = staged.plan.layout.classes, _without_cost(staged)
+            penalty = torch.zeros(rollout.num_particles)
             batches = {c: SiteBatch(classes[c], rollout) for c in old}
             tables.append({c: batch.log_q for c, batch in batches.items()})
             finite = {c for c, new in tables[-1].items() if new.dim() == len(rollout.batch_shape(())) + 3}
@@ -96,18 +101,21 @@ class LocalObjective:
                 terms = (before.exp() * (before - new)).flatten(1).sum(1)
                 for name, term in zip(classes[c].names, terms.unbind(0), strict=True):
                     kl[name] = kl.get(name, 0.0) + term / self.num_particles
-                terms = batches[c].weighted(new.exp() * (new - before)).flatten(1).sum(1)
-                penalty = penalty + sum(t for n, t in zip(classes[c].names, terms, strict=True) if n not in free)
-            rest = [name for c, cls in enumerate(classes) if c not in finite for name in cls.names]
-            for run, fns in zip(runs, frozen, strict=True):
-                for name in rest:
-                    forward, backward = _divergences(fns[name], run.sites[name])
-                    kl[name] = kl.get(name, 0.0) + forward / self.num_particles
-                    penalty = penalty if name in free else penalty + backward
-        return Nearby(tuple(tables), kl, penalty / self.num_particles)
+                taxed = torch.tensor([name not in free for name in classes[c].names], dtype=new.dtype).to(new.device)
+                penalty = penalty + taxed @ _by_particle(batches[c].weighted(new.exp() * (new - before)))
+            for c, cls in enumerate(classes):
+                for name in cls.names if c not in finite else ():
+                    pairs = {id(r): _divergences(f[name], r.sites[name]) for r, f in zip(runs, frozen, strict=True)}
+                    terms = sum(forward.sum() for forward, _ in pairs.values())
+                    kl[name] = kl.get(name, 0.0) + terms / self.num_particles
+                    if name not in free:
+                        backward = rollout.stack(lambda r, _, pairs=pairs: pairs[id(r)][1], (name,), cls.spec.plates)
+                        penalty = penalty + _by_particle(backward)[0]
+            penalties.append(penalty)
+        return Nearby(tuple(tables), kl, torch.cat(penalties))
 
     def value(self, nearby: Nearby, clip: float | None = None) -> Tensor:
-        r"""The local objective, a mean over particles, in nats.
+        r"""The local objective of each particle, ``(M,)``, in nats.
 
             Σ W ρ + KL,   or   Σ max(W ρ, W clip(ρ, 1 - ε, 1 + ε)) + KL
 
@@ -118,15 +126,17 @@ class LocalObjective:
         References:
             | Proximal policy optimization algorithms (Schulman et al., 2017), Eq. 7
         """
-        total = torch.zeros(())
-        for signals, old, new in zip(self.signals, self.old, nearby.log_q, strict=True):
+        totals = []
+        for staged, signals, old, new in zip(self.items, self.signals, self.old, nearby.log_q, strict=True):
+            total = torch.zeros(staged.rollout.num_particles)
             for c, signal in signals.items():
                 ratio = torch.where(signal != 0, new[c] - old[c], torch.zeros_like(signal)).exp()
                 term = signal * ratio
                 if clip is not None:
                     term = torch.maximum(term, signal * ratio.clamp(1.0 - clip, 1.0 + clip))
-                total = total + term.sum()
-        return total / self.num_particles + nearby.penalty
+                total = total + _by_particle(term).sum(0)
+            totals.append(total)
+        return torch.cat(totals) + nearby.penalty
 
 
 def _held_run(run: Run, subsamples: Any, program: Any) -> Run:
@@ -153,7 +163,7 @@ def _without_cost(staged: Staged) -> frozenset[str]:
 
 
 def _divergences(old: Any, record: SiteRecord) -> tuple[Tensor, Tensor]:
-    """``KL(q_0 || q_θ)`` and the scaled and masked ``KL(q_θ || q_0)``, summed over the site's rows.
+    """``KL(q_0 || q_θ)`` and the scaled and masked ``KL(q_θ || q_0)`` of each row.
 
     Analytic where they are registered, else from the sample.
     """
@@ -164,7 +174,12 @@ def _divergences(old: Any, record: SiteRecord) -> tuple[Tensor, Tensor]:
         log_ratio = record.fn.log_prob(record.value) - old.log_prob(record.value)
         ratio = log_ratio.exp()
         forward, backward = ratio - 1.0 - log_ratio, ratio * log_ratio - ratio + 1.0
-    return forward.sum(), scale_and_mask(backward, record.scale, record.mask).sum()
+    return forward, scale_and_mask(backward, record.scale, record.mask)
+
+
+def _by_particle(tensor: Tensor) -> Tensor:
+    """Sums ``(G, M, ...)`` to ``(G, M)``."""
+    return tensor.reshape(*tensor.shape[:2], -1).sum(-1)
 
 
 def _frozen(fn: Any) -> Any:

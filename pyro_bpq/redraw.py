@@ -38,6 +38,7 @@ __all__ = [
     "learned_sites",
     "stored_values",
     "swapped",
+    "traced_leaves",
     "trainable",
 ]
 
@@ -191,15 +192,21 @@ def isolated(seed: int) -> Iterator[None]:
         np.random.set_state(others[1])
 
 
-def guide_leaves(traced: TracedRun, guide: Any) -> dict[str, Tensor]:
-    """The leaf parameters that a run of the guide reached, by name."""
+def traced_leaves(trace: Any) -> dict[str, Tensor]:
+    """The leaf parameters in a trace, by name."""
     leaves = {}
-    for name, site in traced.guide_trace.nodes.items():
+    for name, site in trace.nodes.items():
         if site["type"] == "param" and isinstance(site["value"], Tensor):
             unconstrained = getattr(site["value"], "unconstrained", None)
             leaf = site["value"] if unconstrained is None else unconstrained()
             if leaf.is_leaf and leaf.requires_grad:
                 leaves[name] = leaf
+    return leaves
+
+
+def guide_leaves(traced: TracedRun, guide: Any) -> dict[str, Tensor]:
+    """The leaf parameters that a run of the guide reached, by name."""
+    leaves = traced_leaves(traced.guide_trace)
     module = poutine.unwrap(guide)
     if isinstance(module, nn.Module):
         seen = {id(leaf) for leaf in leaves.values()}

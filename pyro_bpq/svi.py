@@ -132,7 +132,7 @@ class ProximalSVI(_ControlledSVI):
         done, stopped = 1, False
         while True:
             nearby, leaves = self._nearby(objective)
-            value = objective.value(nearby, self.clip)
+            value = objective.value(nearby, self.clip).mean()
             stopped = self.target_kl is not None and float(nearby.total_kl.detach()) > self.target_kl
             if stopped or done == self.epochs or not value.requires_grad:
                 break
@@ -144,7 +144,7 @@ class ProximalSVI(_ControlledSVI):
             self.optim(set(moved))
             zero_grads(moved)
             done += 1
-        improvement = start / self.elbo.num_particles - float(objective.value(nearby).detach())
+        improvement = start / self.elbo.num_particles - float(objective.value(nearby).detach().mean())
         self.last = _report(loss, nearby, done, improvement, stopped and done < self.epochs)
         return loss
 
@@ -157,7 +157,8 @@ class TrustRegionSVI(_ControlledSVI):
     The direction solves ``F x = ∇L`` by conjugate gradients on products with the Fisher information ``F`` of all sites
     of the guide; a line search halves the step until the local objective has decreased and the limits hold. If it never
     does, the guide stays. What reaches ``L`` otherwise than through the ratios, as through reparameterised values, enters
-    linearly. Parameters that no site of the guide depends on take a step of the optimiser. The model runs once.
+    linearly. Parameters that the model reads, or that no site of the guide depends on, take a step of the optimiser: the
+    limit does not bound what they do. The model runs once.
 
     Args:
         model: The model.
@@ -169,6 +170,7 @@ class TrustRegionSVI(_ControlledSVI):
         damping: Added to ``F``, in units of its mean curvature along the gradient.
         iterations: Largest number of conjugate-gradient iterations.
         backtracks: Largest number of halvings.
+        confidence: The decrease of the local objective must exceed so many of its standard errors over particles.
 
     Attributes:
         last: Report of the last step.
@@ -193,19 +195,21 @@ class TrustRegionSVI(_ControlledSVI):
         damping: float = 0.01,
         iterations: int = 10,
         backtracks: int = 10,
+        confidence: float = 1.0,
     ) -> None:
         super().__init__(model, guide, optim, loss)
         limits = {"max_kl": max_kl, "max_site_kl": math.inf if max_site_kl is None else max_site_kl}
         for name, limit in limits.items():
             if not limit > 0.0:
                 raise OptionError(f"TrustRegionSVI({name}={limit!r}): write a positive number of nats.")
-        if damping < 0.0 or iterations < 1 or backtracks < 0:
+        if damping < 0.0 or iterations < 1 or backtracks < 0 or confidence < 0.0:
             raise OptionError(
-                f"TrustRegionSVI(damping={damping!r}, iterations={iterations!r}, backtracks={backtracks!r}): write "
-                "damping >= 0, iterations >= 1 and backtracks >= 0."
+                f"TrustRegionSVI(damping={damping!r}, iterations={iterations!r}, backtracks={backtracks!r}, "
+                f"confidence={confidence!r}): none of them may be negative, and iterations must be at least 1."
             )
         self.max_kl, self.max_site_kl = limits.values()
         self.damping, self.iterations, self.backtracks = damping, iterations, backtracks
+        self.confidence = confidence
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes one step.
@@ -222,11 +226,13 @@ class TrustRegionSVI(_ControlledSVI):
         slopes: Sequence[Tensor | None] = ()
         if nearby.kl and leaves:
             slopes = torch.autograd.grad(nearby.total_kl, leaves, create_graph=True, allow_unused=True)
-        own = [leaf for leaf, slope in zip(leaves, slopes, strict=False) if slope is not None]
+        shared = {id(leaf) for leaf in objective.model_leaves()}
+        pairs = [(leaf, slope) for leaf, slope in zip(leaves, slopes, strict=False) if slope is not None]
+        pairs = [(leaf, slope) for leaf, slope in pairs if id(leaf) not in shared]
+        own = [leaf for leaf, _ in pairs]
         self.last = ControlledStep(loss)
         if own:
-            slope = _flat([slope for slope in slopes if slope is not None], own)
-            self._move(loss, objective, nearby, own, slope)
+            self._move(loss, objective, nearby, own, _flat([slope for _, slope in pairs], own))
         chosen = {id(leaf) for leaf in own}
         self.optim({leaf for leaf in parameters if id(leaf) not in chosen})
         zero_grads(parameters)
@@ -236,7 +242,8 @@ class TrustRegionSVI(_ControlledSVI):
         self, loss: float, objective: LocalObjective, nearby: Nearby, own: Sequence[Tensor], slope: Tensor
     ) -> None:
         gradient = _flat([leaf.grad for leaf in own], own)
-        before = objective.value(nearby)
+        each = objective.value(nearby)
+        before = each.mean()
         rest = gradient
         if before.requires_grad:
             rest = gradient - _flat(torch.autograd.grad(before, own, retain_graph=True, allow_unused=True), own)
@@ -256,7 +263,7 @@ class TrustRegionSVI(_ControlledSVI):
         if not (quadratic > 0.0 and math.isfinite(quadratic)):
             return
         full = -math.sqrt(2.0 * self.max_kl / quadratic) * direction
-        start, value = [leaf.detach().clone() for leaf in own], float(before.detach())
+        start = [leaf.detach().clone() for leaf in own]
         for i in range(self.backtracks + 1):
             change = 0.5**i * full
             _assign(own, start, change)
@@ -266,8 +273,9 @@ class TrustRegionSVI(_ControlledSVI):
                 except ValueError:
                     # Pyro's validation: the step left the domain of a distribution.
                     continue
-                improvement = value - float(objective.value(found)) - float(rest @ change)
-            if improvement > 0.0 and self._keeps_limits(found):
+                gains = each.detach() - objective.value(found) - rest @ change
+            improvement, doubt = float(gains.mean()), self.confidence * _standard_error(gains)
+            if improvement > doubt and self._keeps_limits(found):
                 self.last = _report(loss, found, 1, improvement, False)
                 return
         _assign(own, start, torch.zeros_like(full))
@@ -275,6 +283,10 @@ class TrustRegionSVI(_ControlledSVI):
     def _keeps_limits(self, nearby: Nearby) -> bool:
         sites = [float(value) for value in nearby.kl.values()]
         return sum(sites) <= self.max_kl and all(value <= self.max_site_kl for value in sites)
+
+
+def _standard_error(values: Tensor) -> float:
+    return float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
 
 
 def _report(loss: float, nearby: Nearby, epochs: int, improvement: float, stopped: bool) -> ControlledStep:
