@@ -15,6 +15,10 @@ from pyro_bpq.graph import StochasticComputationGraph as StochasticComputationGr
 from pyro_bpq.graph import StochasticNode as StochasticNode
 from pyro_bpq.learner import CriticLearner as CriticLearner
 from pyro_bpq.network import BackpropQNetwork as BackpropQNetwork
+from pyro_bpq.replay import Replay as Replay
+from pyro_bpq.slow import SlowTracking as SlowTracking
+from pyro_bpq.svi import ProximalSVI as ProximalSVI
+from pyro_bpq.svi import TrustRegionSVI as TrustRegionSVI
 
 __version__ = "0.1.0"
 
@@ -27,11 +31,15 @@ __all__ = [
     "LinearCritic",
     "MLPCritic",
     "Pathwise",
+    "ProximalSVI",
+    "Replay",
     "RunningBaseline",
     "ScoreFunction",
+    "SlowTracking",
     "StochasticComputationGraph",
     "StochasticNode",
     "TabularCritic",
     "TraceBackpropQ_ELBO",
+    "TrustRegionSVI",
     "config_bpq",
 ]

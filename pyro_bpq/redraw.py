@@ -64,8 +64,9 @@ class Hold(Messenger):  # type: ignore[misc]
         if msg["is_observed"] or name not in self.values:
             return
         value = self.values[name]
-        if not isinstance(fn, _Subsample):
-            self.fns.setdefault(name, fn)
+        # The model's own distribution of a site may be of a smaller shape.
+        if not isinstance(fn, _Subsample) and name not in self.fns:
+            self.fns[name] = fn
             if tuple(value.shape) != tuple(fn.batch_shape + fn.event_shape):
                 raise StaleError(f"Site {name!r} has another shape than when it was stored.")
         msg["value"], msg["done"] = value, True

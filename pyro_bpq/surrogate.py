@@ -21,7 +21,7 @@ from pyro_bpq.returns import lambda_returns
 from pyro_bpq.rollout import Rollout, sum_to_plates
 from pyro_bpq.site_batch import SiteBatch
 
-__all__ = ["Learning", "StepResult", "critic_loss", "step"]
+__all__ = ["Learning", "StepResult", "critic_loss", "critic_targets", "step"]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def critic_loss(
         return None
     targets: dict[int, Tensor] = {}
     for each, evaluated, weight in parts:
-        _, found = each.values_and_targets(evaluated, {c: each.exact(c) for c in each.active})
+        _, found = each.values_and_targets(evaluated, each.exacts())
         for c in learners:
             targets[c] = targets[c] + weight * found[c] if c in targets else weight * found[c]
     total = first.costs[0].new_zeros(())
@@ -134,6 +134,30 @@ def critic_loss(
         )
         total = total + loss
     return total
+
+
+def critic_targets(
+    layout: Layout, rollout: Rollout, tables: Mapping[str, Tensor], bank: CriticBank, learning: Learning
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """What each learned Q-node predicts at a rollout, and its target.
+
+    Args:
+        layout: The batching of its graph.
+        rollout: Its tensors.
+        tables: Immediate costs by site, as in :func:`step`.
+        bank: Critics and running statistics; nothing is built or written.
+        learning: How targets are formed.
+
+    Returns:
+        Value and target by name of the Q-node, ``(M, plates)`` each, in nats, detached.
+    """
+    each = _Step(layout, rollout, tables, bank, learning, False)
+    values, targets = each.values_and_targets({c: each.critic(c) for c in each.active}, each.exacts())
+    return {
+        node.name: (values[c][i].detach(), targets[c].expand_as(values[c])[i])
+        for c in values
+        for i, node in enumerate(layout.q_nodes[c])
+    }
 
 
 class _Step:
@@ -158,7 +182,7 @@ class _Step:
         self.active = [c for c, cls in enumerate(layout.classes) if not cls.spec.estimator.is_pathwise]
 
     def run(self) -> StepResult:
-        exact = {c: self.exact(c) for c in self.active}
+        exact = self.exacts()
         critics = {c: self.critic(c) for c in self.active}
         learned = {c: self.per_site(c, critic) for c, critic in critics.items()}
         ahead = {c: self.control_variate(c, exact[c], learned[c]) for c in self.active}
@@ -198,6 +222,10 @@ class _Step:
         return total
 
     # Parts of the signal.
+
+    def exacts(self) -> dict[int, Tensor | None]:
+        """:meth:`exact` of all classes."""
+        return {c: self.exact(c) for c in self.active}
 
     def exact(self, c: int) -> Tensor | None:
         """Immediate costs at every value of every component, up to a constant per component."""

@@ -155,7 +155,7 @@ class TrustRegionSVI(_ControlledSVI):
         min_θ L(θ)   subject to   KL(q_0 || q_θ) ≤ δ in total, and at each site ≤ δ_site
 
     The direction solves ``F x = ∇L`` by conjugate gradients on products with the Fisher information ``F`` of all sites
-    of the guide; a line search halves the step until the local objective has decreased and the limits hold. If it never
+    of the guide; a line search shortens the step until the local objective has decreased and the limits hold. If it never
     does, the guide stays. What reaches ``L`` otherwise than through the ratios, as through reparameterised values, enters
     linearly. Parameters that the model reads, or that no site of the guide depends on, take a step of the optimiser: the
     limit does not bound what they do. The model runs once.
@@ -169,7 +169,7 @@ class TrustRegionSVI(_ControlledSVI):
         max_site_kl: Limit ``δ_site``, or ``None``.
         damping: Added to ``F``, in units of its mean curvature along the gradient.
         iterations: Largest number of conjugate-gradient iterations.
-        backtracks: Largest number of halvings.
+        backtracks: Largest number of times that a step is shortened, to 0.8 of its length.
         confidence: The decrease of the local objective must exceed so many of its standard errors over particles.
 
     Attributes:
@@ -194,7 +194,7 @@ class TrustRegionSVI(_ControlledSVI):
         max_site_kl: float | None = None,
         damping: float = 0.01,
         iterations: int = 10,
-        backtracks: int = 10,
+        backtracks: int = 20,
         confidence: float = 1.0,
     ) -> None:
         super().__init__(model, guide, optim, loss)
@@ -265,7 +265,7 @@ class TrustRegionSVI(_ControlledSVI):
         full = -math.sqrt(2.0 * self.max_kl / quadratic) * direction
         start = [leaf.detach().clone() for leaf in own]
         for i in range(self.backtracks + 1):
-            change = 0.5**i * full
+            change = 0.8**i * full
             _assign(own, start, change)
             with torch.no_grad():
                 try:
