@@ -97,7 +97,7 @@ class CriticTraining:
             raise OptionError(f"warm_up(steps={steps!r}): write a positive number.")
         losses = []
         for _ in range(steps):
-            losses.append(float(self.differentiable_loss(model, guide, *args, **kwargs)))
+            losses.append(float(self.differentiable_loss(model, guide, *args, **kwargs).item()))
             self._learn()
         return sum(losses) / steps
 
@@ -154,8 +154,8 @@ class CriticTraining:
         """More steps on the last rollout, then on stored ones."""
         assert self.learner is not None and self._optimizer is not None
         items, self.staged = self.staged.items, Transient()
-        learning = self.learning()
         for _ in range(self.learner.steps - 1):
+            learning = self.learning()
             found = [critic_loss(s.plan.layout, [(s.rollout, s.tables, 1.0)], self.critics, learning) for s in items]
             losses = [loss for loss in found if loss is not None]
             if losses:

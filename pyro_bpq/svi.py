@@ -262,7 +262,8 @@ class TrustRegionSVI(_ControlledSVI):
         quadratic = float(direction @ curvature(direction).detach())
         if not (quadratic > 0.0 and math.isfinite(quadratic)):
             return
-        full = -math.sqrt(2.0 * self.max_kl / quadratic) * direction
+        # Just inside the limit, which the quadratic form meets only approximately.
+        full = -math.sqrt(2.0 * 0.96 * self.max_kl / quadratic) * direction
         start = [leaf.detach().clone() for leaf in own]
         for i in range(self.backtracks + 1):
             change = 0.8**i * full

@@ -226,6 +226,7 @@ def test_replayed_critics_agree_with_the_exact_q_of_the_current_guide() -> None:
     assert learn(case_7("expected", 64)) < 1e-4
 
 
+@pytest.mark.slow
 def test_order_of_updates_is_free() -> None:
     assert learn(case_7("expected", 64), ("x", "y2", "y1", "x")) < 1e-4
 
