@@ -6,15 +6,16 @@ value of a finite site. The local objective replaces ``log q`` by the ratio to t
 
     L(θ) = Σ_sites Σ_k W_k ρ_k + KL(q_θ || q_0),   ρ_k = q_θ(k) / q_0(k),   W_k = ∂S / ∂log q(k),
 
-whose gradient at ``q_0`` is the step's own. The divergence stands for the costs ``log q`` of the guide's own sites, which
-change with the guide; a site whose ``log q`` is no cost goes without. Of one site whose ``W`` are exact, ``L`` is the
-loss itself up to a constant. Only the guide runs again, with all sites held.
+whose gradient at ``q_0`` is the step's own. The divergence stands for the costs ``log q`` of the guide's own sites,
+which change with the guide; a site whose ``log q`` is no cost goes without. Of one site whose ``W`` are exact, ``L`` is
+the loss itself up to a constant. Only the guide runs again, with all sites held.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,11 +107,11 @@ class LocalObjective:
             for c, cls in enumerate(classes):
                 for name in cls.names if c not in finite else ():
                     pairs = {id(r): _divergences(f[name], r.sites[name]) for r, f in zip(runs, frozen, strict=True)}
-                    terms = sum(forward.sum() for forward, _ in pairs.values())
-                    kl[name] = kl.get(name, 0.0) + terms / self.num_particles
+                    for forward, _ in pairs.values():
+                        kl[name] = kl.get(name, 0.0) + forward.sum() / self.num_particles
                     if name not in free:
-                        backward = rollout.stack(lambda r, _, pairs=pairs: pairs[id(r)][1], (name,), cls.spec.plates)
-                        penalty = penalty + _by_particle(backward)[0]
+                        pick = functools.partial(_backward, pairs)
+                        penalty = penalty + _by_particle(rollout.stack(pick, (name,), cls.spec.plates))[0]
             penalties.append(penalty)
         return Nearby(tuple(tables), kl, torch.cat(penalties))
 
@@ -175,6 +176,10 @@ def _divergences(old: Any, record: SiteRecord) -> tuple[Tensor, Tensor]:
         ratio = log_ratio.exp()
         forward, backward = ratio - 1.0 - log_ratio, ratio * log_ratio - ratio + 1.0
     return forward, scale_and_mask(backward, record.scale, record.mask)
+
+
+def _backward(pairs: Mapping[int, tuple[Tensor, Tensor]], run: Run, name: str) -> Tensor:
+    return pairs[id(run)][1]
 
 
 def _by_particle(tensor: Tensor) -> Tensor:

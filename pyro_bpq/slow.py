@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,4 +67,5 @@ def track(slow: Sequence[Tensor], current: Sequence[Tensor], rate: float) -> Non
     """Moves slow copies towards the current parameters, in place: ``θ ← (1 - α) θ + α w``."""
     if slow:
         # n_averaged is not read by this rule.
-        get_ema_multi_avg_fn(1.0 - rate)(list(slow), list(current), torch.ones(()))
+        update: Any = get_ema_multi_avg_fn
+        update(1.0 - rate)(list(slow), list(current), torch.ones(()))

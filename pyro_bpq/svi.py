@@ -155,10 +155,10 @@ class TrustRegionSVI(_ControlledSVI):
         min_θ L(θ)   subject to   KL(q_0 || q_θ) ≤ δ in total, and at each site ≤ δ_site
 
     The direction solves ``F x = ∇L`` by conjugate gradients on products with the Fisher information ``F`` of all sites
-    of the guide; a line search shortens the step until the local objective has decreased and the limits hold. If it never
-    does, the guide stays. What reaches ``L`` otherwise than through the ratios, as through reparameterised values, enters
-    linearly. Parameters that the model reads, or that no site of the guide depends on, take a step of the optimiser: the
-    limit does not bound what they do. The model runs once.
+    of the guide; a line search shortens the step until the local objective has decreased and the limits hold. If it
+    never does, the guide stays. What reaches ``L`` otherwise than through the ratios, as through reparameterised values,
+    enters linearly. Parameters that the model reads, or that no site of the guide depends on, take a step of the
+    optimiser: the limit does not bound what they do. The model runs no more often than in a plain step.
 
     Args:
         model: The model.

@@ -313,8 +313,11 @@ def test_replay_leaves_model_and_guide_alone() -> None:
     grads = {name: p.grad.clone() for name, p in pyro.get_param_store().named_parameters()}
     critics = state_of(elbo.critics)
     elbo.replay(updates=3)
-    assert any(not torch.equal(a, b) for a, b in zip(critics.values(), state_of(elbo.critics).values(), strict=True)
-               if isinstance(a, Tensor))
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(critics.values(), state_of(elbo.critics).values(), strict=True)
+        if isinstance(a, Tensor)
+    )
     assert_equal({name: value.detach().clone() for name, value in pyro.get_param_store().items()}, store)
     assert_equal({name: p.grad.clone() for name, p in pyro.get_param_store().named_parameters()}, grads)
 

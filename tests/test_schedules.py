@@ -112,11 +112,15 @@ def test_replay_redraws_from_the_slow_guide() -> None:
     assert all(torch.equal(leaf, first[name] + 3.0) for name, leaf in pyro.get_param_store().named_parameters())
 
 
-@pytest.mark.parametrize("learner", [
-    CriticLearner(slow=SlowTracking(0.05)),
-    CriticLearner(replay=Replay(capacity=16, batch_size=2)),
-    CriticLearner(steps=3, replay=Replay(coparents="expected", batch_size=1), slow=SlowTracking(0.1, guide=True)),
-], ids=["slow", "replay", "all"])
+@pytest.mark.parametrize(
+    "learner",
+    [
+        CriticLearner(slow=SlowTracking(0.05)),
+        CriticLearner(replay=Replay(capacity=16, batch_size=2)),
+        CriticLearner(steps=3, replay=Replay(coparents="expected", batch_size=1), slow=SlowTracking(0.1, guide=True)),
+    ],
+    ids=["slow", "replay", "all"],
+)
 @pytest.mark.parametrize("name", ["chain", "diamond"])
 def test_steps_stay_unbiased(name: str, learner: CriticLearner) -> None:
     case = BY_NAME[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -243,7 +244,7 @@ def test_exact_objective_does_not_rise(name: str) -> None:
         accepted += svi.last.epochs
         losses.append(float(exact_loss(case.model, case.guide, *case.args)))
     # What the optimiser does to the model is of order 1e-12.
-    assert all(after <= before + 1e-9 for before, after in zip(losses, losses[1:], strict=False))
+    assert all(after <= before + 1e-9 for before, after in itertools.pairwise(losses))
     assert accepted >= 6 and losses[-1] < losses[0] - 0.1
 
 
@@ -255,7 +256,7 @@ def test_large_steps_do_make_it_rise() -> None:
     for _ in range(12):
         svi.step()
         losses.append(float(exact_loss(case.model, case.guide)))
-    assert any(after > before + 1e-3 for before, after in zip(losses, losses[1:], strict=False))
+    assert any(after > before + 1e-3 for before, after in itertools.pairwise(losses))
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, "python_branch", "dynamic_sites", "shared_parameters"])
