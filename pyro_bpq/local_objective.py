@@ -93,7 +93,7 @@ class LocalObjective:
             runs = [_held_run(t.run, t.subsamples, p) for t, p in zip(staged.traced, staged.programs, strict=True)]
             rollout = replace(staged.rollout, runs=tuple(runs))
             classes, free = staged.plan.layout.classes, _without_cost(staged)
-            penalty = torch.zeros(rollout.num_particles)
+            penalty = runs[0].loss.new_zeros(rollout.num_particles)
             batches = {c: SiteBatch(classes[c], rollout) for c in old}
             tables.append({c: batch.log_q for c, batch in batches.items()})
             finite = {c for c, new in tables[-1].items() if new.dim() == len(rollout.batch_shape(())) + 3}
@@ -129,7 +129,7 @@ class LocalObjective:
         """
         totals = []
         for staged, signals, old, new in zip(self.items, self.signals, self.old, nearby.log_q, strict=True):
-            total = torch.zeros(staged.rollout.num_particles)
+            total = staged.rollout.runs[0].loss.new_zeros(staged.rollout.num_particles)
             for c, signal in signals.items():
                 ratio = torch.where(signal != 0, new[c] - old[c], torch.zeros_like(signal)).exp()
                 term = signal * ratio

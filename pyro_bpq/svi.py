@@ -156,7 +156,7 @@ class TrustRegionSVI(_ControlledSVI):
 
     The direction solves ``F x = ∇L`` by conjugate gradients on products with the Fisher information ``F`` of all sites
     of the guide; a line search shortens the step until the local objective has decreased and the limits hold. If it
-    never does, the guide stays. What reaches ``L`` otherwise than through the ratios, as through reparameterised values,
+    never does, the guide stays. What reaches ``L`` otherwise than through the ratios, as by reparameterised values,
     enters linearly. Parameters that the model reads, or that no site of the guide depends on, take a step of the
     optimiser: the limit does not bound what they do. The model runs no more often than in a plain step.
 
