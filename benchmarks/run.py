@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("chains.py",)
+SCRIPTS = ("chains.py", "convergence.py", "networks.py", "overhead.py", "profile_step.py", "blackbox.py")
 
 
 def main() -> int:

@@ -1,18 +1,28 @@
 """Backprop-Q for Pyro: train models with discrete latent variables by swapping one line."""
 
 from pyro_bpq.config import config_bpq as config_bpq
+from pyro_bpq.cost_statement import CostCounter as CostCounter
+from pyro_bpq.cost_statement import cost as cost
 from pyro_bpq.critics import LinearCritic as LinearCritic
 from pyro_bpq.critics import MLPCritic as MLPCritic
 from pyro_bpq.critics import TabularCritic as TabularCritic
 from pyro_bpq.elbo import TraceBackpropQ_ELBO as TraceBackpropQ_ELBO
 from pyro_bpq.estimators import AllAction as AllAction
+from pyro_bpq.estimators import LambdaReturn as LambdaReturn
 from pyro_bpq.estimators import LeaveOneOut as LeaveOneOut
 from pyro_bpq.estimators import Pathwise as Pathwise
+from pyro_bpq.estimators import QProp as QProp
 from pyro_bpq.estimators import RunningBaseline as RunningBaseline
 from pyro_bpq.estimators import ScoreFunction as ScoreFunction
+from pyro_bpq.expected_cost import ExpectedCost as ExpectedCost
 from pyro_bpq.graph import CostNode as CostNode
 from pyro_bpq.graph import StochasticComputationGraph as StochasticComputationGraph
 from pyro_bpq.graph import StochasticNode as StochasticNode
+from pyro_bpq.iwae import TraceBackpropQ_IWAE as TraceBackpropQ_IWAE
+from pyro_bpq.joint_critics import FirstOrderCritic as FirstOrderCritic
+from pyro_bpq.joint_critics import FlipCritic as FlipCritic
+from pyro_bpq.joint_critics import MomentCritic as MomentCritic
+from pyro_bpq.joint_critics import QuadraticCritic as QuadraticCritic
 from pyro_bpq.learner import CriticLearner as CriticLearner
 from pyro_bpq.network import BackpropQNetwork as BackpropQNetwork
 from pyro_bpq.replay import Replay as Replay
@@ -25,13 +35,21 @@ __version__ = "0.1.0"
 __all__ = [
     "AllAction",
     "BackpropQNetwork",
+    "CostCounter",
     "CostNode",
     "CriticLearner",
+    "ExpectedCost",
+    "FirstOrderCritic",
+    "FlipCritic",
+    "LambdaReturn",
     "LeaveOneOut",
     "LinearCritic",
     "MLPCritic",
+    "MomentCritic",
     "Pathwise",
     "ProximalSVI",
+    "QProp",
+    "QuadraticCritic",
     "Replay",
     "RunningBaseline",
     "ScoreFunction",
@@ -40,6 +58,8 @@ __all__ = [
     "StochasticNode",
     "TabularCritic",
     "TraceBackpropQ_ELBO",
+    "TraceBackpropQ_IWAE",
     "TrustRegionSVI",
     "config_bpq",
+    "cost",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Block", "CriticBank", "Selection", "Write"]
+__all__ = ["Block", "CriticBank", "Selection", "Write", "average_writes"]
 
 # (block, tensor, rows or None for all of them, new value): a change that is applied after the step.
 Write = tuple[str, str, "Tensor | None", Tensor]
@@ -96,9 +96,11 @@ class Selection:
     Args:
         parts: For each block its name, the module, rows of it and positions in the order that they fill;
             ``None`` stands for all of them in order.
+        repeats: Whether a row occurs more than once (a shared critic).
     """
 
     parts: tuple[tuple[str, Block, Tensor | None, Tensor | None], ...]
+    repeats: bool = False
 
     def read(self, name: str) -> Tensor:
         """The buffer ``name`` of the selected rows, with a leading site axis."""
@@ -114,8 +116,9 @@ class Selection:
         return torch.cat(results)[torch.argsort(order)]
 
     def write(self, name: str, value: Tensor) -> list[Write]:
-        """The writes that set the buffer ``name`` of the selected rows to ``value``."""
-        return [(key, name, rows, _rows(value, at).detach()) for key, _, rows, at in self.parts]
+        """The writes that set the buffer ``name`` of the selected rows to ``value``; repeated rows to its mean."""
+        writes = [(key, name, rows, _rows(value, at).detach()) for key, _, rows, at in self.parts]
+        return average_writes(writes) if self.repeats else writes
 
 
 class CriticBank(nn.Module):
@@ -236,7 +239,15 @@ class CriticBank(nn.Module):
                     None if len(places) == 1 else torch.tensor(positions, device=device),
                 )
             )
-        return Selection(tuple(parts))
+        return Selection(tuple(parts), len(set(keys)) < len(keys))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and copy take over: all but the weak references that Pyro's param store hangs on parameters."""
+        for parameter in self.parameters():
+            # As the store does before it is saved; it makes them anew when it hands a parameter out.
+            parameter.__dict__.pop("unconstrained", None)
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return state
 
     # Saving and loading: rows find their place by kind and key, whatever block they came from.
 
@@ -277,6 +288,22 @@ class CriticBank(nn.Module):
             for tensor, value in self._waiting.pop(_waiting_key(block.kind, name), {}).items():
                 if tensor in own and own[tensor].shape[1:] == value.shape:
                     own[tensor][row] = value.to(own[tensor])
+
+
+def average_writes(writes: Sequence[Write]) -> list[Write]:
+    """One write for each buffer: the mean of those to the same row."""
+    found: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = {}
+    for key, name, rows, value in writes:
+        at = torch.arange(len(value), device=value.device) if rows is None else rows
+        found.setdefault((key, name), []).append((at, value))
+    averaged = []
+    for (key, name), parts in found.items():
+        rows, value = (torch.cat([part[k] for part in parts]) for k in (0, 1))
+        unique, place = torch.unique(rows, return_inverse=True)
+        counts = torch.bincount(place).to(value.dtype)
+        total = value.new_zeros(len(unique), *value.shape[1:]).index_add(0, place, value)
+        averaged.append((key, name, unique, total / counts.reshape(-1, *(1,) * (value.dim() - 1))))
+    return averaged
 
 
 def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:

@@ -2,8 +2,11 @@ r"""Evaluates the critics of a step, and turns their targets into a regression l
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,75 +15,173 @@ from pyro_bpq.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critics import Critic, CriticShape
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.estimators.base import site_mean, update_mean
-from pyro_bpq.layout import Layout
+from pyro_bpq.joint_critics import JointCritic, JointOutput, SiteValue
+from pyro_bpq.layout import Layout, QGroup, matrix
 from pyro_bpq.site_batch import SiteBatch
 
-__all__ = ["CriticBatch", "evaluate_critics", "regression"]
+__all__ = ["CriticBatch", "CriticRows", "JointValue", "Learned", "evaluate_critics", "regression"]
+
+
+class Learned(NamedTuple):
+    """What critics say of the sites of a class, in nats, detached.
+
+    Args:
+        level: ``V`` of a dueling critic, ``E[Q]`` of one that reads the value as a whole; ``(G, M, plates)``.
+        table: Its table ``(G, M, plates, D, K)``, or ``None``.
+        own: Residual ``(G, M, plates)`` of a critic that reads the value as a whole, or ``None``.
+        variate: Its control variate for earlier sites, of the same shape.
+    """
+
+    level: Tensor
+    table: Tensor | None = None
+    own: Tensor | None = None
+    variate: Tensor | None = None
+
+    def plus(self, other: Learned) -> Learned:
+        """The sum over two groups of Q-nodes of the same sites."""
+        pairs = zip(self, other, strict=True)
+        total = [a if b is None else b if a is None else a + b for a, b in pairs]
+        return Learned(*total)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class CriticRows:
+    """What the regression of some critics needs besides their values and targets.
+
+    Args:
+        sites: Site of each.
+        selection: Their rows in the bank.
+        unit: Scale of the sites (subsampling), which targets are divided by; broadcasts to ``(Q, M, plates)``.
+    """
+
+    sites: tuple[str, ...]
+    selection: Selection
+    unit: Tensor
+
+    @staticmethod
+    def join(parts: Sequence[CriticRows]) -> CriticRows:
+        """The same critics in several particles."""
+        return replace(parts[0], unit=torch.cat([part.unit for part in parts], 1))
 
 
 @dataclass(frozen=True)
 class CriticBatch:
-    """Critics of the Q-nodes of one class of sites, evaluated at one rollout.
+    """Critics of a group of Q-nodes, evaluated at one rollout.
 
     Args:
-        selection: Their rows in the bank.
+        group: The Q-nodes.
+        kind: Kind of their rows in the bank.
+        keys: Key of each row.
+        selection: Their rows.
         level: ``V`` in nats, ``(Q, M, plates)``, with the critics' gradient.
         advantage: ``A`` in nats, ``(Q, M, plates, D, K)``, with the critics' gradient, or ``None``.
         unit: Scale of the sites (subsampling), which targets are divided by.
         writes: New running moments of the context features.
+        joint: What a critic that reads the value as a whole says of it, in nats: ``level`` and ``advantage``
+            then are ``E[Q]`` and the table of its all-action term, without gradient.
     """
 
+    group: QGroup
+    kind: str
+    keys: tuple[str, ...]
     selection: Selection
     level: Tensor
     advantage: Tensor | None
     unit: Tensor
     writes: tuple[Write, ...] = ()
+    joint: JointValue | None = None
+
+    def per_site(self, member: Tensor | None) -> Learned:
+        """Sums over the Q-nodes of each site, with the matrix (sites × Q-nodes) or one node each."""
+
+        def total(part: Tensor) -> Tensor:
+            return part.detach() if member is None else matrix(member, part.detach())
+
+        table = None if self.advantage is None else total(self.advantage)
+        if self.joint is None:
+            return Learned(total(self.level), table)
+        return Learned(total(self.level), table, total(self.joint.own), total(self.joint.variate))
+
+    def rows(self) -> CriticRows:
+        """All of them."""
+        return CriticRows(tuple(node.site for node in self.group.nodes), self.selection, self.unit)
+
+    def row(self, i: int, bank: CriticBank) -> CriticRows:
+        """One of them."""
+        selection = bank.select(self.kind, (self.keys[i],), None)
+        assert selection is not None
+        return CriticRows((self.group.nodes[i].site,), selection, self.unit[i : i + 1])
+
+
+@dataclass(frozen=True)
+class JointValue:
+    """A joint critic's values.
+
+    Args:
+        value: ``Q(x)``, ``(Q, M, plates)``, with the critics' gradient.
+        mean: Its expectation, or what stands for it, of the same shape, detached.
+        own: Residual that goes with the table, of the same shape, detached.
+        variate: What corrects earlier sites, of mean zero, of the same shape, detached.
+    """
+
+    value: Tensor
+    mean: Tensor
+    own: Tensor
+    variate: Tensor
 
 
 def evaluate_critics(
-    layout: Layout, c: int, batches: Sequence[SiteBatch], bank: CriticBank, build: bool, slow: bool = False
+    layout: Layout, group: QGroup, batches: Sequence[SiteBatch], bank: CriticBank, build: bool, slow: bool = False
 ) -> CriticBatch | None:
-    """Evaluates all critics of a class in one batched call.
+    """Evaluates the critics of a group in one batched call.
 
     Args:
         layout: The layout.
-        c: Position of the class.
+        group: The Q-nodes.
         batches: Stacked tensors of all classes.
         bank: Holds the critics.
         build: Whether missing critics may be built.
         slow: Whether to evaluate their slow copies instead.
 
     Returns:
-        The evaluated critics; ``None`` if the class has none, or they may not be built.
+        The evaluated critics; ``None`` if there are none yet and they may not be built.
     """
-    nodes, batch = layout.q_nodes[c], batches[c]
-    if not nodes:
-        return None
+    batch = batches[group.c]
     spec = batch.cls.spec
-    split = spec.components
+    components, cardinality = spec.parts
     shape = CriticShape(
-        sites=len(nodes),
-        features=layout.num_features(c),
-        components=split.size if split else 0,
-        cardinality=split.cardinality if split else 0,
-        cells=layout.cells(c) if spec.critic is not None and spec.critic.uses_cells else 0,
+        sites=len(group.nodes),
+        features=layout.num_features(group),
+        components=components,
+        cardinality=cardinality,
+        cells=layout.cells(group) if spec.critic is not None and spec.critic.uses_cells else 0,
     )
-    like = batch.probs
-    keys = tuple(_key(node.name, node.site, spec.share) for node in nodes)
-    make = _builder(spec.critic, shape, bank, like) if build else None
-    selection = bank.select(_kind(spec.critic, shape), keys, make)
+    kind, keys = _kind(spec.critic, shape), _keys(group, spec.share)
+    selection = bank.select(kind, keys, _builder(spec.critic, shape, bank, batch.like) if build else None)
+    if selection is None and layout.is_steered:
+        # Which other sites are missing must not matter to a site: they come with its value.
+        known = [i for i, key in enumerate(keys) if bank.select(kind, (key,), None) is not None]
+        group, keys = group.take(known), tuple(keys[i] for i in known)
+        selection = bank.select(kind, keys, None) if known else None
     if selection is None:
         return None
-    context, writes = _standardised(_context(layout, c, batches), selection)
-    cells = _cells(layout, c, batches) if shape.cells else None
-    output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, slow))
+    nodes = group.nodes
+    context, writes = _standardised(_context(layout, group, batches), selection)
+    cells = _cells(group, batches) if shape.cells else None
+    if isinstance(spec.critic, JointCritic):
+        site = _site_value(group, batch)
+        packed = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site, slow))
+        expected, table, unit, joint = _joint(layout, group, batch, selection, packed)
+        return CriticBatch(group, kind, keys, selection, expected, table, unit, writes, joint)
+    output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, None, slow))
     if output.shape != (len(nodes), context.shape[1], shape.outputs):
         raise CriticShapeError(
             f"The critic {spec.critic} of sites {[n.site for n in nodes]} returned shape "
             f"{tuple(output.shape)} instead of {(len(nodes), context.shape[1], shape.outputs)} "
             "(sites, rows, 1 + components * cardinality)."
         )
-    return replace(_dueling(layout, c, batch, selection, output), writes=writes)
+    level, advantage, unit = _dueling(layout, group, batch, selection, output)
+    return CriticBatch(group, kind, keys, selection, level, advantage, unit, writes)
 
 
 def _standardised(context: Tensor, selection: Selection, decay: float = 0.95) -> tuple[Tensor, tuple[Write, ...]]:
@@ -97,21 +198,58 @@ def _standardised(context: Tensor, selection: Selection, decay: float = 0.95) ->
     return ((context - mean.unsqueeze(1)) / spread.unsqueeze(1)).clamp(-6.0, 6.0), writes
 
 
-def _dueling(layout: Layout, c: int, batch: SiteBatch, selection: Selection, output: Tensor) -> CriticBatch:
-    sites = [layout.place[node.site][1] for node in layout.q_nodes[c]]
-    unit = batch.scale if layout.membership(c, batch.probs) is None else batch.scale[sites]
+def _site_value(group: QGroup, batch: SiteBatch) -> SiteValue:
+    """Values and distributions of the sites of the Q-nodes of a group, rows flattened."""
+    sites, lead = list(group.sites), 1 + len(batch.batch_shape)
+
+    def flat(tensor: Tensor) -> Tensor:
+        return tensor[sites].flatten(1, lead - 1)
+
+    if batch.cls.spec.components is None:
+        return SiteValue(powers=flat(batch.moments.powers))
+    return SiteValue(flat(batch.index), flat(batch.probs))
+
+
+def _joint(
+    layout: Layout, group: QGroup, batch: SiteBatch, selection: Selection, packed: Tensor
+) -> tuple[Tensor, Tensor, Tensor, JointValue]:
+    """Expectation, table, unit of the sites and values of critics that read a value as a whole, in nats."""
+    unit, mean, spread, step = _units(layout, group, batch, selection)
+    output = JointOutput.unpacked(packed, *batch.cls.spec.parts)
+    level, value, centre, own, variate, table = (
+        part.reshape(part.shape[0], *batch.batch_shape, *part.shape[2:]) for part in output
+    )
+    level, step = unit * (mean + spread * level), unit * step
+    expected = (level + step * centre).detach()
+    joint = JointValue(level + step * value, expected, step * own, step * variate)
+    return expected, step[..., None, None] * table, unit, joint
+
+
+def _units(
+    layout: Layout, group: QGroup, batch: SiteBatch, selection: Selection
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scale of the sites, and mean and spreads of the targets in its unit."""
+    is_whole = layout.membership(group, group.nodes, batch.like) is None
+    unit = batch.scale if is_whole else batch.scale[list(group.sites)]
     lead = (-1, *(1,) * len(batch.batch_shape))
     mean, spread, step = (selection.read(name).reshape(lead) for name in ("mean", "spread_level", "spread_advantage"))
+    return unit, mean, spread, step
+
+
+def _dueling(
+    layout: Layout, group: QGroup, batch: SiteBatch, selection: Selection, output: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Level, advantage and unit of the sites, in nats."""
+    unit, mean, spread, step = _units(layout, group, batch, selection)
     level = unit * (mean + spread * output[..., 0].reshape(-1, *batch.batch_shape))
     if batch.cls.spec.components is None:
-        return CriticBatch(selection, level, None, unit)
-    split = batch.components
-    advantage = output[..., 1:].reshape(-1, *batch.batch_shape, split.size, split.cardinality)
-    return CriticBatch(selection, level, (unit * step)[..., None, None] * advantage, unit)
+        return level, None, unit
+    advantage = output[..., 1:].reshape(-1, *batch.batch_shape, *batch.cls.spec.parts)
+    return level, (unit * step)[..., None, None] * advantage, unit
 
 
 def regression(
-    critic: CriticBatch,
+    critic: CriticRows,
     value: Tensor,
     target: Tensor,
     level_weight: float,
@@ -125,7 +263,7 @@ def regression(
         L = |δ - mean_m δ|² / σ_A² + w |mean_m δ|² / σ_V²,   δ = q - target
 
     Args:
-        critic: The evaluated critics.
+        critic: The critics.
         value: Their value at the sample, ``(Q, M, plates)``, in nats, with gradient.
         target: Targets of the same shape, detached.
         level_weight: Weight ``w``.
@@ -160,7 +298,6 @@ def regression(
     seen = (count > 0).to(loss.dtype)
     seen = seen if chosen is None else seen * chosen
     writes = [
-        *critic.writes,
         *critic.selection.write("mean", new_mean),
         *critic.selection.write("spread_level", level),
         *critic.selection.write("spread_advantage", step),
@@ -186,8 +323,8 @@ def _centre(value: Tensor) -> Tensor:
     return value - site_mean(value).reshape(-1, *(1,) * (value.dim() - 1))
 
 
-def _key(name: str, site: str, share: str | None) -> str:
-    return name if share is None else share + name[len(site) :]
+def _keys(group: QGroup, share: str | None) -> tuple[str, ...]:
+    return tuple(node.name if share is None else share + node.name[len(node.site) :] for node in group.nodes)
 
 
 def _kind(critic: Critic | None, shape: CriticShape) -> str:
@@ -216,16 +353,24 @@ def _builder(
 
 
 def _forward(
-    block: Block, rows: Tensor | None, at: Tensor | None, context: Tensor, cells: Tensor | None, slow: bool = False
+    block: Block,
+    rows: Tensor | None,
+    at: Tensor | None,
+    context: Tensor,
+    cells: Tensor | None,
+    site: SiteValue | None = None,
+    slow: bool = False,
 ) -> Tensor:
     critic, weights = (block.slow, block.slow_weights()) if slow else (block.critic, block.weights())
     assert critic is not None
     if at is not None:
         context, cells = context[at], None if cells is None else cells[at]
+        site = None if site is None else SiteValue(*(None if part is None else part[at] for part in site))
+    given = (context, cells) if site is None else (context, cells, site)
     if rows is None:
-        return critic(context, cells)
+        return critic(*given)
     chosen = {name: weight[rows] for name, weight in weights.items()}
-    return torch.func.functional_call(critic, chosen, (context, cells))
+    return torch.func.functional_call(critic, chosen, given)
 
 
 def _pool(value: Tensor, source: SiteBatch, target: SiteBatch) -> Tensor:
@@ -234,12 +379,12 @@ def _pool(value: Tensor, source: SiteBatch, target: SiteBatch) -> Tensor:
     return value.mean(dims, keepdim=True) if dims else value
 
 
-def _context(layout: Layout, c: int, batches: Sequence[SiteBatch]) -> Tensor:
-    """Detached context features ``(Q, N, F)`` of the Q-nodes of a class."""
-    batch, queries = batches[c], len(layout.q_nodes[c])
+def _context(layout: Layout, group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
+    """Detached context features ``(Q, N, F)`` of the Q-nodes of a group."""
+    batch, queries = batches[group.c], len(group.nodes)
     lead = (queries, *batch.batch_shape)
     parts = []
-    for plan in layout.contexts[c]:
+    for plan in group.contexts:
         source = batches[plan.source]
         values = _pool(source.encoded, source, batch)
         padded = torch.cat((values, torch.zeros_like(values[:1])))
@@ -249,24 +394,34 @@ def _context(layout: Layout, c: int, batches: Sequence[SiteBatch]) -> Tensor:
             rest = torch.as_tensor(plan.rest, dtype=values.dtype, device=values.device)
             mixed = (rest @ values.flatten(1)).reshape(queries, *values.shape[1:])
             parts.append(mixed.expand(*lead, -1))
-    sites = [layout.place[node.site][1] for node in layout.q_nodes[c]]
-    if batch.cls.spec.has_params and batch.cls.spec.components is not None:
+    sites = list(group.sites)
+    if batch.cls.spec.share is not None:
+        index = batch.like.new_tensor([_index_features(node.site) for node in group.nodes])
+        parts.append(index.reshape(queries, *(1,) * len(batch.batch_shape), -1).expand(*lead, -1))
+    if batch.cls.spec.has_params and (batch.cls.spec.components is not None or batch.cls.spec.has_moments):
         parts.append(batch.parameters[sites])
     if batch.cls.spec.context:
-        parts.append(batch.context[sites].to(batch.probs.dtype))
+        parts.append(batch.context[sites].to(batch.like.dtype))
     rows = 1
     for size in batch.batch_shape:
         rows *= size
     if not parts:
-        return batch.probs.new_zeros(queries, rows, 0)
+        return batch.like.new_zeros(queries, rows, 0)
     return torch.cat(parts, -1).reshape(queries, rows, -1)
 
 
-def _cells(layout: Layout, c: int, batches: Sequence[SiteBatch]) -> Tensor:
+def _index_features(site: str) -> tuple[float, float]:
+    """Logarithm and tenth of the last number in the name of a site of a family, 0 without one."""
+    numbers = re.findall(r"\d+", site)
+    index = int(numbers[-1]) if numbers else 0
+    return math.log1p(index), 0.1 * index
+
+
+def _cells(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
     """Joint state of the rest of the scope, ``(Q, N)``."""
-    batch, queries = batches[c], len(layout.q_nodes[c])
-    cell = torch.zeros((queries, *batch.batch_shape), dtype=torch.long, device=batch.probs.device)
-    for plan in layout.contexts[c]:
+    batch, queries = batches[group.c], len(group.nodes)
+    cell = torch.zeros((queries, *batch.batch_shape), dtype=torch.long, device=batch.like.device)
+    for plan in group.contexts:
         source = batches[plan.source]
         if any(plate not in batch.plates for plate in source.plates):
             raise OptionError(

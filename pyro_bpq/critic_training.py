@@ -12,6 +12,7 @@ from pyro_bpq.bank import CriticBank
 from pyro_bpq.errors import OptionError
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.local_objective import LocalObjective
+from pyro_bpq.registration import register_critics
 from pyro_bpq.replay import ReplayBuffer
 from pyro_bpq.replayer import Replayer, Staged, Transient
 from pyro_bpq.structure import StructureCache
@@ -40,7 +41,6 @@ class CriticTraining:
     _learn: Any
     _mark: Any
     _restore: Any
-    _register_for_pyro: Any
     differentiable_loss: Any
     retain_graph: bool | None
     num_particles: int
@@ -62,13 +62,13 @@ class CriticTraining:
         self.keeps_staged = True
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         self._register_for_pyro()
-        objective = LocalObjective(self.staged.items, self.num_particles)
-        if loss.requires_grad:
-            try:
+        try:
+            objective = LocalObjective(self.staged.items, self.num_particles)
+            if loss.requires_grad:
                 loss.backward(retain_graph=self.retain_graph)
-            except BaseException:
-                self._restore(mark)
-                raise
+        except BaseException:
+            self._restore(mark)
+            raise
         if self.training and torch.is_grad_enabled():
             self._learn()
         return float(loss.item()), objective
@@ -129,14 +129,15 @@ class CriticTraining:
         return None if self._replayer is None else self._replayer.buffer
 
     def run_program(self, program: Any) -> TracedRun:
-        """Runs guide and model as a step does, without tracking."""
-        return self._trace(*program, track=False)
+        """Runs guide and model as a step does, tracked only where sampled values steer them."""
+        return self._trace(*program, track=self._structure.always_tracks)
 
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Any]) -> Staged:
         """Prepares runs of a known structure as a step does; nothing learns."""
         last = self._last_plan
         kind = (self._structure.is_dynamic(traced[0]), all(self._structure.cuts_plates(each) for each in traced))
-        staged = self._stage(list(traced), self._structure.graph(traced[0], False), list(programs), kind)
+        graph = self._structure.graph(traced[0], False)
+        staged = self._stage(list(traced), graph, list(programs), False, kind, reruns=False)
         self._last_plan = last
         return staged
 
@@ -155,20 +156,23 @@ class CriticTraining:
         assert self.learner is not None and self._optimizer is not None
         items, self.staged = self.staged.items, Transient()
         for _ in range(self.learner.steps - 1):
-            learning = self.learning()
-            found = [critic_loss(s.plan.layout, [(s.rollout, s.tables, 1.0)], self.critics, learning) for s in items]
-            losses = [loss for loss in found if loss is not None]
-            if losses:
-                self._optimizer.step(self.critics, self._gradients(losses))
+            loss = critic_loss([staged.again(self.critics) for staged in items], self.critics, self.learning())
+            if loss is not None:
+                self._optimizer.step(self.critics, self._gradients(loss))
         if self._replayer is not None:
             for staged in items:
                 self._replayer.store(staged)
             self.replay(updates=self._replayer.replay.updates_per_step)
 
-    def _gradients(self, losses: list[Tensor]) -> dict[str, Tensor]:
+    def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
         tensors = self.critics.weights()
-        found = torch.autograd.grad(sum(losses[1:], losses[0]), list(tensors.values()), allow_unused=True)
+        found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
         return {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
+
+    def _register_for_pyro(self) -> None:
+        """Shows the critics to SVI where the user's optimiser trains them: those of the first step too."""
+        if self.learner is None and torch.is_grad_enabled():
+            register_critics(self.critics)
 
 
 def _at(value: float | Callable[[int], float], at: int) -> float:

@@ -33,6 +33,7 @@ __all__ = [
     "CriticShape",
     "LinearCritic",
     "MLPCritic",
+    "Perceptron",
     "TabularCritic",
 ]
 
@@ -113,7 +114,7 @@ class MLPCritic:
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the perceptrons; without context features only the bias table remains."""
         hidden = self.hidden if shape.features else ()
-        return _Perceptron(shape, hidden, generator)
+        return Perceptron(shape, hidden, generator)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class LinearCritic:
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the linear maps."""
-        return _Perceptron(shape, (), generator)
+        return Perceptron(shape, (), generator)
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,21 @@ class TabularCritic:
         return _Table(shape)
 
 
-class _Perceptron(nn.Module):
-    def __init__(self, shape: CriticShape, hidden: Sequence[int], generator: torch.Generator) -> None:
+class Perceptron(nn.Module):
+    """One perceptron per site, from ``(G, N, F)`` to ``(G, N, outputs)``; its last layer starts at zero.
+
+    Args:
+        shape: Number of sites and features.
+        hidden: Sizes of the hidden layers.
+        generator: Draws the initial weights.
+        outputs: Number of outputs; ``None`` for those of ``shape``.
+    """
+
+    def __init__(
+        self, shape: CriticShape, hidden: Sequence[int], generator: torch.Generator, outputs: int | None = None
+    ) -> None:
         super().__init__()
-        sizes = [shape.features, *hidden, shape.outputs]
+        sizes = [shape.features, *hidden, shape.outputs if outputs is None else outputs]
         self.weights = nn.ParameterList()
         self.biases = nn.ParameterList()
         for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
@@ -171,6 +183,7 @@ class _Perceptron(nn.Module):
             self.biases.append(nn.Parameter(torch.zeros(shape.sites, 1, fan_out)))
 
     def forward(self, context: Tensor, cells: Tensor | None) -> Tensor:
+        """Evaluates all of them in one batched call."""
         last = len(self.weights) - 1
         for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             if context.shape[-1]:

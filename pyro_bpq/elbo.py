@@ -3,9 +3,11 @@ r"""``TraceBackpropQ_ELBO``: wiring only."""
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Callable, Container
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pyro.infer import ELBO
@@ -14,23 +16,32 @@ from pyro.util import check_if_enumerated, warn_if_nan
 from torch import Tensor, nn
 
 from pyro_bpq.bank import CriticBank, Write
+from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.critic_training import CriticTraining
 from pyro_bpq.critics import Critic, MLPCritic
-from pyro_bpq.errors import BPQError, OptionError
+from pyro_bpq.elimination import eliminate
+from pyro_bpq.enumeration import enumerated_programs
+from pyro_bpq.errors import BPQError, BPQWarning, OptionError, UnsupportedProgramError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.network import BackpropQNetwork, Reduction
-from pyro_bpq.plan import Plan, Planner
+from pyro_bpq.plan import Plan, Planner, check_gradients
 from pyro_bpq.replayer import Replayer, Staged, Transient
+from pyro_bpq.reruns import Reruns
 from pyro_bpq.rollout import Rollout
+from pyro_bpq.signals import Signals
 from pyro_bpq.structure import StructureCache
 from pyro_bpq.surrogate import StepResult, step
 from pyro_bpq.tracing import TracedRun, trace_run
 
 __all__ = ["TraceBackpropQ_ELBO"]
 
+_NOTHING_ENUMERATED = (
+    'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
+    'pyro.infer.config_enumerate, or write enumeration="sample".'
+)
 _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 
 
@@ -56,9 +67,10 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         tail_adaptive_beta: As in Pyro's ELBOs.
         estimator: Estimator of every site without ``rsample`` that does not choose its own;
             ``None`` picks per site.
-        critic: How to build the critics of sites with one finite component; ``None`` for none. A site of many
-            components (``to_event``) has one only where ``infer`` or ``config_bpq`` asks for it: as measured, a
-            general critic gains nothing there over the extra run of the model.
+        critic: How to build the critics of sites that do not choose their own; ``None`` for none. At a site of many
+            components (``to_event``) an :class:`~pyro_bpq.MLPCritic` becomes a :class:`~pyro_bpq.FlipCritic` of the
+            same layers, which reads the value as a whole. Sites that :class:`~pyro_bpq.QProp` serves have a
+            :class:`~pyro_bpq.MomentCritic`; reparameterised sites only where ``infer`` or ``config_bpq`` asks for it.
         reduction: Reduction of the Backprop-Q network.
         lam: Weight of the lambda-return against the critic in targets, in ``[0, 1]``, or a function of the step.
         gamma: Discount of targets per edge, in ``(0, 1]``, or a function of the step.
@@ -66,6 +78,8 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
             so that the user's optimiser trains them.
         structure: ``"auto"``, ``"dynamic"``, ``"dense"`` or ``"static"``: when dependencies are tracked.
         seed: Seed of what the ELBO itself draws: the initial weights of critics.
+        enumeration: What ``infer={"enumerate": ...}`` means: ``"sample"``, the site is sampled, with a warning;
+            ``"exact"``, it is summed out as by Pyro's ``TraceEnum_ELBO``.
 
     Raises:
         OptionError: If an option is out of range.
@@ -95,6 +109,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         learner: CriticLearner | None = CriticLearner(),
         structure: str = "auto",
         seed: int = 0,
+        enumeration: Literal["sample", "exact"] = "sample",
     ) -> None:
         nn.Module.__init__(self)
         ELBO.__init__(
@@ -112,6 +127,9 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         if num_particles < 1:
             raise OptionError(f"num_particles={num_particles!r}: write a positive number.")
         _check(estimator, critic, reduction, lam, gamma, learner)
+        if enumeration not in ("sample", "exact"):
+            raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
+        self.enumeration = enumeration
         self.planner = Planner(estimator, critic, reduction)
         self.lam, self.gamma, self.learner = lam, gamma, learner
         self.critics = CriticBank(seed, learner is not None, learner is not None and learner.slow is not None)
@@ -119,7 +137,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         self._replayer = None if learner is None or replay is None else Replayer(learner, replay, seed)
         self.staged = Transient()
         self.keeps_staged = replay is not None or (learner is not None and learner.steps > 1)
-        self.num_steps = 0
+        self.num_steps = self.num_noises = 0
         self.info: dict[str, dict[str, Tensor]] = {}
         self._structure = StructureCache(structure)
         self._optimizer = None if learner is None else CriticOptimizer(learner)
@@ -132,6 +150,9 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         self.critics.on_build = self._catch_up
 
     __call__ = ELBO.__call__
+
+    # Whether cost statements are all that counts: an expected cost instead of an ELBO.
+    _only_costs = False
 
     def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The same as :meth:`differentiable_loss`."""
@@ -202,59 +223,96 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
             self._learn()
         mark = self._mark()
         try:
-            loss, results = self._evaluate(model, guide, args, kwargs, learning)
+            loss, differentiable, result = self._evaluate(model, guide, args, kwargs, learning)
         except BaseException:
             self._restore(mark)
             raise
         value = loss.detach()
         warn_if_nan(value, "loss")
-        surrogate = self._surrogate(results)
+        surrogate = (differentiable + result.surrogate) / self.num_particles
         if learning and bool(torch.isfinite(value)):
-            surrogate = self._prepare(surrogate, [result for _, result in results])
+            surrogate = self._prepare(surrogate, result)
         return value + (surrogate - surrogate.detach())
 
     # One step.
 
     def _arguments(self, model: Any, guide: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any, Any, Any]]:
         """The programs of each run, wrapped for vectorised particles as Pyro does."""
+        if self.enumeration == "exact" and math.isinf(self.max_plate_nesting):
+            # Dimensions of values lie to the left of all plates.
+            self._guess_max_plate_nesting(model, guide, args, kwargs)
         return list(self._get_traces(model, guide, args, kwargs))
+
+    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
+        super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return model, guide, args, kwargs
 
     def _trace(self, model: Any, guide: Any, args: Any, kwargs: Any, track: bool) -> TracedRun:
-        traced = trace_run(
-            model, guide, args, kwargs, self.max_plate_nesting, self.planner.choose, self.num_particles, track
-        )
+        def run(model: Any, guide: Any) -> TracedRun:
+            planner = self.planner
+            return trace_run(
+                *(model, guide, args, kwargs, self.max_plate_nesting, planner.choose, self.num_particles, track),
+                attach=planner.attach,
+                noise=self._noise,
+                only_costs=self._only_costs,
+            )
+
+        if self.enumeration == "exact":
+            nesting = int(self.max_plate_nesting)
+            with enumerated_programs(model, guide, nesting) as programs:
+                traced = run(*programs)
+            if self.strict_enumeration_warning and is_validation_enabled() and not traced.enumerated:
+                warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
+            return eliminate(traced, nesting)
+        traced = run(model, guide)
+        check_gradients(traced)
         if is_validation_enabled():
             check_if_enumerated(traced.guide_trace)
         return traced
 
     def _evaluate(
         self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
-    ) -> tuple[Tensor, list[tuple[Tensor, StepResult]]]:
+    ) -> tuple[Tensor, Tensor, StepResult]:
+        """The loss, the differentiable costs, and what the step yields."""
         track = self._structure.wants_tracking()
         programs = self._arguments(model, guide, args, kwargs)
         runs = [self._trace(*program, track=track) for program in programs]
         loss = self._mean([traced.run.loss for traced in runs])
         graphs = [self._structure.graph(traced, learning) for traced in runs]
         is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
+        if is_dynamic and self.vectorize_particles and self.num_particles > 1:
+            raise UnsupportedProgramError(
+                "A sampled value left torch (as by .item(), int(), if, .numpy()) while several particles ran at once, "
+                "so that particles may steer each other; write vectorize_particles=False."
+            )
         kind = (is_dynamic, all(self._structure.cuts_plates(traced) for traced in runs))
-        if all(run.key == runs[0].key for run in runs) and any(graph != graphs[0] for graph in graphs[1:]):
+        is_alike = all(run.key == runs[0].key for run in runs)
+        if not is_dynamic and is_alike and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [self._structure.merge(runs[0], graphs)] * len(runs)
-        results, items = [], []
-        for members in _group(runs, is_dynamic):
-            traced, own = [runs[i] for i in members], [programs[i] for i in members]
-            staged = self._stage(traced, graphs[members[0]], own, kind)
-            result = step(staged.plan.layout, staged.rollout, staged.tables, self.critics, self.learning(), learning)
-            items.append(replace(staged, result=result))
-            results.append((sum((t.run.differentiable for t in traced), torch.zeros(())), result))
+        # A baseline from those particles that happen to have the same structure would depend on the value of the
+        # site that it is for: either all particles are stacked or each is on its own.
+        members = [list(range(len(runs)))] if is_alike and not is_dynamic else [[i] for i in range(len(runs))]
+        items = [
+            self._stage([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
+            for ids in members
+        ]
+        result = step([item.signals for item in items], self.critics, self.learning(), learning)
         if self.keeps_staged:
-            self.staged = Transient(items)
-        return loss, results
+            self.staged = Transient([replace(item, result=result) for item in items])
+        return loss, sum((traced.run.differentiable for traced in runs), torch.zeros(())), result
 
-    def _stage(self, traced: list[TracedRun], graph: Any, programs: list[Any], kind: tuple[bool, bool]) -> Staged:
-        model, _, args, kwargs = programs[0]
+    def _stage(
+        self,
+        traced: list[TracedRun],
+        graph: Any,
+        programs: list[Any],
+        learning: bool,
+        kind: tuple[bool, bool],
+        reruns: bool = True,
+    ) -> Staged:
+        model, guide, args, kwargs = programs[0]
         plan = self._plan(traced[0], graph, kind)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
         rollout = Rollout(
@@ -267,14 +325,25 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         )
         tables = {}
         if plan.flips is not None:
-            found = flipped_costs(plan.flips, plan.components, traced, rollout, model, args, kwargs, graph)
+            again = guide if self._only_costs else model
+            found = flipped_costs(plan.flips, plan.components, traced, rollout, again, args, kwargs, graph)
             if found is None:
                 self._cannot_flip.add(traced[0].key)
                 self._plans.clear()
                 self._last_plan = None
                 plan = self._plan(traced[0], graph, kind)
             tables = found or {}
-        return Staged(tuple(traced), tuple(programs), plan, rollout, tables)
+        rerun = generator = None
+        if reruns and plan.needs_program and not kind[0]:
+            generator = self._noise()
+            rerun = Reruns(self._trace, programs, traced, graph, generator)
+        signals = Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator)
+        return Staged(tuple(traced), tuple(programs), signals)
+
+    def _noise(self) -> torch.Generator:
+        """Noise for what estimators draw themselves; the global generator is left alone."""
+        self.num_noises += 1
+        return torch.Generator().manual_seed((self.critics.seed * 7919 + 1) * 1_000_003 + self.num_noises)
 
     def _plan(self, traced: TracedRun, graph: Any, kind: tuple[bool, bool]) -> Plan:
         last = self._last_plan
@@ -308,23 +377,17 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
     def _mean(self, losses: list[Tensor]) -> Tensor:
         return sum(losses[1:], losses[0]) / self.num_particles
 
-    def _surrogate(self, results: list[tuple[Tensor, StepResult]]) -> Tensor:
-        terms = [differentiable + result.surrogate for differentiable, result in results]
-        return sum(terms[1:], terms[0]) / self.num_particles
-
     # Learning.
 
-    def _prepare(self, surrogate: Tensor, results: list[StepResult]) -> Tensor:
+    def _prepare(self, surrogate: Tensor, result: StepResult) -> Tensor:
         """Notes what the step teaches; adds the critics' loss to the surrogate where the user trains them."""
-        writes = [write for result in results for write in result.writes]
-        losses = [result.critic_loss for result in results if result.critic_loss is not None]
-        self.info = {name: values for result in results for name, values in result.info.items()}
+        self.info = result.info
         gradients = {}
-        if losses and self._optimizer is None:
-            surrogate = surrogate + sum(losses[1:], losses[0])
-        elif losses:
-            gradients = self._gradients(losses)
-        self._waiting = (writes, gradients)
+        if result.critic_loss is not None and self._optimizer is None:
+            surrogate = surrogate + result.critic_loss
+        elif result.critic_loss is not None:
+            gradients = self._gradients(result.critic_loss)
+        self._waiting = (result.writes, gradients)
         return surrogate
 
     def _learn(self) -> None:
@@ -362,28 +425,13 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         if self._optimizer is not None:
             self._optimizer.forget(built)
 
-    def _register_for_pyro(self) -> None:
-        """Shows the critics to SVI where the user's optimiser trains them: those of the first step too."""
-        if self.learner is None and torch.is_grad_enabled():
-            import pyro
-
-            pyro.module("bpq_critics", self.critics)
-            store = pyro.get_param_store()
-            for name, weight in self.critics.named_parameters():
-                # pyro.module leaves what another ELBO has stored under the same name.
-                stored: Any = store[f"bpq_critics$$${name}"]
-                if stored.unconstrained() is not weight:
-                    raise OptionError(
-                        "The param store already holds critics of another TraceBackpropQ_ELBO(learner=None), which "
-                        "this one would not train. Write learner=CriticLearner(), or pyro.clear_param_store() between."
-                    )
-
     # State.
 
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
         return {
             "num_steps": self.num_steps,
+            "num_noises": self.num_noises,
             "optimizer": {} if self._optimizer is None else self._optimizer.state_dict(),
             "waiting": self._waiting,
             "late": self._late,
@@ -392,7 +440,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
-        self.num_steps = state["num_steps"]
+        self.num_steps, self.num_noises = state["num_steps"], state["num_noises"]
         self._waiting, self._late = copy.deepcopy((state["waiting"], state["late"]))
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
@@ -405,19 +453,8 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         return (
             f"num_particles={self.num_particles}, estimator={planner.estimator}, critic={planner.critic}, "
             f"reduction={planner.reduction!r}, lam={self.lam}, gamma={self.gamma}, learner={self.learner}, "
-            f"structure={self._structure.mode!r}"
+            f"structure={self._structure.mode!r}, enumeration={self.enumeration!r}"
         )
-
-
-def _group(runs: list[TracedRun], is_dynamic: bool) -> list[list[int]]:
-    """All particles together; where a particle's values may steer its structure, each on its own.
-
-    A baseline from those particles that happen to have the same structure would depend on the value of the
-    site that it is for.
-    """
-    if not is_dynamic and all(run.key == runs[0].key for run in runs):
-        return [list(range(len(runs)))]
-    return [[i] for i in range(len(runs))]
 
 
 def _without(gradients: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:

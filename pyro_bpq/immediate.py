@@ -7,7 +7,6 @@ flipped in the same rows; the others get rows of their own.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,15 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.messenger import Messenger
-from torch import Tensor, nn
+from torch import Tensor
 
+from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.features import Components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.rollout import Rollout, sum_to_plates
-from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
+from pyro_bpq.sandbox import Sandbox
+from pyro_bpq.substitute import Substitute
+from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model, cost_of_site
 
 __all__ = ["FlipPlan", "flip_plan", "immediate_costs", "immediate_model_costs"]
 
@@ -66,7 +67,9 @@ def immediate_model_costs(graph: StochasticComputationGraph) -> dict[str, tuple[
         found[name] = tuple(
             cost
             for cost in costs
-            if cost not in own and not cost.startswith("log q(") and plates <= set(graph.cost(cost).plates)
+            if cost not in own
+            and not cost.startswith(("log q(", "E[log q("))
+            and plates <= set(graph.cost(cost).plates)
         )
     return found
 
@@ -101,68 +104,6 @@ def flip_plan(
             start[name] = rows
         rows += max(components[m].size * (components[m].cardinality - 1) for m in members)
     return FlipPlan(start, rows, {name: tuple(costs[name]) for name in components})
-
-
-class _Substitute(Messenger):  # type: ignore[misc]
-    """Sets the values of latent sites."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.values = values
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if not msg["is_observed"] and msg["name"] in self.values:
-            msg["value"] = self.values[msg["name"]]
-            msg["done"] = True
-
-
-class Sandbox:
-    """Undoes what the extra run does to global generators and to buffers of modules (batch statistics).
-
-    Args:
-        before: State of the global generator before the sampled run of the model.
-        after: Its state after that run.
-
-    Attributes:
-        has_drawn: Whether something else was drawn than in the sampled run, as by dropout over more rows: the
-            run is then not the sampled one with other values. Drawing the very same, as for initial values of
-            parameters that are thrown away, does no harm.
-    """
-
-    def __init__(self, before: Tensor, after: Tensor) -> None:
-        self.has_drawn = False
-        self._before, self._after = before, after
-        self._thread = threading.get_ident()
-        self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
-
-    def __enter__(self) -> Sandbox:
-        self._devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-        self._states = self._generators()
-        torch.set_rng_state(self._before)
-        self._hook = nn.modules.module.register_module_forward_pre_hook(self._lend_buffers)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-        for module, buffers in self._buffers.items():
-            module._buffers.update(buffers)
-        cpu, *others = self._states
-        now, *devices = self._generators()
-        self.has_drawn = not (torch.equal(now, self._before) or torch.equal(now, self._after))
-        self.has_drawn |= any(not torch.equal(old, new) for old, new in zip(others, devices, strict=True))
-        torch.set_rng_state(cpu)
-        for device, state in zip(self._devices, others, strict=True):
-            torch.cuda.set_rng_state(state, device)
-
-    def _generators(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
-
-    def _lend_buffers(self, module: nn.Module, _: object) -> None:
-        if module._buffers and module not in self._buffers and threading.get_ident() == self._thread:
-            self._buffers[module] = dict(module._buffers)
-            # The originals are left untouched: autograd may hold them.
-            lent = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
-            module._buffers.update(lent)
 
 
 @torch.no_grad()
@@ -223,7 +164,8 @@ def _run_flipped(
     """Costs ``(rows, batch)`` of the extra run, by name."""
     values = {
         name: site["value"]
-        for name, site in traced.model_trace.nodes.items()
+        for trace in (traced.guide_trace, traced.model_trace)
+        for name, site in trace.nodes.items()
         if site["type"] == "sample" and not site["is_observed"]
     }
     values.update(traced.subsamples)
@@ -232,32 +174,48 @@ def _run_flipped(
         lead = traced.batch_ndim - (record.value.dim() - split.value_ndim)
         values[name] = _flip(record.value, record.fn, split, plan, name, lead)
     wanted = {cost for costs in plan.costs.values() for cost in costs}
-    sandbox = Sandbox(*traced.rng)
+    before, after = traced.rng
+    sandbox = Sandbox(before)
     try:
         # The sampled run has been validated; its row is compared below.
         with sandbox, pyro.validation_enabled(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trace = poutine.trace(_Substitute(values)(model)).get_trace(*args, **kwargs)
+            program = SkipCosts(exact=True)(Substitute(values)(model))
+            trace = poutine.trace(program).get_trace(*args, **kwargs)
             rows: dict[str, Tensor] = {}
+            if traced.elimination is not None:
+                rows = traced.elimination.rows(trace, wanted, plan.rows, traced.batch_ndim)
             site: Any
-            for name, site in trace.nodes.items():
-                if site["type"] != "sample" or cost_of_model(name) not in wanted:
+            for site in trace.nodes.values():
+                if site["type"] != "sample" or cost_of_site(site, False) not in wanted - rows.keys():
                     continue
                 cost = site["fn"].log_prob(site["value"])
-                rows[cost_of_model(name)] = -scale_and_mask(cost, site["scale"], site["mask"])
+                rows[cost_of_site(site, False)] = -scale_and_mask(cost, site["scale"], site["mask"])
     except Exception:
         # Whatever the program raises: it does not broadcast, and the sampled run stands on its own.
         return None
-    if sandbox.has_drawn or not wanted <= rows.keys():
+    if _has_drawn(sandbox, after) or not wanted <= rows.keys():
         return None
     for name in wanted:
-        if rows[name].dim() <= traced.batch_ndim:
+        if rows[name].dim() <= traced.batch_ndim and traced.elimination is None:
             # It does not depend on what was flipped.
             rows[name] = rows[name].expand(plan.rows, *rows[name].shape)
     if not _same([rows[name][0] for name in wanted], [traced.run.costs[name].detach() for name in wanted]):
         return None
     rows["zero"] = next(iter(rows.values()))
     return rows
+
+
+def _has_drawn(sandbox: Sandbox, after: Tensor) -> bool:
+    """Whether something else was drawn than in the sampled run, as by dropout over more rows.
+
+    The run is then not the sampled one with other values. Drawing the very same, as for initial values of parameters
+    that are thrown away, does no harm.
+    """
+    now, *devices = sandbox.after
+    if not (torch.equal(now, sandbox.before[0]) or torch.equal(now, after)):
+        return True
+    return any(not torch.equal(old, new) for old, new in zip(sandbox.before[1:], devices, strict=True))
 
 
 def _same(found: Sequence[Tensor], sampled: Sequence[Tensor]) -> bool:

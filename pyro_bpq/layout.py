@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,10 @@ from pyro_bpq.features import Components
 from pyro_bpq.graph import Plate, StochasticComputationGraph, ones
 from pyro_bpq.network import BackpropQNetwork, QNode
 
-__all__ = ["ContextPlan", "CostClass", "Layout", "SiteClass", "SiteSpec", "matrix"]
+__all__ = ["ContextPlan", "CostClass", "Layout", "QGroup", "SiteClass", "SiteSpec", "matrix"]
+
+# Features of the index of a site in a family that shares a critic.
+INDEX_FEATURES = 2
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class SiteSpec:
         tabled: Kinds of immediate costs known at every value: ``"q"``, ``"p"``, ``"model"``.
         has_params: Whether the critic sees the parameters of the site's distribution.
         context: Number of context features given by the user.
-        share: Name under which the critic is shared, or ``None``.
+        share: Name under which the critic is shared, or ``None``; it then sees the index in the site's name.
+        has_moments: Whether mean and variance stand for components that it lacks: its critic's values are
+            functions of the two centred powers of each element.
     """
 
     plates: tuple[Plate, ...]
@@ -48,6 +54,14 @@ class SiteSpec:
     has_params: bool = False
     context: int = 0
     share: str | None = None
+    has_moments: bool = False
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Number of components and of entries of each in a critic's table."""
+        if self.components is not None:
+            return self.components.size, self.components.cardinality
+        return (int(np.prod(self.event_shape, dtype=int)), 2) if self.has_moments else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,32 @@ class ContextPlan:
         return self.window.shape[1] + (self.rest is not None)
 
 
+@dataclass(frozen=True, eq=False)
+class QGroup:
+    """Q-nodes that are evaluated together: learned, of one class of sites, with like contexts.
+
+    Args:
+        c: Position of the class.
+        nodes: The Q-nodes, in program order of their sites.
+        sites: Position in the class of each one's site.
+        contexts: How their contexts are read.
+    """
+
+    c: int
+    nodes: tuple[QNode, ...]
+    sites: tuple[int, ...]
+    contexts: tuple[ContextPlan, ...]
+
+    def take(self, chosen: Sequence[int]) -> QGroup:
+        """Some of its Q-nodes, by position."""
+        contexts = [
+            ContextPlan(plan.source, plan.window[list(chosen)], None if plan.rest is None else plan.rest[list(chosen)])
+            for plan in self.contexts
+        ]
+        nodes, sites = tuple(self.nodes[i] for i in chosen), tuple(self.sites[i] for i in chosen)
+        return QGroup(self.c, nodes, sites, tuple(contexts))
+
+
 class Layout:
     """Classes of sites, classes of costs, and what connects them.
 
@@ -112,6 +152,8 @@ class Layout:
         window: Number of most recent scope members per class that a critic sees as they are.
         cuts_plates: Whether a site's row of a plate can only reach the same row of other sites in it. Where a
             site or cost is reached through a node outside of the plate this is never assumed.
+        is_steered: Whether sampled values may steer the program. What critics there are, what they see and which of
+            them correct a site must then follow from what was sampled before.
     """
 
     def __init__(
@@ -122,8 +164,9 @@ class Layout:
         tabled: Mapping[str, tuple[str, ...]],
         window: int = 4,
         cuts_plates: bool = True,
+        is_steered: bool = False,
     ) -> None:
-        self.cuts_plates = cuts_plates
+        self.cuts_plates, self.is_steered = cuts_plates, is_steered
         self._crossing_bits: dict[tuple[Plate, ...], list[int]] = {}
         self.graph, self.network, self.specs, self.window = graph, network, specs, window
         self.tabled = tabled
@@ -189,45 +232,72 @@ class Layout:
         return array
 
     def _later(self, row: int, column: int) -> np.ndarray:
-        """Which later sites' ``A_Y`` a site may use: those whose costs are all among its own."""
+        """Which later sites' ``A_Y`` a site uses: those whose costs are all among its own; if steered, all."""
         array = np.zeros((len(self.classes[row].names), len(self.classes[column].names)), dtype=np.float32)
         index, downstream = self.graph.index, self.graph.downstream_bits
         columns = [(index[n], downstream[index[n]]) for n in self.classes[column].names]
         for i, name in enumerate(self.classes[row].names):
             own, position = downstream[index[name]], index[name]
             for j, (later, costs) in enumerate(columns):
-                if later > position and costs and costs & ~own == 0:
+                if later > position and (self.is_steered or (costs and costs & ~own == 0)):
                     array[i, j] = 1.0
         return array
 
-    @cached_property
-    def q_nodes(self) -> tuple[tuple[QNode, ...], ...]:
-        """For each class, the Q-nodes that are learned, in program order of their sites."""
-        if self.network is None:
-            return tuple(() for _ in self.classes)
-        found: list[list[QNode]] = [[] for _ in self.classes]
-        for node in reversed(self.network.nodes):
-            c, _ = self.place[node.site]
-            if self.classes[c].spec.critic is not None and node.is_learned:
-                found[c].append(node)
-        return tuple(tuple(sorted(nodes, key=lambda n: self.place[n.site][1])) for nodes in found)
+    def _distance(self, row: int, column: int) -> np.ndarray:
+        """Steps from a site to a later one: the difference of their depths (longest ways from a root), at least 1."""
+        depth = [self.depth[name] for name in self.classes[row].names]
+        later = [self.depth[name] for name in self.classes[column].names]
+        return np.maximum(np.subtract.outer(later, depth).T, 1).astype(np.float32)
 
-    def membership(self, c: int, like: Tensor) -> Tensor | None:
-        """Matrix (sites × Q-nodes) of a class; ``None`` where it is the identity."""
-        sites = [self.place[node.site][1] for node in self.q_nodes[c]]
-        if sites == list(range(len(self.classes[c].names))):
+    @cached_property
+    def depth(self) -> dict[str, int]:
+        """Number of steps of the longest way from a root to each stochastic node."""
+        depth = [0] * len(self.graph.nodes)
+        for i in range(len(depth)):
+            for j in ones(self.graph.child_bits[i]):
+                depth[j] = max(depth[j], depth[i] + 1)
+        return {node.name: d for node, d in zip(self.graph.nodes, depth, strict=True)}
+
+    @cached_property
+    def groups(self) -> tuple[QGroup, ...]:
+        """The Q-nodes that are learned, grouped for evaluation."""
+        found: dict[tuple[Any, ...], list[QNode]] = {}
+        for node in reversed(self.network.nodes if self.network is not None else ()):
+            c, _ = self.place[node.site]
+            if self.classes[c].spec.critic is not None and (node.is_learned or self.is_steered):
+                found.setdefault((c, *self._signature(node)), []).append(node)
+        groups = []
+        for (c, *_), nodes in sorted(found.items(), key=lambda pair: pair[0][0]):
+            nodes = sorted(nodes, key=lambda n: self.place[n.site][1])
+            sites = tuple(self.place[node.site][1] for node in nodes)
+            groups.append(QGroup(c, tuple(nodes), sites, self._context_plans(nodes)))
+        return tuple(groups)
+
+    def _signature(self, node: QNode) -> tuple[tuple[int, int], ...]:
+        """What the shape of a context depends on: that of other Q-nodes only where nothing is steered."""
+        if not self.is_steered:
+            return ()
+        is_shared = self.specs[node.site].share is not None
+        counts: dict[int, int] = {}
+        for name in node.scope:
+            if name != node.site:
+                c, _ = self.place[name]
+                # Shared critics see windows of one size, wherever they are.
+                counts[c] = self.window + 1 if is_shared else min(counts.get(c, 0) + 1, self.window + 1)
+        return tuple(counts.items())
+
+    def membership(self, group: QGroup, nodes: Sequence[QNode], like: Tensor) -> Tensor | None:
+        """Matrix (sites × Q-nodes) of the class of a group; ``None`` where it is the identity."""
+        sites = [self.place[node.site][1] for node in nodes]
+        size = len(self.classes[group.c].names)
+        if sites == list(range(size)):
             return None
-        key = ("membership", c, c, like.dtype, like.device)
+        key = ("membership", group.c, hash(tuple(sites)), like.dtype, like.device)
         if key not in self._tensors:
-            array = np.zeros((len(self.classes[c].names), len(sites)), dtype=np.float32)
+            array = np.zeros((size, len(sites)), dtype=np.float32)
             array[sites, range(len(sites))] = 1.0
             self._tensors[key] = torch.as_tensor(array, dtype=like.dtype).to(like.device)
         return self._tensors[key]
-
-    @cached_property
-    def contexts(self) -> tuple[tuple[ContextPlan, ...], ...]:
-        """For each class, how the contexts of its Q-nodes are read."""
-        return tuple(self._context_plans(nodes) for nodes in self.q_nodes)
 
     def _context_plans(self, nodes: Sequence[QNode]) -> tuple[ContextPlan, ...]:
         scopes: list[dict[int, list[int]]] = []
@@ -238,11 +308,13 @@ class Layout:
                     c, i = self.place[name]
                     members.setdefault(c, []).append(i)
             scopes.append(members)
+        is_full = self.is_steered and self.specs[nodes[0].site].share is not None
         plans = []
         for c in sorted({c for members in scopes for c in members}):
             size = len(self.classes[c].names)
             found = [members.get(c, []) for members in scopes]
-            wide = min(self.window, max(len(m) for m in found))
+            longest = self.window + 1 if is_full else max(len(m) for m in found)
+            wide = min(self.window, longest)
             window = np.full((len(nodes), wide), size)
             rest = np.zeros((len(nodes), size), dtype=np.float32)
             for q, positions in enumerate(found):
@@ -250,7 +322,7 @@ class Layout:
                 if positions:
                     # The sum of all, not of the older ones only: a count is then one feature and not five.
                     rest[q, positions] = len(positions) ** -0.5
-            plans.append(ContextPlan(c, window, rest if max(map(len, found)) > wide else None))
+            plans.append(ContextPlan(c, window, rest if longest > wide else None))
         return tuple(plans)
 
     @cached_property
@@ -291,18 +363,20 @@ class Layout:
                         root[i, costs[child]] += 1.0 / len(average.children)
         return rule, root, immediate
 
-    def num_features(self, c: int) -> int:
-        """Number of context features of the critics of a class."""
-        spec = self.classes[c].spec
-        total = sum(plan.slots * self.classes[plan.source].width for plan in self.contexts[c])
-        if spec.has_params and spec.components is not None:
-            total += self.classes[c].width
-        return total + spec.context
+    def num_features(self, group: QGroup) -> int:
+        """Number of context features of the critics of a group."""
+        cls = self.classes[group.c]
+        total = sum(plan.slots * self.classes[plan.source].width for plan in group.contexts)
+        if cls.spec.has_params and cls.spec.components is not None:
+            total += cls.width
+        elif cls.spec.has_params and cls.spec.has_moments:
+            total += 2 * cls.width
+        return total + cls.spec.context + (0 if cls.spec.share is None else INDEX_FEATURES)
 
-    def cells(self, c: int) -> int:
+    def cells(self, group: QGroup) -> int:
         """Joint states of the scope without the site itself; 0 where they are not finite or too many."""
         total = 1
-        for plan in self.contexts[c]:
+        for plan in group.contexts:
             components = self.classes[plan.source].spec.components
             if components is None or plan.rest is not None:
                 return 0

@@ -24,6 +24,8 @@ from pyro.distributions.util import is_identically_zero, scale_and_mask
 from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
+from pyro_bpq.cost_statement import SkipCosts
+from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.redraw import Hold, traced_leaves
 from pyro_bpq.replayer import Staged
 from pyro_bpq.rollout import Run, SiteRecord
@@ -59,15 +61,20 @@ class LocalObjective:
     Args:
         items: What the step worked on, before its backward pass; graphs are kept.
         num_particles: Number of particles that the objective is the mean of.
+
+    Raises:
+        UnsupportedSiteError: If a site's gradient does not come through its ``log q`` alone.
     """
 
     def __init__(self, items: Sequence[Staged], num_particles: int) -> None:
+        _check(items)
         self.items, self.num_particles = tuple(items), num_particles
         self.signals: list[dict[int, Tensor]] = []
         self.old: list[dict[int, Tensor]] = []
         for staged in items:
             assert staged.result is not None
-            log_q = {c: tensor for c, tensor in staged.result.log_q.items() if tensor.requires_grad}
+            tensors = {c: staged.signals.batches[c].log_q for c in staged.signals.active}
+            log_q = {c: tensor for c, tensor in tensors.items() if tensor.requires_grad}
             found: Sequence[Tensor | None] = ()
             if log_q and staged.result.surrogate.requires_grad:
                 found = torch.autograd.grad(
@@ -75,7 +82,7 @@ class LocalObjective:
                 )
             pairs = zip(log_q.items(), found, strict=False)
             self.signals.append({c: signal for (c, _), signal in pairs if signal is not None})
-            self.old.append({c: tensor.detach().clone() for c, tensor in staged.result.log_q.items()})
+            self.old.append({c: tensor.detach().clone() for c, tensor in tensors.items()})
         # Distributions may hold the parameters themselves, which an optimiser changes in place.
         self.frozen = [
             [{name: _frozen(record.fn) for name, record in t.run.sites.items()} for t in staged.traced]
@@ -91,8 +98,8 @@ class LocalObjective:
         tables, kl, penalties = [], dict[str, Tensor](), []
         for staged, old, frozen in zip(self.items, self.old, self.frozen, strict=True):
             runs = [_held_run(t.run, t.subsamples, p) for t, p in zip(staged.traced, staged.programs, strict=True)]
-            rollout = replace(staged.rollout, runs=tuple(runs))
-            classes, free = staged.plan.layout.classes, _without_cost(staged)
+            rollout = replace(staged.signals.rollout, runs=tuple(runs))
+            classes, free = staged.signals.layout.classes, _without_cost(staged)
             penalty = runs[0].loss.new_zeros(rollout.num_particles)
             batches = {c: SiteBatch(classes[c], rollout) for c in old}
             tables.append({c: batch.log_q for c, batch in batches.items()})
@@ -129,7 +136,8 @@ class LocalObjective:
         """
         totals = []
         for staged, signals, old, new in zip(self.items, self.signals, self.old, nearby.log_q, strict=True):
-            total = staged.rollout.runs[0].loss.new_zeros(staged.rollout.num_particles)
+            rollout = staged.signals.rollout
+            total = rollout.runs[0].loss.new_zeros(rollout.num_particles)
             for c, signal in signals.items():
                 ratio = torch.where(signal != 0, new[c] - old[c], torch.zeros_like(signal)).exp()
                 term = signal * ratio
@@ -140,11 +148,29 @@ class LocalObjective:
         return torch.cat(totals) + nearby.penalty
 
 
+def _check(items: Sequence[Staged]) -> None:
+    for staged in items:
+        for c in staged.signals.active:
+            spec, names = staged.signals.layout.classes[c].spec, staged.signals.layout.classes[c].names
+            if spec.has_moments and spec.critic is not None and spec.estimator.uses_critic:
+                raise UnsupportedSiteError(
+                    f"Sites {', '.join(map(repr, names))}: part of the gradient of {spec.estimator} comes through "
+                    "mean and variance, which no probability ratio holds; write ScoreFunction() there, or use "
+                    "pyro.infer.SVI."
+                )
+        found = [name for name in staged.traced[0].enumerated if name in staged.traced[0].guide_trace.nodes]
+        if found:
+            raise UnsupportedSiteError(
+                f"Sites {', '.join(map(repr, sorted(found)))} of the guide are summed out, so there are no values to "
+                "hold them at; sample them, or use pyro.infer.SVI."
+            )
+
+
 def _held_run(run: Run, subsamples: Any, program: Any) -> Run:
     _, guide, args, kwargs = program
     values = {name: record.value.detach() for name, record in run.sites.items()}
     hold = Hold({**values, **subsamples})
-    with hold:
+    with hold, SkipCosts():
         guide(*args, **kwargs)
     sites = {name: _moved(record, values[name], hold.fns.get(name, record.fn)) for name, record in run.sites.items()}
     return Run(sites, run.costs, run.differentiable, run.loss)
@@ -160,6 +186,8 @@ def _moved(record: SiteRecord, value: Tensor, fn: Any) -> SiteRecord:
 def _without_cost(staged: Staged) -> frozenset[str]:
     """Sites whose ``log q`` is no cost."""
     traced = staged.traced[0]
+    if traced.only_costs:
+        return frozenset(traced.run.sites)
     return traced.untraced | {name for name in traced.run.sites if cost_of_guide(name) not in traced.run.costs}
 
 

@@ -2,21 +2,28 @@ r"""Decides per site what is done: its estimator, its critic, and which of its c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from pyro_bpq.config import SiteOptions
+from pyro_bpq.cost_statement import CostOptions
+from pyro_bpq.critic_options import checked_critic, default_critic
 from pyro_bpq.critics import Critic
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, Pathwise, RunningBaseline, ScoreFunction
-from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.estimators.base import SiteInfo, needs_program
 from pyro_bpq.features import Components, finite_components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
+from pyro_bpq.joint_critics import JointCritic
 from pyro_bpq.layout import Layout, SiteSpec
 from pyro_bpq.network import BackpropQNetwork, Reduction
+from pyro_bpq.sequence import sequence_network
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
 
-__all__ = ["Plan", "Planner", "default_estimator"]
+__all__ = ["Plan", "Planner", "check_gradients", "default_estimator"]
 
 
 def default_estimator(site: SiteInfo, max_support: int) -> Estimator:
@@ -39,6 +46,25 @@ def default_estimator(site: SiteInfo, max_support: int) -> Estimator:
     return ScoreFunction(LeaveOneOut() if site.num_particles > 1 else RunningBaseline())
 
 
+def check_gradients(traced: TracedRun) -> None:
+    """Checks that costs carry gradients to the reparameterised sites that they read; tracked runs only.
+
+    Raises:
+        UnsupportedSiteError: If a cost statement reads such a site without a gradient.
+    """
+    for cost in traced.user_costs if traced.reads is not None else ():
+        assert traced.reads is not None
+        if traced.run.costs[cost].requires_grad:
+            continue
+        for name in sorted(traced.reads[cost]):
+            if traced.run.sites[name].value.requires_grad:
+                raise UnsupportedSiteError(
+                    f"Site {name!r} is reparameterised, but {cost} depends on its value without a gradient. Write "
+                    f'infer={{"bpq": {{"estimator": ScoreFunction()}}}} at the site or config_bpq(guide, '
+                    "estimator=ScoreFunction()), or make the cost differentiable."
+                )
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a step does on a structure.
@@ -55,6 +81,11 @@ class Plan:
     flips: FlipPlan | None
     components: dict[str, Components]
 
+    @cached_property
+    def needs_program(self) -> bool:
+        """Whether an estimator compares the costs of other values."""
+        return any(needs_program(cls.spec.estimator) for cls in self.layout.classes)
+
 
 @dataclass(frozen=True)
 class Planner:
@@ -62,7 +93,7 @@ class Planner:
 
     Args:
         estimator: Estimator of all sites without ``rsample``, or ``None`` for the default of each.
-        critic: How to build the critics of sites with one component, or ``None`` for none.
+        critic: How to build critics, see :class:`TraceBackpropQ_ELBO`; ``None`` for none.
         reduction: Reduction of the Backprop-Q network.
         max_support: Largest number of values of a component that are summed over by default.
         max_elements: Largest number of costs that the extra run of the model may evaluate by default.
@@ -101,6 +132,12 @@ class Planner:
             )
         return chosen
 
+    def attach(self, infer: Mapping[str, Any]) -> Any:
+        """The estimator of a site with this ``infer``, if it attaches a gradient to the site's value."""
+        given = infer.get("bpq")
+        chosen = (given.get("estimator") if isinstance(given, dict) else None) or self.estimator
+        return chosen if hasattr(chosen, "attach") else None
+
     def plan(
         self,
         traced: TracedRun,
@@ -112,8 +149,9 @@ class Planner:
         """Plans the steps on a structure.
 
         What corrects a site's gradient must not depend on its value. Where sampled values may steer the
-        program, the structure after a site does: then there are no critics, no extra run of the model, and
-        only those costs are tabled that follow from what was known before the site.
+        program, the structure after a site does: then there is no extra run of the model, only those costs are
+        tabled that follow from what was known before the site, and critics form a sequence
+        (:func:`~pyro_bpq.sequence.sequence_network`), whatever the reduction.
 
         Args:
             traced: A run of that structure.
@@ -136,15 +174,22 @@ class Planner:
             evaluated = flips.costs.get(name, ()) if flips is not None else ()
             costs = {"q": (cost_of_guide(name),), "p": (cost_of_model(name),), "model": evaluated}
             tabled[name] = tuple(cost for kind in sorted(kinds) for cost in costs[kind])
-            critic = None if is_dynamic else self._critic(traced, name, estimators[name])
+            critic = self._critic(traced, name, estimators[name])
             info = traced.infos[name]
-            # Many components at once: what they cost right away is for the extra run, not for a critic.
-            if critic is None or (info.components is not None and info.components.size > 1):
+            # Many components at once: what they cost right away is for the extra run, where there is one.
+            if critic is None or (info.components is not None and info.components.size > 1 and name in components):
                 known |= set(immediate[name])
             known |= set(tabled[name])
-            specs[name] = self._spec(traced, name, estimators[name], critic, frozenset(kinds))
-        network = self._network(graph, specs, known)
-        return Plan(graph, Layout(graph, network, specs, tabled, cuts_plates=cuts_plates), flips, components)
+            spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds))
+            specs[name] = replace(spec, has_params=True) if is_dynamic else spec
+        network = None
+        if any(spec.critic is not None for spec in specs.values()):
+            if is_dynamic:
+                network = sequence_network(graph, tabled)
+            else:
+                network = BackpropQNetwork.build(graph, self.reduction, immediate=frozenset(known))
+        layout = Layout(graph, network, specs, tabled, cuts_plates=cuts_plates, is_steered=is_dynamic)
+        return Plan(graph, layout, flips, components)
 
     def _estimator(self, traced: TracedRun, name: str) -> Estimator:
         estimator = self.choose(traced.infos[name], traced.options[name])
@@ -157,13 +202,15 @@ class Planner:
         return estimator
 
     def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
-        """The site's own choice; else the ELBO's, for a site of one component."""
+        """The site's own choice; else what follows from the ELBO's for a site of its kind."""
         options, components = traced.options[name], traced.infos[name].components
-        if not estimator.uses_critic or options.critic is False:
+        if options.critic is False or not (estimator.uses_critic or estimator.is_pathwise):
             return None
         if options.critic is not None:
-            return options.critic  # type: ignore[return-value]
-        return self.critic if components is not None and components.size == 1 else None
+            return checked_critic(options.critic, name, traced.run.sites[name].fn, components, estimator)
+        if self.critic is None or estimator.is_pathwise:
+            return None
+        return default_critic(self.critic, traced.run.sites[name].fn, components)
 
     def _tabled_kinds(
         self,
@@ -177,7 +224,7 @@ class Planner:
         components = traced.infos[name].components
         if components is None or not estimator.uses_critic:
             return set()
-        kinds = set() if name in traced.untraced else {"q"}
+        kinds = set() if name in traced.untraced or traced.only_costs else {"q"}
         prior, cost = traced.run.sites[name].prior, cost_of_model(name)
         if prior is not None and cost in immediate and graph.cost(cost).plates == graph.node(name).plates:
             if finite_components(prior) == components and prior.batch_shape == traced.run.sites[name].fn.batch_shape:
@@ -187,8 +234,12 @@ class Planner:
     def _flips(
         self, traced: TracedRun, graph: StochasticComputationGraph, estimators: dict[str, Estimator]
     ) -> tuple[FlipPlan | None, dict[str, Components]]:
-        costs = immediate_model_costs(graph)
-        components, wanted = {}, False
+        repeatable = {cost for cost in graph.cost_index if _is_repeatable(traced, cost)}
+        costs = {n: tuple(c for c in found if c in repeatable) for n, found in immediate_model_costs(graph).items()}
+        if traced.elimination is not None:
+            can_flip = traced.elimination.can_flip
+            costs = {name: tuple(cost for cost in found if can_flip(cost, name)) for name, found in costs.items()}
+        components, wanted = {}, None
         finite = 0
         for name, info in traced.infos.items():
             exact = getattr(estimators[name], "exact", False)
@@ -197,14 +248,22 @@ class Planner:
             finite += 1
             if costs[name]:
                 components[name] = info.components
-                wanted |= exact is True
+                wanted = name if exact is True else wanted
         # One extra run of the whole model pays where many sites gain by it.
-        if not components or (not wanted and 2 * len(components) < finite):
+        if not components or (wanted is None and 2 * len(components) < finite):
+            return None, {}
+        given = [c for c, o in traced.user_costs.items() if _is_rerun(traced, o) and not (o.exact or o.is_function)]
+        if given and wanted is not None:
+            raise UnsupportedSiteError(
+                f"Site {wanted!r} asks for an extra run by AllAction(exact=True), which would compute the values of "
+                f"{given} once more. Give those costs as functions, cost(name, function, ...), or with exact=True."
+            )
+        if given:
             return None, {}
         flips = flip_plan(graph, components, costs)
         names = {cost for chosen in flips.costs.values() for cost in chosen}
         elements = flips.rows * sum(traced.run.costs[cost].numel() * _events(traced, cost) for cost in names)
-        if elements > self.max_elements and not wanted:
+        if elements > self.max_elements and wanted is None:
             return None, {}
         return flips, components
 
@@ -219,23 +278,32 @@ class Planner:
             components=None if estimator.is_pathwise else info.components,
             event_shape=event,
             estimator=estimator,
-            critic=critic if info.components is not None else None,
+            critic=critic,
+            has_moments=isinstance(critic, JointCritic) and not critic.is_finite,
             tabled=kinds,
             has_params=bool(plates),
             context=0 if options.context is None else options.context.shape[-1],
             share=options.share,
         )
 
-    def _network(
-        self, graph: StochasticComputationGraph, specs: dict[str, SiteSpec], known: set[str]
-    ) -> BackpropQNetwork | None:
-        if all(spec.critic is None for spec in specs.values()):
-            return None
-        return BackpropQNetwork.build(graph, self.reduction, immediate=frozenset(known))
+
+def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:
+    """Whether the extra run passes a cost statement."""
+    return traced.only_costs or not cost.in_guide
+
+
+def _is_repeatable(traced: TracedRun, cost: str) -> bool:
+    """Whether a cost may be read off an extra run."""
+    options = traced.user_costs.get(cost)
+    return options is None or (options.exact and _is_rerun(traced, options))
 
 
 def _events(traced: TracedRun, cost: str) -> int:
-    """Number of elements of an event of the site that a cost belongs to."""
+    """Number of elements of the sites that a cost belongs to, per element of the cost."""
+    if cost in traced.user_costs:
+        return 1
+    if traced.elimination is not None:
+        return int(traced.elimination.num_elements(cost)) // max(traced.run.costs[cost].numel(), 1) + 1
     name = cost[len("-log p(") : -1]
     event: int = traced.model_trace.nodes[name]["fn"].event_shape.numel()
     return event

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from pyro import poutine
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.features import finite_components
 from pyro_bpq.graph import union
-from pyro_bpq.immediate import Sandbox
 from pyro_bpq.network import BackpropQNetwork
+from pyro_bpq.sandbox import Sandbox
+from pyro_bpq.substitute import Substitute
 from pyro_bpq.tracing import TracedRun
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "guide_leaves",
     "held_sites",
     "isolated",
+    "known_sites",
     "learned_sites",
     "stored_values",
     "swapped",
@@ -47,7 +48,7 @@ class StaleError(Exception):
     """A stored value does not fit the program any more."""
 
 
-class Hold(Messenger):  # type: ignore[misc]
+class Hold(Substitute):
     """Holds latent sites and subsample indices at given values, and notes the distributions that they would have.
 
     Args:
@@ -55,8 +56,7 @@ class Hold(Messenger):  # type: ignore[misc]
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.values = values
+        super().__init__(values)
         self.fns: dict[str, Any] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -69,7 +69,7 @@ class Hold(Messenger):  # type: ignore[misc]
             self.fns[name] = fn
             if tuple(value.shape) != tuple(fn.batch_shape + fn.event_shape):
                 raise StaleError(f"Site {name!r} has another shape than when it was stored.")
-        msg["value"], msg["done"] = value, True
+        super()._pyro_sample(msg)
 
 
 def learned_sites(network: BackpropQNetwork) -> tuple[str, ...]:
@@ -181,10 +181,9 @@ def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int
 @contextlib.contextmanager
 def isolated(seed: int) -> Iterator[None]:
     """Runs programs from a seed of their own, without a trace in generators, module buffers or captured parameters."""
-    state, others = torch.get_rng_state(), (random.getstate(), np.random.get_state())
+    others = random.getstate(), np.random.get_state()
     try:
-        with Sandbox(state, state), poutine.block(hide_types=["param"]):
-            torch.manual_seed(seed)
+        with Sandbox(seed), poutine.block(hide_types=["param"]):
             random.seed(seed)
             np.random.seed(seed % (1 << 32))
             yield
@@ -208,10 +207,12 @@ def traced_leaves(trace: Any) -> dict[str, Tensor]:
 def guide_leaves(traced: TracedRun, guide: Any) -> dict[str, Tensor]:
     """The leaf parameters that a run of the guide reached, by name."""
     leaves = traced_leaves(traced.guide_trace)
-    module = poutine.unwrap(guide)
-    if isinstance(module, nn.Module):
-        seen = {id(leaf) for leaf in leaves.values()}
-        leaves.update({name: p for name, p in module.named_parameters() if id(p) not in seen})
+    # A policy, and an environment, may be wrapped into one program.
+    for part in (guide, *getattr(guide, "args", ())):
+        module = poutine.unwrap(part) if callable(part) else part
+        if isinstance(module, nn.Module):
+            seen = {id(leaf) for leaf in leaves.values()}
+            leaves.update({name: p for name, p in module.named_parameters() if id(p) not in seen})
     return leaves
 
 

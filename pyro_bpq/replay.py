@@ -37,7 +37,8 @@ class Replay:
         (x, a) ~ Uniform(buffer),   rest ~ q(· | x, a),   min (target(x, a, rest) - Q_X(x, a))²
 
     Each rollout of a batch runs guide and model once more (twice where immediate costs are evaluated at all values), so
-    replay saves no evaluations of a cost: it saves steps.
+    replay saves no evaluations of a cost: it saves steps. Where sampled values steer the program, all that came
+    before ``X`` is held and all later sites are redrawn, whichever those then are.
 
     Args:
         capacity: Number of rollouts that are kept, the most recent ones; a rollout is all particles of a step.
@@ -77,12 +78,14 @@ class StoredRollout:
         network: Its Backprop-Q network, shared with all rollouts of that structure.
         values: Detached values of sites, and indices of subsampled plates, by name; one mapping for each run.
         programs: Model, guide, arguments and keyword arguments of each run, by reference.
+        is_steered: Whether sampled values may steer the program: what comes after a site need not be as it was.
     """
 
     key: Hashable
     network: BackpropQNetwork
     values: tuple[Mapping[str, Tensor], ...]
     programs: tuple[Any, ...]
+    is_steered: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor
 from pyro_bpq.bank import CriticBank
 from pyro_bpq.features import finite_components
 from pyro_bpq.learner import CriticLearner
-from pyro_bpq.plan import Plan
 from pyro_bpq.redraw import (
     Hold,
     assignments,
@@ -20,15 +19,16 @@ from pyro_bpq.redraw import (
     guide_leaves,
     held_sites,
     isolated,
+    known_sites,
     learned_sites,
     stored_values,
     swapped,
     trainable,
 )
 from pyro_bpq.replay import Replay, ReplayBuffer, StoredRollout
-from pyro_bpq.rollout import Rollout
+from pyro_bpq.signals import Signals
 from pyro_bpq.slow import track
-from pyro_bpq.surrogate import Learning, StepResult, critic_loss
+from pyro_bpq.surrogate import Learning, StepResult, critic_loss, expected_critic_loss
 from pyro_bpq.tracing import TracedRun
 
 __all__ = ["Host", "Replayer", "Staged", "Transient"]
@@ -41,18 +41,18 @@ class Staged:
     Args:
         traced: Its runs.
         programs: Model, guide, arguments and keyword arguments of each run.
-        plan: What is done on their structure.
-        rollout: Their tensors.
-        tables: Immediate costs evaluated by an extra run of the model.
-        result: What the step yielded; ``None`` before.
+        signals: Their tensors.
+        result: What the step yielded, with all its particles; ``None`` before.
     """
 
     traced: tuple[TracedRun, ...]
     programs: tuple[Any, ...]
-    plan: Plan
-    rollout: Rollout
-    tables: Mapping[str, Tensor]
+    signals: Signals
     result: StepResult | None = None
+
+    def again(self, bank: CriticBank) -> Signals:
+        """The tensors with the critics as they are now; nothing is built."""
+        return Signals(self.signals.layout, self.signals.rollout, self.signals.tables, bank, False)
 
 
 class Transient:
@@ -118,11 +118,15 @@ class Replayer:
 
     def store(self, staged: Staged) -> None:
         """Stores a step's rollout; tracks the guide's parameters."""
-        network = staged.plan.layout.network
+        layout = staged.signals.layout
+        network = layout.network
         if network is None or not network.learned:
             return
-        values = tuple(stored_values(network, traced, self.replay.coparents) for traced in staged.traced)
-        self.buffer.add(StoredRollout(staged.traced[0].key, network, values, staged.programs))
+        # Where values steer, what comes after a site has to follow from the value that it holds.
+        form = "redrawn" if layout.is_steered else self.replay.coparents
+        values = tuple(stored_values(network, traced, form) for traced in staged.traced)
+        stored = StoredRollout(staged.traced[0].key, network, values, staged.programs, layout.is_steered)
+        self.buffer.add(stored)
         slow = self.learner.slow
         if slow is not None and slow.guide:
             leaves = guide_leaves(staged.traced[0], staged.programs[0][1])
@@ -170,28 +174,30 @@ class Replayer:
     def _loss(
         self, host: Host, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
     ) -> list[Tensor]:
-        held = held_sites(stored.network, site, self.replay.coparents)
+        form = "redrawn" if stored.is_steered else self.replay.coparents
+        held = held_sites(stored.network, site, form)
         values = [_kept(each, stored, held) for each in stored.values]
         staged = self._rerun(host, stored, values, seed)
         if staged is None:
             return []
-        network = staged.plan.layout.network
-        if network is None:
+        network = staged.signals.layout.network
+        if network is None or not _reaches(staged, site, held):
             self.buffer.drop(stored)
             return []
-        weighted: list[tuple[Rollout, Mapping[str, Tensor], Tensor | float]]
-        weighted = [(staged.rollout, staged.tables, 1.0)]
-        if self.replay.coparents == "redrawn":
+        names = coparents(network, site) if form == "expected" else ()
+        learning = host.learning()
+        if form == "redrawn":
             chosen = {n for n in trainable(network, held) if sites is None or network.q_node(n).site in sites}
         else:
             chosen = {node.name for node in network.q_nodes(site)}
-            names = coparents(network, site) if self.replay.coparents == "expected" else ()
-            if names:
-                found = list(self._expected(host, stored, values, staged, names, site, seed))
-                if len(found) < 1:
-                    return []
-                weighted = [(each.rollout, each.tables, _weight(each, names)) for each in found]
-        loss = critic_loss(staged.plan.layout, weighted, host.critics, host.learning(), chosen)
+        if names:
+            found = list(self._expected(host, stored, values, staged, names, site, seed))
+            if not found:
+                return []
+            weighted = [(each.signals, _weight(each, names)) for each in found]
+            loss = expected_critic_loss(weighted, host.critics, learning, chosen)
+        else:
+            loss = critic_loss([staged.signals], host.critics, learning, chosen)
         if loss is None:
             return []
         if not bool(torch.isfinite(loss)):
@@ -234,7 +240,7 @@ class Replayer:
                 except Exception:
                     # Whatever a program raises that ran before: the stored values do not fit it any more.
                     run = None
-                if run is None or run.key != stored.key:
+                if run is None or (run.key != stored.key and not stored.is_steered):
                     self.buffer.drop(stored)
                     return None
                 traced.append(run)
@@ -244,6 +250,15 @@ class Replayer:
 def _kept(values: Mapping[str, Tensor], stored: StoredRollout, held: Collection[str]) -> dict[str, Tensor]:
     """The stored values that are held, and all subsample indices."""
     return {name: value for name, value in values.items() if name in held or name not in stored.network.graph.index}
+
+
+def _reaches(staged: Staged, site: str, held: Collection[str]) -> bool:
+    """Whether a run still comes to a site by what was held; else its critic would learn from another history."""
+    layout = staged.signals.layout
+    if not layout.is_steered:
+        return True
+    assert layout.network is not None
+    return site in layout.graph.index and known_sites(layout.network, site) == held
 
 
 def _weight(staged: Staged, names: Sequence[str]) -> Tensor:
@@ -257,5 +272,5 @@ def _weight(staged: Staged, names: Sequence[str]) -> Tensor:
         return table.gather(-1, split.index(site.value, site.fn).unsqueeze(-1)).squeeze(-1).sum(-1)
 
     plates = {entry[0]: entry[1] for entry in reversed(staged.traced[0].key)}
-    terms = [staged.rollout.stack(log_q, (name,), plates[name])[0] for name in names]
+    terms = [staged.signals.rollout.stack(log_q, (name,), plates[name])[0] for name in names]
     return sum(terms[1:], terms[0]).exp()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyro_bpq.layout import Layout, matrix
+from pyro_bpq.layout import Layout, QGroup, matrix
 from pyro_bpq.rollout import sum_to_plates
 from pyro_bpq.targets import lambda_return, lambda_return_solve
 
@@ -21,6 +21,7 @@ __all__ = ["lambda_returns"]
 def lambda_returns(
     layout: Layout,
     costs: Sequence[Tensor],
+    groups: Mapping[int, QGroup],
     values: Mapping[int, Tensor],
     ahead: Mapping[int, Tensor],
     lam: float,
@@ -31,24 +32,26 @@ def lambda_returns(
     Args:
         layout: The layout.
         costs: Stacked costs by class of costs, in nats, detached.
-        values: ``q_X(x)`` by class of sites, ``(Q, M, plates)``, in nats, detached.
+        groups: The Q-nodes of each group.
+        values: ``q_X(x)`` by group, ``(Q, M, plates)``, in nats, detached.
         ahead: ``E_X[q_X]`` plus the correction of the exact immediate costs to their expectation.
         lam: Weight of the return against the critic.
         gamma: Discount per edge.
 
     Returns:
-        Targets by class of sites, of the shapes of ``values``.
+        Targets by group, of the shapes of ``values``.
     """
     assert layout.network is not None
     plates = {cls.plates for cls in layout.cost_classes} | {cls.spec.plates for cls in layout.classes}
     if len(plates) == 1 and len(layout.network.nodes) > 2:
-        return _solve(layout, costs[0], values, ahead, lam, gamma)
-    return _backward(layout, costs, values, ahead, lam, gamma)
+        return _solve(layout, costs[0], groups, values, ahead, lam, gamma)
+    return _backward(layout, costs, groups, values, ahead, lam, gamma)
 
 
 def _backward(
     layout: Layout,
     costs: Sequence[Tensor],
+    groups: Mapping[int, QGroup],
     values: Mapping[int, Tensor],
     ahead: Mapping[int, Tensor],
     lam: float,
@@ -62,14 +65,14 @@ def _backward(
         for name, cost in zip(cls.names, stacked.unbind(0), strict=True)
     }
     q, expected = {}, {}
-    for c, value in values.items():
-        for node, own, mean in zip(layout.q_nodes[c], value.unbind(0), ahead[c].unbind(0), strict=True):
+    for g, value in values.items():
+        for node, own, mean in zip(groups[g].nodes, value.unbind(0), ahead[g].unbind(0), strict=True):
             q[node.name] = own
             expected[node.name] = _with_immediate(layout, node.name, mean, roots)
     returns = lambda_return(network, q, roots, lam, gamma, expected)
     return {
-        c: torch.stack([returns[node.name].expand(value.shape[1:]) for node in layout.q_nodes[c]])
-        for c, value in values.items()
+        g: torch.stack([returns[node.name].expand(value.shape[1:]) for node in groups[g].nodes])
+        for g, value in values.items()
     }
 
 
@@ -85,6 +88,7 @@ def _with_immediate(layout: Layout, name: str, mean: Tensor, roots: Mapping[str,
 def _solve(
     layout: Layout,
     costs: Tensor,
+    groups: Mapping[int, QGroup],
     values: Mapping[int, Tensor],
     ahead: Mapping[int, Tensor],
     lam: float,
@@ -96,10 +100,10 @@ def _solve(
     learned, mean = costs.new_zeros(size), costs.new_zeros(size)
     weight = costs.new_ones(len(order))
     where = {}
-    for c, value in values.items():
-        where[c] = [order[node.name] for node in layout.q_nodes[c]]
-        learned[where[c]], mean[where[c]], weight[where[c]] = value, ahead[c], lam
+    for g, value in values.items():
+        where[g] = [order[node.name] for node in groups[g].nodes]
+        learned[where[g]], mean[where[g]], weight[where[g]] = value, ahead[g], lam
     returns = lambda_return_solve(
         rule, gamma * matrix(root, costs), mean + matrix(immediate, costs), learned, weight, gamma
     )
-    return {c: returns[rows] for c, rows in where.items()}
+    return {g: returns[rows] for g, rows in where.items()}

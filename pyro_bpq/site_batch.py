@@ -13,6 +13,7 @@ from torch.nn.functional import one_hot
 from pyro_bpq.errors import PlateError
 from pyro_bpq.features import Components, encode_real
 from pyro_bpq.layout import SiteClass
+from pyro_bpq.moments import Standardised, standardise
 from pyro_bpq.rollout import Rollout, Run, SiteRecord
 
 __all__ = ["SiteBatch"]
@@ -37,7 +38,9 @@ class SiteBatch:
         assert self.cls.spec.components is not None
         return self.cls.spec.components
 
-    def _stack(self, pick: Callable[[SiteRecord], Tensor], event_ndim: int) -> Tensor:
+    def stack(self, pick: Callable[[SiteRecord], Tensor], event_ndim: int) -> Tensor:
+        """Stacks a tensor of every site, ``(G, M, plates, event)``."""
+
         def from_run(run: Run, name: str) -> Tensor:
             return pick(run.sites[name])
 
@@ -55,7 +58,7 @@ class SiteBatch:
     def log_probs(self) -> Tensor:
         """``log q`` of every value of every component, ``(G, M, plates, D, K)``, with gradient."""
         split = self.components
-        table = split.log_probs(self._stack(lambda site: split.parameters(site.fn), split.event_ndim))
+        table = split.log_probs(self.stack(lambda site: split.parameters(site.fn), split.event_ndim))
         # Values that cannot occur have weight zero: keep them finite, since 0 * inf is NaN.
         return table.clamp(min=-1e6)
 
@@ -69,15 +72,39 @@ class SiteBatch:
         """Index of the sampled value, ``(G, M, plates, D)``."""
         split = self.components
         if split.kind == "support":
-            return self._stack(lambda site: split.index(site.value.detach(), site.fn), 1)
-        return split.index(self._stack(lambda site: site.value.detach(), split.value_ndim))
+            return self.stack(lambda site: split.index(site.value.detach(), site.fn), 1)
+        return split.index(self.value)
+
+    @cached_property
+    def value(self) -> Tensor:
+        """Sampled values, ``(G, M, plates, event)``, detached."""
+        return self.stack(lambda site: site.value.detach(), self.cls.value_ndim)
+
+    @cached_property
+    def moments(self) -> Standardised:
+        """Centred powers of values without finite components, ``(G, M, plates, D, ...)``."""
+        ndim, width = self.cls.value_ndim, self.cls.width
+
+        def stacked(pick: Callable[[SiteRecord], Tensor]) -> Tensor:
+            tensor = self.stack(pick, ndim)
+            return tensor.reshape(*tensor.shape[: tensor.dim() - ndim], width)
+
+        mean, variance = stacked(lambda site: site.fn.mean), stacked(lambda site: site.fn.variance)
+        return standardise(stacked(lambda site: site.value.detach().to(mean.dtype)), mean, variance)
+
+    @property
+    def like(self) -> Tensor:
+        """A detached tensor of the dtype and device of the sites' parameters."""
+        if self.cls.spec.components is not None:
+            return self.probs
+        return self.moments.mean if self.cls.spec.has_moments else self.encoded
 
     @cached_property
     def score(self) -> Tensor:
         """``log q`` of the sample, ``(G, M, plates)``, neither scaled nor masked, with gradient."""
         if self.cls.spec.components is not None and not self.cls.spec.estimator.is_pathwise:
             return self.sampled(self.log_probs).sum(-1)
-        return self._stack(_score, 0)
+        return self.stack(_score, 0)
 
     @property
     def log_q(self) -> Tensor:
@@ -89,9 +116,8 @@ class SiteBatch:
     def encoded(self) -> Tensor:
         """Values as critic inputs, ``(G, M, plates, width)``, detached and centred."""
         if self.cls.spec.components is None:
-            value = self._stack(lambda site: site.value.detach(), self.cls.value_ndim)
-            lead = value.shape[: value.dim() - self.cls.value_ndim]
-            return encode_real(value.reshape(*lead, self.cls.width))
+            lead = self.value.shape[: self.value.dim() - self.cls.value_ndim]
+            return encode_real(self.value.reshape(*lead, self.cls.width))
         if self.components.cardinality == 2:
             return 2.0 * self.index.to(self.probs.dtype) - 1.0
         cardinality = self.components.cardinality
@@ -99,7 +125,13 @@ class SiteBatch:
 
     @cached_property
     def parameters(self) -> Tensor:
-        """Parameters of the distributions as critic inputs, ``(G, M, plates, width)``, detached."""
+        """Parameters of the distributions as critic inputs, ``(G, M, plates, width)``, detached.
+
+        Log-odds of finite components; mean and log standard deviation of other values.
+        """
+        if self.cls.spec.components is None:
+            mean, spread = self.moments.mean, self.moments.spread
+            return torch.cat((encode_real(mean), spread.log().clamp(-6.0, 6.0)), -1)
         log_probs = self.log_probs.detach()
         if self.components.cardinality == 2:
             return (log_probs[..., 1] - log_probs[..., 0]).clamp(-6.0, 6.0) / 2.0
@@ -108,14 +140,14 @@ class SiteBatch:
     @cached_property
     def context(self) -> Tensor:
         """Context features of the user, ``(G, M, plates, C)``, detached."""
-        return self._stack(_context, 1)
+        return self.stack(_context, 1)
 
     @cached_property
     def baseline(self) -> Tensor:
         """The user's own predictions of the cost-to-go, ``(G, M, plates)``, with gradient."""
         records = [run.sites[name] for run in self.rollout.runs for name in self.cls.names]
         given = {id(record): record.baseline() for record in records if record.baseline is not None}
-        return self._stack(lambda site: given[id(site)], 0)
+        return self.stack(lambda site: given[id(site)], 0)
 
     @cached_property
     def scale(self) -> Tensor:
@@ -135,7 +167,7 @@ class SiteBatch:
     def own_p(self) -> Tensor:
         """The cost ``-log p`` of the model's site at every value, ``(G, M, plates, D, K)``, detached."""
         split = self.components
-        stacked = self._stack(lambda site: split.parameters(site.prior).detach(), split.event_ndim)
+        stacked = self.stack(lambda site: split.parameters(site.prior).detach(), split.event_ndim)
         scale = self._scales(lambda site: site.prior_scale)
         return -self._weighted(split.log_probs(stacked), scale, lambda site: site.prior_mask)
 
@@ -150,9 +182,9 @@ class SiteBatch:
     def _scales(self, pick: Callable[[SiteRecord], float | Tensor]) -> Tensor:
         first = self.rollout.runs[0].sites
         scales = [pick(first[name]) for name in self.cls.names]
-        like = self.probs
+        like = self.like
         if any(isinstance(scale, Tensor) and scale.dim() for scale in scales):
-            return self._stack(lambda site: torch.as_tensor(pick(site)).to(like), 0)
+            return self.stack(lambda site: torch.as_tensor(pick(site)).to(like), 0)
         tensor = torch.tensor([float(scale) for scale in scales], dtype=like.dtype).to(like.device)
         return tensor.reshape(-1, *(1,) * len(self.batch_shape))
 
@@ -161,7 +193,7 @@ class SiteBatch:
         table = table * scale[..., None, None]
         if all(mask(first[name]) is None for name in self.cls.names):
             return table
-        masks = self._stack(lambda site: _mask(mask(site), table), 0)
+        masks = self.stack(lambda site: _mask(mask(site), table), 0)
         return table * masks[..., None, None]
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
 from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.tracing import TracedRun, build_graph, dense_graph
+from pyro_bpq.program_graph import build_graph, dense_graph
+from pyro_bpq.tracing import TracedRun, cost_of_guide
 
 __all__ = ["STRUCTURES", "StructureCache"]
 
@@ -52,9 +53,14 @@ class StructureCache:
 
     def wants_tracking(self) -> bool:
         """Whether the next run must be tracked."""
-        if self.mode == "dynamic" or self.unknown or (self.escapes and self.mode == "auto"):
+        if self.unknown or self.always_tracks:
             return True
         return self.mode != "dense" and self.untracked_steps >= self.next_look
+
+    @property
+    def always_tracks(self) -> bool:
+        """Whether every run is tracked, those of stored rollouts too."""
+        return self.mode == "dynamic" or (self.escapes and self.mode == "auto")
 
     def is_dynamic(self, traced: TracedRun) -> bool:
         """Whether Python may have steered by sampled values, so that the next run may differ in structure.
@@ -98,7 +104,8 @@ class StructureCache:
         if learn:
             self.escapes |= traced.escaped
             self.crosses |= traced.crosses
-        if self.mode == "dynamic":
+        if self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)):
+            # What other runs with the same key did is not merged in: the key may follow from sampled values.
             return build_graph(traced, reads)
         if self.mode == "dense":
             return self._dense(traced, learn)
@@ -152,10 +159,9 @@ class StructureCache:
 
     def merge(self, traced: TracedRun, graphs: Sequence[StochasticComputationGraph]) -> StochasticComputationGraph:
         """The union of graphs of runs with the key of ``traced``."""
-        reads = {
-            cost.name: frozenset().union(*(graph.cost(cost.name).parents for graph in graphs))
-            for cost in graphs[0].costs
-        }
+        first, none = graphs[0], frozenset[str]()
+        reads = {cost_of_guide(n.name): none.union(*(g.node(n.name).parents for g in graphs)) for n in first.nodes}
+        reads |= {cost.name: none.union(*(g.cost(cost.name).parents for g in graphs)) for cost in first.costs}
         return build_graph(traced, reads)
 
     def _store(self, key: Any, graph: StochasticComputationGraph) -> StochasticComputationGraph:

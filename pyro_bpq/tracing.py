@@ -3,44 +3,42 @@ r"""Runs Pyro programs and splits what they did into structure (a graph) and ten
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from pyro import poutine
 from pyro.distributions import MaskedDistribution
-from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.util import is_identically_zero
 from pyro.infer.enum import get_importance_trace
-from pyro.poutine.messenger import Messenger
-from pyro.poutine.subsample_messenger import _Subsample
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import prune_subsample_sites
+from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_bpq.config import SiteOptions, site_options
-from pyro_bpq.errors import PlateError, SiteNotFoundError, UnsupportedProgramError
-from pyro_bpq.estimators.base import Estimator, SiteInfo
-from pyro_bpq.features import finite_components
-from pyro_bpq.graph import CostNode, Plate, StochasticComputationGraph, StochasticNode
+from pyro_bpq.cost_statement import CostOptions, cost_options
+from pyro_bpq.errors import OptionError, PlateError, SiteNotFoundError, UnsupportedProgramError
+from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.graph import Plate
 from pyro_bpq.provenance import DependencyTracker
 from pyro_bpq.rollout import Run, SiteRecord
+from pyro_bpq.watch import Attach, Choose, Watch, is_enumerated, samples, site_info
 
 __all__ = [
     "PARTICLES",
     "TracedRun",
-    "build_graph",
     "cost_of_guide",
     "cost_of_model",
-    "dense_graph",
+    "cost_of_site",
     "trace_run",
 ]
 
 # Pyro's name of the plate of vectorised particles.
 PARTICLES = "num_particles_vectorized"
-
-# Chooses the estimator of a site.
-Choose = Callable[[SiteInfo, SiteOptions], Estimator]
 
 
 def cost_of_guide(site: str) -> str:
@@ -51,6 +49,13 @@ def cost_of_guide(site: str) -> str:
 def cost_of_model(site: str) -> str:
     """Name of the cost ``-log p`` of a model site."""
     return f"-log p({site})"
+
+
+def cost_of_site(site: Any, is_guide: bool) -> str:
+    """Name of the cost of a traced site: ``log q``, ``-log p``, or that of a cost statement."""
+    if cost_options(site) is not None:
+        return f"cost({site['name']})"
+    return cost_of_guide(site["name"]) if is_guide else cost_of_model(site["name"])
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,11 @@ class TracedRun:
         rng: State of the global generator before and after the run of the model.
         batch_ndim: Largest number of batch dimensions of any site.
         untraced: Latent sites of the guide that Pyro leaves out of its traces: ``log q`` is no cost.
+        enumerated: Sites that hold all their values at once.
+        leaked: Those whose values left torch.
+        elimination: How they were summed out of the costs, see :mod:`pyro_bpq.elimination`.
+        user_costs: What every cost statement says of itself, by name of the cost.
+        only_costs: Whether cost statements are all that counts.
     """
 
     key: tuple[Any, ...]
@@ -89,102 +99,16 @@ class TracedRun:
     rng: tuple[Tensor, Tensor]
     batch_ndim: int
     untraced: frozenset[str] = frozenset()
+    enumerated: frozenset[str] = frozenset()
+    leaked: frozenset[str] = frozenset()
+    elimination: Any = None
+    user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
+    only_costs: bool = False
 
     @property
     def plate_ndim(self) -> int:
         """Number of plate dimensions."""
         return max((-plate.dim for plate in self.plate_sizes), default=0)
-
-
-class _Watch(Messenger):  # type: ignore[misc]
-    """Notes at every sample statement what has left torch so far; hands out tracked values.
-
-    It must be the outermost handler, so that the traces record the values that it hands out.
-
-    Args:
-        tracker: The tracker, or ``None``.
-        choose: Gives the estimator of a site.
-        particles: Number of particles of the step.
-    """
-
-    def __init__(self, tracker: DependencyTracker | None, choose: Choose, particles: int) -> None:
-        super().__init__()
-        self.tracker, self.choose, self.particles = tracker, choose, particles
-        self.is_guide = False
-        self.escaped: dict[tuple[bool, str], frozenset[str]] = {}
-        self.subsamples: dict[str, Any] = {}
-        self.model_start = torch.get_rng_state()
-        self.plates: dict[str, tuple[Any, ...]] = {}
-        self.drawn: list[str] = []
-        self.untraced: dict[str, dict[str, Any]] = {}
-
-    def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
-        """The guide, whose draws become sources."""
-        # A partial of this form is what Pyro looks through when it tells whether a guide is a GuideMessenger.
-        return functools.partial(_run_guide, self, guide)
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if self.tracker is not None:
-            self.escaped[self.is_guide, msg["name"]] = self.tracker.escaped
-        if not self.is_guide or msg["is_observed"] or not getattr(msg["fn"], "has_rsample", False):
-            return
-        info = _info(msg, (), self.particles)
-        if not self.choose(info, site_options(msg["name"], msg["infer"])).is_pathwise:
-            msg["fn"] = _without_rsample(msg["fn"])
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        if isinstance(msg["fn"], _Subsample):
-            self.subsamples[msg["name"]] = msg["value"]
-            return
-        self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
-        if not self.is_guide or msg["is_observed"]:
-            return
-        self.drawn.append(msg["name"])
-        score = None
-        if msg["infer"].get("_do_not_trace"):
-            score = _score_of_untraced(msg)
-            if score is None:
-                return
-        if self.tracker is not None and isinstance(msg["value"], Tensor):
-            msg["value"] = self.tracker.source(msg["name"], msg["value"])
-        if score is not None:
-            self._keep(msg, score)
-
-    def _keep(self, msg: Any, score: Tensor) -> None:
-        """Notes a site that Pyro leaves out of its traces, but on whose value later costs depend."""
-        name, zero = msg["name"], torch.zeros_like(score)
-        if name in self.untraced:
-            raise UnsupportedProgramError(
-                f'Site {name!r} has infer={{"_do_not_trace": True}} and is sampled twice; give each a name of its own.'
-            )
-        parts = ScoreParts(zero, score, torch.zeros(()))
-        self.untraced[name] = {**msg, "log_prob": zero, "log_prob_sum": zero.sum(), "score_parts": parts}
-
-    def guide_sites(self, trace: Any) -> dict[str, Any]:
-        """The sites of the guide's trace, and those that Pyro left out of it, in the order of their draws."""
-        sites = _samples(trace)
-        if not self.untraced:
-            return sites
-        order = {name: i for i, name in enumerate(self.drawn)}
-        merged = {**sites, **self.untraced}
-        return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(order)))}
-
-
-def _score_of_untraced(msg: Any) -> Tensor | None:
-    """``log q`` of a site that Pyro leaves out of its traces; ``None`` where its value carries all gradients."""
-    if not torch.is_grad_enabled() or not isinstance(msg["value"], Tensor):
-        return None
-    score: Any = msg["fn"].score_parts(msg["value"]).score_function
-    return None if is_identically_zero(score) else score
-
-
-def _run_guide(watch: _Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    watch.is_guide = True
-    try:
-        return guide(*args, **kwargs)
-    finally:
-        watch.is_guide = False
-        watch.model_start = torch.get_rng_state()
 
 
 def _plate_error(error: ValueError, plates: Mapping[str, tuple[Any, ...]]) -> PlateError | None:
@@ -200,15 +124,6 @@ def _plate_error(error: ValueError, plates: Mapping[str, tuple[Any, ...]]) -> Pl
     return PlateError("\n".join([text, *lines]))
 
 
-def _without_rsample(fn: Any) -> Any:
-    fn = copy.copy(fn)
-    if hasattr(fn, "base_dist"):
-        fn.base_dist = _without_rsample(fn.base_dist)
-    else:
-        fn.has_rsample = False
-    return fn
-
-
 def trace_run(
     model: Callable[..., Any],
     guide: Callable[..., Any],
@@ -218,6 +133,9 @@ def trace_run(
     choose: Choose,
     num_particles: int = 1,
     track: bool = False,
+    attach: Attach | None = None,
+    noise: Callable[[], torch.Generator] = torch.Generator,
+    only_costs: bool = False,
 ) -> TracedRun:
     """Runs the guide, replays the model against it, and records both.
 
@@ -230,6 +148,9 @@ def trace_run(
         choose: Gives the estimator of a site.
         num_particles: Number of particles in all runs of the step.
         track: Whether to track which values depend on which.
+        attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
+        noise: Makes the generator that such estimators draw from.
+        only_costs: Whether cost statements are all that counts; the guide is then the whole program.
 
     Returns:
         The traced run.
@@ -239,21 +160,26 @@ def trace_run(
         PlateError: If shapes do not fit plates, or those of guide and model differ.
     """
     tracker = DependencyTracker() if track else None
-    watch = _Watch(tracker, choose, num_particles)
+    watch = Watch(tracker, choose, num_particles, attach, noise)
     with tracker if tracker is not None else contextlib.nullcontext(), watch:
         try:
-            model_trace, guide_trace = get_importance_trace(
-                "flat", max_plate_nesting, model, watch.guide(guide), args, kwargs
-            )
+            if only_costs:
+                model_trace, guide_trace = Trace(), _program_trace(watch.guide(guide), args, kwargs, max_plate_nesting)
+            else:
+                model_trace, guide_trace = get_importance_trace(
+                    "flat", max_plate_nesting, model, watch.guide(guide), args, kwargs
+                )
         except ValueError as error:
             raise _plate_error(error, watch.plates) or error from error
         guide_sites, reads = watch.guide_sites(guide_trace), None
         if tracker is not None:
             reads = _reads(tracker, guide_sites, watch.escaped, True)
-            reads |= _reads(tracker, _samples(model_trace), watch.escaped, False)
+            reads |= _reads(tracker, samples(model_trace), watch.escaped, False)
     escaped = frozenset() if tracker is None else tracker.escaped
     rng = (watch.model_start, torch.get_rng_state())
-    return _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    traced = replace(traced, enumerated=frozenset(watch.enumerated), leaked=escaped & watch.enumerated)
+    return _only_costs(traced) if only_costs else traced
 
 
 def _reads(
@@ -271,7 +197,7 @@ def _reads(
         found = tracker.sources_of(scored) | before
         if is_guide:
             found |= tracker.origins_of(name)
-        reads[cost_of_guide(name) if is_guide else cost_of_model(name)] = found
+        reads[cost_of_site(site, is_guide)] = found
     return reads
 
 
@@ -287,15 +213,21 @@ def _record(
 ) -> TracedRun:
     sizes: dict[Plate, int] = {}
     options, infos, sites, costs = {}, {}, {}, {}
+    user: dict[str, CostOptions] = {}
     key: list[Any] = []
     untraced: list[str] = []
-    model_sites = _samples(model_trace)
+    model_sites = samples(model_trace)
     for name, site in guide_sites.items():
         plates = _plates(site, sizes)
-        costs[cost_of_guide(name)] = site["log_prob"]
-        chosen = None
-        if not site["is_observed"]:
-            infos[name] = info = _info(site, plates, particles)
+        cost, chosen = cost_of_site(site, True), None
+        costs[cost] = site["log_prob"]
+        given = cost_options(site)
+        if given is not None:
+            user[cost] = replace(given, in_guide=True)
+        if is_enumerated(site):
+            site_options(name, site["infer"])
+        elif not site["is_observed"]:
+            infos[name] = info = site_info(site, plates, particles)
             options[name] = chosen = site_options(name, site["infer"])
             if _is_untraced(site):
                 untraced.append(name)
@@ -304,13 +236,20 @@ def _record(
         split = infos[name].components if name in infos else None
         key.append((name, plates, tuple(site["fn"].event_shape), kind, split, _fingerprint(chosen), _is_untraced(site)))
     for name, site in model_sites.items():
-        if name not in sites and not site["is_observed"]:
+        if name not in sites and not site["is_observed"] and not is_enumerated(site):
             raise SiteNotFoundError(
                 f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are "
-                f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, or observe it in the model.'
+                f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it '
+                'out: infer={"enumerate": "parallel"} there, and enumeration="exact".'
             )
-        costs[cost_of_model(name)] = -site["log_prob"]
-        key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"]))
+        cost = cost_of_site(site, False)
+        if cost in costs:
+            raise OptionError(f"Guide and model both have a cost {name!r}; give them names of their own.")
+        costs[cost] = -site["log_prob"]
+        given = cost_options(site)
+        if given is not None:
+            user[cost] = given
+        key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"], user.get(cost)))
     everything = [*guide_sites.values(), *model_sites.values()]
     differentiable, loss = _sums(guide_sites, model_sites)
     run = Run(sites, costs, differentiable, loss)
@@ -330,15 +269,35 @@ def _record(
         rng=rng,
         batch_ndim=ndim,
         untraced=frozenset(untraced),
+        user_costs=user,
     )
+
+
+def _program_trace(program: Any, args: Any, kwargs: Any, max_plate_nesting: float) -> Trace:
+    """The trace of a program that has no model."""
+    trace = prune_subsample_sites(poutine.trace(program, graph_type="flat").get_trace(*args, **kwargs))
+    trace.compute_score_parts()
+    if is_validation_enabled():
+        for site in samples(trace).values():
+            check_site_shape(site, max_plate_nesting)  # type: ignore[arg-type]
+    return trace
+
+
+def _only_costs(traced: TracedRun) -> TracedRun:
+    """The run with its cost statements as all that counts."""
+    for name, site in samples(traced.guide_trace).items():
+        if site["is_observed"] and cost_options(site) is None:
+            raise UnsupportedProgramError(
+                f"Site {name!r} is observed, or a factor, which an expected cost has no place for. Write "
+                f"pyro_bpq.cost({name!r}, -log_prob), or use TraceBackpropQ_ELBO, which adds costs to the ELBO."
+            )
+    total = _sum([traced.run.costs[name].sum() for name in traced.user_costs])
+    run = replace(traced.run, differentiable=total, loss=total.detach())
+    return replace(traced, run=run, only_costs=True)
 
 
 def _is_untraced(site: Any) -> bool:
     return bool(site["infer"].get("_do_not_trace"))
-
-
-def _samples(trace: Any) -> dict[str, Any]:
-    return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
 
 
 def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -377,25 +336,6 @@ def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:
     return tuple(sorted(plates)) if len(plates) > 1 else tuple(plates)
 
 
-def _info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
-    fn = site["fn"]
-    return SiteInfo(
-        name=site["name"],
-        distribution=_distribution_name(fn),
-        has_rsample=bool(getattr(fn, "has_rsample", False)),
-        components=finite_components(fn),
-        num_particles=particles,
-        plates=tuple(plate.name for plate in plates),
-    )
-
-
-def _distribution_name(fn: Any) -> str:
-    wrappers = ("Independent", "MaskedDistribution", "ExpandedDistribution")
-    while hasattr(fn, "base_dist") and type(fn).__name__ in wrappers:
-        fn = fn.base_dist
-    return type(fn).__name__
-
-
 def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRecord:
     score = site["score_parts"].score_function
     baseline = None
@@ -429,48 +369,3 @@ def _fingerprint(options: SiteOptions | None) -> tuple[Any, ...] | None:
     width = None if options.context is None else options.context.shape[-1]
     baseline = None if options.baseline is None else options.baseline.estimator()
     return (options.estimator, options.critic, options.share, width, baseline)
-
-
-def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
-    """The graph in which every site reads every earlier one, and every cost of the model all of them.
-
-    It is a superset of any graph that the program can have: right whatever the program does, at the
-    price of more variance.
-    """
-    earlier: list[str] = []
-    reads: dict[str, frozenset[str]] = {}
-    for cost in traced.run.costs:
-        name = _guide_site(cost, traced)
-        if name is not None:
-            earlier.append(name)
-        reads[cost] = frozenset(earlier)
-    return build_graph(traced, reads)
-
-
-def _guide_site(cost: str, traced: TracedRun) -> str | None:
-    name = cost[len("log q(") : -1]
-    return name if cost.startswith("log q(") and name in traced.run.sites else None
-
-
-def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
-    """The graph of a run whose sites and costs read what ``reads`` says.
-
-    Args:
-        traced: The run.
-        reads: For each cost the latent sites that it reads; a site's parents are what its ``log q`` reads.
-
-    Returns:
-        The graph: stochastic nodes in the guide's order, costs of the guide, then of the model.
-    """
-    order = {name: i for i, name in enumerate(traced.run.sites)}
-    plates = {entry[0]: entry[1] for entry in reversed(traced.key)}
-    nodes = []
-    for name in order:
-        parents = sorted(reads[cost_of_guide(name)] - {name}, key=order.__getitem__)
-        nodes.append(StochasticNode(name, tuple(parents), plates[name], traced.infos[name].has_rsample))
-    costs = []
-    for (name, where, *_), cost in zip(traced.key, traced.run.costs, strict=True):
-        site = _guide_site(cost, traced)
-        members = reads[cost] | {site} if site is not None else reads[cost]
-        costs.append(CostNode(cost, tuple(sorted(members, key=order.__getitem__)), where, name))
-    return StochasticComputationGraph(tuple(nodes), tuple(costs))

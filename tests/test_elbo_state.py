@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -72,22 +71,6 @@ def test_state_dict_continues_when_critics_exist(options: dict[str, Any]) -> Non
     run_one, run_other = run(elbo, steps=5, seed=4), run(other, steps=5, seed=4)
     assert_equal(run_other, run_one)
     assert_equal(state_of(other), state_of(elbo))
-
-
-@pytest.mark.parametrize(
-    "through", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))], ids=["deepcopy", "pickle"]
-)
-def test_copies_continue_alike_and_apart(options: dict[str, Any], through: Callable[[Any], Any]) -> None:
-    if "learner" in options and options["learner"] is None and through is not copy.deepcopy:
-        pytest.skip("pyro.module hangs a weak reference on every parameter, which pickle refuses")
-    elbo = TraceBackpropQ_ELBO(**options)
-    run(elbo)
-    twin, before = through(elbo), state_of(elbo)
-    assert_equal(state_of(twin), before)
-    found = run(twin, steps=5, seed=4)
-    assert_equal(state_of(elbo), before)  # its twin's steps leave it alone
-    assert_equal(run(elbo, steps=5, seed=4), found)
-    assert_equal(state_of(elbo), state_of(twin))
 
 
 def test_elbo_module_state_dict_round_trip() -> None:

@@ -19,6 +19,7 @@ from pyro_bpq import immediate as module
 from pyro_bpq.features import finite_components
 from pyro_bpq.graph import Plate, StochasticComputationGraph
 from pyro_bpq.immediate import flip_plan, immediate_costs, immediate_model_costs
+from pyro_bpq.substitute import Substitute
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing import PARTICLES
 
@@ -50,7 +51,7 @@ def log_probs(case: Case, values: dict[str, Any], subsamples: dict[str, Any], pa
     program: Any = case.model
     if particles > 1:
         program = pyro.plate(PARTICLES, particles, dim=-3)(program)
-    trace = poutine.trace(module._Substitute({**values, **subsamples})(program)).get_trace(*case.args)
+    trace = poutine.trace(Substitute({**values, **subsamples})(program)).get_trace(*case.args)
     trace.compute_log_prob()
     return {name: site["log_prob"].detach() for name, site in trace.nodes.items() if site["type"] == "sample"}
 

@@ -15,8 +15,9 @@ from pyro_bpq.critics import MLPCritic
 from pyro_bpq.estimators import AllAction, Pathwise
 from pyro_bpq.features import Components
 from pyro_bpq.graph import Plate, StochasticComputationGraph
-from pyro_bpq.layout import Layout, SiteSpec, matrix
+from pyro_bpq.layout import Layout, QGroup, SiteSpec, matrix
 from pyro_bpq.network import BackpropQNetwork
+from pyro_bpq.sequence import sequence_network
 
 Graph = StochasticComputationGraph
 ROWS, COLUMNS = Plate("rows", -1), Plate("columns", -2)
@@ -135,8 +136,9 @@ def test_contexts_are_a_window_and_the_sum_of_all() -> None:
     graph = chain(7)
     network = BackpropQNetwork.build(graph, "chain", immediate="learned")
     found = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {}, window=2)
-    assert [node.site for node in found.q_nodes[0]] == [f"x{i}" for i in range(7)]
-    (plan,) = found.contexts[0]
+    (group,) = found.groups
+    assert [node.site for node in group.nodes] == [f"x{i}" for i in range(7)]
+    (plan,) = group.contexts
     assert plan.source == 0
     # The latest first; 7 stands for nothing.
     assert plan.window.tolist() == [[7, 7], [0, 7], [1, 0], [2, 1], [3, 2], [4, 3], [5, 4]]
@@ -145,9 +147,31 @@ def test_contexts_are_a_window_and_the_sum_of_all() -> None:
     for i in range(1, 7):
         expected[i, :i] = i**-0.5
     np.testing.assert_allclose(plan.rest, expected, rtol=1e-6)
-    assert found.num_features(0) == 3 and found.cells(0) == 0
+    assert found.num_features(group) == 3 and found.cells(group) == 0
     wide = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {}, window=6)
-    assert wide.contexts[0][0].rest is None and wide.num_features(0) == 6
+    (group,) = wide.groups
+    assert group.contexts[0].rest is None and wide.num_features(group) == 6
+
+
+def test_contexts_of_a_steered_program_follow_from_what_was_sampled_before() -> None:
+    long, short = chain(7), chain(4)
+    groups = []
+    for graph in (long, short):
+        specs = {n.name: spec() for n in graph.nodes}
+        found = Layout(graph, sequence_network(graph, {}), specs, {}, window=2, is_steered=True)
+        groups.append({n.site: (found.num_features(g), g) for g in found.groups for n in g.nodes})
+    for name, (features, group) in groups[1].items():
+        assert features == groups[0][name][0]
+        i, j = ([n.site for n in g.nodes].index(name) for g in (group, groups[0][name][1]))
+        for here, there in zip(group.contexts, groups[0][name][1].contexts, strict=True):
+            # 4 and 7 stand for nothing.
+            assert [w for w in here.window[i] if w < 4] == [w for w in there.window[j] if w < 7]
+            assert (here.rest is None) == (there.rest is None)
+    assert [groups[0][f"x{i}"][0] for i in range(7)] == [0, 1, 2, 3, 3, 3, 3]
+
+
+def group_of(layout: Layout, site: str) -> QGroup:
+    return next(group for group in layout.groups if site in [node.site for node in group.nodes])
 
 
 def test_cells_count_the_joint_states_of_the_scope() -> None:
@@ -156,11 +180,11 @@ def test_cells_count_the_joint_states_of_the_scope() -> None:
     specs = {"x0": spec(components=DIE), "x1": spec(), "x2": spec(), "x3": spec(share="s")}
     found = Layout(graph, network, specs, {})
     # x3 sees the die and two coins; like-shaped critics have tables of one size.
-    assert found.cells(found.place["x3"][0]) == 3 * 2 * 2
-    assert found.cells(found.place["x0"][0]) == 1
+    assert found.cells(group_of(found, "x3")) == 3 * 2 * 2
+    assert found.cells(group_of(found, "x0")) == 1
     specs["x0"] = SiteSpec((), None, (), Pathwise())
     found = Layout(graph, network, specs, {})
-    assert found.cells(found.place["x3"][0]) == 0
+    assert found.cells(group_of(found, "x3")) == 0
 
 
 def test_matrices_have_the_dtype_that_is_asked_for() -> None:

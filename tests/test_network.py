@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
-import time
 from functools import cache
 from pathlib import Path
 from typing import get_args
@@ -415,13 +414,12 @@ def test_wrong_options_and_names_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_large_graphs_are_built_in_seconds(dense: bool) -> None:
+def test_large_graphs_are_built(dense: bool) -> None:
+    # benchmarks/networks.py measures how long it takes.
     count = 1000
     nodes = {f"x{t}": [f"x{s}" for s in range(0 if dense else max(t - 1, 0), t)] for t in range(count)}
     graph = graph_of(nodes, {f"f{t}": [f"x{t}"] for t in range(count)})
-    start = time.perf_counter()
     network = build(graph)
-    assert time.perf_counter() - start < 5.0  # measured: 0.1 s and 0.4 s
     assert len(network.learned) == count - 1
     assert rule(network, "x0") == "Q_x1" and network.q_node("x500").immediate == ("f500",)
 

@@ -2,15 +2,26 @@ r"""The protocol of a gradient estimator: tensors of like-shaped sites in, a sur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from pyro_bpq.features import Components
+from pyro_bpq.moments import Standardised
 
-__all__ = ["Estimator", "SiteContext", "SiteInfo", "SiteTerm", "Statistics", "update_mean"]
+__all__ = [
+    "Estimator",
+    "SiteContext",
+    "SiteInfo",
+    "SiteProgram",
+    "SiteTerm",
+    "Statistics",
+    "needs_program",
+    "update_mean",
+]
 
 # Name of a running statistic and its initial value per site: a float for a scalar, a tuple for a vector.
 Statistics = Mapping[str, float | tuple[float, ...]]
@@ -37,6 +48,43 @@ class SiteInfo:
     plates: tuple[str, ...] = ()
 
 
+class SiteProgram(Protocol):
+    """What an estimator may ask of the program beyond the tensors of one run: costs at other values.
+
+    Every call of :meth:`cost` or :meth:`gradient` runs guide and model again, once per site of the class and
+    sequential particle: the site takes the given value at all components and plate rows at once, what is sampled
+    downstream of it is drawn afresh and independently, everything else keeps its value.
+
+    Attributes:
+        value: The sampled values, ``(G, M, plates, event)``, detached.
+        generator: Noise for what the estimator draws itself; on the CPU.
+    """
+
+    value: Tensor
+    generator: torch.Generator
+
+    def cost(self, value: Tensor) -> Tensor:
+        """Costs-to-go ``(G, M, plates)`` in nats at other values ``(G, M, plates, event)``, detached."""
+        ...
+
+    def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and the gradient ``(G, M, plates, event)`` of all costs downstream; detached."""
+        ...
+
+    def from_index(self, index: Tensor) -> Tensor:
+        """Values ``(G, M, plates, event)`` from the indices ``(G, M, plates, D)`` of finite components."""
+        ...
+
+    def stack(self, pick: Callable[[Any], Tensor], event_ndim: int) -> Tensor:
+        """Stacks ``pick(fn)`` of the sites' distributions to ``(G, M, plates, event)``, with its gradient.
+
+        Args:
+            pick: From a distribution to a tensor of shape ``batch_shape + event``.
+            event_ndim: Number of its rightmost dimensions that are no batch dimensions.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class SiteContext:
     """Tensors of ``G`` like-shaped sites: batch shape ``(G, M, plate dims...)``, costs in nats.
@@ -55,10 +103,15 @@ class SiteContext:
         exact_cost: The sum of those immediate costs in this run.
         learned: Critic's advantages ``(..., D, K)`` for the remaining costs, or ``None``.
         level: Critic's ``V`` for the remaining costs, or ``None``.
+        own: With a critic that reads the value as a whole, the residual whose ``E[own ∇ log q_d]`` is
+            ``E[Σ_k ∇q_d(k) learned[d, k]]``; ``level`` then is ``E[Q]``. ``None`` for a dueling critic.
+        moments: Centred powers of a value without finite components, where a critic reads them; ``learned`` then
+            holds their factors ``(..., D, 2)``.
         correction: Sum over later sites ``Y`` of ``A_Y = Q_Y(y) - E_Y[Q_Y]``, or ``None``.
         statistics: Running statistics from earlier steps, by name, with a leading site axis.
         count: Number of steps behind the statistics, ``(G,)``.
         baseline: The user's own prediction of ``cost``, with its gradient, or ``None``.
+        program: Costs at other values, for an estimator with ``needs_program = True``; else ``None``.
     """
 
     names: tuple[str, ...]
@@ -71,10 +124,13 @@ class SiteContext:
     exact_cost: Tensor | None = None
     learned: Tensor | None = None
     level: Tensor | None = None
+    own: Tensor | None = None
+    moments: Standardised | None = None
     correction: Tensor | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     count: Tensor | None = None
     baseline: Tensor | None = None
+    program: SiteProgram | None = None
 
 
 class SiteTerm(NamedTuple):
@@ -97,6 +153,11 @@ class Estimator(Protocol):
         is_unbiased: Whether its expectation is the exact gradient for any state of the critics.
         is_pathwise: Whether the site's value carries the gradient.
         uses_critic: Whether it reads ``learned``, ``level`` or ``correction``.
+
+    An estimator that compares values has the attribute ``needs_program = True`` and reads ``context.program``.
+    An estimator that lets the value of a site without ``rsample`` carry a gradient, as straight-through does, has
+    ``is_pathwise = True`` and a method ``attach(fn, value, generator)`` from the distribution and the drawn value to
+    the value that the program sees; it is then never called.
     """
 
     is_unbiased: ClassVar[bool]
@@ -114,6 +175,11 @@ class Estimator(Protocol):
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The surrogate term."""
         ...
+
+
+def needs_program(estimator: Estimator) -> bool:
+    """Whether an estimator reads ``context.program``."""
+    return bool(getattr(estimator, "needs_program", False))
 
 
 def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float) -> Tensor:

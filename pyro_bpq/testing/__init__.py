@@ -27,10 +27,12 @@ from pyro_bpq.testing.distributions import TwoPoint
 from pyro_bpq.testing.exact import exact_gradient, exact_loss
 from pyro_bpq.testing.expected import Moments, assert_unbiased, expected_gradient, expected_moments
 from pyro_bpq.testing.statistics import sample_gradients, z_scores
+from pyro_bpq.testing.tables import TabularProgram
 
 __all__ = [
     "ChoiceNoise",
     "Moments",
+    "TabularProgram",
     "TwoPoint",
     "assert_unbiased",
     "exact_gradient",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import SiteNotFoundError
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
+from pyro_bpq.testing.marginal import is_marked, marginal_log_prob
 from pyro_bpq.testing.parameters import ParameterCollector
 
 __all__ = ["exact_gradient", "exact_loss"]
@@ -28,25 +29,45 @@ class _RequireGuideSites(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if msg["is_observed"] or msg["value"] is not None or isinstance(msg["fn"], _Subsample):
             return
+        if is_marked(msg):
+            return
         raise SiteNotFoundError(
             f"Site {msg['name']!r} is a latent of the model that the guide lacks. Add "
             f"pyro.sample({msg['name']!r}, ...) to the guide, or observe it with obs=."
         )
 
 
-def _cost(model: Program, guide: Program, args: Any, kwargs: Any) -> Tensor:
-    """Runs guide and model once; returns ``log q - log p``, scaled and masked, in nats."""
+def _cost(model: Program | None, guide: Program, args: Any, kwargs: Any, num_outcomes: int, only_costs: bool) -> Tensor:
+    """Runs guide and model; returns ``log q - log p`` plus costs, scaled and masked, in nats."""
     messenger = poutine.unwrap(guide)
     if isinstance(messenger, GuideMessenger):
         guide(*args, **kwargs)
         model_trace, guide_trace = messenger.get_traces()
     else:
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
-        with _RequireGuideSites():
-            model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
-    log_q = prune_subsample_sites(guide_trace).log_prob_sum()
-    log_p = prune_subsample_sites(model_trace).log_prob_sum()
-    return torch.as_tensor(log_q - log_p)
+        model = model or (lambda *args, **kwargs: None)
+        if not only_costs:
+            with _RequireGuideSites():
+                log_p = marginal_log_prob(model, guide_trace, args, kwargs, num_outcomes)
+            return torch.as_tensor(_total(guide_trace, 1.0) - log_p)
+        model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
+    return _total(guide_trace, 1.0, only_costs) + _total(model_trace, -1.0, only_costs)
+
+
+def _total(trace: Any, sign: float, only_costs: bool = False) -> Tensor:
+    """Signed log-probabilities of a trace plus its costs, which have minus the cost as their log-density."""
+    total = torch.zeros(())
+    pruned = prune_subsample_sites(trace)
+    pruned.compute_log_prob()
+    site: Any
+    for site in pruned.nodes.values():
+        if site["type"] != "sample":
+            continue
+        if "bpq_cost" in site["infer"]:
+            total = total - site["log_prob_sum"]
+        elif not only_costs:
+            total = total + sign * site["log_prob_sum"]
+    return total
 
 
 def _objective(choices: ChoiceMessenger, step: Callable[[], Tensor]) -> Tensor:
@@ -63,36 +84,49 @@ def _objective(choices: ChoiceMessenger, step: Callable[[], Tensor]) -> Tensor:
     return total
 
 
-def exact_loss(model: Program, guide: Program, *args: Any, num_outcomes: int = 200_000, **kwargs: Any) -> Tensor:
-    r"""Computes the negative ELBO by enumeration.
+def exact_loss(
+    model: Program | None,
+    guide: Program,
+    *args: Any,
+    num_outcomes: int = 200_000,
+    only_costs: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    r"""Computes the negative ELBO plus the expected cost, by enumeration.
 
-        J = Σ_state q(state) · (log q(state) - log p(state)).
+        J = Σ_state q(state) · (log q(state) - log p(state) + costs(state)).
+
+    Sites with ``infer={"enumerate": ...}`` that only the model has are summed out of ``p``.
 
     Args:
-        model: Model, run with the guide's values by ``poutine.replay``.
+        model: Model, run with the guide's values by ``poutine.replay``; ``None`` for none.
         guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
         *args: Arguments of both.
         num_outcomes: Limit on the number of joint states.
+        only_costs: Whether cost statements are all that counts, as in ``ExpectedCost``.
         **kwargs: Keyword arguments of both.
 
     Returns:
         The loss in nats, a scalar, detached.
 
     Raises:
-        SiteNotFoundError: If the guide lacks a latent site of the model.
+        SiteNotFoundError: If the guide lacks a latent site of the model that is not marked to be enumerated.
         OptionError: If there are more than ``num_outcomes`` states.
         UnsupportedSiteError: If a site has no finite support.
     """
     with torch.no_grad():
-        return _objective(ChoiceMessenger(num_outcomes), lambda: _cost(model, guide, args, kwargs))
+        return _objective(
+            ChoiceMessenger(num_outcomes), lambda: _cost(model, guide, args, kwargs, num_outcomes, only_costs)
+        )
 
 
 def exact_gradient(
-    model: Program,
+    model: Program | None,
     guide: Program,
     *args: Any,
     parameters: Mapping[str, Tensor] | None = None,
     num_outcomes: int = 200_000,
+    only_costs: bool = False,
     **kwargs: Any,
 ) -> dict[str, Tensor]:
     r"""Computes the gradient of the loss (negative ELBO) by enumeration and one call of autograd.
@@ -112,6 +146,7 @@ def exact_gradient(
             ``pyro.module`` reach on any path, under the names of the param store and in unconstrained
             form, and those of model and guide if they are modules.
         num_outcomes: Limit on the number of joint states.
+        only_costs: Whether cost statements are all that counts, as in ``ExpectedCost``.
         **kwargs: Keyword arguments of both; the names of the options above are taken.
 
     Returns:
@@ -119,14 +154,14 @@ def exact_gradient(
         ``.grad`` fields are not touched.
 
     Raises:
-        SiteNotFoundError: If the guide lacks a latent site of the model.
+        SiteNotFoundError: If the guide lacks a latent site of the model that is not marked to be enumerated.
         OptionError: If there are more than ``num_outcomes`` states.
         UnsupportedSiteError: If a site has no finite support.
         UnsupportedProgramError: If something is drawn behind the sites.
     """
     choices = ChoiceMessenger(num_outcomes, keep_score=True)
     with torch.enable_grad(), ParameterCollector(model, guide, parameters) as collector:
-        objective = _objective(choices, lambda: _cost(model, guide, args, kwargs))
+        objective = _objective(choices, lambda: _cost(model, guide, args, kwargs, num_outcomes, only_costs))
         collector.add_modules()
     leaves = collector.leaves
     if not leaves or not objective.requires_grad:

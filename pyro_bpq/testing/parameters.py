@@ -25,7 +25,7 @@ class ParameterCollector(Messenger):
     """
 
     def __init__(
-        self, model: Callable[..., Any], guide: Callable[..., Any], parameters: Mapping[str, Tensor] | None
+        self, model: Callable[..., Any] | None, guide: Callable[..., Any], parameters: Mapping[str, Tensor] | None
     ) -> None:
         super().__init__()
         self.leaves: dict[str, Tensor] = {}
@@ -63,7 +63,7 @@ class GradientReader(ParameterCollector):
     """
 
     def __init__(
-        self, model: Callable[..., Any], guide: Callable[..., Any], parameters: Mapping[str, Tensor] | None
+        self, model: Callable[..., Any] | None, guide: Callable[..., Any], parameters: Mapping[str, Tensor] | None
     ) -> None:
         self._lent: dict[int, tuple[Tensor, Tensor | None]] = {}
         super().__init__(model, guide, parameters)

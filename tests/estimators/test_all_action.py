@@ -10,8 +10,9 @@ from test_contract import context, with_statistics
 from torch import Tensor
 
 from pyro_bpq.estimators import AllAction
-from pyro_bpq.estimators.all_action import _PAIRS, _solve, _Terms
+from pyro_bpq.estimators.all_action import _terms
 from pyro_bpq.estimators.base import SiteContext
+from pyro_bpq.estimators.scales import PAIRS, SIZE, solve
 
 
 def gradient(estimator: AllAction, made: SiteContext, logits: Tensor) -> Tensor:
@@ -47,19 +48,32 @@ def test_call_is_linear_in_the_scales() -> None:
     made, logits = context()
     made = with_statistics(AllAction(), made)
     found = {}
-    for scales in [(0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.3, 0.8, 1.1)]:
+    units = [tuple(float(i == j) for j in range(SIZE)) for i in range(SIZE)]
+    zero, mixed = (0.0,) * SIZE, (0.7, 0.3, 0.8, 1.1)
+    for scales in [zero, *units, mixed]:
         statistics = {**made.statistics, "scales": torch.tensor([scales, scales])}
         found[scales] = gradient(AllAction(), replace(made, statistics=statistics), logits)
-    u = found[0.0, 0.0, 0.0]
-    parts = [u - found[1.0, 0.0, 0.0], u - found[0.0, 1.0, 0.0], u - found[0.0, 0.0, 1.0]]
-    torch.testing.assert_close(found[0.3, 0.8, 1.1], u - 0.3 * parts[0] - 0.8 * parts[1] - 1.1 * parts[2])
-    moments = _Terms.of(made).moments(made)
-    for n, (i, j) in enumerate(_PAIRS):
+    u = found[zero]
+    parts = [u - found[unit] for unit in units]
+    torch.testing.assert_close(found[mixed], u - sum(a * part for a, part in zip(mixed, parts, strict=True)))
+    check_moments(made, u, parts)
+
+
+def check_moments(made: SiteContext, u: Tensor, parts: list[Tensor]) -> None:
+    """``v_i·v_j``, and ``(u - k)·v_i`` where ``k`` is what the scales make of the all-action terms."""
+    assert made.log_probs is not None
+    terms = _terms(made, made.log_probs.detach().exp())
+    scales = torch.full((len(made.names), SIZE), 0.4)
+    known = sum((0.4 * offset for offset in terms.offsets if offset is not None), torch.zeros_like(u))
+    moments = terms.moments(scales)
+    for n, (i, j) in enumerate(PAIRS):
         expected = (parts[i] * parts[j]).sum((-1, -2)).flatten(1).mean(1)
+        # What later sites add has mean zero given all that the others read.
+        expected = torch.zeros_like(expected) if i < j == 3 else expected
         torch.testing.assert_close(moments[:, n], expected, msg=lambda m, p=(i, j): f"v{p}: {m}")
-    for i in range(3):
-        expected = (u * parts[i]).sum((-1, -2)).flatten(1).mean(1)
-        torch.testing.assert_close(moments[:, 6 + i], expected, msg=lambda m, i=i: f"u v{i}: {m}")
+    for i in range(SIZE):
+        expected = ((u - known) * parts[i]).sum((-1, -2)).flatten(1).mean(1)
+        torch.testing.assert_close(moments[:, len(PAIRS) + i], expected, msg=lambda m, i=i: f"u v{i}: {m}")
 
 
 @pytest.mark.parametrize("missing", ["exact", "learned", "correction"])
@@ -75,47 +89,65 @@ def test_moments_where_a_part_is_missing(missing: str) -> None:
             AllAction(), replace(made, statistics={**made.statistics, "scales": torch.tensor([scales] * 2)}), logits
         )
 
-    u = at(0.0, 0.0, 0.0)
-    parts = [u - at(*(float(i == j) for j in range(3))) for i in range(3)]
-    moments = _Terms.of(made).moments(made)
-    for n, (i, j) in enumerate(_PAIRS):
-        torch.testing.assert_close(moments[:, n], (parts[i] * parts[j]).sum((-1, -2)).flatten(1).mean(1))
-    for i in range(3):
-        torch.testing.assert_close(moments[:, 6 + i], (u * parts[i]).sum((-1, -2)).flatten(1).mean(1))
+    u = at(*(0.0,) * SIZE)
+    check_moments(made, u, [u - at(*(float(i == j) for j in range(SIZE))) for i in range(SIZE)])
+
+
+def test_all_action_term_of_the_gradient_leaves_the_products_as_they_are() -> None:
+    # Over the sampled values (u - k)·v_i has the same mean for every k that does not read them.
+    logits = torch.tensor([[0.3, -0.5, 0.9]])
+    log_probs, table = logits.log_softmax(-1), torch.tensor([[1.0, -2.0, 0.5]])
+    found = {}
+    for scale in (0.0, 1.0):
+        total = torch.zeros(1, len(PAIRS) + SIZE)
+        for k in range(3):
+            made = SiteContext(
+                names=("x",),
+                score=log_probs[:, k],
+                cost=torch.full((1, 1), [0.4, 3.0, -1.0][k]),
+                log_probs=log_probs.reshape(1, 1, 1, 3),
+                index=torch.full((1, 1, 1), k),
+                exact=table.reshape(1, 1, 1, 3),
+                exact_cost=table[:, k : k + 1],
+            )
+            made = with_statistics(AllAction(), made)
+            total += log_probs[0, k].exp() * _terms(made, log_probs.exp().reshape(1, 1, 1, 3)).moments(
+                torch.full((1, SIZE), scale)
+            )
+        found[scale] = total
+    torch.testing.assert_close(found[0.0], found[1.0])
 
 
 def gram_of(v: Tensor, u: Tensor) -> Tensor:
     square = v @ v.T
-    return torch.cat([torch.stack([square[i, j] for i, j in _PAIRS]), v @ u]).unsqueeze(0)
+    return torch.cat([torch.stack([square[i, j] for i, j in PAIRS]), v @ u]).unsqueeze(0)
 
 
 def test_solve_is_least_squares_inside_the_bounds() -> None:
     generator = torch.Generator().manual_seed(0)
-    v = torch.randn(3, 50, generator=generator)
-    u = 0.4 * v[0] + 0.9 * v[1] + 0.1 * v[2]
-    scales = torch.ones(1, 3)
-    for _ in range(40):
-        scales = _solve(gram_of(v, u), scales, torch.zeros(1), 1.2)
-    torch.testing.assert_close(scales, torch.tensor([[0.4, 0.9, 0.1]]))
+    v = torch.randn(4, 50, generator=generator)
+    u = 0.4 * v[0] + 0.9 * v[1] + 0.1 * v[2] + 0.6 * v[3]
+    scales = torch.ones(1, 4)
+    for _ in range(60):
+        scales = solve(gram_of(v, u), scales, torch.zeros(1), 1.2)
+    torch.testing.assert_close(scales, torch.tensor([[0.4, 0.9, 0.1, 0.6]]))
 
 
 def test_solve_clamps() -> None:
-    v = torch.eye(3)
-    assert _solve(gram_of(v, torch.tensor([5.0, -2.0, 0.7])), torch.ones(1, 3), torch.zeros(1), 1.2).tolist() == [
-        [1.2, 0.0, 0.7]
-    ]
+    u = torch.tensor([5.0, -2.0, 0.7, 1.0])
+    found = solve(gram_of(torch.eye(4), u), torch.ones(1, 4), torch.zeros(1), 1.2)
+    assert found.tolist() == [[1.2, 0.0, 0.7, 1.0]]
 
 
 def test_solve_leaves_the_scale_of_what_is_zero() -> None:
-    v = torch.diag(torch.tensor([1.0, 0.0, 1.0]))
-    found = _solve(gram_of(v, torch.tensor([0.5, 0.0, 0.5])), torch.full((1, 3), 0.3), torch.zeros(1), 1.2)
-    assert found.tolist() == [[0.5, 1.0, 0.5]]
+    v = torch.diag(torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    found = solve(gram_of(v, torch.tensor([0.5, 0.0, 0.5, 0.5])), torch.full((1, 4), 0.3), torch.zeros(1), 1.2)
+    assert found.tolist() == [[0.5, 1.0, 0.5, 0.5]]
 
 
 def test_solve_starts_near_one() -> None:
-    v = torch.eye(3)
-    found = _solve(gram_of(v, torch.zeros(3)), torch.ones(1, 3), torch.tensor([9.0]), 1.2)
-    torch.testing.assert_close(found, torch.full((1, 3), 0.9))
+    found = solve(gram_of(torch.eye(4), torch.zeros(4)), torch.ones(1, 4), torch.tensor([9.0]), 1.2)
+    torch.testing.assert_close(found, torch.full((1, 4), 0.9))
 
 
 def test_scales_drop_a_useless_critic_and_keep_a_good_one() -> None:
@@ -131,14 +163,14 @@ def test_scales_drop_a_useless_critic_and_keep_a_good_one() -> None:
                 made, cost=own if is_good else made.cost, statistics=statistics, count=torch.full((2,), float(step))
             )
             statistics = dict(estimator(made).statistics)
-        scale = statistics["scales"][:, 1]
+        scale = statistics["scales"][:, 2]
         assert bool((scale > 0.85).all()) if is_good else bool((scale < 0.15).all())
 
 
 def test_scales_stay_one_where_they_do_not_adapt() -> None:
     made, logits = context()
     made = with_statistics(AllAction(), made)
-    moved = replace(made, statistics={**made.statistics, "scales": torch.zeros(2, 3)})
+    moved = replace(made, statistics={**made.statistics, "scales": torch.zeros(2, SIZE)})
     fixed = AllAction(adaptive=False)
     torch.testing.assert_close(gradient(fixed, moved, logits), gradient(fixed, made, logits))
     torch.testing.assert_close(gradient(fixed, moved, logits), gradient(AllAction(), made, logits))

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 import pyro_bpq.estimators as package
-from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, Pathwise, RunningBaseline, ScoreFunction
+from pyro_bpq.estimators import (
+    AllAction,
+    Estimator,
+    LambdaReturn,
+    LeaveOneOut,
+    Pathwise,
+    QProp,
+    RunningBaseline,
+    ScoreFunction,
+)
 from pyro_bpq.estimators.base import SiteContext, SiteInfo
 from pyro_bpq.features import Components
 
@@ -22,6 +31,9 @@ ESTIMATORS: list[Any] = [
     AllAction(exact=True),
     AllAction(exact=False),
     AllAction(adaptive=False),
+    AllAction(trace=0.5),
+    QProp(),
+    LambdaReturn(),
     Pathwise(),
 ]
 each = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)

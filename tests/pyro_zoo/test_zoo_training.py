@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -10,9 +11,9 @@ import pyro
 import pytest
 import torch
 from pyro.infer import SVI, TraceGraph_ELBO
-from pyro.optim import Adam
-from torch import Tensor
-from zoo import Animal, Host, each_animal
+from pyro.optim import SGD, Adam
+from torch import Tensor, nn
+from zoo import Animal, Host, each_animal, one_plate, one_plate_guide
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 
@@ -164,3 +165,50 @@ def test_steps_accumulate_gradients(each: Animal) -> None:
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
         torch.testing.assert_close(2 * grad, grads[1][name], msg=name)
+
+
+@each_elbo("user_trains")
+@each_animal()
+def test_pickled_elbo_continues_alike(each: Animal, options: dict[str, Any]) -> None:
+    elbo = TraceBackpropQ_ELBO(**options)
+    losses: list[list[float]] = []
+    with only_pyros(each):
+        for i in range(3):
+            svi = SVI(*each.programs(), SGD({"lr": 0.0}), elbo)
+            pyro.set_rng_seed(i > 0)
+            losses.append([svi.step(*args) for args in each.calls])
+            if i == 0:
+                saved = pickle.dumps(elbo)
+                before = state(elbo)
+            elbo = pickle.loads(saved)
+    assert losses[1] == losses[2]
+    assert {n for n in before if "store" not in n} == {n for n in state(elbo) if "store" not in n}
+
+
+def test_gradients_accumulate_while_critics_learn() -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(n) for n in (4, 3, 5)]
+
+    def make() -> tuple[nn.Module, TraceBackpropQ_ELBO]:
+        pyro.set_rng_seed(2)
+        fit = TraceBackpropQ_ELBO()(Host(one_plate), Host(one_plate_guide))
+        fit(batches[0])
+        return fit, fit.elbo
+
+    def gradients(fit: nn.Module) -> dict[str, Tensor]:
+        return {name: p.grad.clone() for name, p in fit.named_parameters() if p.grad is not None}
+
+    with pyro.settings.context(module_local_params=True):
+        (fit, elbo), (other, twin) = make(), make()
+        pyro.set_rng_seed(3)
+        for batch in batches:
+            fit(batch).backward()
+        pyro.set_rng_seed(3)
+        total: dict[str, Tensor] = {}
+        for batch in batches:
+            other.zero_grad()
+            other(batch).backward()
+            total = {name: total.get(name, 0.0) + g for name, g in gradients(other).items()}
+    assert total and elbo.num_steps == twin.num_steps == len(batches)
+    for name, gradient in gradients(fit).items():
+        torch.testing.assert_close(gradient, total[name])

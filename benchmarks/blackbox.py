@@ -1,0 +1,538 @@
+r"""Black-box costs: how many calls of the cost a policy needs to reach the best rival's final level.
+
+``transduction``: a recurrent policy rewrites a sequence of ``T`` tokens, the cost is the edit distance to the right
+answer. ``attention``: it looks at four patches of a digit, one after the other, then names it, 0/1 loss.
+``simulator``: it assigns jobs to machines, a simulator with breakdowns returns makespan and lateness; a call counts
+50 ms (slept with ``--full``, else only added up).
+
+Everyone trains the same Pyro program with the same batches and the same optimiser, whose learning rate is tuned per
+method. Every call of the cost during training counts, warm-up too; measuring the level on held-out data does not, for
+anyone. Baselines and critics see the same inputs.
+
+    python benchmarks/blackbox.py [--full] [--seeds N] [--output DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import torch
+from common import Row, arguments, median, progress, table, write_csv, write_markdown
+from pyro import poutine
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from pyro_bpq import CostCounter, CriticLearner, ExpectedCost, MLPCritic, cost
+from pyro_bpq.cost_statement import SkipCosts
+
+BATCH, HIDDEN, CALL_SECONDS = 32, 48, 0.05
+
+
+# Costs: numpy in, numpy out.
+
+
+def edit_distance(tokens: Tensor, wanted: Tensor) -> np.ndarray:
+    """Levenshtein distance; token 0 writes nothing."""
+    found = tokens.movedim(0, -1).numpy()
+    target = np.broadcast_to(wanted.numpy(), found.shape)
+    flat = found.reshape(-1, found.shape[-1])
+    goal = target.reshape(-1, found.shape[-1])
+    # Skipped tokens of either side cost nothing.
+    keep, need = (flat > 0).astype(np.int64), (goal > 0).astype(np.int64)
+    row = np.concatenate((np.zeros((len(flat), 1), np.int64), need.cumsum(1)), 1)
+    for i in range(flat.shape[1]):
+        new = np.empty_like(row)
+        new[:, 0] = row[:, 0] + keep[:, i]
+        for j in range(goal.shape[1]):
+            change = row[:, j] + np.where((keep[:, i] & need[:, j]) == 1, flat[:, i] != goal[:, j], 2)
+            change = np.where((keep[:, i] | need[:, j]) == 0, row[:, j], change)
+            new[:, j + 1] = np.minimum(change, np.minimum(row[:, j + 1] + keep[:, i], new[:, j] + need[:, j]))
+        row = new
+    return row[:, -1].reshape(found.shape[:-1]).astype(np.float32)
+
+
+def zero_one(guess: Tensor, label: Tensor) -> np.ndarray:
+    """1 for a wrong answer."""
+    return (guess.numpy() != label.numpy()).astype(np.float32)
+
+
+class Simulator:
+    """Jobs on machines of different speed that break down now and then.
+
+    Args:
+        sleep: Seconds to sleep per call.
+        seed: Seed of the breakdowns.
+    """
+
+    def __init__(self, sleep: float, seed: int) -> None:
+        self.sleep, self.random = sleep, np.random.default_rng(seed)
+        self.speeds = np.array([1.0, 0.8, 0.6, 0.5])
+
+    def __call__(self, machines: Tensor, durations: Tensor) -> np.ndarray:
+        """Makespan plus mean completion time, ``(samples, rows)``."""
+        chosen = machines.movedim(0, -1).numpy()
+        length = np.broadcast_to(durations.numpy(), chosen.shape)
+        free = np.zeros((*chosen.shape[:-1], len(self.speeds)))
+        finished = np.zeros(chosen.shape)
+        for job in range(chosen.shape[-1]):
+            hot = np.eye(len(self.speeds))[chosen[..., job]]
+            repair = self.random.exponential(1.0, chosen.shape[:-1]) * (self.random.random(chosen.shape[:-1]) < 0.1)
+            free = free + hot * (length[..., job] / (hot @ self.speeds) + repair)[..., None]
+            finished[..., job] = (free * hot).sum(-1)
+        time.sleep(self.sleep * chosen[..., 0].size)
+        return (free.max(-1) + finished.mean(-1)).astype(np.float32)
+
+
+# Policies: Pyro programs of the rows of a batch.
+
+
+class Policy(nn.Module):
+    """A recurrent policy whose every site offers context to critics and baselines."""
+
+    def act(self, name: str, logits: Tensor, context: Tensor) -> Tensor:
+        """Samples a site."""
+        options = {"context": context, "share": name.split("_")[0]}
+        return pyro.sample(name, dist.Categorical(logits=logits), infer={"bpq": options})
+
+    def batch(self, generator: torch.Generator, size: int) -> tuple[Tensor, ...]:
+        """Inputs of ``size`` rows."""
+        raise NotImplementedError
+
+
+class Transduction(Policy):
+    """Reverses pairs, shifts every symbol by one and drops the highest."""
+
+    def __init__(self, steps: int, symbols: int = 6) -> None:
+        super().__init__()
+        self.steps, self.symbols = steps, symbols
+        self.cell = nn.GRUCell(3 * (symbols + 1) + symbols + 1, HIDDEN)
+        self.head = nn.Linear(HIDDEN, symbols + 1)
+
+    def batch(self, generator: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
+        x = torch.randint(1, self.symbols + 1, (size, self.steps), generator=generator)
+        swapped = x.reshape(size, -1, 2).flip(-1).reshape(size, -1)
+        return x, (swapped + 1) % (self.symbols + 1)
+
+    def forward(self, x: Tensor, wanted: Tensor) -> None:
+        hot = one_hot(torch.cat((0 * x[:, :1], x, 0 * x[:, :1]), 1), self.symbols + 1).float()
+        goal = one_hot(torch.cat((0 * x[:, :1], wanted, 0 * x[:, :1]), 1), self.symbols + 1).float()
+        state, last = torch.zeros(len(x), HIDDEN), torch.zeros(len(x), self.symbols + 1)
+        drawn = []
+        with pyro.plate("rows", len(x), dim=-1):
+            for t in range(self.steps):
+                inputs = hot[:, t : t + 3].flatten(1)
+                state = step(self.cell, torch.cat((inputs.expand(*last.shape[:-1], -1), last), -1), state)
+                position = torch.full((*state.shape[:-1], 1), 2.0 * t / self.steps - 1.0)
+                near = goal[:, t : t + 3].flatten(1).expand(*state.shape[:-1], -1)
+                token = self.act(f"token_{t}", self.head(state), torch.cat((near, position), -1))
+                last = one_hot(token, self.symbols + 1).float()
+                drawn.append(token)
+            cost("edit", edit_distance, torch.stack(drawn), wanted)
+
+
+class Attention(Policy):
+    """Four glimpses of 2 x 2 pixels, then a class."""
+
+    def __init__(self, glimpses: int = 4) -> None:
+        super().__init__()
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        self.images, self.labels = torch.tensor(digits.images).float() / 8.0 - 1.0, torch.tensor(digits.target)
+        self.patches = self.images.reshape(-1, 4, 2, 4, 2).movedim(2, 3).reshape(-1, 16, 4)
+        self.glimpses = glimpses
+        self.cell = nn.GRUCell(20, HIDDEN)
+        self.look, self.name = nn.Linear(HIDDEN, 16), nn.Linear(HIDDEN, 10)
+
+    def batch(self, generator: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
+        held = size > BATCH
+        rows = torch.randint(1400, len(self.labels), (size,), generator=generator)
+        rows = rows if held else torch.randint(0, 1400, (size,), generator=generator)
+        return self.patches[rows], self.labels[rows]
+
+    def forward(self, patches: Tensor, label: Tensor) -> None:
+        hot = one_hot(label, 10).float()
+        state = torch.zeros(len(label), HIDDEN)
+        seen = torch.zeros(len(label), 20)
+        with pyro.plate("rows", len(label), dim=-1):
+            for t in range(self.glimpses + 1):
+                state = step(self.cell, seen, state)
+                context = torch.cat((hot.expand(*state.shape[:-1], -1), state.detach()), -1)
+                if t == self.glimpses:
+                    break
+                where = self.act(f"look_{t}", self.look(state), context)
+                index = where[..., None, None].expand(*where.shape, 1, 4)
+                pixels = patches.expand(*where.shape, 16, 4).gather(-2, index).squeeze(-2)
+                seen = torch.cat((pixels, one_hot(where, 16).float()), -1)
+            cost("wrong", zero_one, self.act("class", self.name(state), context), label)
+
+
+class Scheduling(Policy):
+    """Assigns jobs to four machines, knowing their loads."""
+
+    def __init__(self, jobs: int, sleep: float, seed: int) -> None:
+        super().__init__()
+        self.jobs, self.simulator = jobs, Simulator(sleep, seed)
+        self.cell = nn.GRUCell(7, HIDDEN)
+        self.head = nn.Linear(HIDDEN, 4)
+
+    def batch(self, generator: torch.Generator, size: int) -> tuple[Tensor]:
+        return (torch.rand(size, self.jobs, generator=generator) * 2.0 + 0.2,)
+
+    def forward(self, durations: Tensor) -> None:
+        state, loads = torch.zeros(len(durations), HIDDEN), torch.zeros(len(durations), 4)
+        drawn = []
+        with pyro.plate("rows", len(durations), dim=-1):
+            for t in range(self.jobs):
+                now = durations[:, t : t + 1].expand(*loads.shape[:-1], 1)
+                rest = durations[:, t:].sum(-1, keepdim=True).expand_as(now)
+                done = torch.full_like(now, 2.0 * t / self.jobs - 1.0)
+                inputs = torch.cat((loads / 4.0, now, rest / 8.0, done), -1)
+                state = step(self.cell, inputs, state)
+                machine = self.act(f"machine_{t}", self.head(state), inputs)
+                loads = loads + one_hot(machine, 4).float() * now
+                drawn.append(machine)
+            cost("schedule", self.simulator, torch.stack(drawn), durations)
+
+
+def step(cell: nn.GRUCell, inputs: Tensor, state: Tensor) -> Tensor:
+    """A recurrent cell over any batch shape."""
+    lead = torch.broadcast_shapes(inputs.shape[:-1], state.shape[:-1])
+    inputs, state = (part.expand(*lead, -1).reshape(-1, part.shape[-1]) for part in (inputs, state))
+    return cell(inputs, state).reshape(*lead, -1)
+
+
+# Methods: each takes a policy and a batch, and leaves gradients; its number of samples per row is fixed.
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The tensors of one rollout: ``(sites, samples, rows)``, contexts by site, cost ``(samples, rows)``."""
+
+    trace: Any
+    score: Tensor
+    contexts: list[Tensor]
+    cost: Tensor
+
+
+def sample(policy: Policy, batch: tuple[Tensor, ...], samples: int, replay: Any = None) -> Sampled:
+    """Runs the policy, or evaluates it at the actions of an earlier run without calling the cost."""
+    program: Any = pyro.plate("samples", samples, dim=-2)(policy)
+    if replay is not None:
+        program = SkipCosts()(poutine.replay(program, trace=replay))
+    trace = poutine.trace(program).get_trace(*batch)
+    sites = [s for s in trace.nodes.values() if s["type"] == "sample" and "bpq" in s["infer"]]
+    shape = (samples, len(batch[0]))
+    score = torch.stack([s["fn"].log_prob(s["value"]).expand(shape) for s in sites])
+    contexts = [s["infer"]["bpq"]["context"].detach().expand(*shape, -1) for s in sites]
+    (paid,) = (s["fn"].value for s in trace.nodes.values() if s["type"] == "sample" and "bpq_cost" in s["infer"])
+    return Sampled(trace, score, contexts, paid.detach().expand(shape))
+
+
+class Method:
+    """Trains a policy.
+
+    Args:
+        policy: The policy.
+        lr: Learning rate of its optimiser.
+        samples: Number of samples per row.
+    """
+
+    def __init__(self, policy: Policy, lr: float, samples: int) -> None:
+        self.policy, self.samples = policy, samples
+        self.optimizer = torch.optim.Adam(policy.parameters(), lr=lr)
+
+    def step(self, batch: tuple[Tensor, ...]) -> None:
+        """One rollout and what is learned from it."""
+        self.optimizer.zero_grad()
+        self.backward(batch)
+        self.optimizer.step()
+
+    def backward(self, batch: tuple[Tensor, ...]) -> None:
+        """Leaves gradients."""
+        raise NotImplementedError
+
+
+class Ours(Method):
+    """``ExpectedCost`` with its default estimators and critics."""
+
+    def __init__(self, policy: Policy, lr: float, samples: int, **options: Any) -> None:
+        super().__init__(policy, lr, samples)
+        vectorized = {"vectorize_particles": True, "max_plate_nesting": 2} if samples > 1 else {}
+        objective = ExpectedCost(num_particles=samples, **vectorized, **options)
+        self.loss = objective(policy)
+
+    def backward(self, batch: tuple[Tensor, ...]) -> None:
+        self.loss.elbo.loss_and_grads(None, self.policy, *batch)
+        for parameter in self.policy.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= len(batch[0])
+
+
+class LeaveOneOut(Method):
+    """Score function with the mean of the other samples of a row as baseline."""
+
+    def backward(self, batch: tuple[Tensor, ...]) -> None:
+        run = sample(self.policy, batch, self.samples)
+        centred = (run.cost - run.cost.mean(0)) * (self.samples / (self.samples - 1.0))
+        (centred * run.score).sum(0).mean().backward()
+
+
+class Baseline(nn.Module):
+    """A value net per kind of site, of the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = nn.ModuleDict()
+
+    def forward(self, run: Sampled) -> Tensor:
+        """Values ``(sites, samples, rows)``."""
+        found = []
+        for context in run.contexts:
+            key = str(context.shape[-1])
+            if key not in self.nets:
+                self.nets[key] = nn.Sequential(
+                    nn.Linear(context.shape[-1], HIDDEN),
+                    nn.Tanh(),
+                    nn.Linear(HIDDEN, HIDDEN),
+                    nn.Tanh(),
+                    nn.Linear(HIDDEN, 1),
+                )
+            found.append(self.nets[key](context).squeeze(-1))
+        return torch.stack(found)
+
+
+class NeuralBaseline(Method):
+    """Score function with a learned value of the context as baseline."""
+
+    def __init__(self, policy: Policy, lr: float, samples: int) -> None:
+        super().__init__(policy, lr, samples)
+        self.baseline, self.fit = Baseline(), None
+
+    def backward(self, batch: tuple[Tensor, ...]) -> None:
+        run = sample(self.policy, batch, self.samples)
+        value = self.baseline(run)
+        ((run.cost - value.detach()) * run.score).sum(0).mean().backward()
+        self.learn((value - run.cost).square().mean())
+
+    def learn(self, loss: Tensor) -> None:
+        """One step of the baseline."""
+        self.fit = self.fit or torch.optim.Adam(self.baseline.parameters(), lr=3e-3)
+        self.fit.zero_grad()
+        loss.backward()
+        self.fit.step()
+
+
+class PPO(NeuralBaseline):
+    """Clipped ratios per site, normalised advantages over a value net, four epochs per rollout."""
+
+    epochs, clip = 4, 0.2
+
+    def step(self, batch: tuple[Tensor, ...]) -> None:
+        old = sample(self.policy, batch, self.samples)
+        with torch.no_grad():
+            # At lambda = 1, the usual choice where the reward comes at the end.
+            advantage = old.cost - self.baseline(old)
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-6)
+            before = old.score.detach()
+        for _ in range(self.epochs):
+            now = sample(self.policy, batch, self.samples, old.trace)
+            ratio = (now.score - before).exp()
+            clipped = ratio.clamp(1.0 - self.clip, 1.0 + self.clip)
+            self.optimizer.zero_grad()
+            torch.maximum(ratio * advantage, clipped * advantage).sum(0).mean().backward()
+            self.optimizer.step()
+            self.learn((self.baseline(old) - old.cost).square().mean())
+
+
+# Measuring.
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    Args:
+        lengths: Lengths of transduction.
+        seeds: Number of seeds.
+        budgets: Calls of the cost by task.
+        rates: Learning rates that are tried.
+        samples: Numbers of samples that leave-one-out tries.
+        sleep: Whether the simulator sleeps.
+    """
+
+    lengths: tuple[int, ...]
+    seeds: int
+    budgets: dict[str, int]
+    rates: tuple[float, ...]
+    samples: tuple[int, ...]
+    sleep: bool
+
+
+QUICK = Size((10,), 1, {"transduction": 16_000, "attention": 24_000, "simulator": 6_400}, (3e-3, 1e-2), (2, 4), False)
+FULL = Size(
+    (10, 20, 30),
+    3,
+    {"transduction": 400_000, "attention": 300_000, "simulator": 50_000},
+    (1e-3, 3e-3, 1e-2),
+    (2, 4, 8, 16),
+    True,
+)
+
+OUR_OPTIONS: dict[str, Any] = {"critic": MLPCritic(hidden=(64,)), "learner": CriticLearner(lr=0.1)}
+
+
+def methods(size: Size) -> dict[str, list[tuple[str, Callable[[Policy], Method]]]]:
+    """Configurations to tune over, by method."""
+    found: dict[str, list[tuple[str, Callable[[Policy], Method]]]] = {"ours": [], "leave-one-out": []}
+    found |= {"neural baseline": [], "PPO": []}
+    for lr in size.rates:
+        found["ours"].append((f"lr={lr}", lambda p, lr=lr: Ours(p, lr, 1, **OUR_OPTIONS)))
+        for m in size.samples:
+            found["leave-one-out"].append((f"lr={lr}, M={m}", lambda p, lr=lr, m=m: LeaveOneOut(p, lr, m)))
+        found["neural baseline"].append((f"lr={lr}", lambda p, lr=lr: NeuralBaseline(p, lr, 1)))
+        found["PPO"].append((f"lr={lr}", lambda p, lr=lr: PPO(p, lr, 1)))
+    return found
+
+
+@torch.no_grad()
+def level(policy: Policy, seed: int) -> float:
+    """Mean cost of one sample for each of 512 held-out rows; calls do not count."""
+    simulator = getattr(policy, "simulator", None)
+    sleep = getattr(simulator, "sleep", 0.0)
+    if simulator is not None:
+        simulator.sleep = 0.0
+    # The counter outside does not see these calls.
+    with poutine.block():
+        run = sample(policy, policy.batch(torch.Generator().manual_seed(10_000 + seed), 512), 1)
+    if simulator is not None:
+        simulator.sleep = sleep
+    return float(run.cost.mean())
+
+
+def train(
+    make: Callable[[], Policy], build: Callable[[Policy], Method], seed: int, budget: int, text: str
+) -> list[Row]:
+    """Trains until the budget of calls is spent; the level at forty points."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    policy = make()
+    method = build(policy)
+    generator, seconds = torch.Generator().manual_seed(seed), 0.0
+    steps = budget // (BATCH * method.samples)
+    rows: list[Row] = [{"calls": 0, "seconds": 0.0, "level": level(policy, seed)}]
+    with CostCounter() as counter:
+        for at in progress(range(1, steps + 1), text):
+            batch = policy.batch(generator, BATCH)
+            start = time.perf_counter()
+            method.step(batch)
+            seconds += time.perf_counter() - start
+            if at % max(steps // 40, 1) == 0 or at == steps:
+                rows.append({"calls": counter.total, "seconds": seconds, "level": level(policy, seed)})
+    return rows
+
+
+def smooth(rows: list[Row]) -> list[float]:
+    """Mean level of each point and the two before it."""
+    levels = [row["level"] for row in rows]
+    return [sum(levels[max(i - 2, 0) : i + 1]) / len(levels[max(i - 2, 0) : i + 1]) for i in range(len(levels))]
+
+
+def reach(rows: list[Row], goal: float, name: str) -> float:
+    """Calls or seconds until the smoothed level is at the goal; infinite if it never is."""
+    return next((row[name] for row, now in zip(rows, smooth(rows), strict=True) if now <= goal), float("inf"))
+
+
+def tasks(size: Size, seed: int) -> dict[str, tuple[Callable[[], Policy], int]]:
+    """Policies and budgets."""
+    found: dict[str, tuple[Callable[[], Policy], int]] = {}
+    for steps in size.lengths:
+        found[f"transduction T={steps}"] = (lambda steps=steps: Transduction(steps), size.budgets["transduction"])
+    found["attention"] = (Attention, size.budgets["attention"])
+    sleep = CALL_SECONDS if size.sleep else 0.0
+    found["simulator"] = (lambda: Scheduling(10, sleep, seed), size.budgets["simulator"])
+    return found
+
+
+def main() -> None:
+    """Measures, prints, writes ``blackbox.csv`` and ``blackbox.md``."""
+    options = arguments(__doc__)
+    size = FULL if options.full else QUICK
+    warnings.filterwarnings("ignore", module="pyro")
+    pyro.enable_validation(False)
+    curves: list[Row] = []
+    results: list[Row] = []
+    for seed in range(options.seeds or size.seeds):
+        for task, (make, budget) in tasks(size, seed).items():
+            best: dict[str, tuple[str, list[Row]]] = {}
+            for method, choices in methods(size).items():
+                runs = {}
+                for text, build in choices:
+                    runs[text] = train(make, build, seed, budget, f"{task}: {method} {text} seed={seed}")
+                    curves += [{"task": task, "seed": seed, "method": method, "options": text, **r} for r in runs[text]]
+                    write_csv(options.output / "blackbox.csv", curves)
+                chosen = min(runs, key=lambda text: smooth(runs[text])[-1])
+                best[method] = chosen, runs[chosen]
+            results += compare(task, seed, best, 0.0 if size.sleep or task != "simulator" else CALL_SECONDS)
+            print(table(results[-len(best) :]), flush=True)
+    report(options.output, results, size)
+
+
+def compare(task: str, seed: int, best: dict[str, tuple[str, list[Row]]], seconds_per_call: float) -> list[Row]:
+    """Calls and seconds to the final level of the best rival, by method."""
+    goal = min(smooth(rows)[-1] for method, (_, rows) in best.items() if method != "ours")
+    found = []
+    for method, (text, rows) in best.items():
+        timed = [{**row, "seconds": row["seconds"] + seconds_per_call * row["calls"]} for row in rows]
+        found.append(
+            {
+                "task": task,
+                "seed": seed,
+                "method": method,
+                "best of": text,
+                "final level": smooth(rows)[-1],
+                "goal": goal,
+                "calls to goal": reach(rows, goal, "calls"),
+                "seconds to goal": reach(timed, goal, "seconds"),
+            }
+        )
+    return found
+
+
+def report(output: Any, results: list[Row], size: Size) -> None:
+    """Gains per task, median over seeds."""
+    gains = []
+    for task in dict.fromkeys(row["task"] for row in results):
+        entry: Row = {"task": task}
+        for name in ("calls", "seconds"):
+            ratios = []
+            for seed in dict.fromkeys(row["seed"] for row in results):
+                mine = {r["method"]: r[f"{name} to goal"] for r in results if (r["task"], r["seed"]) == (task, seed)}
+                rival = min(value for method, value in mine.items() if method != "ours")
+                ratios.append(rival / mine["ours"])
+            entry[f"{name}: best rival over ours"] = median(ratios)
+        gains.append(entry)
+    print(table(gains))
+    text = (
+        "Calls of the cost, each for one row and one sample, until the level (mean cost on held-out rows, three "
+        "measurements averaged) is that at which the best rival ended. Every call made in training counts. Each method "
+        f"with its best settings: learning rates {size.rates}, for leave-one-out {size.samples} samples per row. "
+        "Seconds are those of the training steps"
+        + (
+            " with 50 ms slept per call of the simulator."
+            if size.sleep
+            else "; 50 ms per call of the simulator are added."
+        )
+    )
+    write_markdown(output / "blackbox.md", "Black-box costs", [text, table(gains), table(results)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+r"""What a step costs beside ``Trace_ELBO``: CPU time of whole SVI steps, and peak memory.
+
+Programs: chains of binary sites, each site conditioned on the one before, with one observation at the end
+(``chain, T sites``) or one per site (``observed chain``), and sigmoid belief networks with two stochastic layers on
+binary data, 100 rows a step. The ELBOs take turns within one process, on the same parameters:
+
+- ``Trace_ELBO`` and ``TraceGraph_ELBO`` without baselines;
+- ours with ``ScoreFunction()`` and no critics, once with the cached structure (``structure="auto"`` after its first
+  looks) and once tracked at every step (``structure="dynamic"``): the price of the bookkeeping alone;
+- our default, with critics, their training and the extra run of the model.
+
+A ratio is the median over rounds of a step's CPU time over that of ``Trace_ELBO``'s step in the same round. Memory is
+the largest resident set (``VmHWM``) of a process of its own that takes some steps, less what it held after one step of
+``Trace_ELBO``, which loads torch's code. It includes what the allocator keeps, and is no count of live tensors.
+
+    python benchmarks/overhead.py [--full] [--output DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import torch
+from common import RESULTS, Row, median, progress, table, write_csv, write_markdown
+from pyro.infer import ELBO, SVI, Trace_ELBO, TraceGraph_ELBO
+from pyro.optim import Adam
+from torch import Tensor, nn
+
+from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
+
+Program = tuple[Callable[[], None], Callable[[], None]]
+
+BASE = "Trace_ELBO"
+ELBOS: dict[str, Callable[[], ELBO]] = {
+    BASE: Trace_ELBO,
+    "TraceGraph_ELBO": TraceGraph_ELBO,
+    "score, cached": lambda: TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None),
+    "score, tracked": lambda: TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None, structure="dynamic"),
+    "default": TraceBackpropQ_ELBO,
+}
+# Steps ahead of the timed ones: structure="auto" tracks the first three and looks again ten later.
+WARM_UP = 15
+# TraceGraph_ELBO adds up n^2 / 2 costs: minutes a step from here on.
+LONGEST_FOR_TRACEGRAPH = 200
+
+
+def chain(steps: int, is_observed: bool) -> Program:
+    """Binary sites, each conditioned on the one before.
+
+    Args:
+        steps: Number of sites.
+        is_observed: Whether every site has an observation of its own, or the last one only.
+
+    Returns:
+        Model and guide.
+    """
+
+    def model() -> None:
+        start, step, means = (pyro.param(f"{name}_{steps}", torch.zeros(2)) for name in ("prior", "next", "means"))
+        z = pyro.sample("z_0", dist.Bernoulli(logits=start[0]))
+        for t in range(1, steps):
+            if is_observed:
+                pyro.sample(f"x_{t}", dist.Normal(means[0] + means[1] * z, 1.0), obs=_OBSERVED)
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=step[0] + step[1] * z))
+        pyro.sample("x", dist.Normal(means[0] + means[1] * z, 1.0), obs=_OBSERVED)
+
+    def guide() -> None:
+        logits = pyro.param(f"posterior_{steps}", torch.zeros(steps))
+        slope = pyro.param(f"slope_{steps}", torch.tensor(0.5))
+        z = torch.tensor(0.0)
+        for t, logit in enumerate(logits.unbind()):
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=logit + slope * z))
+
+    return model, guide
+
+
+_OBSERVED = torch.tensor(0.7)
+
+
+def belief_network(visible: int, hidden: int, rows: int = 100) -> Program:
+    """A sigmoid belief network with two stochastic layers, and a guide of the same shape.
+
+    Args:
+        visible: Number of visible units.
+        hidden: Number of units of each stochastic layer.
+        rows: Rows of data a step.
+
+    Returns:
+        Model and guide.
+    """
+    torch.manual_seed(0)
+    nets = nn.ModuleDict(
+        {
+            "up": nn.Linear(visible, hidden),
+            "top": nn.Linear(hidden, hidden),
+            "down": nn.Linear(hidden, hidden),
+            "out": nn.Linear(hidden, visible),
+        }
+    )
+    prior = nn.Parameter(torch.zeros(hidden))
+    nets.register_parameter("prior", prior)
+    data = torch.bernoulli(torch.full((rows, visible), 0.3))
+    name = f"nets_{visible}"
+
+    def units(site: str, logits: Tensor, obs: Tensor | None = None) -> Tensor:
+        return pyro.sample(site, dist.Bernoulli(logits=logits).to_event(1), obs=obs)
+
+    def model() -> None:
+        pyro.module(name, nets)
+        with pyro.plate("rows", rows):
+            top = units("top", prior.expand(rows, hidden))
+            low = units("low", nets["down"](top))
+            units("x", nets["out"](low), data)
+
+    def guide() -> None:
+        pyro.module(name, nets)
+        with pyro.plate("rows", rows):
+            low = units("low", nets["up"](data))
+            units("top", nets["top"](low))
+
+    return model, guide
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    **{f"chain, {steps} sites": functools.partial(chain, steps, False) for steps in (10, 50, 100, 200, 500, 1000)},
+    **{f"observed chain, {steps} sites": functools.partial(chain, steps, True) for steps in (50, 200)},
+    "belief network 64-20-20": lambda: belief_network(64, 20),
+    "belief network 784-200-200": lambda: belief_network(784, 200),
+}
+QUICK = (
+    "chain, 50 sites",
+    "chain, 200 sites",
+    "observed chain, 50 sites",
+    "belief network 64-20-20",
+    "belief network 784-200-200",
+)
+
+
+def elbos_for(name: str) -> list[str]:
+    """The ELBOs that can serve a program in reasonable time."""
+    steps = next((int(word) for word in name.split() if word.isdigit()), 0)
+    return [elbo for elbo in ELBOS if elbo != "TraceGraph_ELBO" or steps <= LONGEST_FOR_TRACEGRAPH]
+
+
+def stepper(program: Program, elbo: str) -> Callable[[], object]:
+    """One whole SVI step."""
+    return SVI(*program, Adam({"lr": 1e-4}), ELBOS[elbo]()).step
+
+
+def cpu_seconds(steps: Mapping[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """CPU time of steps that take turns.
+
+    Args:
+        steps: What to time, by name.
+        rounds: Largest number of rounds.
+        seconds: Time after which no further round starts; three are taken in any case.
+
+    Returns:
+        CPU seconds by name, one per round.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    end, shuffle = time.monotonic() + seconds, random.Random(0)
+    for i in range(rounds):
+        if i >= 3 and time.monotonic() > end:
+            break
+        # In changing order: what one leaves to the garbage collector is cleared up during another's step.
+        for name in shuffle.sample(list(steps), len(steps)):
+            start = time.process_time()
+            steps[name]()
+            taken[name].append(time.process_time() - start)
+    return taken
+
+
+def measure_time(name: str, rounds: int, seconds: float) -> list[Row]:
+    """Times of all ELBOs on one program."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    program = PROGRAMS[name]()
+    steps = {elbo: stepper(program, elbo) for elbo in elbos_for(name)}
+    for elbo, step in steps.items():
+        for _ in range(2 if elbo == "TraceGraph_ELBO" else WARM_UP):
+            step()
+    taken = cpu_seconds(steps, rounds, seconds)
+    return [
+        {
+            "program": name,
+            "elbo": elbo,
+            "milliseconds": 1000 * median(values),
+            "ratio": median(a / b for a, b in zip(values, taken[BASE], strict=True)),
+            "rounds": len(values),
+        }
+        for elbo, values in taken.items()
+    ]
+
+
+def resident(field: str) -> float:
+    """Megabytes of this process: ``VmRSS`` now, ``VmHWM`` at its peak; off Linux the peak for both."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def measure_memory(name: str, elbo: str, steps: int) -> float:
+    """Megabytes that steps need at their peak beyond one of ``Trace_ELBO``; for a process of its own."""
+    program = PROGRAMS[name]()
+    stepper(program, BASE)()
+    step = stepper(program, elbo)
+    before = resident("VmRSS")
+    for _ in range(steps):
+        step()
+    return resident("VmHWM") - before
+
+
+def memory_of(name: str, elbo: str, steps: int) -> float:
+    """The same, measured in a new process."""
+    command = [sys.executable, __file__, "--memory", json.dumps([name, elbo, steps])]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def options() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="all lengths, more rounds")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--memory", type=json.loads, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def by_program(rows: list[Row], column: str) -> list[Row]:
+    """One row per program, one column per ELBO."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        line = found.setdefault(row["program"], {"program": row["program"], **dict.fromkeys(ELBOS, "")})
+        line[row["elbo"]] = row[column]
+    return list(found.values())
+
+
+def main() -> None:
+    """Measures, prints, and writes CSV and Markdown."""
+    chosen = options()
+    warnings.filterwarnings("ignore", category=UserWarning)
+    if chosen.memory:
+        print(measure_memory(*chosen.memory))
+        return
+    names = list(PROGRAMS) if chosen.full else QUICK
+    rows = []
+    for name in progress(names, "programs"):
+        found = measure_time(name, 200 if chosen.full else 40, 120.0 if chosen.full else 20.0)
+        for row in found:
+            row["megabytes"] = memory_of(name, row["elbo"], 5 if row["elbo"] == "TraceGraph_ELBO" else WARM_UP)
+        rows += found
+    write(chosen.output, rows, chosen.full)
+
+
+def write(output: Path, rows: list[Row], is_full: bool) -> None:
+    """Writes CSV and Markdown, prints the ratios."""
+    write_csv(output / "overhead.csv", rows)
+    time_table, ratio_table, memory_table = (
+        table(by_program(rows, column)) for column in ("milliseconds", "ratio", "megabytes")
+    )
+    parts = (
+        f"{'Full' if is_full else 'Quick'} run; float32, one particle, argument validation on (Pyro's default).",
+        "## CPU time of a step, divided by that of `Trace_ELBO`\n\n" + ratio_table,
+        "## CPU time of a step in milliseconds\n\n" + time_table,
+        "## Peak memory in megabytes beyond that after a step of `Trace_ELBO`\n\n"
+        "Resident set of a process of its own; it includes what the allocator keeps.\n\n" + memory_table,
+    )
+    write_markdown(output / "overhead.md", "Overhead of a step", parts)
+    print(ratio_table)
+
+
+if __name__ == "__main__":
+    main()

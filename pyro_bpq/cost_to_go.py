@@ -1,0 +1,50 @@
+r"""Sums of costs over what lies downstream of a site, for all sites of a class at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.layout import Layout, matrix
+from pyro_bpq.rollout import Rollout, sum_to_plates
+
+__all__ = ["cost_to_go", "stack_costs", "sum_costs"]
+
+
+def stack_costs(layout: Layout, rollout: Rollout) -> list[Tensor]:
+    """The costs of a rollout by class of costs, ``(costs, M, plates)`` each, in nats, detached."""
+    return [
+        rollout.stack(lambda run, name: run.costs[name].detach(), cls.names, cls.plates) for cls in layout.cost_classes
+    ]
+
+
+def sum_costs(layout: Layout, costs: Sequence[Tensor], kind: str, c: int) -> Tensor | None:
+    """For each site of a class the sum of the costs that a matrix of the layout selects.
+
+    Args:
+        layout: The layout.
+        costs: Stacked costs, by class of costs.
+        kind: ``"downstream"``, ``"crossing"`` or ``"tabled"``, as in :meth:`Layout.matrix`.
+        c: Position of the class of sites.
+
+    Returns:
+        Sums that broadcast to ``(G, M, plates)``, or ``None`` where nothing is selected.
+    """
+    total, plates = None, () if kind == "crossing" else layout.classes[c].spec.plates
+    for k, (cls, stacked) in enumerate(zip(layout.cost_classes, costs, strict=True)):
+        selected = layout.matrix(kind, c, k, stacked)
+        if selected is not None:
+            term = matrix(selected, sum_to_plates(stacked, cls.plates, plates))
+            total = term if total is None else total + term
+    return total
+
+
+def cost_to_go(layout: Layout, costs: Sequence[Tensor], c: int, like: Tensor) -> Tensor:
+    """``C_X`` of every site of a class, of the shape ``(G, M, plates)`` of ``like``, in nats."""
+    total = torch.zeros_like(like)
+    for kind in ("downstream", "crossing"):
+        term = sum_costs(layout, costs, kind, c)
+        total = total if term is None else total + term
+    return total

@@ -1,0 +1,60 @@
+r"""A bootstrapped cost-to-go: biased, for comparison and for graphs too long for unbiased estimators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.all_action import AllAction
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.baselines import RunningBaseline, leave_one_out
+
+__all__ = ["LambdaReturn"]
+
+
+@dataclass(frozen=True)
+class LambdaReturn:
+    r"""**Biased**: the lambda-return of the critics in place of the cost-to-go.
+
+        g_X = (I_X(x) + G_X - b - Q-terms of AllAction) ∇ log q(x) + all-action term
+        G_X = roots + avg_Y [ E_Y[Q_Y] + λ (G_Y - q_Y(y)) ]
+
+    Critics stand for the cost that lies far ahead, so their errors bias the gradient unless ``lam=1``, where ``G_X`` is
+    the cost-to-go minus the graph-wise control variates. Finite sites use :class:`AllAction` on it, others the
+    score function with leave-one-out or a running baseline.
+
+    Args:
+        lam: Weight of the return against the critics, in ``[0, 1]``; not the one that the critics learn by.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Advantage from λ-return errors
+        | High-dimensional continuous control using generalized advantage estimation (Schulman et al., 2016), Eq. 16
+    """
+
+    lam: float = 0.9
+
+    is_unbiased: ClassVar[bool] = False
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.lam <= 1.0:
+            raise OptionError(f"LambdaReturn(lam={self.lam!r}): write a number in [0, 1].")
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Serves every site."""
+        return None
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Those of :class:`AllAction` and of a running baseline."""
+        return {**AllAction().statistics(num_particles), **RunningBaseline().statistics()}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """As :class:`AllAction` or the score function, on the cost-to-go that it is given."""
+        if context.log_probs is not None:
+            return AllAction()(context)
+        if context.num_particles > 1:
+            return SiteTerm(leave_one_out(context.cost) * context.score)
+        centred, statistics = RunningBaseline()(context.cost, context.statistics, context.count)
+        return SiteTerm(centred * context.score, statistics)

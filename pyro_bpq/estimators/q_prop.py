@@ -1,0 +1,92 @@
+r"""Q-Prop: a critic's first- and second-order terms as control variate, for values without finite support."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.scales import ScaledTerms, initial_statistics
+
+__all__ = ["QProp"]
+
+
+@dataclass(frozen=True)
+class QProp:
+    r"""Score function with a critic that is a quadratic in the value, so that its expectation is known.
+
+        g_X = R_X ∇ log q(x) + a_2 ∇E_q[Q_X]
+        R_X = C_X - a_1 V - a_2 (Q_X(x) - V) - a_3 Σ_Y A_Y - b
+        Q_X(x) = V + Σ_i g_i e_i + ½ h_i (e_i² - 1),   e_i = (x_i - μ_i) / σ_i
+
+    ``Q_X`` is held fixed as a function of ``x``: ``∇E_q[Q_X] = Σ_i g_i ∇μ_i / σ_i + ½ h_i ∇σ_i² / σ_i²``, exact for
+    every distribution with finite mean and variance. ``A_Y`` are the graph-wise control variates of later sites and
+    ``b`` the mean of the same over the other particles or, with one particle, over earlier steps. The scales ``a``
+    minimise the second moment of the gradient with respect to ``μ / σ`` and ``log σ`` of a normal distribution, from
+    running moments of earlier steps, and lie in ``[0, max_scale]``. Without a critic (``critic=False``) the baseline
+    and the later sites' corrections remain.
+
+    Args:
+        adaptive: Whether the scales adapt; otherwise they are 1.
+        decay: Weight of the past in the running moments.
+        max_scale: Upper end of the scales.
+        trace: ``A_Y`` is weighted by ``trace ** distance``, the number of steps from X to Y.
+
+    References:
+        | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017), Eq. 5 to 7
+        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+    """
+
+    adaptive: bool = True
+    decay: float = 0.995
+    max_scale: float = 1.2
+    trace: float = 1.0
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decay < 1.0:
+            raise OptionError(f"QProp(decay={self.decay!r}): write a number in [0, 1).")
+        if not self.max_scale > 0.0:
+            raise OptionError(f"QProp(max_scale={self.max_scale!r}): write a positive number.")
+        if not 0.0 <= self.trace <= 1.0:
+            raise OptionError(f"QProp(trace={self.trace!r}): write a number in [0, 1].")
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Serves sites without finite components."""
+        if site.components is None:
+            return None
+        return f"QProp() is for values without finite support, and {site.distribution} has one; use AllAction()"
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Gram matrix of the control variates, their products with the plain gradient, means, scales."""
+        return initial_statistics()
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The residual times ``log q``, plus the critic's expectation."""
+        with torch.no_grad():
+            terms = _terms(context)
+            scales = context.statistics["scales"] if self.adaptive else torch.ones_like(context.statistics["scales"])
+            residual = terms.residual(scales)
+            statistics = terms.updated(context, scales, self.decay, self.max_scale)
+        surrogate = residual * context.score
+        if context.moments is not None and context.learned is not None:
+            expected = (context.learned * context.moments.expected).sum((-1, -2))
+            surrogate = surrogate + terms.scale(scales, 2) * expected
+        return SiteTerm(surrogate, statistics)
+
+
+def _terms(context: SiteContext) -> ScaledTerms:
+    zero = context.cost.new_zeros(()).expand_as(context.cost)
+    level = zero if context.level is None else context.level
+    if context.moments is None or context.learned is None or context.own is None:
+        # Nothing to weigh the moments with but the residual.
+        return ScaledTerms.of(context, zero[..., None, None] + 1.0, level, zero, None, None)
+    # The table's second entry is h/2, and d/dlogσ of ½ h σ² / s² is h.
+    critic = context.learned * context.learned.new_tensor([1.0, 2.0])
+    return ScaledTerms.of(context, context.moments.powers, level, context.own, critic, None)

@@ -1,0 +1,52 @@
+r"""Straight-through: the sampled value with the gradient of a probability. Biased."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+
+__all__ = ["StraightThrough"]
+
+
+@dataclass(frozen=True)
+class StraightThrough:
+    r"""The sampled value, whose gradient is that of its mean. Biased; a reference.
+
+        z = b + p - stop(p)
+
+    Serves Bernoulli and OneHotCategorical, also in ``to_event``, whose costs are differentiable in the value. The
+    gradient through ``log q`` of a OneHotCategorical with respect to its value is zero, as torch computes it.
+
+    References:
+        | Estimating or propagating gradients through stochastic neurons for conditional computation
+          (Bengio et al., 2013)
+    """
+
+    is_unbiased: ClassVar[bool] = False
+    is_pathwise: ClassVar[bool] = True
+    uses_critic: ClassVar[bool] = False
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs values that can carry a gradient."""
+        if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
+            return None
+        other = "Pathwise()" if site.has_rsample else "ScoreFunction()" if site.components is None else "AllAction()"
+        return f"StraightThrough() needs a Bernoulli or OneHotCategorical, not a {site.distribution}; use {other}"
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """None."""
+        return {}
+
+    def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
+        """The value, with the gradient of the distribution's mean."""
+        mean = fn.mean
+        return value + (mean - mean.detach())
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Nothing: the value carries the gradient."""
+        return SiteTerm(context.score.new_zeros(()))

@@ -1,0 +1,92 @@
+r"""Runs a program again with a site at another value, for estimators that compare values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.graph import StochasticComputationGraph
+from pyro_bpq.rollout import Run
+from pyro_bpq.sandbox import Sandbox
+from pyro_bpq.substitute import Substitute
+from pyro_bpq.tracing import TracedRun, cost_of_guide
+
+__all__ = ["Reruns"]
+
+# Traces (model, guide, args, kwargs) without tracking.
+Trace = Callable[..., TracedRun]
+
+
+class Reruns:
+    """Runs guide and model again with one site at another value.
+
+    Sites sampled downstream of it are drawn afresh, from a generator of the ELBO's own; everything else keeps
+    its value. Global generators, and buffers of modules, are left as they were.
+
+    Args:
+        trace: Traces a program.
+        programs: Model, guide and their arguments, for each run of the step.
+        traced: The runs of the step.
+        graph: Their graph.
+        generator: Source of the fresh draws.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        programs: Sequence[tuple[Any, Any, Any, Any]],
+        traced: Sequence[TracedRun],
+        graph: StochasticComputationGraph,
+        generator: torch.Generator,
+    ) -> None:
+        self.trace, self.programs, self.traced = trace, programs, traced
+        self.graph, self.generator = graph, generator
+        self.num_runs = 0
+
+    def __call__(self, name: str, value: Tensor) -> tuple[Run, ...]:
+        """Runs the program once more per run of the step.
+
+        Args:
+            name: The site.
+            value: Its value ``(M, plate dims, event)``; where it requires a gradient, the costs carry it.
+
+        Returns:
+            The runs.
+
+        Raises:
+            UnsupportedProgramError: If the program then has other sites.
+        """
+        fresh = {name, *self.graph.descendants(name)}
+        single = len(self.traced) > 1
+        return tuple(
+            self._run(name, value[i : i + 1] if single else value, fresh, *pair)
+            for i, pair in enumerate(zip(self.programs, self.traced, strict=True))
+        )
+
+    def _run(self, name: str, value: Tensor, fresh: set[str], program: Any, traced: TracedRun) -> Run:
+        model, guide, args, kwargs = program
+        sites = traced.run.sites
+        values: dict[str, Any] = {site: record.value.detach() for site, record in sites.items() if site not in fresh}
+        values.update(traced.subsamples)
+        own = sites[name].value
+        values[name] = value.reshape(own.shape).to(own.dtype if not value.requires_grad else value.dtype)
+        seed = int(torch.randint(1 << 62, (), generator=self.generator))
+        self.num_runs += 1
+        with Sandbox(seed), pyro.validation_enabled(False), torch.set_grad_enabled(value.requires_grad):
+            again = self.trace(Substitute(values)(model), Substitute(values)(guide), args, kwargs, track=False)
+        costs = dict(again.run.costs)
+        for site in traced.untraced:
+            costs.setdefault(cost_of_guide(site), traced.run.costs[cost_of_guide(site)])
+        if costs.keys() != traced.run.costs.keys():
+            changed = sorted(costs.keys() ^ traced.run.costs.keys())
+            raise UnsupportedProgramError(
+                f"Site {name!r}: at another value of it the program has other costs ({', '.join(changed)}), so its "
+                "estimator cannot compare them; use AllAction() or ScoreFunction(RunningBaseline()) at this site."
+            )
+        return replace(again.run, costs=costs)

@@ -1,0 +1,61 @@
+r"""Extra runs of a program that leave no trace: generators and module buffers are as before."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Sandbox"]
+
+
+class Sandbox:
+    """Undoes what an extra run does to global generators and to buffers of modules (batch statistics).
+
+    Args:
+        start: State that the global generator of the CPU starts from, or a seed for the generators of all devices.
+
+    Attributes:
+        before: States of the generators at the start, CPU first.
+        after: Their states at the end.
+    """
+
+    def __init__(self, start: Tensor | int) -> None:
+        self.before: list[Tensor] = []
+        self.after: list[Tensor] = []
+        self._start = start
+        self._thread = threading.get_ident()
+        self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
+
+    def __enter__(self) -> Sandbox:
+        is_cuda_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._devices = list(range(torch.cuda.device_count())) if is_cuda_used else []
+        self._states = self._generators()
+        if isinstance(self._start, int):
+            torch.manual_seed(self._start)
+        else:
+            torch.set_rng_state(self._start)
+        self.before = self._generators()
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._lend_buffers)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+        for module, buffers in self._buffers.items():
+            module._buffers.update(buffers)
+        self.after = self._generators()
+        cpu, *others = self._states
+        torch.set_rng_state(cpu)
+        for device, state in zip(self._devices, others, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    def _generators(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+
+    def _lend_buffers(self, module: nn.Module, _: object) -> None:
+        if module._buffers and module not in self._buffers and threading.get_ident() == self._thread:
+            self._buffers[module] = dict(module._buffers)
+            # The originals are left untouched: autograd may hold them.
+            lent = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+            module._buffers.update(lent)

@@ -1,0 +1,254 @@
+r"""What the sites of one rollout are told: cost-to-go, exact immediate costs, critics, control variates.
+
+Backwards along the graph, one batched operation per class of like-shaped sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.bank import CriticBank
+from pyro_bpq.cost_to_go import cost_to_go, stack_costs, sum_costs
+from pyro_bpq.critic_step import CriticBatch, Learned, evaluate_critics
+from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.estimators.base import SiteContext, needs_program
+from pyro_bpq.estimators.lambda_return import LambdaReturn
+from pyro_bpq.estimators.pyro_baseline import PyroBaseline
+from pyro_bpq.layout import Layout, matrix
+from pyro_bpq.returns import lambda_returns
+from pyro_bpq.rollout import Rollout, sum_to_plates
+from pyro_bpq.site_batch import SiteBatch
+from pyro_bpq.site_program import Rerun, SiteProgramRuns
+
+__all__ = ["Signals"]
+
+
+class Signals:
+    """The intermediate tensors of one rollout, by position of the class of sites or of the group of Q-nodes.
+
+    Args:
+        layout: The batching of its graph.
+        rollout: Its tensors.
+        tables: Immediate costs of the model after setting one component of a site, by site:
+            ``(M, plate dims, D, K)`` in nats, detached.
+        bank: Critics and running statistics.
+        build: Whether missing critics may be built.
+        rerun: Runs the program again with a site at another value, or ``None`` where that cannot be done.
+        generator: Noise of the estimators.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rollout: Rollout,
+        tables: Mapping[str, Tensor],
+        bank: CriticBank,
+        build: bool,
+        rerun: Rerun | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
+        self.rerun, self.generator = rerun, generator
+        self.batches = [SiteBatch(cls, rollout) for cls in layout.classes]
+        self.costs = stack_costs(layout, rollout)
+        self.active = [c for c, cls in enumerate(layout.classes) if not cls.spec.estimator.is_pathwise]
+        # A reparameterised site with a critic corrects the sites before it.
+        self.valued = [c for c, cls in enumerate(layout.classes) if c in self.active or cls.spec.critic is not None]
+        found = {g: evaluate_critics(layout, group, self.batches, bank, build) for g, group in enumerate(layout.groups)}
+        self.critics: dict[int, CriticBatch] = {g: critic for g, critic in found.items() if critic is not None}
+
+    # Parts of the signal.
+
+    @cached_property
+    def exact(self) -> dict[int, Tensor | None]:
+        """Immediate costs at every value of every component, up to a constant per component, by class."""
+        return {c: self._exact(c) for c in self.valued}
+
+    @cached_property
+    def learned(self) -> dict[int, Learned]:
+        """What the critics of each site say, summed over its Q-nodes, by class."""
+        found: dict[int, Learned] = {}
+        for critic in self.critics.values():
+            group = critic.group
+            said = critic.per_site(self.layout.membership(group, group.nodes, critic.level))
+            found[group.c] = said if group.c not in found else found[group.c].plus(said)
+        return found
+
+    @cached_property
+    def variates(self) -> dict[int, Tensor]:
+        """``A_Y = Q_Y(y) - E_Y[Q_Y]`` of each site, by class."""
+        found = {}
+        for c in self.valued:
+            table, learned = self.exact[c], self.learned.get(c)
+            own = None if learned is None else learned.variate
+            if own is None and learned is not None and learned.table is not None:
+                table = learned.table if table is None else table + learned.table
+            if table is not None:
+                centred = self.batches[c].centred(table)
+                found[c] = centred if own is None else centred + own
+            elif own is not None:
+                found[c] = own
+        return found
+
+    def context(self, c: int) -> SiteContext:
+        """What the estimator of a class of sites sees, but for its running statistics."""
+        cls, batch = self.layout.classes[c], self.batches[c]
+        estimator = cls.spec.estimator
+        shape = (len(cls.names), *batch.batch_shape)
+        finite = cls.spec.components is not None
+        uses = estimator.uses_critic
+        learned = self.learned.get(c) if uses else None
+        exact = self.exact[c] if uses else None
+        cost = cost_to_go(self.layout, self.costs, c, batch.score.detach().new_zeros(shape))
+        shift = self._bootstraps.get(c)
+        return SiteContext(
+            names=cls.names,
+            score=batch.score,
+            cost=cost if shift is None else cost + shift,
+            num_particles=self.rollout.num_particles,
+            log_probs=batch.log_probs if finite else None,
+            index=batch.index if finite else None,
+            exact=exact,
+            exact_cost=None if exact is None else _expand(sum_costs(self.layout, self.costs, "tabled", c), shape),
+            learned=None if learned is None else learned.table,
+            level=None if learned is None else learned.level,
+            own=None if learned is None else learned.own,
+            moments=batch.moments if uses and cls.spec.has_moments else None,
+            correction=_expand(self._correction(c), shape) if uses and shift is None else None,
+            baseline=batch.baseline if isinstance(estimator, PyroBaseline) else None,
+            program=self._program(c) if needs_program(estimator) else None,
+        )
+
+    def _exact(self, c: int) -> Tensor | None:
+        cls, batch = self.layout.classes[c], self.batches[c]
+        if not cls.spec.tabled:
+            return None
+        table = torch.zeros_like(batch.probs)
+        if "q" in cls.spec.tabled:
+            table = table + batch.own_q
+        if "p" in cls.spec.tabled:
+            table = table + batch.own_p
+        if "model" in cls.spec.tabled:
+            table = table + torch.stack([self.tables[name].expand(table.shape[1:]) for name in cls.names])
+        return table.masked_fill(batch.probs == 0, 0.0)
+
+    def _correction(self, c: int) -> Tensor | None:
+        """For each site the sum of the control variates of later sites."""
+        trace = getattr(self.layout.classes[c].spec.estimator, "trace", 1.0)
+        total, plates = None, self.layout.classes[c].spec.plates
+        for k, variate in self.variates.items():
+            selected = self.layout.matrix("later", c, k, variate)
+            if selected is not None:
+                source = self.layout.classes[k].spec.plates
+                distance = self.layout.matrix("distance", c, k, variate) if trace != 1.0 else None
+                selected = selected if distance is None else selected * trace**distance
+                term = matrix(selected, sum_to_plates(variate, source, plates))
+                total = term if total is None else total + term
+        return total
+
+    def _program(self, c: int) -> SiteProgramRuns:
+        """Other values of the sites of a class, and what they cost."""
+        if self.rerun is None or self.generator is None:
+            names = ", ".join(map(repr, self.layout.classes[c].names))
+            raise UnsupportedProgramError(
+                f"Sites {names}: sampled values steer this program, so {self.layout.classes[c].spec.estimator} cannot "
+                "compare its costs at other values; use AllAction() or ScoreFunction(RunningBaseline()) there."
+            )
+        return SiteProgramRuns(self.layout, c, self.batches[c], self.rerun, self.generator)
+
+    # Targets of the critics.
+
+    def values_and_targets(self, lam: float, gamma: float, slow: bool = False) -> dict[int, tuple[Tensor, Tensor]]:
+        """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group.
+
+        Args:
+            lam: Weight of the return against the critic.
+            gamma: Discount per edge.
+            slow: Whether targets are formed with the slow copies of the critics.
+        """
+        values, _ = self._values
+        targets = self._returns(*(self._slow_values if slow else self._values), lam, gamma)
+        return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
+
+    @cached_property
+    def _values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """``q_X(x)`` with the critics' gradient, and its expectation, by group."""
+        return self._evaluated(self.critics)
+
+    @cached_property
+    @torch.no_grad()
+    def _slow_values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """The same of the slow copies."""
+        found = {
+            g: evaluate_critics(self.layout, critic.group, self.batches, self.bank, False, True)
+            for g, critic in self.critics.items()
+        }
+        return self._evaluated({g: critic for g, critic in found.items() if critic is not None})
+
+    def _evaluated(self, critics: Mapping[int, CriticBatch]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        values, ahead = {}, {}
+        for g, critic in critics.items():
+            values[g], mean = self._value_and_mean(critic)
+            ahead[g] = self._with_expected_immediate(critic, mean)
+        return values, ahead
+
+    def _returns(
+        self, values: Mapping[int, Tensor], ahead: Mapping[int, Tensor], lam: float, gamma: float
+    ) -> dict[int, Tensor]:
+        if not values:
+            return {}
+        groups = {g: critic.group for g, critic in self.critics.items()}
+        detached = {g: value.detach() for g, value in values.items()}
+        return lambda_returns(self.layout, self.costs, groups, detached, ahead, lam, gamma)
+
+    @cached_property
+    def _bootstraps(self) -> dict[int, Tensor]:
+        """What turns the cost-to-go of sites into a lambda-return, by class, where an estimator wants that."""
+        estimators = {c: self.layout.classes[c].spec.estimator for c in self.active}
+        wanted = {c: e.lam for c, e in estimators.items() if isinstance(e, LambdaReturn)}
+        if not wanted or not self.critics:
+            return {}
+        values, ahead = self._values
+        none = {g: torch.zeros_like(value.detach()) for g, value in values.items()}
+        plain = self._returns(none, none, 1.0, 1.0)
+        shifts: dict[int, Tensor] = {}
+        for lam in sorted(set(wanted.values())):
+            targets = self._returns(values, ahead, lam, 1.0)
+            for g, critic in self.critics.items():
+                group = critic.group
+                if wanted.get(group.c) == lam:
+                    shift = targets[g] - plain[g]
+                    member = self.layout.membership(group, group.nodes, shift)
+                    shift = shift if member is None else matrix(member, shift)
+                    shifts[group.c] = shifts.get(group.c, torch.zeros_like(shift)) + shift
+        return shifts
+
+    def _value_and_mean(self, critic: CriticBatch) -> tuple[Tensor, Tensor]:
+        """``q_X(x)`` with gradient and ``E_X[q_X]`` without, ``(Q, M, plates)`` each."""
+        if critic.joint is not None:
+            return critic.joint.value, critic.joint.mean
+        if critic.advantage is None:
+            return critic.level, critic.level.detach()
+        batch, sites = self.batches[critic.group.c], list(critic.group.sites)
+        index, probs = batch.index[sites].unsqueeze(-1), batch.probs[sites]
+        value = critic.level + critic.advantage.gather(-1, index).squeeze(-1).sum(-1)
+        mean = critic.level.detach() + (probs * critic.advantage.detach()).sum((-1, -2))
+        return value, mean
+
+    def _with_expected_immediate(self, critic: CriticBatch, mean: Tensor) -> Tensor:
+        """Immediate costs in expectation instead of sampled, where the Q-node has all of them."""
+        group, tabled = critic.group, self.layout.tabled
+        exact = self.exact[group.c]
+        if exact is None:
+            return mean
+        whole = [float(set(node.immediate) >= set(tabled[node.site])) for node in group.nodes]
+        centred = self.batches[group.c].centred(exact)[list(group.sites)]
+        return mean - centred * mean.new_tensor(whole).reshape(-1, *(1,) * (mean.dim() - 1))
+
+
+def _expand(tensor: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    return None if tensor is None else tensor.expand(shape)

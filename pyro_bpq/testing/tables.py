@@ -1,0 +1,159 @@
+r"""A stochastic computation graph whose conditionals and costs are tables, so that its Q-functions are known.
+
+All tables are held over the joint states: one axis per stochastic node in program order, of size 1 where the
+table does not depend on it. Sums and products of tables broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.errors import GraphError
+from pyro_bpq.graph import StochasticComputationGraph
+from pyro_bpq.network import BackpropQNetwork, QNode
+
+__all__ = ["TabularProgram"]
+
+
+@dataclass(frozen=True, eq=False)
+class TabularProgram:
+    """Tables on a graph.
+
+    Args:
+        graph: The stochastic computation graph.
+        conditionals: For each stochastic node its distribution given its parents, over the joint axes.
+        costs: Each cost in nats, over the joint axes.
+
+    Raises:
+        GraphError: If the conditional of a node does not sum to one over its axis.
+    """
+
+    graph: StochasticComputationGraph
+    conditionals: Mapping[str, Tensor]
+    costs: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        for name, axis in self.graph.index.items():
+            total = self.conditionals[name].sum(axis)
+            if not torch.allclose(total, torch.ones_like(total)):
+                raise GraphError(f"The conditional table of {name!r} does not sum to 1 over axis {axis}.")
+
+    @classmethod
+    def random(
+        cls,
+        graph: StochasticComputationGraph,
+        generator: torch.Generator,
+        sizes: tuple[int, ...] = (2, 3),
+    ) -> TabularProgram:
+        """Random tables: conditionals bounded away from zero, costs standard normal.
+
+        Args:
+            graph: The stochastic computation graph.
+            generator: Source of the numbers.
+            sizes: Numbers of values from which that of each node is drawn.
+
+        Returns:
+            Tables in float64.
+        """
+        chosen = [sizes[int(torch.randint(len(sizes), (), generator=generator))] for _ in graph.nodes]
+
+        def shape(names: Iterable[str]) -> list[int]:
+            axes = {graph.index[name] for name in names}
+            return [size if axis in axes else 1 for axis, size in enumerate(chosen)]
+
+        conditionals = {}
+        for axis, node in enumerate(graph.nodes):
+            weight = torch.rand(shape((*node.parents, node.name)), generator=generator, dtype=torch.float64) + 0.1
+            conditionals[node.name] = weight / weight.sum(axis, keepdim=True)
+        costs = {
+            cost.name: torch.randn(shape(cost.parents), generator=generator, dtype=torch.float64)
+            for cost in graph.costs
+        }
+        return cls(graph, conditionals, costs)
+
+    @cached_property
+    def joint(self) -> Tensor:
+        """Probability of every joint state."""
+        joint = torch.ones(())
+        for conditional in self.conditionals.values():
+            joint = joint * conditional
+        return joint
+
+    def expect(self, value: Tensor, given: Iterable[str]) -> Tensor:
+        """``E[value | given]``, as a table over the axes of ``given``."""
+        index = self.graph.index
+        rest = sorted(set(index.values()) - {index[name] for name in given})
+        if not rest:
+            return value.expand_as(self.joint)
+        return (self.joint * value).sum(rest, keepdim=True) / self.joint.sum(rest, keepdim=True)
+
+    def known(self, site: str, form: str) -> frozenset[str]:
+        """What the Q-functions of a site condition on: its ancestors and itself, or all sampled so far."""
+        graph = self.graph
+        if form == "ancestor":
+            return graph.ancestors(site) | {site}
+        return frozenset(node.name for node in graph.nodes[: graph.index[site] + 1])
+
+    def exact_q(self, network: BackpropQNetwork) -> dict[str, Tensor]:
+        r"""The learned part of each Q-function, ``E[Σ_f f | known]`` over its remote costs, by its definition.
+
+        Args:
+            network: A network of this graph.
+
+        Returns:
+            Tables in nats; for Q-nodes without a learned part there is none.
+        """
+        found = {}
+        for node in network.learned:
+            total = sum((self.costs[cost] for cost in node.remote), torch.zeros(()))
+            found[node.name] = self.expect(total, self.known(node.site, network.form))
+        return found
+
+    def total(self, node: QNode, q: Mapping[str, Tensor]) -> Tensor:
+        """``I_Y + q_Y`` of a Q-node as a table."""
+        learned = q.get(node.name, torch.zeros(()))
+        return sum((self.costs[cost] for cost in node.immediate), learned)
+
+    def expected(self, network: BackpropQNetwork, q: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``E_Y[I_Y + q_Y]`` of each Q-node over the conditional of its site, as tables."""
+        index = self.graph.index
+        return {
+            node.name: (self.conditionals[node.site] * self.total(node, q)).sum(index[node.site], keepdim=True)
+            for node in network.nodes
+        }
+
+    def sample(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draws rollouts.
+
+        Args:
+            count: Number of rollouts.
+            generator: Source of the draws.
+
+        Returns:
+            Values of each node, ``(count,)`` of dtype long.
+        """
+        values: dict[str, Tensor] = {}
+        for name, axis in self.graph.index.items():
+            # Its axis behind all others: what comes later in program order has size 1.
+            table = self.conditionals[name].movedim(axis, -1).flatten(0, -2)
+            context = self.conditionals[name].narrow(axis, 0, 1)
+            rows = table[self.cells(context, values, count)]
+            values[name] = torch.multinomial(rows, 1, generator=generator).squeeze(-1)
+        return values
+
+    def at(self, table: Tensor, values: Mapping[str, Tensor], count: int) -> Tensor:
+        """A table at the values of rollouts, ``(count,)``."""
+        return table.reshape(-1)[self.cells(table, values, count)]
+
+    def cells(self, table: Tensor, values: Mapping[str, Tensor], count: int) -> Tensor:
+        """The cell of a table that each rollout is in, ``(count,)``, of dtype long."""
+        cell = torch.zeros(count, dtype=torch.long)
+        for name, axis in self.graph.index.items():
+            if table.shape[axis] > 1:
+                cell = cell * table.shape[axis] + values[name]
+        return cell

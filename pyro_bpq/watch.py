@@ -1,0 +1,211 @@
+r"""Watches a run of guide and model: what leaves torch, what is drawn, and which values carry gradients."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pyro.distributions.score_parts import ScoreParts
+from pyro.distributions.util import is_identically_zero
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor
+
+from pyro_bpq.config import SiteOptions, site_options
+from pyro_bpq.contained import ContainedCalls
+from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.estimators.base import Estimator, SiteInfo
+from pyro_bpq.features import finite_components
+from pyro_bpq.graph import Plate
+from pyro_bpq.provenance import DependencyTracker
+
+__all__ = ["Attach", "Choose", "Watch", "is_enumerated", "samples", "site_info"]
+
+# Chooses the estimator of a site.
+Choose = Callable[[SiteInfo, SiteOptions], Estimator]
+
+# Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
+Attach = Callable[[Mapping[str, Any]], Any]
+
+
+class Watch(Messenger):  # type: ignore[misc]
+    """Notes at every sample statement what has left torch so far; hands out tracked values.
+
+    It must be the outermost handler, so that the traces record the values that it hands out.
+
+    Args:
+        tracker: The tracker, or ``None``.
+        choose: Gives the estimator of a site.
+        particles: Number of particles of the step.
+        attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
+        noise: Makes the generator that such estimators draw from.
+    """
+
+    def __init__(
+        self,
+        tracker: DependencyTracker | None,
+        choose: Choose,
+        particles: int,
+        attach: Attach | None,
+        noise: Callable[[], torch.Generator],
+    ) -> None:
+        super().__init__()
+        self.tracker, self.choose, self.particles = tracker, choose, particles
+        self.attach, self.noise = attach, functools.lru_cache(noise)
+        self.attached: set[str] = set()
+        self.is_guide = False
+        self.escaped: dict[tuple[bool, str], frozenset[str]] = {}
+        self.subsamples: dict[str, Any] = {}
+        self.model_start = torch.get_rng_state()
+        self.plates: dict[str, tuple[Any, ...]] = {}
+        self.drawn: list[str] = []
+        self.untraced: dict[str, dict[str, Any]] = {}
+        self.enumerated: set[str] = set()
+        self.calls = None if tracker is None else ContainedCalls(tracker)
+
+    def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
+        """The guide, whose draws become sources."""
+        # A partial of this form is what Pyro looks through when it tells whether a guide is a GuideMessenger.
+        return functools.partial(_run_guide, self, guide)
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if self.tracker is not None:
+            self.escaped[self.is_guide, msg["name"]] = self.tracker.escaped
+        if not self.is_guide or msg["is_observed"] or not getattr(msg["fn"], "has_rsample", False):
+            return
+        info = site_info(msg, (), self.particles)
+        if not self.choose(info, site_options(msg["name"], msg["infer"])).is_pathwise:
+            msg["fn"] = _without_rsample(msg["fn"])
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if isinstance(msg["fn"], _Subsample):
+            self.subsamples[msg["name"]] = msg["value"]
+            return
+        self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
+        if is_enumerated(msg):
+            self._enumerate(msg)
+        if not self.is_guide or msg["is_observed"] or is_enumerated(msg):
+            return
+        self.drawn.append(msg["name"])
+        self._attach(msg)
+        score = None
+        if msg["infer"].get("_do_not_trace"):
+            score = _score_of_untraced(msg)
+            if score is None:
+                return
+        if self.tracker is not None and isinstance(msg["value"], Tensor):
+            msg["value"] = self.tracker.source(msg["name"], msg["value"])
+        if score is not None:
+            self._keep(msg, score)
+
+    def _pyro_bpq_cost(self, msg: Any) -> None:
+        if self.calls is not None:
+            self.calls.open()
+
+    def _pyro_post_bpq_cost(self, msg: Any) -> None:
+        # A cost that is to be evaluated row by row must not look at values: there they are those of all rows.
+        if self.calls is not None and not msg["infer"]["exact"]:
+            self.calls.close(msg["args"][2], msg["args"][3:], msg["value"])
+
+    def _enumerate(self, msg: Any) -> None:
+        """Follows the values of an enumerated site, to tell where they must not go."""
+        if self.tracker is not None and msg["name"] not in self.enumerated:
+            msg["value"] = self.tracker.source(msg["name"], msg["value"])
+        self.enumerated.add(msg["name"])
+
+    def _attach(self, msg: Any) -> None:
+        """Lets the value of a site carry a gradient, where its estimator does so."""
+        estimator = None if self.attach is None else self.attach(msg["infer"])
+        if estimator is None or getattr(msg["fn"], "has_rsample", False):
+            return
+        if self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])) == estimator:
+            msg["value"] = estimator.attach(msg["fn"], msg["value"], self.noise())
+            self.attached.add(msg["name"])
+
+    def _keep(self, msg: Any, score: Tensor) -> None:
+        """Notes a site that Pyro leaves out of its traces, but on whose value later costs depend."""
+        name, zero = msg["name"], torch.zeros_like(score)
+        if name in self.untraced:
+            raise UnsupportedProgramError(
+                f'Site {name!r} has infer={{"_do_not_trace": True}} and is sampled twice; give each a name of its own.'
+            )
+        parts = ScoreParts(zero, score, torch.zeros(()))
+        self.untraced[name] = {**msg, "log_prob": zero, "log_prob_sum": zero.sum(), "score_parts": parts}
+
+    def guide_sites(self, trace: Any) -> dict[str, Any]:
+        """The sites of the guide's trace, and those that Pyro left out of it, in the order of their draws."""
+        sites = samples(trace)
+        for name in self.attached & sites.keys():
+            log_prob = sites[name]["log_prob"]
+            parts: Any = (log_prob, 0.0, log_prob)
+            sites[name] = {**sites[name], "score_parts": ScoreParts(*parts)}
+        if not self.untraced:
+            return sites
+        order = {name: i for i, name in enumerate(self.drawn)}
+        merged = {**sites, **self.untraced}
+        return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(order)))}
+
+
+def _score_of_untraced(msg: Any) -> Tensor | None:
+    """``log q`` of a site that Pyro leaves out of its traces; ``None`` where its value carries all gradients."""
+    if not torch.is_grad_enabled() or not isinstance(msg["value"], Tensor):
+        return None
+    score: Any = msg["fn"].score_parts(msg["value"]).score_function
+    return None if is_identically_zero(score) else score
+
+
+def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    watch.is_guide = True
+    try:
+        return guide(*args, **kwargs)
+    finally:
+        watch.is_guide = False
+        watch.model_start = torch.get_rng_state()
+
+
+def _without_rsample(fn: Any) -> Any:
+    fn = copy.copy(fn)
+    if hasattr(fn, "base_dist"):
+        fn.base_dist = _without_rsample(fn.base_dist)
+    else:
+        fn.has_rsample = False
+    return fn
+
+
+def is_enumerated(site: Any) -> bool:
+    """Whether a site takes all of its values at once."""
+    return site["infer"].get("_enumerate_dim") is not None
+
+
+def samples(trace: Any) -> dict[str, Any]:
+    """The sample sites of a trace."""
+    return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+
+
+def site_info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
+    """What is known of a site before any tensor.
+
+    Args:
+        site: The site of a trace, or its message.
+        plates: Its vectorised plates.
+        particles: Number of particles.
+    """
+    fn = site["fn"]
+    return SiteInfo(
+        name=site["name"],
+        distribution=_distribution_name(fn),
+        has_rsample=bool(getattr(fn, "has_rsample", False)),
+        components=finite_components(fn),
+        num_particles=particles,
+        plates=tuple(plate.name for plate in plates),
+    )
+
+
+def _distribution_name(fn: Any) -> str:
+    wrappers = ("Independent", "MaskedDistribution", "ExpandedDistribution")
+    while hasattr(fn, "base_dist") and type(fn).__name__ in wrappers:
+        fn = fn.base_dist
+    return type(fn).__name__

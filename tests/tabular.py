@@ -1,0 +1,47 @@
+"""Random graphs with tables, for tests that need exact Q-functions."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.graph import StochasticComputationGraph
+from pyro_bpq.network import BackpropQNetwork, Reduction
+from pyro_bpq.testing import TabularProgram
+
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+FORMS = ("ancestor", "history")
+MODES = list(itertools.product(REDUCTIONS, FORMS, ("exact", "learned")))
+graph_of = StochasticComputationGraph.from_parents
+
+
+def random_graph(generator: torch.Generator, max_nodes: int = 7, max_costs: int = 4) -> StochasticComputationGraph:
+    """Up to seven nodes in any order of dependence, several costs, bypasses included."""
+
+    def chance(probability: float) -> bool:
+        return bool(torch.rand((), generator=generator) < probability)
+
+    names = [f"x{i}" for i in range(int(torch.randint(2, max_nodes + 1, (), generator=generator)))]
+    nodes = {name: [p for p in names[:i] if chance(0.45)] for i, name in enumerate(names)}
+    count = int(torch.randint(1, max_costs + 1, (), generator=generator))
+    return graph_of(nodes, {f"f{k}": [n for n in names if chance(0.4)] for k in range(count)})
+
+
+@cache
+def random_program(seed: int, max_nodes: int = 7, max_costs: int = 4) -> TabularProgram:
+    """A random graph with binary and ternary nodes."""
+    generator = torch.Generator().manual_seed(seed)
+    return TabularProgram.random(random_graph(generator, max_nodes, max_costs), generator)
+
+
+def largest(value: Tensor) -> float:
+    return float(value.abs().max())
+
+
+def site_total(program: TabularProgram, network: BackpropQNetwork, q: dict[str, Tensor], site: str) -> Tensor:
+    """The sum of the Q-functions of a site."""
+    return sum((program.total(node, q) for node in network.q_nodes(site)), torch.zeros(()))

@@ -1,0 +1,181 @@
+"""Advantages: worked case 6 of the design by hand numbers; they add no bias whatever the Q-functions are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tabular import FORMS, REDUCTIONS, graph_of, largest, random_program
+from torch import Tensor
+
+import pyro_bpq.advantages as module
+from pyro_bpq.advantages import advantages
+from pyro_bpq.errors import PlateError
+from pyro_bpq.graph import Plate, StochasticComputationGraph
+from pyro_bpq.network import BackpropQNetwork
+from pyro_bpq.targets import lambda_return
+from pyro_bpq.testing import TabularProgram
+
+build = BackpropQNetwork.build
+
+
+def numbers(**given: float) -> dict[str, Tensor]:
+    return {name: torch.tensor(value) for name, value in given.items()}
+
+
+def found(graph: StochasticComputationGraph, q: dict[str, float], **options: float) -> dict[str, float]:
+    """Advantages in a network with every Q learned, as in the paper; costs are 0 unless given."""
+    network = build(graph, "merged", immediate="learned")
+    costs = {cost.name: torch.tensor(options.pop(cost.name, 0.0)) for cost in graph.costs}
+    return {name: float(a) for name, a in advantages(network, numbers(**q), costs, **options).items()}
+
+
+def test_case_6_single_parent() -> None:
+    graph = graph_of({"x": [], "y": ["x"]}, {"f": ["y"]})
+    assert found(graph, {"x": 3.0, "y": 5.0}) == {"x": 3.0, "y": 2.0}
+
+
+def test_case_6_two_parents() -> None:
+    graph = graph_of({"x1": [], "x2": [], "y": ["x1", "x2"]}, {"f": ["y"]})
+    assert found(graph, {"x1": 3.0, "x2": 1.0, "y": 5.0})["y"] == pytest.approx(5.0 - (3.0 + 1.0) / 2)
+
+
+def test_case_6_siblings() -> None:
+    graph = graph_of({"x": [], "y1": ["x"], "y2": ["x"]}, {"f1": ["y1"], "f2": ["y2"]})
+    a = found(graph, {"x": 10.0, "y1": 4.0, "y2": 7.0})
+    assert a["y1"] == 4.0 - (10.0 - 7.0) and a["y2"] == 7.0 - (10.0 - 4.0)
+
+
+def test_case_6_parents_and_siblings() -> None:
+    graph = graph_of(
+        {"x1": [], "x2": [], "y1": ["x1"], "y2": ["x1", "x2"], "y3": ["x2"]},
+        {"f1": ["y1"], "f2": ["y2"], "f3": ["y3"]},
+    )
+    a = found(graph, {"x1": 10.0, "x2": 6.0, "y1": 4.0, "y2": 7.0, "y3": 1.5})
+    assert a["y2"] == pytest.approx(7.0 - ((10.0 - 4.0) + (6.0 - 1.5)) / 2)
+    assert a["y1"] == 4.0 - (10.0 - 7.0) and a["y3"] == 1.5 - (6.0 - 7.0)
+
+
+def test_case_6_siblings_that_descend_from_each_other_are_dropped() -> None:
+    graph = graph_of({"x": [], "y1": ["x"], "y2": ["x", "y1"]}, {"f1": ["y1"], "f2": ["x", "y2"]})
+    network = build(graph, "chain", immediate="learned")
+    assert network.rule_text(network.q_node("x")) == "Q_y1"
+    network = build(graph, "tree", immediate="learned")
+    assert network.rule_text(network.q_node("x")) == "Q_y1^f1 + f2"
+    q = numbers(**{"x": 10.0, "y1^f1": 4.0, "y1^f2": 6.5, "y2": 7.0})
+    a = advantages(network, q, numbers(f1=1.0, f2=2.0))
+    # f2 reads y2, which descends from y1; for y1 it is dropped.
+    assert float(a["y1"]) == 4.0 + 6.5 - 10.0
+
+
+def test_children_that_are_averaged_are_no_siblings() -> None:
+    graph = graph_of({"x": [], "y1": ["x"], "y2": ["x"], "z": ["y1", "y2"]}, {"f": ["z"]})
+    a = found(graph, {"x": 1.0, "y1": 2.0, "y2": 4.0, "z": 5.0})
+    assert a == pytest.approx({"x": 1.0, "y1": 1.0, "y2": 3.0, "z": 5.0 - (2.0 + 4.0) / 2})
+
+
+def test_q_nodes_of_a_site_are_taken_together() -> None:
+    # Worked case 2: the target of Q_X is Q_Y^f1 + (Q_Y^f2 + Q_Z) / 2.
+    graph = graph_of({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
+    a = found(graph, {"x": 9.0, "y^f1": 3.0, "y^f2": 5.0, "z": 8.0})
+    assert a["y"] == pytest.approx(3.0 + 5.0 - 9.0)
+    assert a["z"] == pytest.approx(8.0 - (9.0 - 3.0))
+
+
+def test_a_cost_that_the_reader_sums_is_a_sibling() -> None:
+    graph = graph_of({"x": [], "y": ["x"]}, {"fx": ["x"], "fy": ["y"]})
+    assert found(graph, {"x": 9.0, "y": 5.0}, fx=3.0)["y"] == 5.0 - (9.0 - 3.0)
+    # Used as it is: it was never in the learned part of Q_X.
+    network = build(graph)
+    a = advantages(network, numbers(x=6.0), numbers(fx=3.0, fy=5.0))
+    assert float(a["y"]) == 5.0 - 6.0
+
+
+CHAIN = graph_of({"x1": [], "x2": ["x1"], "x3": ["x2"]}, {"f": ["x3"]})
+Q = {"x1": 1.0, "x2": 2.5, "x3": 4.0}
+
+
+@pytest.mark.parametrize(("lam", "gamma"), [(0.0, 1.0), (0.4, 0.9), (1.0, 1.0)])
+def test_advantage_of_a_chain_is_the_lambda_error_of_the_parent(lam: float, gamma: float) -> None:
+    network = build(CHAIN, immediate="learned")
+    a = found(CHAIN, Q, f=7.0, lam=lam, gamma=gamma)
+    returns = lambda_return(network, numbers(**Q), numbers(f=7.0), lam, gamma)
+    for site, parent in (("x2", "x1"), ("x3", "x2")):
+        assert a[site] == pytest.approx(float(returns[parent]) - Q[parent])
+    if lam == gamma == 1.0:
+        assert a["x2"] == 7.0 - Q["x1"] and a["x3"] == 7.0 - Q["x2"]
+
+
+def test_lambda_advantage_by_hand() -> None:
+    a = found(CHAIN, Q, f=7.0, lam=0.5, gamma=0.5)
+    # d_x3 = 3.5 - 4, d_x2 = 2 - 2.5 + .25 * (-.5) = -.625, d_x1 = 1.25 - 1 + .25 * (-.625)
+    assert a["x3"] == pytest.approx(-0.625) and a["x2"] == pytest.approx(0.09375)
+
+
+def test_plates_are_refused() -> None:
+    graph = graph_of({"g": [], "z": ["g"]}, {"f": ["z"]})
+    inner = StochasticComputationGraph.from_parents({"g": [], "z": ["g"]}, {"f": ["z"]}, {"z": [Plate("rows", -1)]})
+    assert found(graph, {"g": 1.0, "z": 3.0})["z"] == 2.0
+    with pytest.raises(PlateError, match=r"'z' lies in the plates \['rows'\]"):
+        advantages(build(inner), numbers(g=1.0), {"f": torch.zeros(3)})
+
+
+# Bias: E[(A_Y - Q_Y) (1[y = k] - q(k | Pa_Y)) | Pa_Y] = 0 for any Q-functions.
+
+
+def bias(program: TabularProgram, network: BackpropQNetwork, seed: int, lam: float) -> float:
+    generator = torch.Generator().manual_seed(seed)
+    graph = program.graph
+    shapes = {node.name: program.expect(torch.zeros(()), node.scope).shape for node in network.learned}
+    q = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    expected = program.expected(network, q)
+    error = 0.0
+    for more in (None, expected):
+        found = advantages(network, q, program.costs, lam, 1.0, more)
+        first = advantages_without_baseline(network, q, program.costs, lam, more)
+        for site, advantage in found.items():
+            axis, table = graph.index[site], program.conditionals[site]
+            for k in range(table.shape[axis]):
+                hot = torch.zeros(table.shape[axis])
+                hot[k] = 1.0
+                hot = hot.reshape([-1 if i == axis else 1 for i in range(table.dim())])
+                score = hot - table.narrow(axis, k, 1)
+                error = max(error, largest(program.expect((advantage - first[site]) * score, graph.parents(site))))
+    return error
+
+
+def advantages_without_baseline(
+    network: BackpropQNetwork,
+    q: dict[str, Tensor],
+    costs: dict[str, Tensor],
+    lam: float,
+    expected: dict[str, Tensor] | None,
+) -> dict[str, Tensor]:
+    returns = lambda_return(network, q, costs, lam, 1.0, expected)
+    first = {}
+    for site in network.graph.index:
+        for node in network.q_nodes(site):
+            own = q.get(node.name, returns[node.name])
+            total = sum((costs[c] for c in node.immediate), own) + lam * (returns[node.name] - own)
+            first[site] = first.get(site, torch.zeros(())) + total
+    return first
+
+
+def each_network(seeds: range) -> Iterator[tuple[int, TabularProgram, BackpropQNetwork]]:
+    for seed, reduction, form in itertools.product(seeds, REDUCTIONS, FORMS):
+        program = random_program(seed, 5, 3)
+        for immediate in ("exact", "learned"):
+            yield seed, program, build(program.graph, reduction, form=form, immediate=immediate)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.7])
+def test_baselines_add_no_bias(lam: float) -> None:
+    for seed, program, network in each_network(range(25)):
+        assert bias(program, network, seed, lam) < 1e-10, (seed, network)
+
+
+def test_baselines_that_keep_every_sibling_are_biased(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_independent", lambda *_: True)
+    assert sum(bias(program, network, seed, 0.0) > 1e-3 for seed, program, network in each_network(range(25))) > 10

@@ -1,0 +1,269 @@
+"""Copies, pickles and interrupted training: what follows is the same as without the interruption."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME
+from pyro.infer import SVI
+from pyro.optim import SGD, Adam
+from steps import CHAIN, DATA, OPTIONS, Guide, Model, assert_equal, run, state_of
+from torch import Tensor, nn
+
+from pyro_bpq import TraceBackpropQ_ELBO
+
+
+def through_pickle(elbo: Any) -> Any:
+    return pickle.loads(pickle.dumps(elbo))
+
+
+def through_torch(elbo: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(elbo, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+THROUGH: dict[str, Callable[[Any], Any]] = {
+    "pickle": through_pickle,
+    "torch": through_torch,
+    "deepcopy": copy.deepcopy,
+}
+each_way = pytest.mark.parametrize("through", list(THROUGH.values()), ids=list(THROUGH))
+# The modules' guide does not vectorise.
+PLATED = [name for name in OPTIONS if name != "vectorised"]
+each_options = pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
+
+
+@each_way
+@each_options
+@pytest.mark.parametrize("steps", [0, 1, 10])
+@pytest.mark.parametrize("is_waiting", [False, True], ids=["applied", "waiting"])
+def test_copies_continue_alike(
+    options: dict[str, Any], through: Callable[[Any], Any], steps: int, is_waiting: bool
+) -> None:
+    elbo = TraceBackpropQ_ELBO(**options)
+    run(elbo, steps=steps)
+    if is_waiting:
+        elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
+    twin = through(elbo)
+    before = state_of(elbo)
+    assert_equal(state_of(twin), before)
+    assert repr(twin) == repr(elbo)
+    found = run(twin, steps=5, seed=4)
+    assert_equal(state_of(elbo), before)  # its twin's steps leave it alone
+    assert_equal(run(elbo, steps=5, seed=4), found)
+    assert_equal(state_of(elbo), state_of(twin))
+
+
+@pytest.mark.parametrize("name", ["python_branch", "dynamic", "nested_plates", "vector"])
+@pytest.mark.parametrize("structure", ["auto", "dynamic", "dense"])
+def test_copies_know_the_structure(name: str, structure: str) -> None:
+    case = next(case for key, case in BY_NAME.items() if key.startswith(name))
+    elbo = TraceBackpropQ_ELBO(structure=structure)
+    run(elbo, case, steps=6)
+    twin = through_pickle(elbo)
+    assert twin.graph == elbo.graph
+    assert_equal(run(twin, case, steps=6, seed=4), run(elbo, case, steps=6, seed=4))
+
+
+# Interrupted training
+
+
+class Session:
+    """SVI with all that has to be saved."""
+
+    def __init__(self, elbo: TraceBackpropQ_ELBO) -> None:
+        pyro.clear_param_store()
+        self.elbo, self.optimiser = elbo, Adam({"lr": 0.02})
+        self.case = CHAIN
+
+    def train(self, steps: int) -> list[float]:
+        svi = SVI(self.case.model, self.case.guide, self.optimiser, self.elbo)
+        return [svi.step() for _ in range(steps)]
+
+    def save(self, how: str) -> bytes:
+        store = pyro.get_param_store().get_state()
+        elbo = self.elbo if how == "pickle" else self.elbo.state_dict()
+        file = io.BytesIO()
+        torch.save((elbo, store, self.optimiser.get_state(), torch.get_rng_state()), file)
+        return file.getvalue()
+
+    @staticmethod
+    def load(saved: bytes, options: dict[str, Any]) -> Session:
+        loaded, store, optimiser, rng = torch.load(io.BytesIO(saved), weights_only=False)
+        elbo = loaded
+        if isinstance(loaded, dict):
+            elbo = TraceBackpropQ_ELBO(**options)
+            elbo.load_state_dict(loaded)
+        resumed = Session(elbo)
+        pyro.get_param_store().set_state(store)
+        resumed.optimiser.set_state(optimiser)
+        torch.set_rng_state(rng)
+        return resumed
+
+
+def stored() -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in pyro.get_param_store().named_parameters()}
+
+
+@each_options
+@pytest.mark.parametrize("how", ["pickle", "state_dict"])
+def test_svi_resumes_with_the_same_numbers(options: dict[str, Any], how: str) -> None:
+    whole = Session(TraceBackpropQ_ELBO(**options))
+    CHAIN.params()
+    pyro.set_rng_seed(1)
+    whole.train(8)
+    saved = whole.save(how)
+    expected, parameters, state = whole.train(8), stored(), state_of(whole.elbo)
+    resumed = Session.load(saved, options)
+    assert_equal(resumed.train(8), expected)
+    assert_equal(stored(), parameters)
+    assert_equal(state_of(resumed.elbo), state)
+    # The comparison tells: without the optimiser's state the numbers differ.
+    forgetful = Session.load(saved, options)
+    forgetful.optimiser._state_waiting_to_be_consumed.clear()
+    assert forgetful.train(8) != expected
+
+
+@pytest.mark.parametrize("options", [OPTIONS[name] for name in PLATED], ids=PLATED)
+@pytest.mark.parametrize("how", ["pickle", "state_dict"])
+def test_torch_optimiser_resumes_with_the_same_numbers(options: dict[str, Any], how: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return TraceBackpropQ_ELBO(**options)(Model(), Guide())
+
+    def train(fit: nn.Module, optimiser: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(6):
+            optimiser.zero_grad()
+            loss = fit(DATA)
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+        return losses
+
+    with pyro.settings.context(module_local_params=True):
+        fit = make()
+        fit(DATA)  # the critics appear
+        optimiser = torch.optim.Adam(fit.parameters(), lr=0.02)
+        train(fit, optimiser)
+        file = io.BytesIO()
+        torch.save((fit if how == "pickle" else fit.state_dict(), optimiser.state_dict(), torch.get_rng_state()), file)
+        expected, state = train(fit, optimiser), copy.deepcopy(dict(fit.state_dict()))
+        file.seek(0)
+        loaded, optimised, rng = torch.load(file, weights_only=False)
+        resumed = loaded
+        if isinstance(loaded, dict):
+            resumed = make()
+            resumed(DATA)
+            resumed.load_state_dict(loaded)
+        optimiser = torch.optim.Adam(resumed.parameters(), lr=0.02)
+        optimiser.load_state_dict(optimised)
+        torch.set_rng_state(rng)
+        assert_equal(train(resumed, optimiser), expected)
+        assert_equal(dict(resumed.state_dict()), state)
+
+
+@pytest.mark.parametrize("options", [{}, {"learner": None}], ids=["default", "no_learner"])
+def test_pickle_continues_in_a_new_process(options: dict[str, Any], tmp_path: Path) -> None:
+    session = Session(TraceBackpropQ_ELBO(**options))
+    CHAIN.params()
+    session.train(6)
+    (tmp_path / "saved").write_bytes(session.save("pickle"))
+    program = (
+        "import pathlib, sys, torch\n"
+        "torch.set_default_dtype(torch.float64)\n"
+        "from test_elbo_resume import Session\n"
+        "session = Session.load(pathlib.Path(sys.argv[1]).read_bytes(), {})\n"
+        "print(*(loss.hex() for loss in session.train(5)))\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "saved")]
+    done = subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [loss.hex() for loss in session.train(5)]
+
+
+# Several ELBOs whose critics the user's optimiser trains
+
+
+def names_in_store() -> set[str]:
+    return {name.split("$$$")[0] for name in pyro.get_param_store().keys() if "bpq_critics" in name}
+
+
+def other_model() -> None:
+    k = pyro.sample("k", dist.Bernoulli(0.4))
+    m = pyro.sample("m", dist.Bernoulli(0.2 + 0.5 * k))
+    pyro.sample("x", dist.Normal(k + m, 0.7), obs=torch.tensor(1.2))
+
+
+def other_guide() -> None:
+    logits = pyro.param("other_logits", torch.tensor([0.3, -0.2, 0.1]))
+    k = pyro.sample("k", dist.Bernoulli(logits=logits[0]))
+    pyro.sample("m", dist.Bernoulli(logits=logits[1] + logits[2] * k))
+
+
+@pytest.mark.parametrize("other", [(CHAIN.model, CHAIN.guide), (other_model, other_guide)], ids=["same", "other"])
+def test_two_elbos_train_their_critics_in_one_param_store(other: tuple[Any, Any]) -> None:
+    elbos = [TraceBackpropQ_ELBO(learner=None, seed=seed) for seed in range(2)]
+    steppers = [
+        SVI(*programs, Adam({"lr": 0.02}), elbo)
+        for programs, elbo in zip(((CHAIN.model, CHAIN.guide), other), elbos, strict=True)
+    ]
+
+    def train(steps: int) -> list[dict[str, Tensor]]:
+        for _ in range(steps):
+            for svi in steppers:
+                svi.step()
+        return [{n: p.detach().clone() for n, p in elbo.critics.named_parameters()} for elbo in elbos]
+
+    CHAIN.params()
+    before, size = train(1), len(stored())
+    after = train(10)
+    assert names_in_store() == {"bpq_critics", "bpq_critics_1"}
+    assert len(stored()) == size
+    for old, new in zip(before, after, strict=True):
+        assert old and all(not torch.equal(old[name], new[name]) for name in old if old[name].numel())
+
+
+def test_critics_of_another_elbo_in_the_store_change_no_number() -> None:
+    found = []
+    for has_other in (False, True):
+        CHAIN.params()
+        if has_other:
+            SVI(CHAIN.model, CHAIN.guide, SGD({"lr": 0.0}), TraceBackpropQ_ELBO(learner=None, seed=1)).step()
+        pyro.set_rng_seed(3)
+        svi = SVI(CHAIN.model, CHAIN.guide, Adam({"lr": 0.02}), TraceBackpropQ_ELBO(learner=None))
+        found.append([svi.step() for _ in range(6)])
+        assert names_in_store() == ({"bpq_critics", "bpq_critics_1"} if has_other else {"bpq_critics"})
+    assert found[0] == found[1]
+
+
+def test_a_program_of_changing_structure_keeps_one_name() -> None:
+    case = BY_NAME["python_branch"]
+    case.params()
+    svi = SVI(case.model, case.guide, Adam({"lr": 0.02}), TraceBackpropQ_ELBO(learner=None))
+    for _ in range(20):
+        svi.step()
+    assert names_in_store() <= {"bpq_critics"}
+
+
+def test_the_name_in_the_store_is_not_in_the_state() -> None:
+    one, other = TraceBackpropQ_ELBO(learner=None), TraceBackpropQ_ELBO(learner=None)
+    CHAIN.params()
+    for elbo in (one, other):
+        svi = SVI(CHAIN.model, CHAIN.guide, Adam({"lr": 0.02}), elbo)
+        for _ in range(3):
+            svi.step()
+    assert names_in_store() == {"bpq_critics", "bpq_critics_1"}
+    assert one.state_dict().keys() == other.state_dict().keys()

@@ -1,0 +1,852 @@
+"""Exact enumeration: against Pyro's ``TraceEnum_ELBO``, and against sums over all joint states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import irregular, real
+from pyro import poutine
+from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
+from pyro.infer.autoguide import AutoDiscreteParallel, AutoNormal
+from pyro.optim import Adam
+from torch import Tensor
+
+from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.errors import BPQWarning, OptionError, PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.testing import exact_gradient, exact_loss, expected_gradient
+
+ATOL = 1e-10
+DATA = real(0.3, -1.2, 2.0, 0.8)
+PARALLEL: dict[str, Any] = {"enumerate": "parallel"}
+p = pyro.param
+
+
+def coin(name: str, logits: Tensor, **infer: Any) -> Tensor:
+    return pyro.sample(name, dist.Bernoulli(logits=logits), infer=infer)
+
+
+def pick(name: str, logits: Tensor, **infer: Any) -> Tensor:
+    return pyro.sample(name, dist.Categorical(logits=logits), infer=infer)
+
+
+def see(name: str, mean: Tensor, data: Tensor) -> None:
+    pyro.sample(name, dist.Normal(mean, 0.8), obs=data)
+
+
+def empty() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Program:
+    name: str
+    model: Callable[..., Any]
+    guide: Callable[..., Any]
+    shapes: dict[str, tuple[int, ...]]
+
+    def params(self) -> None:
+        pyro.clear_param_store()
+        for i, (name, shape) in enumerate(self.shapes.items()):
+            p(name, irregular(*shape, start=i + 1))
+
+
+# Programs without sampled sites.
+
+
+def mixture(subsample: int | None = None, scale: float = 1.0) -> Callable[[], None]:
+    def model() -> None:
+        with pyro.plate("rows", 4, subsample_size=subsample) as i, poutine.scale(scale=scale):
+            z = pick("z", p("w"), **PARALLEL)
+            see("x", p("mu")[z], DATA[i])
+
+    return model
+
+
+MIXTURE = {"w": (3,), "mu": (3,)}
+
+
+def hmm() -> None:
+    z: Any = 0
+    for t in pyro.markov(range(4)):
+        z = pick(f"z_{t}", p("a")[z], **PARALLEL)
+        see(f"x_{t}", p("mu")[z], DATA[t])
+
+
+def hmm_in_plate() -> None:
+    lengths = torch.tensor([4, 2, 3])
+    with pyro.plate("sequences", 3):
+        z: Any = torch.tensor(0)
+        for t in pyro.markov(range(4)):
+            with poutine.mask(mask=t < lengths):
+                z = pick(f"z_{t}", p("a")[z], **PARALLEL)
+                see(f"x_{t}", p("mu")[z], DATA[t] + 0.1 * torch.arange(3))
+
+
+def two_orders() -> None:
+    """Each value reads the two before it."""
+    y, z = torch.tensor(0), torch.tensor(0)
+    for t in pyro.markov(range(4), history=2):
+        y, z = z, pick(f"z_{t}", p("a")[y] + p("b")[z], **PARALLEL)
+        see(f"x_{t}", p("mu")[z], DATA[t])
+
+
+def nested_sums() -> None:
+    g = pick("g", p("w"), **PARALLEL)
+    with pyro.plate("columns", 2, dim=-1):
+        y = coin("y", p("py")[g], **PARALLEL).long()
+        with pyro.plate("rows", 3, dim=-2):
+            z = pick("z", p("pz")[y], **PARALLEL)
+            see("x", p("mu")[z] + g, DATA[:3].unsqueeze(-1) + torch.arange(2))
+
+
+def two_sums() -> None:
+    """Two sums that share nothing, of different scales."""
+    with poutine.scale(scale=2.5):
+        see("x", p("mu")[pick("z", p("w"), **PARALLEL)], DATA[0])
+    see("v", p("mu")[pick("y", 0.3 - p("w"), **PARALLEL)], DATA[1])
+
+
+def masked_rows() -> None:
+    with pyro.plate("rows", 3), poutine.mask(mask=torch.tensor([True, False, True])):
+        see("x", p("mu")[pick("z", p("w"), **PARALLEL)], DATA[:3])
+
+
+def local_model() -> None:
+    z = pick("z", p("w"))
+    with pyro.plate("rows", 3):
+        y = coin("y", p("py")[z])
+        see("x", p("mu")[z] + y, DATA[:3])
+
+
+def local_guide() -> None:
+    z = pick("z", p("q"))
+    with pyro.plate("rows", 3):
+        coin("y", p("qy")[z])
+
+
+def apart_guide() -> None:
+    pick("z", p("q"))
+    with pyro.plate("rows", 3):
+        coin("y", p("qy"))
+
+
+LOCAL = {"w": (3,), "py": (3,), "mu": (3,), "q": (3,), "qy": (3,)}
+
+
+def rows_model(size: int | None = None) -> Callable[[], None]:
+    def model() -> None:
+        with pyro.plate("rows", 4, subsample_size=size) as i:
+            a = coin("a", p("pa")).long()
+            b = pick("b", p("pb")[a])
+            see("x", p("mu")[b] + a, DATA[i])
+
+    return model
+
+
+def rows_guide(size: int | None = None, **infer: Any) -> Callable[[], None]:
+    def guide() -> None:
+        with pyro.plate("rows", 4, subsample_size=size) as i:
+            a = coin("a", p("qa")[i], **infer).long()
+            pick("b", p("qb")[a], **infer)
+
+    return guide
+
+
+ROWS = {"pa": (), "pb": (2, 3), "mu": (3,), "qa": (4,), "qb": (2, 3)}
+
+
+def markov_model() -> None:
+    z: Any = 0
+    for t in pyro.markov(range(4)):
+        z = pick(f"z_{t}", p("a")[z])
+        see(f"x_{t}", p("mu")[z], DATA[t])
+
+
+def markov_guide() -> None:
+    z: Any = 0
+    for t in pyro.markov(range(4)):
+        z = pick(f"z_{t}", p("q")[z] + t, **PARALLEL)
+
+
+def masked_model() -> None:
+    with pyro.plate("rows", 3), poutine.mask(mask=torch.tensor([True, False, True])):
+        z = pick("z", p("w"))
+        see("x", p("mu")[z], DATA[:3])
+
+
+def masked_guide() -> None:
+    with pyro.plate("rows", 3), poutine.mask(mask=torch.tensor([False, True, True])), poutine.scale(scale=0.7):
+        pick("z", p("q"), **PARALLEL)
+        pyro.factor("f", p("pf") ** 2, has_rsample=True)
+
+
+def both_model() -> None:
+    g = pick("g", p("w"))
+    with pyro.plate("rows", 3):
+        z = pick("z", p("pz")[g], **PARALLEL)
+        see("x", p("mu")[z] + g, DATA[:3])
+
+
+def both_guide() -> None:
+    pick("g", p("q"), **PARALLEL)
+
+
+BOTH = {"w": (2,), "pz": (2, 3), "mu": (3,), "q": (2,)}
+ENUMERATED = [
+    Program("mixture", mixture(), empty, MIXTURE),
+    Program("mixture_subsampled", mixture(2), empty, MIXTURE),
+    Program("mixture_scaled", mixture(2, 0.3), empty, MIXTURE),
+    Program("hmm", hmm, empty, {"a": (3, 3), "mu": (3,)}),
+    Program("hmm_in_plate", hmm_in_plate, empty, {"a": (3, 3), "mu": (3,)}),
+    Program("two_orders", two_orders, empty, {"a": (2, 2), "b": (2, 2), "mu": (2,)}),
+    Program("nested_sums", nested_sums, empty, {"w": (2,), "py": (2,), "pz": (2, 3), "mu": (3,)}),
+    Program("guide_parallel", local_model, config_enumerate(local_guide), LOCAL),
+    Program("guide_sequential", local_model, config_enumerate(apart_guide, "sequential"), LOCAL),
+    Program("guide_expanded", local_model, config_enumerate(apart_guide, expand=True), LOCAL),
+    Program("guide_rows", rows_model(), rows_guide(enumerate="parallel"), ROWS),
+    Program("guide_subsampled", rows_model(2), rows_guide(2, enumerate="parallel"), ROWS),
+    Program("guide_markov", markov_model, markov_guide, {"a": (3, 3), "mu": (3,), "q": (3, 3)}),
+    Program("guide_masked", masked_model, masked_guide, {"w": (3,), "mu": (3,), "q": (3,), "pf": ()}),
+    Program("both", both_model, both_guide, BOTH),
+]
+
+
+def gradients(elbo: Any, program: Program, through_loss: bool = False) -> tuple[float, dict[str, Tensor]]:
+    program.params()
+    pyro.set_rng_seed(3)
+    if through_loss:
+        loss = elbo.differentiable_loss(program.model, program.guide)
+        loss.backward()
+    else:
+        loss = elbo.loss_and_grads(program.model, program.guide)
+    leaves = dict(pyro.get_param_store().named_parameters())
+    return float(torch.as_tensor(loss).detach()), {
+        n: torch.zeros_like(x) if x.grad is None else x.grad.clone() for n, x in leaves.items()
+    }
+
+
+def assert_same(elbo: Any, program: Program, through_loss: bool = False, **options: Any) -> None:
+    loss, theirs = gradients(TraceEnum_ELBO(**options), program)
+    found, ours = gradients(elbo, program, through_loss)
+    assert abs(found - loss) < ATOL
+    assert max(float(g.abs().max()) for g in theirs.values()) > 1e-2
+    for name, gradient in theirs.items():
+        assert float((ours[name] - gradient).abs().max()) < ATOL, name
+
+
+def exactly(**options: Any) -> TraceBackpropQ_ELBO:
+    return TraceBackpropQ_ELBO(enumeration="exact", **options)
+
+
+each_enumerated = pytest.mark.parametrize("program", ENUMERATED, ids=lambda program: program.name)
+
+
+@each_enumerated
+def test_what_is_enumerated_is_that_of_pyro(program: Program) -> None:
+    assert_same(exactly(), program)
+    assert_same(exactly(), program, through_loss=True)
+    assert_same(exactly(structure="dense"), program)
+    program.params()
+    pyro.set_rng_seed(5)
+    theirs = TraceEnum_ELBO().loss(program.model, program.guide)
+    pyro.set_rng_seed(5)
+    assert abs(exactly().loss(program.model, program.guide) - theirs) < ATOL
+
+
+@pytest.mark.parametrize("name", ["mixture_subsampled", "hmm", "guide_markov", "guide_rows", "both"])
+def test_later_steps_are_the_same(name: str) -> None:
+    program, elbo = next(x for x in ENUMERATED if x.name == name), exactly(max_plate_nesting=3)
+    for _ in range(6):
+        assert_same(elbo, program, max_plate_nesting=3)
+
+
+def test_sums_with_scales_of_their_own() -> None:
+    # Pyro wants one scale for all; sums that share nothing need none.
+    program = Program("two_sums", two_sums, empty, MIXTURE)
+    program.params()
+    with torch.no_grad():
+        expected = torch.zeros(())
+        for scale, logits, data in ((2.5, p("w"), DATA[0]), (1.0, 0.3 - p("w"), DATA[1])):
+            joint = logits.log_softmax(-1) + dist.Normal(p("mu"), 0.8).log_prob(data)
+            expected = expected - scale * joint.logsumexp(-1)
+    assert abs(exactly().loss(two_sums, empty) - float(expected)) < ATOL
+
+
+def test_vectorised_particles_without_sampled_sites() -> None:
+    program = Program("mixture", mixture(), empty, MIXTURE)
+    assert_same(exactly(num_particles=3, vectorize_particles=True), program, num_particles=3, vectorize_particles=True)
+    assert_same(exactly(num_particles=3), program, num_particles=3)
+
+
+# Programs with sampled sites, against the sum over all joint states.
+
+
+def chain_model() -> None:
+    s, z = torch.tensor(0), torch.tensor(0)
+    for t in pyro.markov(range(3)):
+        s = coin(f"s_{t}", p("ps")[s]).long()
+        z = pick(f"z_{t}", p("a")[z] * (1 + s.unsqueeze(-1)), **PARALLEL)
+        see(f"x_{t}", p("mu")[z] + 1.2 * s, DATA[t])
+
+
+def chain_guide() -> None:
+    s = torch.tensor(0)
+    for t in range(3):
+        s = coin(f"s_{t}", p("q")[t, s]).long()
+
+
+def plate_model() -> None:
+    g = coin("g", p("pg"))
+    with pyro.plate("rows", 3, subsample_size=2) as i:
+        b = coin("b", p("pb") * g)
+        z = pick("z", p("w") + g.unsqueeze(-1) * real(0.0, 0.9), **PARALLEL)
+        see("x", p("mu")[z] + b + 0.3 * g, DATA[i])
+
+
+def plate_guide() -> None:
+    g = coin("g", p("qg"))
+    with pyro.plate("rows", 3, subsample_size=2) as i:
+        coin("b", p("qb")[i] + g)
+
+
+def global_model() -> None:
+    """The sampled site's own prior goes into the sum, and all rows meet in it."""
+    z = pick("z", p("w"), **PARALLEL)
+    with pyro.plate("rows", 2):
+        b = coin("b", p("pb")[z])
+        see("x", p("mu")[z] + b, DATA[:2])
+
+
+def global_guide() -> None:
+    with pyro.plate("rows", 2):
+        coin("b", p("qb"))
+
+
+def mean_model() -> None:
+    s = coin("s", p("ps"))
+    z = pick("z", p("w") * s.unsqueeze(-1))
+    with pyro.plate("rows", 2):
+        b = coin("b", p("pb")[z])
+        see("x", p("mu")[z] + b + s, DATA[:2])
+
+
+def mean_guide() -> None:
+    s = coin("s", p("qs"))
+    pick("z", p("q") * (s + 0.4).unsqueeze(-1), **PARALLEL)
+    with pyro.plate("rows", 2):
+        coin("b", p("qb") + s)
+
+
+def early_guide() -> None:
+    """The enumerated site comes last: a sampled one before it enters the weights."""
+    with pyro.plate("rows", 2):
+        b = coin("b", p("qb"))
+        pick("z", p("q") * (b + 0.4).unsqueeze(-1), **PARALLEL)
+
+
+def early_model() -> None:
+    with pyro.plate("rows", 2):
+        b = coin("b", p("pb"))
+        z = pick("z", p("w") * (0.2 + b).unsqueeze(-1))
+        see("x", p("mu")[z] + b, DATA[:2])
+        see("v", p("mu")[z], DATA[2:])
+
+
+def mixed_model() -> None:
+    s = coin("s", p("ps"))
+    z = pick("z", p("w") * s.unsqueeze(-1))
+    y = torch.tensor(0)
+    for t in pyro.markov(range(2)):
+        y = coin(f"y_{t}", p("py")[z] * (1 + y) + s, **PARALLEL).long()
+        with pyro.plate(f"rows_{t}", 2):
+            b = coin(f"b_{t}", p("pb")[y])
+            see(f"x_{t}", p("mu")[z] + b + s * y, DATA[:2] + t)
+
+
+def mixed_guide() -> None:
+    s = coin("s", p("qs"))
+    pick("z", p("q") * (s + 0.4).unsqueeze(-1), **PARALLEL)
+    with pyro.plate("rows_0", 2):
+        b = coin("b_0", p("qb") + s)
+    with pyro.plate("rows_1", 2):
+        coin("b_1", p("qb") * b.sum(-1, keepdim=True))
+
+
+MEAN = {"ps": (), "w": (3,), "pb": (3,), "mu": (3,), "qs": (), "q": (3,), "qb": (2,)}
+SAMPLED = [
+    Program("chain", chain_model, chain_guide, {"ps": (2,), "a": (3, 3), "mu": (3,), "q": (3, 2)}),
+    Program("plate", plate_model, plate_guide, {"pg": (), "pb": (), "w": (2,), "mu": (2,), "qg": (), "qb": (3,)}),
+    Program("global", global_model, global_guide, {"w": (3,), "pb": (3,), "mu": (3,), "qb": (2,)}),
+    Program("mean", mean_model, mean_guide, MEAN),
+    Program("early", early_model, early_guide, {"pb": (), "w": (3,), "mu": (3,), "q": (3,), "qb": (2,)}),
+    Program("mixed", mixed_model, mixed_guide, {**MEAN, "pb": (2,), "py": (3,)}),
+]
+BY_NAME = {program.name: program for program in SAMPLED}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "dense": {"structure": "dense"},
+    "score_function": {"estimator": ScoreFunction()},
+    "all_action_exact": {"estimator": AllAction(exact=True), "max_plate_nesting": 3},
+    "all_action_sampled": {"estimator": AllAction(exact=False)},
+    "two_particles": {"num_particles": 2},
+    "vectorised": {"num_particles": 2, "vectorize_particles": True},
+}
+# The others run with everything else that is slow.
+QUICK = {
+    "chain": ("default", "vectorised", "all_action_exact"),
+    "plate": ("default", "vectorised", "all_action_exact"),
+    "global": tuple(OPTIONS),
+    "mean": tuple(OPTIONS),
+    "early": ("default", "all_action_exact", "score_function"),
+    "mixed": ("default",),
+}
+
+
+EXACT: dict[str, dict[str, Tensor]] = {}
+
+
+def trained(program: Program, steps: int = 40, **options: Any) -> TraceBackpropQ_ELBO:
+    """Critics trained with a moving guide, then frozen; parameters as before."""
+    program.params()
+    pyro.set_rng_seed(0)
+    elbo = exactly(**options)
+    svi = SVI(program.model, program.guide, Adam({"lr": 0.02}), elbo)
+    for _ in range(steps):
+        svi.step()
+    assert elbo.num_steps == steps
+    program.params()
+    return elbo.eval()
+
+
+def exact(program: Program) -> dict[str, Tensor]:
+    if program.name not in EXACT:
+        program.params()
+        EXACT[program.name] = exact_gradient(program.model, program.guide)
+    return EXACT[program.name]
+
+
+def largest_error(elbo: Any, program: Program) -> float:
+    truth = exact(program)
+    assert max(float(g.abs().max()) for g in truth.values()) > 1e-2
+    program.params()
+    found = expected_gradient(elbo, program.model, program.guide)
+    return max(float((found[name] - g).abs().max()) for name, g in truth.items())
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        pytest.param(
+            program,
+            options,
+            id=f"{program.name}-{name}",
+            marks=() if name in QUICK[program.name] else pytest.mark.slow,
+        )
+        for program in SAMPLED
+        for name, options in OPTIONS.items()
+    ],
+)
+def test_steps_with_sampled_sites_are_unbiased(program: Program, options: dict[str, Any]) -> None:
+    assert largest_error(trained(program, **options), program) < ATOL
+
+
+@pytest.mark.parametrize("name", ["chain", "mean", "early"])
+def test_exact_gradient_is_that_of_pyro_with_all_sites_enumerated(name: str) -> None:
+    program = BY_NAME[name]
+    loss, theirs = gradients(TraceEnum_ELBO(), replace(program, guide=config_enumerate(program.guide)))
+    program.params()
+    found = exact_gradient(program.model, program.guide)
+    assert all(float((found[n] - g).abs().max()) < ATOL for n, g in theirs.items())
+    assert abs(float(exact_loss(program.model, program.guide)) - loss) < ATOL
+
+
+@pytest.mark.parametrize("name", ["mixture_subsampled", "mixture_scaled", "hmm", "masked_rows", "two_sums"])
+def test_exact_loss_sums_marked_sites(name: str) -> None:
+    more = (Program("two_sums", two_sums, empty, MIXTURE), Program("masked_rows", masked_rows, empty, MIXTURE))
+    programs = [*ENUMERATED, *more]
+    program = next(x for x in programs if x.name == name)
+    program.params()
+    if name == "two_sums":
+        with pytest.raises(UnsupportedProgramError, match="scales"):
+            exact_loss(program.model, program.guide)
+        return
+    losses = []
+    for seed in range(100 if "mixture" in name else 1):
+        pyro.set_rng_seed(seed)
+        losses.append(TraceEnum_ELBO(max_plate_nesting=2).loss(program.model, program.guide))
+    # All subsets of two of four rows.
+    assert len({round(loss, 9) for loss in losses}) in (1, 6)
+    mean = sum({round(loss, 9): loss for loss in losses}.values()) / len({round(loss, 9) for loss in losses})
+    assert abs(float(exact_loss(program.model, program.guide)) - mean) < ATOL
+
+
+@pytest.mark.parametrize("program", SAMPLED, ids=lambda program: program.name)
+@pytest.mark.parametrize("is_vectorised", [False, True])
+def test_loss_is_that_of_pyro_for_the_same_draws(program: Program, is_vectorised: bool) -> None:
+    options = {"num_particles": 2, "vectorize_particles": is_vectorised}
+    program.params()
+    pyro.set_rng_seed(1)
+    theirs = TraceEnum_ELBO(**options).loss(program.model, program.guide)
+    pyro.set_rng_seed(1)
+    assert abs(exactly(**options).loss(program.model, program.guide) - theirs) < ATOL
+    pyro.set_rng_seed(1)
+    assert abs(exactly(**options).loss_and_grads(program.model, program.guide) - theirs) < ATOL
+
+
+def normal_model() -> None:
+    m = pyro.sample("m", dist.Normal(p("pm"), 1.0))
+    g = pick("g", p("w"))
+    with pyro.plate("rows", 3):
+        z = coin("z", p("pz")[g] * m.unsqueeze(-1), **PARALLEL) if m.dim() else coin("z", p("pz")[g] * m, **PARALLEL)
+        see("x", p("mu")[z.long()] + m, DATA[:3])
+
+
+def normal_guide() -> None:
+    m = pyro.sample("m", dist.Normal(p("loc"), p("scale").exp()))
+    pick("g", p("q") * m.unsqueeze(-1), **PARALLEL)
+
+
+def test_pathwise_gradients_are_those_of_pyro() -> None:
+    shapes = {"pm": (), "w": (3,), "pz": (3,), "mu": (2,), "loc": (), "scale": (), "q": (3,)}
+    assert_same(exactly(), Program("normal", normal_model, normal_guide, shapes))
+
+
+def test_autoguides_leave_marked_sites_to_the_model() -> None:
+    def model() -> None:
+        locs = pyro.sample("locs", dist.Normal(0.0, 2.0).expand([2]).to_event(1))
+        with pyro.plate("rows", 4):
+            z = pyro.sample("z", dist.Categorical(torch.ones(2)), infer=PARALLEL)
+            see("x", locs[..., z], DATA)
+
+    losses = []
+    for make in (TraceEnum_ELBO, exactly):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = AutoNormal(poutine.block(model, hide=["z"]))
+        svi = SVI(model, guide, Adam({"lr": 0.05}), make())
+        losses.append([svi.step() for _ in range(20)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-8)
+
+
+def test_auto_discrete_parallel() -> None:
+    def model() -> None:
+        mu = pyro.param("mu", real(0.3, -0.8))
+        with pyro.plate("rows", 4):
+            z = pyro.sample("z", dist.Categorical(real(0.4, 0.6)))
+            see("x", mu[z], DATA)
+
+    losses = []
+    for make in (TraceEnum_ELBO, exactly):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        svi = SVI(model, AutoDiscreteParallel(model), Adam({"lr": 0.05}), make())
+        losses.append([svi.step() for _ in range(20)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-8) and losses[0][-1] < losses[0][0]
+
+
+def test_sites_of_the_guide_follow_the_marks_of_the_guide() -> None:
+    # All sites of the model are marked; the guide samples one of them, and the model sums the rest.
+    def guide() -> None:
+        pick("z", p("q"))
+
+    program = Program("marked_model", config_enumerate(local_model), guide, LOCAL)
+    elbo = trained(program)
+    assert [cost.name for cost in elbo.graph.costs] == ["log q(z)", "-log p(z)", "-log sum(y)"]
+    assert largest_error(elbo, program) < ATOL
+
+
+# What the graph says.
+
+
+def graph_of(program: Program, **options: Any) -> Any:
+    program.params()
+    elbo = exactly(**options)
+    for _ in range(5):
+        elbo.loss_and_grads(program.model, program.guide)
+    return elbo
+
+
+def test_a_sum_is_one_cost_of_all_that_its_sites_read() -> None:
+    elbo = graph_of(BY_NAME["plate"])
+    cost = elbo.graph.cost("-log sum(z)")
+    assert cost.parents == ("g", "b") and [plate.name for plate in cost.plates] == ["rows"]
+    assert {c.name for c in elbo.graph.costs} == {"log q(g)", "log q(b)", "-log p(g)", "-log p(b)", "-log sum(z)"}
+    assert graph_of(BY_NAME["global"]).graph.cost("-log sum(z)").plates == ()
+
+
+def test_costs_that_read_no_enumerated_site_stay_as_they_are() -> None:
+    elbo = graph_of(BY_NAME["mean"])
+    assert elbo.graph.cost("-log p(s)").parents == ("s",)
+    assert elbo.graph.cost("E[-log p(x)]").parents == ("s", "b")
+    assert [node.name for node in elbo.graph.nodes] == ["s", "b"]
+
+
+def test_extra_run_of_the_model_reaches_sums_and_means() -> None:
+    flips = {name: graph_of(BY_NAME[name])._last_plan[3].flips for name in ("plate", "mean")}
+    assert flips["plate"].costs == {"b": ("-log sum(z)",)}
+    assert set(flips["mean"].costs["b"]) == {"E[-log p(b)]", "E[-log p(x)]"}
+    # There, the weights of the mean read the site.
+    early = graph_of(BY_NAME["early"], estimator=AllAction(exact=True))._last_plan[3].flips
+    assert early is None or "E[-log p(x)]" not in early.costs.get("b", ())
+
+
+def test_a_lost_parent_of_a_sum_is_seen() -> None:
+    # The check above is not blind: without this edge the gradient is wrong.
+    program = BY_NAME["chain"]
+    elbo = trained(program, 10)
+    for key, graph in list(elbo._structure.graphs.items()):
+        costs = tuple(replace(c, parents=("s_2",)) if c.name.startswith("-log sum") else c for c in graph.costs)
+        elbo._structure.graphs[key] = replace(graph, costs=costs)
+        elbo._structure.reads[key] = (
+            {**elbo._structure.reads[key][0], **{c.name: frozenset(c.parents) for c in costs}},
+            3,
+        )
+    elbo._plans.clear()
+    elbo._structure.unknown = False
+    assert largest_error(elbo, program) > 1e-3
+
+
+# Options, warnings, errors.
+
+
+def test_default_samples_and_warns() -> None:
+    program = next(x for x in ENUMERATED if x.name == "guide_parallel")
+    program.params()
+    with pytest.warns(UserWarning, match="TraceEnum_ELBO"):
+        TraceBackpropQ_ELBO().loss_and_grads(program.model, program.guide)
+
+
+def test_unknown_option() -> None:
+    with pytest.raises(OptionError, match="'parallel' is unknown; write 'sample' or 'exact'"):
+        TraceBackpropQ_ELBO(enumeration="parallel")  # type: ignore[arg-type]
+
+
+def test_nothing_to_enumerate_warns() -> None:
+    program = Program("plain", local_model, local_guide, LOCAL)
+    program.params()
+    with pytest.warns(BPQWarning, match="found no site"):
+        loss = exactly().loss_and_grads(program.model, program.guide)
+    assert isinstance(loss, float)
+    exactly(strict_enumeration_warning=False).loss_and_grads(program.model, program.guide)
+
+
+def refused(model: Callable[..., Any], guide: Callable[..., Any], error: type[Exception], *texts: str) -> None:
+    pyro.clear_param_store()
+    for structure in ("auto", "dynamic"):
+        with pytest.raises(error) as caught:
+            exactly(structure=structure).loss_and_grads(model, guide)
+        for text in texts:
+            assert text in str(caught.value)
+
+
+def half(name: str, shift: Any = 0.0, **infer: Any) -> Tensor:
+    return coin(name, torch.as_tensor(0.3) + shift, **infer)
+
+
+def test_sampled_below_enumerated() -> None:
+    def model() -> None:
+        half("b", half("z"))
+
+    def guide() -> None:
+        half("b", half("z", **PARALLEL))
+
+    refused(model, guide, UnsupportedProgramError, "'b'", "'z'", "enumerate 'b' as well")
+
+
+def test_reparameterised_below_enumerated() -> None:
+    def model() -> None:
+        pyro.sample("b", dist.Normal(half("z"), 1.0))
+
+    def guide() -> None:
+        pyro.sample("b", dist.Normal(half("z", **PARALLEL), 1.0))
+
+    refused(model, guide, UnsupportedProgramError, "'b'", "'z'")
+
+
+@pytest.mark.parametrize("collapse", [lambda z: z.sum(), lambda z: z.reshape(-1)[0]])
+def test_lost_dimension(collapse: Any) -> None:
+    def model() -> None:
+        see("x", collapse(half("z", **PARALLEL)), DATA[0])
+
+    refused(model, empty, UnsupportedProgramError, "'x'", "'z'", "lost on the way")
+
+    def sampled() -> None:
+        half("b", half("z"))
+
+    def guide() -> None:
+        half("b", collapse(half("z", **PARALLEL)))
+
+    refused(sampled, guide, UnsupportedProgramError, "'b'", "'z'")
+
+
+def test_untraced_below_enumerated() -> None:
+    def model() -> None:
+        half("z")
+
+    def guide() -> None:
+        half("b", half("z", **PARALLEL), _do_not_trace=True, is_auxiliary=True)
+
+    refused(model, guide, UnsupportedProgramError, "'b'", "'z'")
+
+
+def test_untraced_and_enumerated() -> None:
+    def guide() -> None:
+        half("z", _do_not_trace=True, is_auxiliary=True, **PARALLEL)
+
+    refused(empty, guide, UnsupportedProgramError, "'z'", "_do_not_trace")
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda z: z.item(),
+        lambda z: 1.0 if z else 0.0,
+        lambda z: [0.1, 0.2][z.long()],
+        lambda z: float(int(z)),
+        lambda z: float(z),
+    ],
+)
+@pytest.mark.parametrize("mark", ["parallel", "sequential"])
+def test_python_asks_for_one_value(look: Any, mark: str) -> None:
+    def model() -> None:
+        see("x", torch.as_tensor(look(half("z"))), DATA[0])
+
+    def guide() -> None:
+        half("z", enumerate=mark)
+
+    refused(model, guide, UnsupportedProgramError, "'z'", "sampled")
+
+
+@pytest.mark.parametrize(
+    "look", [lambda z: float(z.sum() > 1), lambda z: float(len(z[z > 0])), lambda z: float(str(z.tolist()) > "1")]
+)
+def test_values_leave_torch(look: Any) -> None:
+    def model() -> None:
+        see("x", torch.as_tensor(look(half("z", **PARALLEL))), DATA[0])
+
+    refused(model, empty, UnsupportedProgramError, "'z'", "left torch")
+
+
+def test_outside_of_the_plate() -> None:
+    def model(**infer: Any) -> None:
+        with pyro.plate("rows", 3):
+            z = half("z", torch.zeros(3), **infer)
+        see("x", z.sum(-1, keepdim=True), DATA[:1])
+
+    def guide() -> None:
+        with pyro.plate("rows", 3):
+            half("z", torch.zeros(3), **PARALLEL)
+
+    refused(lambda: model(**PARALLEL), empty, UnsupportedProgramError, "'x'", "'z'", "['rows']")
+    refused(model, guide, UnsupportedProgramError, "'x'", "'z'", "['rows']")
+
+
+def test_model_sum_outside_of_a_guide_sum() -> None:
+    def model() -> None:
+        g = half("g", **PARALLEL)
+        with pyro.plate("rows", 3):
+            z = half("z", torch.zeros(3))
+            see("x", z + g, DATA[:3])
+
+    def guide() -> None:
+        with pyro.plate("rows", 3):
+            half("z", torch.zeros(3), **PARALLEL)
+
+    refused(model, guide, UnsupportedProgramError, "'g'", "'z'", "['rows']")
+
+
+def test_independent_plates() -> None:
+    def model() -> None:
+        left, right = pyro.plate("left", 2, dim=-1), pyro.plate("right", 3, dim=-2)
+        with left:
+            a = half("a", torch.zeros(2), **PARALLEL)
+        with right:
+            b = half("b", torch.zeros(3, 1), **PARALLEL)
+        with left, right:
+            see("x", a + b, torch.zeros(3, 2))
+
+    refused(model, empty, UnsupportedProgramError, "'a'", "'b'", "cannot be summed out together")
+
+
+def test_different_scales() -> None:
+    def model() -> None:
+        z = half("z", **PARALLEL)
+        with poutine.scale(scale=2.0):
+            see("x", z, DATA[0])
+
+    refused(model, empty, UnsupportedSiteError, "'z' (scale 1)", "'x' (scale 2)")
+
+
+def test_scale_with_dimensions() -> None:
+    def model() -> None:
+        with pyro.plate("rows", 2), poutine.scale(scale=torch.tensor([1.0, 2.0])):
+            z = half("z", torch.zeros(2), **PARALLEL)
+            see("x", z, DATA[:2])
+
+    refused(model, empty, UnsupportedSiteError, "'z'", "scale of shape (2,)")
+
+
+def test_sampling_in_place_of_sums() -> None:
+    def model() -> None:
+        half("z", num_samples=10, **PARALLEL)
+
+    refused(model, empty, UnsupportedSiteError, "'z'", "num_samples")
+
+
+def test_no_finite_support() -> None:
+    def model() -> None:
+        pyro.sample("z", dist.Normal(0.0, 1.0), infer=PARALLEL)
+
+    refused(model, empty, UnsupportedSiteError, "'z'", "Normal")
+
+    def ragged() -> None:
+        with pyro.plate("rows", 2):
+            pyro.sample("z", dist.Binomial(torch.tensor([2.0, 3.0]), torch.tensor(0.3)), infer=PARALLEL)
+
+    refused(ragged, empty, UnsupportedSiteError, "'z'", "Inhomogeneous")
+
+
+def test_unknown_mark() -> None:
+    refused(lambda: half("z", enumerate="flat"), empty, UnsupportedSiteError, "'z'", "'flat'")
+
+
+def test_dimension_without_plate() -> None:
+    def model() -> None:
+        z = half("z", **PARALLEL)
+        with pyro.plate("rows", 2):
+            pyro.sample("x", dist.Normal(z + torch.zeros(3, 2), 1.0), obs=DATA[:2])
+
+    pyro.clear_param_store()
+    with pytest.raises((PlateError, ValueError), match="x"):
+        exactly(max_plate_nesting=2).loss_and_grads(model, empty)
+    with pyro.validation_enabled(False), pytest.raises(PlateError, match="'x' has a dimension"):
+        exactly(max_plate_nesting=2).loss_and_grads(model, empty)
+
+
+def test_one_dimension_per_plate() -> None:
+    def model() -> None:
+        with pyro.plate("rows", 2, dim=-1):
+            see("x", half("z", torch.zeros(2), **PARALLEL), DATA[:2])
+
+    def guide() -> None:
+        with pyro.plate("rows", 2, dim=-2):
+            half("b", torch.zeros(2, 1), is_auxiliary=True)
+
+    refused(model, guide, PlateError, "'rows'", "-2 and -1")
+
+
+def test_guide_messengers() -> None:
+    class Messenger(pyro.poutine.guide.GuideMessenger):
+        def get_posterior(self, name: str, prior: Any) -> Any:
+            return prior
+
+    model = mixture()
+    Program("mixture", model, empty, MIXTURE).params()
+    with pytest.raises(UnsupportedProgramError, match="GuideMessenger"):
+        exactly(max_plate_nesting=1).loss_and_grads(model, Messenger(model))

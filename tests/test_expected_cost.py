@@ -1,0 +1,517 @@
+"""Costs of all kinds, alone and with an ELBO: the expected gradient is the exact one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import irregular, real
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
+from pyro.optim import Adam
+from torch import Tensor, nn
+
+from pyro_bpq import (
+    AllAction,
+    CostCounter,
+    ExpectedCost,
+    LeaveOneOut,
+    LinearCritic,
+    ScoreFunction,
+    TraceBackpropQ_ELBO,
+    config_bpq,
+    cost,
+)
+from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.testing import exact_gradient, exact_loss, expected_gradient, expected_moments
+from pyro_bpq.testing.distributions import TwoPoint
+
+ATOL = 1e-10
+
+
+def param(name: str, *shape: int, start: int = 0) -> Tensor:
+    return pyro.param(name, lambda: irregular(*shape, start=start))
+
+
+def mismatch(found: Tensor, wanted: tuple[int, ...]) -> int:
+    """A black box: Python numbers in, a Python number out."""
+    return sum(a != b for a, b in zip(found.tolist(), wanted, strict=True)) ** 2
+
+
+def tokens(wanted: tuple[int, ...] = (1, 0, 1)) -> Tensor:
+    state, drawn = torch.zeros(2, dtype=torch.float64), []
+    for t in range(3):
+        logits = param("logits", 2, start=t) * state.sum() + param("slope", 2) + 0.3 * t
+        token = pyro.sample(f"z_{t}", dist.Categorical(logits=logits))
+        state = state + torch.stack((0.4 * token, token * 0.9 - 0.2))
+        drawn.append(token)
+    return torch.stack(drawn)
+
+
+def late_function() -> None:
+    cost("edit", mismatch, tokens(), (1, 0, 1))
+
+
+def late_value() -> None:
+    cost("edit", mismatch(tokens(), (1, 0, 1)))
+
+
+def late_numpy() -> None:
+    cost("edit", np.abs(tokens().numpy() - 0.3).prod())
+
+
+def early_and_late() -> None:
+    a = pyro.sample("a", dist.Bernoulli(logits=param("qa")))
+    cost("early", 3.0 - 1.7 * a.item())
+    b = pyro.sample("b", dist.Bernoulli(logits=param("qb", 2)[a.long()]))
+    cost("late", 2.0 * b * a)
+
+
+def early_functions() -> None:
+    a = pyro.sample("a", dist.Bernoulli(logits=param("qa")))
+    cost("early", lambda x: 3.0 - 1.7 * x.item(), a)
+    b = pyro.sample("b", dist.Bernoulli(logits=param("qb", 2)[a.long()]))
+    cost("late", 2.0 * b * a)
+    cost("own", lambda x: [0.5, -1.2][int(x)], b)
+
+
+def rows() -> None:
+    with pyro.plate("rows", 3, dim=-1):
+        a = pyro.sample("a", dist.Bernoulli(logits=param("qa", 3)))
+        cost("each", lambda x: np.exp(x.numpy()) * np.arange(3), a)
+        b = pyro.sample("b", dist.Bernoulli(logits=param("qb", 3) * (1 + a)))
+        cost("tensor", (a - 2 * b) * real(0.3, 1.0, -0.4))
+    cost("all", lambda x: float(x.sum() > 1), b)
+
+
+def scaled_rows() -> None:
+    with pyro.plate("rows", 4, subsample_size=2, dim=-1) as rows, poutine.scale(scale=0.7):
+        a = pyro.sample("a", dist.Bernoulli(logits=param("qa", 4)[rows]))
+        with poutine.mask(mask=rows > 0):
+            cost("each", a * (rows + 1.0))
+
+
+def stateful() -> None:
+    class Meter:
+        def __init__(self) -> None:
+            self.total = 0.0
+
+        def add(self, x: Tensor) -> float:
+            self.total += float(x.item())
+            return self.total**2
+
+    meter = Meter()
+    for t in range(3):
+        cost(f"c_{t}", meter.add, pyro.sample(f"z_{t}", dist.Bernoulli(logits=param("q", 3)[t])))
+
+
+def feedback() -> None:
+    a = pyro.sample("a", dist.Bernoulli(logits=param("qa")))
+    paid = cost("first", lambda x: 1.5 * x.item(), a)
+    if paid.item() > 1.0:
+        cost("second", 2.0)
+    b = pyro.sample("b", dist.Bernoulli(logits=param("qb") + paid))
+    cost("third", lambda x: 1.0 - x.item(), b)
+
+
+def reparameterised() -> None:
+    x = pyro.sample("x", TwoPoint(param("loc"), torch.tensor(0.8, dtype=torch.float64)))
+    b = pyro.sample("b", dist.Bernoulli(logits=param("qb") + x.detach()))
+    cost("smooth", (x - b) ** 2)
+    cost("box", lambda y: 3.0 * y.item(), b)
+
+
+def learned() -> None:
+    b = pyro.sample("b", dist.Bernoulli(logits=param("qb")))
+    cost("net", param("weight", 2)[b.long()] ** 2)
+
+
+PROGRAMS: list[Callable[..., Any]] = [
+    *(late_function, late_value, late_numpy, early_and_late, early_functions, rows, scaled_rows),
+    *(stateful, feedback, reparameterised, learned),
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "dense": {"structure": "dense"},
+    "dynamic": {"structure": "dynamic"},
+    "linear": {"critic": LinearCritic(), "lam": 0.5},
+    "score": {"estimator": ScoreFunction()},
+    "no_learner": {"learner": None},
+    "two": {"num_particles": 2},
+    "two_loo": {"num_particles": 2, "estimator": ScoreFunction(LeaveOneOut())},
+}
+QUICK = ("default", "dense", "two")
+
+
+def train(objective: Any, model: Any, guide: Any, *args: Any, steps: int = 40) -> None:
+    """Trains critics with a moving policy, freezes them, and starts the policy anew."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    svi = SVI(model, guide, Adam({"lr": 0.02}), objective)
+    for _ in range(steps):
+        svi.step(*args)
+    objective.eval()
+    pyro.clear_param_store()
+
+
+def error(objective: Any, model: Any, guide: Any, *args: Any, only_costs: bool = True) -> float:
+    pyro.clear_param_store()
+    truth = exact_gradient(model, guide, *args, only_costs=only_costs)
+    assert max(float(g.abs().max()) for g in truth.values()) > 1e-2
+    found = expected_gradient(objective, model, guide, *args)
+    return max(float((found[name] - g).abs().max()) for name, g in truth.items())
+
+
+def each() -> Iterator[Any]:
+    for program in PROGRAMS:
+        for name, options in OPTIONS.items():
+            marks = () if name in QUICK else (pytest.mark.slow,)
+            yield pytest.param(program, options, id=f"{program.__name__}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("program", "options"), list(each()))
+def test_policy_is_unbiased(program: Callable[..., Any], options: dict[str, Any]) -> None:
+    objective = ExpectedCost(**options)
+    train(objective, None, program)
+    assert error(objective, None, program) < ATOL
+
+
+@pytest.mark.parametrize("program", [late_function, early_functions])
+def test_first_step_is_unbiased(program: Callable[..., Any]) -> None:
+    assert error(ExpectedCost().eval(), None, program) < ATOL
+
+
+def environment() -> None:
+    a = pyro.sample("a", dist.Bernoulli(torch.tensor(0.5)))
+    weather = pyro.sample("weather", dist.Categorical(logits=param("weather_logits", 3) * (1 + a)))
+    cost("bill", lambda x, y: abs(x.item() - y.item()), a, weather)
+
+
+def agent() -> None:
+    a = pyro.sample("a", dist.Bernoulli(logits=param("qa")))
+    cost("effort", 0.3 * a)
+
+
+def test_environment_with_sites_of_its_own() -> None:
+    objective = ExpectedCost()
+    train(objective, environment, agent)
+    assert error(objective, environment, agent) < ATOL
+    # The environment's own sites are nodes too.
+    assert [node.name for node in objective.graph.nodes] == ["a", "weather"]
+
+
+# With an ELBO.
+
+
+def mixed_model() -> None:
+    a = pyro.sample("a", dist.Bernoulli(logits=param("pa"))).long()
+    b = pyro.sample("b", dist.Categorical(logits=param("pb", 2, 3)[a]))
+    pyro.sample("x", dist.Normal(1.0 * a + b, 0.8), obs=real(0.4)[0])
+    cost("box", lambda x: [0.0, 2.0, -1.0][int(x)], b)
+    cost("tensor", 0.5 * a * b)
+
+
+def mixed_guide() -> None:
+    a = pyro.sample("a", dist.Bernoulli(logits=param("qa"))).long()
+    cost("effort", 1.3 * a)
+    pyro.sample("b", dist.Categorical(logits=param("qb", 2, 3)[a]))
+
+
+def mixed_value_model() -> None:
+    a = pyro.sample("a", dist.Bernoulli(logits=param("pa"))).long()
+    b = pyro.sample("b", dist.Categorical(logits=param("pb", 2, 3)[a]))
+    pyro.sample("x", dist.Normal(1.0 * a + b, 0.8), obs=real(0.4)[0])
+    cost("box", (b.item() - a.item()) ** 2)
+
+
+@pytest.mark.parametrize("model", [mixed_model, mixed_value_model])
+@pytest.mark.parametrize("options", [{}, {"num_particles": 2}, {"structure": "dense"}, {"estimator": ScoreFunction()}])
+def test_mixes_with_an_elbo(model: Callable[..., Any], options: dict[str, Any]) -> None:
+    elbo = TraceBackpropQ_ELBO(**options)
+    train(elbo, model, mixed_guide)
+    assert error(elbo, model, mixed_guide, only_costs=False) < ATOL
+
+
+def test_loss_is_elbo_plus_costs() -> None:
+    pyro.clear_param_store()
+    exact = float(exact_loss(mixed_model, mixed_guide))
+    costs = float(exact_loss(mixed_model, mixed_guide, only_costs=True))
+    without = float(exact_loss(poutine.block(mixed_model, hide=["box", "tensor"]), no_effort))
+    assert exact == pytest.approx(without + costs)
+    pyro.set_rng_seed(0)
+    unobserved = poutine.block(mixed_model, hide=["x"])
+    for elbo, model, expected in ((TraceBackpropQ_ELBO(), mixed_model, exact), (ExpectedCost(), unobserved, costs)):
+        losses = torch.tensor([elbo.loss(model, mixed_guide) for _ in range(2000)])
+        assert abs(float(losses.mean()) - expected) < 4 * float(losses.std()) / 2000**0.5
+
+
+def no_effort() -> None:
+    with poutine.block(hide=["effort"]):
+        mixed_guide()
+
+
+@pytest.mark.parametrize("kind", [Trace_ELBO, TraceGraph_ELBO])
+def test_pyros_elbos_count_costs(kind: Any) -> None:
+    # In a guide too, with the right sign.
+    pyro.clear_param_store()
+    for seed in range(8):
+        losses = []
+        for elbo in (kind(), TraceBackpropQ_ELBO(critic=None)):
+            pyro.set_rng_seed(seed)
+            losses.append(elbo.loss_and_grads(mixed_model, mixed_guide))
+        assert losses[0] == pytest.approx(losses[1])
+
+
+# Structure, and how often a cost is called.
+
+
+def test_looks_inside_of_a_function_leave_critics_alone() -> None:
+    objective = ExpectedCost()
+    train(objective, None, early_functions)
+    assert not objective._structure.escapes and objective.network is not None
+    parents = {node.name: node.parents for node in objective.graph.costs}
+    assert parents == {"cost(early)": ("a",), "cost(late)": ("a", "b"), "cost(own)": ("b",)}
+
+
+@pytest.mark.parametrize("result", [float, np.float32, lambda x: x.numpy(), lambda x: x.numpy() + 1, lambda x: x])
+def test_results_of_any_kind_are_contained(result: Callable[[Tensor], Any]) -> None:
+    def program() -> None:
+        a = pyro.sample("a", dist.Bernoulli(logits=param("qa")))
+        cost("c", lambda x: result(x.detach()), a)
+        cost("again", lambda x: x.numpy().sum(), a)
+        pyro.sample("b", dist.Bernoulli(logits=param("qb")))
+
+    pyro.clear_param_store()
+    objective = ExpectedCost()
+    objective.loss_and_grads(None, program)
+    assert not objective._structure.escapes
+    assert objective.graph.cost("cost(c)").parents == ("a",)
+
+
+def test_looks_outside_of_a_function_count() -> None:
+    objective = ExpectedCost()
+    train(objective, None, early_and_late)
+    assert objective._structure.escapes and objective.network is not None and objective.network.form == "history"
+
+
+def test_calls_of_one_object_depend_on_earlier_ones() -> None:
+    objective = ExpectedCost()
+    train(objective, None, stateful)
+    assert objective.graph.cost("cost(c_2)").parents == ("z_0", "z_1", "z_2")
+
+
+def test_a_result_carries_its_dependencies() -> None:
+    objective = ExpectedCost()
+    train(objective, None, feedback)
+    assert objective.graph.node("b").parents == ("a",)
+
+
+def test_missing_containment_of_state_is_seen() -> None:
+    # The same program with a fresh object per cost, whose state is shared behind torch's back: biased, and seen.
+    objective = ExpectedCost(structure="dynamic", critic=None)
+    total = [0.0]
+
+    def add(x: Tensor) -> float:
+        total[0] += float(x.item())
+        return total[0] ** 2
+
+    def program() -> None:
+        total[0] = 0.0
+        for t in range(3):
+            cost(f"c_{t}", add, pyro.sample(f"z_{t}", dist.Bernoulli(logits=param("q", 3)[t])))
+
+    train(objective, None, program, steps=5)
+    assert error(objective, None, program) > 1e-3
+
+
+class Box:
+    """A black box that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: Tensor) -> float:
+        self.calls += 1
+        return float(x.item()) ** 2
+
+
+@pytest.mark.parametrize("particles", [1, 3])
+def test_a_function_is_called_once_per_particle(particles: int) -> None:
+    box = Box()
+
+    def model() -> None:
+        a = pyro.sample("a", dist.Bernoulli(torch.tensor(0.5)))
+        b = pyro.sample("b", dist.Bernoulli(torch.tensor(0.5)))
+        pyro.sample("x", dist.Normal(a + b, 1.0), obs=torch.tensor(0.3))
+        cost("box", functools.partial(box.__call__), a)
+
+    def guide() -> None:
+        pyro.sample("a", dist.Bernoulli(logits=param("qa")))
+        pyro.sample("b", dist.Bernoulli(logits=param("qb")))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(num_particles=particles, estimator=AllAction(exact=True))
+    with CostCounter() as counter:
+        for _ in range(7):
+            elbo.loss_and_grads(model, guide)
+    assert box.calls == 7 * particles == counter.total == counter.calls["box"]
+    # The extra run took place all the same.
+    (plan,) = elbo._plans.values()
+    assert plan.flips is not None and not elbo._cannot_flip
+
+
+def test_given_values_rule_the_extra_run_out() -> None:
+    box = Box()
+
+    def model() -> None:
+        a = pyro.sample("a", dist.Bernoulli(torch.tensor(0.5)))
+        pyro.sample("x", dist.Normal(a, 1.0), obs=torch.tensor(0.3))
+        cost("box", (a - 0.3) ** 2 + 0.0 * box(torch.zeros(())))
+
+    def guide() -> None:
+        pyro.sample("a", dist.Bernoulli(logits=param("qa")))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(5):
+        elbo.loss_and_grads(model, guide)
+    assert box.calls == 5
+    with pytest.raises(UnsupportedSiteError, match=r"'a' asks for an extra run.*cost\(box\)"):
+        TraceBackpropQ_ELBO(estimator=AllAction(exact=True)).loss_and_grads(model, guide)
+
+
+def exact_costs() -> None:
+    with pyro.plate("rows", 3, dim=-1):
+        a = pyro.sample("a", dist.Categorical(logits=param("qa", 3, 3)))
+        cost("table", lambda x: irregular(3, 3, start=2)[torch.arange(3), x], a, exact=True)
+        b = pyro.sample("b", dist.Bernoulli(logits=param("qb", 3) * a))
+        cost("value", (b - 0.4 * a) ** 2, exact=True)
+
+
+def test_exact_costs_are_evaluated_at_every_value() -> None:
+    objective = ExpectedCost()
+    train(objective, None, exact_costs)
+    (plan,) = objective._plans.values()
+    assert plan.flips is not None and set(plan.flips.costs) == {"a", "b"}
+    pyro.clear_param_store()
+    with CostCounter() as counter:
+        assert error(objective, None, exact_costs) < ATOL
+    assert counter.calls["table"] > 0
+    moments = expected_moments(objective, None, exact_costs)
+    given = expected_moments(ExpectedCost(estimator=AllAction(exact=False)).eval(), None, exact_costs)
+    assert moments.total_variance < 0.8 * given.total_variance
+
+
+def test_exact_functions_must_not_look_at_values() -> None:
+    def program() -> None:
+        a = pyro.sample("a", dist.Bernoulli(logits=param("qa")))
+        cost("c", lambda x: torch.tensor(2.0 * x.sum().item()), a, exact=True)
+
+    objective = ExpectedCost()
+    train(objective, None, program)
+    assert error(objective, None, program) < ATOL
+    assert objective._structure.escapes
+
+
+def test_vectorised_particles_call_functions_once() -> None:
+    calls = []
+
+    def box(x: Tensor) -> Tensor:
+        calls.append(x.shape)
+        return (x - 0.3) ** 2
+
+    def program() -> None:
+        cost("c", box, pyro.sample("a", dist.Bernoulli(logits=param("qa"))))
+
+    pyro.clear_param_store()
+    objective = ExpectedCost(num_particles=5, vectorize_particles=True)
+    objective.loss_and_grads(None, program)
+    assert calls == [(5,)]
+    pyro.clear_param_store()
+    two = ExpectedCost(num_particles=2, vectorize_particles=True, max_plate_nesting=1).eval()
+    assert error(two, None, program) < ATOL
+
+
+# Forms of use, and errors.
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> None:
+        with pyro.plate("rows", len(x)):
+            a = pyro.sample("a", dist.Categorical(logits=self.net(x)))
+            cost("wrong", lambda a: (a != 1).float(), a)
+
+
+def test_module_form_trains_a_policy() -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    policy, x = Policy(), torch.randn(16, 2)
+    loss = ExpectedCost()(policy)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)
+    for _ in range(60):
+        optimizer.zero_grad()
+        value = loss(x)
+        value.backward()
+        optimizer.step()
+    assert float(value.detach()) < 2.0
+    assert not list(loss.elbo.parameters())
+
+
+def test_outside_of_inference_a_cost_is_its_value() -> None:
+    assert float(cost("a", 2)) == 2.0
+    assert cost("a", [torch.tensor(1.0), 2.0]).tolist() == [1.0, 2.0]
+    assert cost("a", np.ones(2, dtype=np.int64)).dtype == torch.get_default_dtype()
+
+
+def observing() -> None:
+    pyro.sample("x", dist.Normal(pyro.sample("a", dist.Bernoulli(logits=param("qa"))), 1.0), obs=torch.tensor(1.0))
+
+
+def doubled() -> None:
+    cost("bill", 1.0)
+    agent()
+
+
+def normal() -> None:
+    x = pyro.sample("x", dist.Normal(param("loc"), torch.tensor(1.0, dtype=torch.float64)))
+    cost("box", lambda y: y.detach().item() ** 2, x)
+
+
+@pytest.mark.parametrize(
+    ("run", "kind", "text"),
+    [
+        (lambda: ExpectedCost().loss(None, observing), UnsupportedProgramError, "'x' is observed"),
+        (lambda: TraceBackpropQ_ELBO().loss(doubled, doubled), OptionError, "both have a cost 'bill'"),
+        (lambda: cost("c", "text"), OptionError, "'c': 'text' is no number"),
+        (lambda: cost("c", 1.0, 2.0), OptionError, "without a function"),
+        (lambda: cost("c", lambda: None), OptionError, "is no number"),
+        (lambda: cost("c", 1.0, exact=True), OptionError, "needs a tensor"),
+        (lambda: cost("c", torch.ones(2, dtype=torch.complex64)), OptionError, "complex"),
+        (lambda: ExpectedCost().loss_and_grads(None, normal), UnsupportedSiteError, "'x' is reparameterised"),
+    ],
+)
+def test_errors(run: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    pyro.clear_param_store()
+    with pytest.raises(kind, match=text):
+        run()
+
+
+def test_score_function_serves_a_reparameterisable_site() -> None:
+    pyro.clear_param_store()
+    objective = ExpectedCost(num_particles=4)
+    guide = config_bpq(normal, estimator=ScoreFunction(LeaveOneOut()))
+    svi = SVI(None, guide, Adam({"lr": 0.05}), objective)
+    pyro.set_rng_seed(0)
+    for _ in range(300):
+        svi.step()
+    assert abs(float(pyro.param("loc").detach())) < 0.3

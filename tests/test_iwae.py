@@ -1,0 +1,244 @@
+"""The importance-weighted bound and its gradient, against enumeration of all joint states of K samples."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME, Case, irregular, real
+from pyro import poutine
+from pyro.infer import SVI, RenyiELBO
+from pyro.optim import Adam
+from torch import Tensor
+
+from pyro_bpq import AllAction, TraceBackpropQ_IWAE, config_bpq, cost
+from pyro_bpq.errors import OptionError, PlateError, UnsupportedSiteError
+from pyro_bpq.iwae import _without_each, multi_sample_bound
+from pyro_bpq.testing import expected_gradient, expected_moments
+from pyro_bpq.testing.choices import ChoiceMessenger, walk
+
+ATOL = 1e-10
+Program = Callable[..., Any]
+
+
+def states(model: Program, guide: Program, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Probability of every state of one sample, differentiable, and its log-weight, both ``(states,)``."""
+    choices = ChoiceMessenger(1000, keep_score=True)
+
+    def run() -> tuple[Tensor, Tensor]:
+        q = poutine.trace(guide).get_trace(*args)
+        p = poutine.trace(poutine.replay(model, trace=q)).get_trace(*args)
+        log_w = p.log_prob_sum(lambda _, s: not is_index(s)) - q.log_prob_sum(lambda _, s: not is_index(s))
+        return log_w, torch.stack(choices.score).sum()
+
+    found = [
+        (probability * (score - score.detach()).exp(), log_w) for probability, (log_w, score) in walk(choices, run)
+    ]
+    return torch.stack([q for q, _ in found]), torch.stack([w for _, w in found])
+
+
+def is_index(site: Any) -> bool:
+    return type(site["fn"]).__name__ == "_Subsample"
+
+
+def exact_bound(model: Program, guide: Program, args: tuple[Any, ...], k: int) -> Tensor:
+    """Minus the bound, differentiable."""
+    q, log_w = states(model, guide, args)
+    total = torch.zeros((), dtype=torch.float64)
+    for chosen in itertools.product(range(len(q)), repeat=k):
+        picked = list(chosen)
+        total = total - q[picked].prod() * (log_w[picked].logsumexp(0) - math.log(k))
+    return total
+
+
+def gradients(loss: Tensor) -> dict[str, Tensor]:
+    named = dict(pyro.get_param_store().named_parameters())
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
+
+
+def error(iwae: TraceBackpropQ_IWAE, case: Case, k: int) -> float:
+    case.params()
+    truth = gradients(exact_bound(case.model, case.guide, case.args, k))
+    assert max(float(g.abs().max()) for g in truth.values()) > 1e-2
+    found = expected_gradient(iwae, case.model, case.guide, *case.args)
+    return max(float((found[name] - g).abs().max()) for name, g in truth.items())
+
+
+SMALL = ["fork", "discrete_above_reparam", "vector", "plate_subsample"]
+
+
+@pytest.mark.parametrize("baseline", ["geometric", "arithmetic", None])
+@pytest.mark.parametrize("name", [n for n in SMALL if BY_NAME[n].num_states <= 16])
+def test_gradient_of_two_samples_is_exact(name: str, baseline: str | None) -> None:
+    assert not BY_NAME[name].has_subsample
+    assert error(TraceBackpropQ_IWAE(2, baseline=baseline), BY_NAME[name], 2) < ATOL
+
+
+def coin_model() -> None:
+    a = pyro.sample("a", dist.Bernoulli(logits=pyro.param("pa", lambda: irregular(start=1))))
+    pyro.sample("x", dist.Normal(a * pyro.param("mean", lambda: irregular(start=2)), 0.5), obs=real(0.7)[0])
+
+
+def coin_guide() -> None:
+    pyro.sample("a", dist.Bernoulli(logits=pyro.param("qa", lambda: irregular(start=3))))
+
+
+COIN = Case("coin", coin_model, coin_guide, {"pa": (), "mean": (), "qa": ()}, 2)
+
+
+@pytest.mark.parametrize("baseline", ["geometric", "arithmetic", None])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_gradient_of_more_samples_is_exact(k: int, baseline: str | None) -> None:
+    assert error(TraceBackpropQ_IWAE(k, baseline=baseline), COIN, k) < ATOL
+    vectorised = TraceBackpropQ_IWAE(k, baseline=baseline, vectorize_particles=True, max_plate_nesting=1)
+    assert error(vectorised, COIN, k) < ATOL
+
+
+def test_outer_samples_are_averaged() -> None:
+    assert error(TraceBackpropQ_IWAE(2, num_outer=2), COIN, 2) < ATOL
+
+
+def test_value_is_the_bound() -> None:
+    COIN.params()
+    iwae, truth = TraceBackpropQ_IWAE(3), float(exact_bound(coin_model, coin_guide, (), 3).detach())
+    pyro.set_rng_seed(0)
+    losses = torch.tensor([iwae.loss(coin_model, coin_guide) for _ in range(2000)])
+    assert abs(float(losses.mean()) - truth) < 4 * float(losses.std()) / 2000**0.5
+    # The bound of one sample, which is the ELBO, is another number.
+    assert abs(float(exact_bound(coin_model, coin_guide, (), 1).detach()) - truth) > 8 * float(losses.std()) / 2000**0.5
+
+
+def test_value_equals_pyros_bound_draw_by_draw() -> None:
+    COIN.params()
+    for vectorized in (False, True):
+        options = {"num_particles": 4, "vectorize_particles": vectorized, "max_plate_nesting": 1}
+        for seed in range(5):
+            losses = []
+            for elbo in (RenyiELBO(alpha=0, **options), TraceBackpropQ_IWAE(**options)):
+                pyro.set_rng_seed(seed)
+                losses.append(elbo.loss(coin_model, coin_guide))
+            assert losses[0] == pytest.approx(losses[1])
+
+
+def test_leave_one_out_lowers_the_variance() -> None:
+    COIN.params()
+    found = {}
+    for baseline in ("geometric", "arithmetic", None):
+        iwae = TraceBackpropQ_IWAE(3, baseline=baseline)
+        found[baseline] = float(expected_moments(iwae, coin_model, coin_guide).variance["qa"].sum())
+    assert found["geometric"] < 0.7 * found[None] and found["arithmetic"] < 0.7 * found[None]
+
+
+# Rows.
+
+DATA = real(0.3, -0.8, 1.4)
+
+
+def rows_model(data: Tensor = DATA, size: int | None = None) -> None:
+    with pyro.plate("rows", len(data), subsample_size=size, dim=-1) as rows:
+        a = pyro.sample("a", dist.Bernoulli(logits=pyro.param("pa", lambda: irregular(start=1))))
+        pyro.sample("x", dist.Normal(1.5 * a, 0.6), obs=data[rows])
+        cost("user", 0.4 * a * data[rows])
+
+
+def rows_guide(data: Tensor = DATA, size: int | None = None) -> None:
+    with pyro.plate("rows", len(data), subsample_size=size, dim=-1) as rows:
+        pyro.sample("a", dist.Bernoulli(logits=pyro.param("qa", lambda: irregular(3, start=2))[rows]))
+
+
+def one_row(i: int) -> tuple[Program, Program]:
+    def model() -> None:
+        a = pyro.sample("a", dist.Bernoulli(logits=pyro.param("pa")))
+        pyro.sample("x", dist.Normal(1.5 * a, 0.6), obs=DATA[i])
+        pyro.factor("user", -0.4 * a * DATA[i])
+
+    def guide() -> None:
+        pyro.sample("a", dist.Bernoulli(logits=pyro.param("qa")[i]))
+
+    return model, guide
+
+
+@pytest.mark.parametrize("vectorised", [False, True])
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_rows_have_bounds_of_their_own(size: int | None, vectorised: bool) -> None:
+    case = Case("rows", rows_model, rows_guide, {"pa": (), "qa": (3,)}, 8)
+    case.params()
+    truth = gradients(sum(exact_bound(*one_row(i), (), 2) for i in range(3)))
+    options = {"vectorize_particles": vectorised, "max_plate_nesting": 2}
+    if size is not None and not vectorised:
+        with pytest.raises(PlateError, match="a subsample of its own"):
+            expected_gradient(TraceBackpropQ_IWAE(2, plate="rows"), rows_model, rows_guide, DATA, size)
+        return
+    found = expected_gradient(TraceBackpropQ_IWAE(2, plate="rows", **options), rows_model, rows_guide, DATA, size)
+    for name, gradient in truth.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0.0, atol=ATOL)
+    # One weight for all rows is another bound.
+    whole = expected_gradient(TraceBackpropQ_IWAE(2, **options), rows_model, rows_guide, DATA, size)
+    assert any(float((whole[name] - gradient).abs().max()) > 1e-3 for name, gradient in truth.items())
+
+
+def test_planted_bias_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def biased(log_w: Tensor, baseline: str) -> Tensor:
+        return _without_each(log_w, baseline) + 0.1 * log_w
+
+    monkeypatch.setattr("pyro_bpq.iwae._without_each", biased)
+    assert error(TraceBackpropQ_IWAE(2), COIN, 2) > 1e-3
+
+
+def test_geometric_mean_by_hand() -> None:
+    log_w = real(0.0, math.log(4.0), math.log(9.0)).reshape(1, 3, 1)
+    found = _without_each(log_w, "geometric").exp().flatten()
+    torch.testing.assert_close(found, real((6 + 4 + 9) / 3, (1 + 3 + 9) / 3, (1 + 4 + 2) / 3))
+    found = _without_each(log_w, "arithmetic").exp().flatten()
+    torch.testing.assert_close(found, real(6.5, 5.0, 2.5))
+
+
+def test_impossible_samples_do_no_harm() -> None:
+    log_w = real(0.0, -math.inf, 1.0).reshape(1, 3, 1)
+    score = torch.zeros(1, 3, 1, dtype=torch.float64, requires_grad=True)
+    for baseline in ("arithmetic", None):
+        loss, surrogate = multi_sample_bound(log_w, score, baseline)
+        (gradient,) = torch.autograd.grad(surrogate, score)
+        assert bool(torch.isfinite(loss)) and bool(torch.isfinite(gradient).all())
+
+
+def test_training_tightens_the_bound() -> None:
+    COIN.params()
+    before = float(exact_bound(coin_model, coin_guide, (), 3).detach())
+    svi = SVI(coin_model, coin_guide, Adam({"lr": 0.05}), TraceBackpropQ_IWAE(3))
+    pyro.set_rng_seed(0)
+    for _ in range(100):
+        svi.step()
+    assert float(exact_bound(coin_model, coin_guide, (), 3).detach()) < before - 0.1
+
+
+def outside_model() -> None:
+    rows_model()
+    pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(0.0))
+
+
+@pytest.mark.parametrize(
+    ("run", "kind", "text"),
+    [
+        (lambda: TraceBackpropQ_IWAE(0), OptionError, "positive"),
+        (lambda: TraceBackpropQ_IWAE(baseline="mean"), OptionError, "geometric"),
+        (lambda: TraceBackpropQ_IWAE(plate="rows").loss(outside_model, rows_guide), PlateError, "'y' is not in"),
+        (
+            lambda: TraceBackpropQ_IWAE().loss_and_grads(coin_model, config_bpq(coin_guide, estimator=AllAction())),
+            UnsupportedSiteError,
+            "'a' .*one-sample",
+        ),
+    ],
+)
+def test_errors(run: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    COIN.params()
+    pyro.clear_param_store()
+    with pytest.raises(kind, match=text):
+        run()

@@ -1,0 +1,62 @@
+"""Moments of distributions: what centres a critic of values without finite support."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro.distributions as dist
+import pytest
+import torch
+from lattice import POINTS, Lattice
+
+from pyro_bpq.moments import has_moments, standardise
+
+LOGITS = torch.tensor([[0.3, -0.5, 0.9], [1.2, 0.1, -0.4]], dtype=torch.float64)
+
+
+def test_powers_have_mean_zero() -> None:
+    fn = Lattice(LOGITS)
+    powers = torch.stack([standardise(torch.full((2,), x), fn.mean, fn.variance).powers for x in POINTS], 1)
+    expected = (fn.probs.unsqueeze(-1) * powers).sum(1)
+    torch.testing.assert_close(expected, torch.zeros(2, 2), atol=1e-14, rtol=0.0)
+
+
+def test_expected_has_the_gradient_of_the_expectation() -> None:
+    # Of the same functions of x, with frozen centre and scale, by enumeration.
+    logits = LOGITS.clone().requires_grad_()
+    fn = Lattice(logits)
+    found = standardise(torch.zeros(2), fn.mean, fn.variance)
+    assert not found.expected.any()
+    for i in range(2):
+        points = torch.tensor(POINTS, dtype=torch.float64)
+        unit = (points - found.mean.unsqueeze(-1)) / found.spread.unsqueeze(-1)
+        by_hand = (fn.probs * (unit if i == 0 else unit**2 - 1)).sum()
+        (expected,) = torch.autograd.grad(by_hand, logits, retain_graph=True)
+        (gradient,) = torch.autograd.grad(found.expected[..., i].sum(), logits, retain_graph=True)
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_a_value_without_variance_has_no_powers() -> None:
+    fn = dist.Delta(torch.tensor([1.5, -2.0], dtype=torch.float64, requires_grad=True))
+    found = standardise(fn.sample(), fn.mean, fn.variance)
+    assert not found.powers.any() and bool(found.spread.eq(1.0).all())
+    found.expected.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (dist.Normal(torch.zeros(2), 1.0), True),
+        (dist.Normal(torch.zeros(2), 1.0).to_event(1).mask(torch.tensor(True)), True),
+        (dist.Poisson(torch.tensor(3.0)), True),
+        (dist.Geometric(torch.tensor(0.3)), True),
+        (dist.Gamma(2.0, 1.0), True),
+        (dist.MultivariateNormal(torch.zeros(2), torch.eye(2)), True),
+        (dist.Cauchy(0.0, 1.0), False),
+        (dist.StudentT(1.5), False),
+        (dist.TransformedDistribution(dist.Normal(0.0, 1.0), [dist.transforms.ExpTransform()]), False),
+    ],
+    ids=lambda x: type(x).__name__ if not isinstance(x, bool) else "",
+)
+def test_has_moments(fn: Any, expected: bool) -> None:
+    assert has_moments(fn) is expected

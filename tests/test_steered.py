@@ -1,0 +1,137 @@
+"""Programs that sampled values steer: critics by prefix, baselines across particles, shared critics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import SGD
+
+from pyro_bpq import BackpropQNetwork, StochasticComputationGraph, TraceBackpropQ_ELBO, config_bpq
+from pyro_bpq.bank import average_writes
+from pyro_bpq.critic_step import _index_features
+from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.sequence import sequence_network
+from pyro_bpq.testing import exact_gradient, expected_moments
+
+LENGTH = 3
+
+
+def guide() -> None:
+    logits = pyro.param("q", torch.tensor([[0.3, -0.2], [0.5, -0.5], [0.1, 0.2]], dtype=torch.float64))
+    z = 0
+    for t in range(LENGTH):
+        z = int(pyro.sample(f"z_{t}", dist.Bernoulli(logits=logits[t, z])))
+        if t >= 1 and z == 0:
+            break
+
+
+def model() -> None:
+    logits = pyro.param("p", torch.tensor([0.2, -0.4], dtype=torch.float64))
+    z, total = 0, 0.0
+    for t in range(LENGTH):
+        z = int(pyro.sample(f"z_{t}", dist.Bernoulli(logits=logits[z])))
+        total += (t + 1) * z
+        if t >= 1 and z == 0:
+            break
+    mean = torch.tensor(total, dtype=torch.float64)
+    pyro.sample("x", dist.Normal(mean, 1.0), obs=torch.tensor(4.0, dtype=torch.float64))
+
+
+shared = config_bpq(guide, share="z")
+
+
+def trained(steps: int, program: Callable[..., Any] = guide, **options: Any) -> TraceBackpropQ_ELBO:
+    """An ELBO whose critics saw the initial parameters only."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(**options)
+    svi = SVI(model, program, SGD({"lr": 0.0}), elbo)
+    for _ in range(steps):
+        svi.step()
+    return elbo.eval()
+
+
+@functools.cache
+def exact() -> dict[str, torch.Tensor]:
+    pyro.clear_param_store()
+    return exact_gradient(model, guide)
+
+
+@pytest.mark.parametrize("program", [guide, shared], ids=["own", "shared"])
+@pytest.mark.parametrize("particles", [1, 2])
+def test_step_with_critics_is_unbiased(particles: int, program: Callable[..., Any]) -> None:
+    elbo = trained(150, program, num_particles=particles)
+    critics = [block for block in elbo.critics.blocks.values() if block.critic is not None]
+    assert max(float(w.detach().abs().max()) for block in critics for w in block.weights().values()) > 0.1
+    found = expected_moments(elbo, model, program)
+    for name, gradient in exact().items():
+        torch.testing.assert_close(found.mean[name], gradient, rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("particles", "factor"), [(1, 0.5), (2, 0.4)])
+def test_critics_lower_the_variance(particles: int, factor: float) -> None:
+    variances = []
+    for options in ({}, {"critic": None}):
+        elbo = trained(1000, num_particles=particles, **options)
+        variances.append(float(expected_moments(elbo, model, guide).variance["q"].sum()))
+    assert variances[0] < factor * variances[1]
+
+
+def test_critics_persist_where_their_site_is_absent() -> None:
+    elbo = trained(60)
+    keys = {key for block in elbo.critics.blocks.values() if block.critic is not None for key in block.keys}
+    assert keys == {"z_0", "z_1", "z_2"}
+    blocks = len(elbo.critics.blocks)
+    elbo.train()
+    svi = SVI(model, guide, SGD({"lr": 0.0}), elbo)
+    for _ in range(20):
+        svi.step()
+    assert len(elbo.critics.blocks) == blocks
+
+
+def test_a_family_shares_one_critic_that_sees_the_index() -> None:
+    elbo = trained(30, shared)
+    keys = {key for block in elbo.critics.blocks.values() if block.critic is not None for key in block.keys}
+    assert keys == {"z"}
+    assert _index_features("z_12") == pytest.approx((2.5649493, 1.2)) and _index_features("z") == (0.0, 0.0)
+
+
+def test_particles_that_run_at_once_are_refused() -> None:
+    def steered() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(()))))
+        if z.sum().item() > 0.5:
+            pyro.sample("w", dist.Bernoulli(0.5))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=0)
+    with pytest.raises(UnsupportedProgramError, match="vectorize_particles=False"):
+        elbo.loss_and_grads(steered, steered)
+
+
+def test_sequence_network_settles_each_cost_at_its_last_variable() -> None:
+    graph = StochasticComputationGraph.from_parents(
+        {"x": [], "y": ["x"], "w": []}, {"f": ["x"], "g": ["x", "w"], "h": ["y"]}
+    )
+    network = sequence_network(graph, {"y": ("h",)})
+    assert isinstance(network, BackpropQNetwork)
+    assert network.rule_text(network.q_node("x")) == "f + Q_y"
+    assert network.rule_text(network.q_node("y")) == "Q_w" and network.q_node("y").immediate == ("h",)
+    assert network.rule_text(network.q_node("w")) == "g"
+    assert network.q_node("w").scope == ("x", "y", "w")
+
+
+def test_average_writes_takes_the_mean_of_each_row() -> None:
+    rows = torch.tensor([0, 0, 2])
+    writes = [("b", "mean", rows, torch.tensor([1.0, 3.0, 5.0])), ("b", "mean", None, torch.tensor([4.0, 7.0, 9.0]))]
+    ((key, name, unique, value),) = average_writes(writes)
+    assert (key, name) == ("b", "mean") and unique is not None
+    assert unique.tolist() == [0, 1, 2]
+    torch.testing.assert_close(value, torch.tensor([8.0 / 3.0, 7.0, 7.0]))
