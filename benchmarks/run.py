@@ -7,7 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("chains.py", "convergence.py", "networks.py", "overhead.py", "profile_step.py", "blackbox.py")
+SCRIPTS = (
+    "chains.py",
+    "convergence.py",
+    "networks.py",
+    "overhead.py",
+    "profile_step.py",
+    "blackbox.py",
+    "vae_variance.py",
+)
 
 
 def main() -> int:

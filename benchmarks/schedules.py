@@ -26,6 +26,7 @@ _CRITIC = MLPCritic()
 REPLAY, SLOW = Replay(capacity=64, batch_size=4), SlowTracking(0.05)
 OPTIONS: dict[str, dict[str, Any]] = {
     "no critic": {"critic": None},
+    "default": {},
     "lr 0.1": {"lr": 0.1},
     "lr 0.03": {"lr": 0.03},
     "lr 0.01": {"lr": 0.01},

@@ -301,6 +301,7 @@ def regression(
         *critic.selection.write("mean", new_mean),
         *critic.selection.write("spread_level", level),
         *critic.selection.write("spread_advantage", step),
+        *critic.selection.write("rows", torch.full_like(count, value[0].numel())),
         *critic.selection.write("count", count + 1),
     ]
     with torch.no_grad():
@@ -347,7 +348,8 @@ def _builder(
         if shape.features:
             buffers["context_mean"] = torch.zeros(len(keys), shape.features)
             buffers["context_square"] = torch.ones(len(keys), shape.features)
-        return Block(_kind(critic, shape), keys, module, {**buffers, "count": 0 * ones}).to(like.device, like.dtype)
+        buffers |= {"rows": ones.clone(), "count": 0 * ones}
+        return Block(_kind(critic, shape), keys, module, buffers).to(like.device, like.dtype)
 
     return make
 

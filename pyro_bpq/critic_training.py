@@ -148,7 +148,8 @@ class CriticTraining:
             _at(self.lam, self.num_steps),
             _at(self.gamma, self.num_steps),
             1.0 if learner is None else learner.level_weight,
-            learner is not None and learner.slow is not None,
+            slow=learner is not None and learner.slow is not None,
+            num_steps=self.num_steps,
         )
 
     def _learn_again(self) -> None:

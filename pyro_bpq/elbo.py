@@ -138,7 +138,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         self.staged = Transient()
         self.keeps_staged = replay is not None or (learner is not None and learner.steps > 1)
         self.num_steps = self.num_noises = 0
-        self.info: dict[str, dict[str, Tensor]] = {}
+        self.info: dict[str, dict[str, Any]] = {}
         self._structure = StructureCache(structure)
         self._optimizer = None if learner is None else CriticOptimizer(learner)
         self._plans: dict[Any, Plan] = {}
@@ -256,6 +256,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
                 *(model, guide, args, kwargs, self.max_plate_nesting, planner.choose, self.num_particles, track),
                 attach=planner.attach,
                 noise=self._noise,
+                step=self.num_steps,
                 only_costs=self._only_costs,
             )
 

@@ -222,6 +222,12 @@ class Layout:
             self._crossing_bits[plates] = crossed
         return self._crossing_bits[plates][graph.index[name]]
 
+    def rows_meet(self, name: str) -> bool:
+        """Whether a cost of one plate row of a site reads another row."""
+        plates = set(self.graph.node(name).plates)
+        costs = (self.graph.cost(cost) for cost in self.graph.downstream_costs(name))
+        return self._crossed(name) != 0 or any(not plates <= set(cost.plates) for cost in costs)
+
     def _tabled(self, row: int, column: int) -> np.ndarray:
         columns = {cost: j for j, cost in enumerate(self.cost_classes[column].names)}
         array = np.zeros((len(self.classes[row].names), len(columns)), dtype=np.float32)

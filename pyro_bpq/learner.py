@@ -18,12 +18,18 @@ from pyro_bpq.slow import SlowTracking, track
 __all__ = ["AveragedAdam", "CriticLearner", "CriticOptimizer"]
 
 
+# Samples in a step from which on the learning rate is not lowered for their noise.
+_MANY_ROWS = 100.0
+
+
 @dataclass(frozen=True)
 class CriticLearner:
     """How critics are trained by an optimiser of their own, after the gradients of model and guide.
 
     Args:
-        lr: Learning rate, in units of the spread of a critic's targets.
+        lr: Learning rate, in units of the spread of a critic's targets. ``None`` takes ``0.1 √min(1, rows / 100)`` for
+            :class:`AveragedAdam`, where rows are the samples that a critic has in a step (particles times plate rows),
+            since few samples give noisy gradients; and 0.01 for another optimiser.
         optimizer: Builds the optimiser from parameters and ``lr``; ``None`` for :class:`AveragedAdam`.
         clip: Largest norm of each critic's gradient, or ``None``.
         level_weight: Weight of the level of ``Q`` against its differences within a data point.
@@ -32,7 +38,7 @@ class CriticLearner:
         slow: How targets track the critics slowly, or ``None`` for targets from the critics as they are.
     """
 
-    lr: float = 0.1
+    lr: float | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     clip: float | None = None
     level_weight: float = 0.1
@@ -41,28 +47,34 @@ class CriticLearner:
     slow: SlowTracking | None = None
 
     def __post_init__(self) -> None:
+        if self.lr is not None and not self.lr > 0:
+            raise OptionError(f"CriticLearner(lr={self.lr!r}): write a positive number or None.")
         if not isinstance(self.steps, int) or self.steps < 1:
             raise OptionError(f"CriticLearner(steps={self.steps!r}): write a whole number of at least 1.")
         if self.replay is not None and not isinstance(self.replay, Replay):
             raise OptionError(f"CriticLearner(replay={self.replay!r}): write Replay(capacity=...) or None.")
         if self.slow is not None and not isinstance(self.slow, SlowTracking):
             raise OptionError(f"CriticLearner(slow={self.slow!r}): write SlowTracking(rate=...) or None.")
-        if not self.lr > 0:
-            raise OptionError(f"CriticLearner(lr={self.lr!r}): write a positive number.")
         if self.clip is not None and not self.clip > 0:
             raise OptionError(f"CriticLearner(clip={self.clip!r}): write a positive number or None.")
 
     def make(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """An optimiser of some critics."""
         if self.optimizer is not None:
-            return self.optimizer(parameters, lr=self.lr)
-        return AveragedAdam(parameters, lr=self.lr)
+            return self.optimizer(parameters, lr=0.01 if self.lr is None else self.lr)
+        return AveragedAdam(parameters, lr=0.1 if self.lr is None else self.lr)
+
+    def speed(self, block: Block) -> Tensor | None:
+        """Factor of the learning rate of a block of critics, or ``None`` for 1."""
+        if self.lr is not None or self.optimizer is not None:
+            return None
+        return (block.get_buffer("rows").max() / _MANY_ROWS).clamp(max=1.0).sqrt()
 
 
 class AveragedAdam(torch.optim.Optimizer):
     r"""Adam whose iterates are averaged while it runs, so that a large step size leaves little noise.
 
-        z ← z - lr g / √v,   x ← x + c (z - x),   y = (1 - mix) z + mix x,   c = max(min(1, 3/n), floor)
+        z ← z - lr speed g / √v,   x ← x + c (z - x),   y = (1 - mix) z + mix x,   c = max(min(1, 3/n), floor)
 
     Gradients ``g`` are taken at the parameters ``y``, which also serve as the result.
 
@@ -88,7 +100,7 @@ class AveragedAdam(torch.optim.Optimizer):
         floor: float = 0.03,
         eps: float = 1e-8,
     ) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay, "mix": mix, "floor": floor, "eps": eps})
+        super().__init__(params, {"lr": lr, "decay": decay, "mix": mix, "floor": floor, "eps": eps, "speed": None})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -122,6 +134,8 @@ class AveragedAdam(torch.optim.Optimizer):
         scale = torch._foreach_sqrt(v)
         torch._foreach_div_(scale, (1.0 - group["decay"] ** n) ** 0.5)
         torch._foreach_add_(scale, group["eps"])
+        if group.get("speed") is not None:
+            torch._foreach_div_(scale, [group["speed"]] * len(scale))
         torch._foreach_addcdiv_(z, gradients, scale, -group["lr"])
         torch._foreach_lerp_(x, z, max(min(1.0, 3.0 / n), group["floor"]))
         torch._foreach_copy_(parameters, z)
@@ -151,12 +165,14 @@ class CriticOptimizer:
         for key, parameters in touched.items():
             if self.learner.clip is not None:
                 _clip(parameters, self.learner.clip)
-            self._optimizer(bank, key).step()
+            optimizer, block = self._optimizer(bank, key), bank.blocks[key]
+            assert isinstance(block, Block)
+            for group in optimizer.param_groups if isinstance(optimizer, AveragedAdam) else ():
+                group["speed"] = self.learner.speed(block)
+            optimizer.step()
             for parameter in parameters:
                 parameter.grad = None
             if self.learner.slow is not None:
-                block = bank.blocks[key]
-                assert isinstance(block, Block)
                 track(list(block.slow_weights().values()), list(block.weights().values()), self.learner.slow.rate)
 
     def _optimizer(self, bank: CriticBank, key: str) -> torch.optim.Optimizer:

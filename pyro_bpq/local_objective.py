@@ -26,6 +26,7 @@ from torch.distributions import Distribution, kl_divergence
 
 from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.errors import UnsupportedSiteError
+from pyro_bpq.estimators.base import needs_program
 from pyro_bpq.redraw import Hold, traced_leaves
 from pyro_bpq.replayer import Staged
 from pyro_bpq.rollout import Run, SiteRecord
@@ -152,11 +153,12 @@ def _check(items: Sequence[Staged]) -> None:
     for staged in items:
         for c in staged.signals.active:
             spec, names = staged.signals.layout.classes[c].spec, staged.signals.layout.classes[c].names
-            if spec.has_moments and spec.critic is not None and spec.estimator.uses_critic:
+            has_critic = spec.has_moments and spec.critic is not None and spec.estimator.uses_critic
+            if has_critic or (spec.components is None and needs_program(spec.estimator)):
                 raise UnsupportedSiteError(
                     f"Sites {', '.join(map(repr, names))}: part of the gradient of {spec.estimator} comes through "
-                    "mean and variance, which no probability ratio holds; write ScoreFunction() there, or use "
-                    "pyro.infer.SVI."
+                    "parameters of the distribution and not through its probabilities; write ScoreFunction() there, or "
+                    "use pyro.infer.SVI."
                 )
         found = [name for name in staged.traced[0].enumerated if name in staged.traced[0].guide_trace.nodes]
         if found:

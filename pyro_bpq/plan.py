@@ -134,8 +134,9 @@ class Planner:
 
     def attach(self, infer: Mapping[str, Any]) -> Any:
         """The estimator of a site with this ``infer``, if it attaches a gradient to the site's value."""
-        given = infer.get("bpq")
-        chosen = (given.get("estimator") if isinstance(given, dict) else None) or self.estimator
+        options = infer.get("bpq")
+        # What is no dictionary is refused with the site's other options.
+        chosen = (options.get("estimator") if isinstance(options, Mapping) else None) or self.estimator
         return chosen if hasattr(chosen, "attach") else None
 
     def plan(

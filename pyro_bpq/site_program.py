@@ -36,6 +36,7 @@ class SiteProgramRuns:
         self.rerun, self.generator = rerun, generator
         self.names = layout.classes[c].names
         self.value = batch.value
+        self.rows_meet = any(layout.rows_meet(name) for name in self.names)
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go at other values, detached."""

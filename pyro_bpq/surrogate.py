@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.critic_step import CriticRows, regression
-from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, at_step
 from pyro_bpq.moments import Standardised
 from pyro_bpq.signals import Signals
 
@@ -34,12 +34,14 @@ class Learning:
         gamma: Discount per edge.
         level_weight: Weight of the level against differences within a data point.
         slow: Whether targets are formed with slow copies of the critics.
+        num_steps: Number of steps taken, for estimators with a schedule.
     """
 
     lam: float = 0.9
     gamma: float = 1.0
     level_weight: float = 0.1
     slow: bool = False
+    num_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,13 @@ class StepResult:
         surrogate: Sum of the sites' surrogate terms over particles; only its gradient has meaning.
         critic_loss: Regression loss of the critics, or ``None``.
         writes: New running statistics, to be committed after the step.
-        info: Detached diagnostics, by name of site.
+        info: Detached diagnostics, by name of site, and its ``"estimator"``.
     """
 
     surrogate: Tensor
     critic_loss: Tensor | None
     writes: list[Write] = field(default_factory=list)
-    info: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    info: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build: bool) -> StepResult:
@@ -72,8 +74,15 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
         The result; nothing in the bank has changed but for newly built rows.
     """
     writes: list[Write] = []
-    info: dict[str, dict[str, Tensor]] = {}
-    terms = [_estimate(*pair, bank, build, writes, info) for pair in _contexts(signals)]
+    info: dict[str, dict[str, Any]] = {}
+    if build:
+        classes = [cls for one in signals for cls in one.layout.classes]
+        info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
+    number = learning.num_steps
+    terms = [
+        _estimate(estimator, at_step(estimator, number), context, bank, build, writes, info)
+        for estimator, context in _contexts(signals)
+    ]
     loss = _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info) if build else None
     if len(signals) > 1:
         # Particles, and sites of a family that shares a critic, each have a say.
@@ -127,17 +136,18 @@ def _join(contexts: Sequence[SiteContext]) -> SiteContext:
 
 def _estimate(
     estimator: Estimator,
+    present: Estimator,
     context: SiteContext,
     bank: CriticBank,
     build: bool,
     writes: list[Write],
-    info: dict[str, dict[str, Tensor]],
+    info: dict[str, dict[str, Any]],
 ) -> Tensor:
-    """Calls an estimator with its running statistics."""
+    """Calls an estimator, as it presently is, with its running statistics."""
     initial = estimator.statistics(context.num_particles)
     selection, statistics = _statistics(estimator, initial, context, bank, build)
     context = replace(context, statistics=statistics, count=statistics.get("count"))
-    term = estimator(context)
+    term = present(context)
     if selection is not None and build:
         for name, value in term.statistics.items():
             writes += selection.write(name, value)
@@ -146,6 +156,7 @@ def _estimate(
         for i, name in enumerate(context.names):
             info[name] = {k: v[i] for k, v in term.statistics.items() if k in ("scales", "baseline")}
             info[name]["cost_to_go"] = context.cost[i]
+            info[name]["estimator"] = estimator
     return term.surrogate.sum()
 
 
@@ -251,7 +262,7 @@ def _regress(
     bank: CriticBank,
     learning: Learning,
     writes: list[Write],
-    info: dict[str, dict[str, Tensor]],
+    info: dict[str, dict[str, Any]],
     chosen: Container[str] | None = None,
 ) -> Tensor | None:
     """Regression of critics on their lambda-returns; ``None`` if none of them learns."""

@@ -136,6 +136,7 @@ def trace_run(
     attach: Attach | None = None,
     noise: Callable[[], torch.Generator] = torch.Generator,
     only_costs: bool = False,
+    step: int = 0,
 ) -> TracedRun:
     """Runs the guide, replays the model against it, and records both.
 
@@ -151,6 +152,7 @@ def trace_run(
         attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
         noise: Makes the generator that such estimators draw from.
         only_costs: Whether cost statements are all that counts; the guide is then the whole program.
+        step: Number of steps taken, for those with a schedule.
 
     Returns:
         The traced run.
@@ -160,7 +162,7 @@ def trace_run(
         PlateError: If shapes do not fit plates, or those of guide and model differ.
     """
     tracker = DependencyTracker() if track else None
-    watch = Watch(tracker, choose, num_particles, attach, noise)
+    watch = Watch(tracker, choose, num_particles, attach, noise, step)
     with tracker if tracker is not None else contextlib.nullcontext(), watch:
         try:
             if only_costs:

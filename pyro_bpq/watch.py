@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_bpq.config import SiteOptions, site_options
 from pyro_bpq.contained import ContainedCalls
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.estimators.base import Estimator, SiteInfo
+from pyro_bpq.estimators.base import Estimator, SiteInfo, at_step
 from pyro_bpq.features import finite_components
 from pyro_bpq.graph import Plate
 from pyro_bpq.provenance import DependencyTracker
@@ -42,6 +42,7 @@ class Watch(Messenger):  # type: ignore[misc]
         particles: Number of particles of the step.
         attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
         noise: Makes the generator that such estimators draw from.
+        step: Number of steps taken, for those with a schedule.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Watch(Messenger):  # type: ignore[misc]
         particles: int,
         attach: Attach | None,
         noise: Callable[[], torch.Generator],
+        step: int = 0,
     ) -> None:
         super().__init__()
+        self.step = step
         self.tracker, self.choose, self.particles = tracker, choose, particles
         self.attach, self.noise = attach, functools.lru_cache(noise)
         self.attached: set[str] = set()
@@ -122,7 +125,7 @@ class Watch(Messenger):  # type: ignore[misc]
         if estimator is None or getattr(msg["fn"], "has_rsample", False):
             return
         if self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])) == estimator:
-            msg["value"] = estimator.attach(msg["fn"], msg["value"], self.noise())
+            msg["value"] = at_step(estimator, self.step).attach(msg["fn"], msg["value"], self.noise())
             self.attached.add(msg["name"])
 
     def _keep(self, msg: Any, score: Tensor) -> None:

@@ -34,6 +34,7 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.errors import UnsupportedSiteError
+from pyro_bpq.estimators.measure_valued import MeasureValued
 from pyro_bpq.local_objective import LocalObjective
 from pyro_bpq.redraw import Hold
 from pyro_bpq.replayer import Staged
@@ -231,8 +232,24 @@ def test_q_prop_replays_but_has_no_limited_steps() -> None:
     for _ in range(10):
         svi.step()
     assert elbo.replay(updates=2) == 2 and any("MomentCritic" in block.kind for block in elbo.critics.blocks.values())
-    with pytest.raises(UnsupportedSiteError, match=r"'x'.*mean and variance.*ScoreFunction"):
+    with pytest.raises(UnsupportedSiteError, match=r"'x'.*through parameters.*ScoreFunction"):
         ProximalSVI(model, guide, Adam({"lr": 0.02}), TraceBackpropQ_ELBO()).step()
+
+
+def test_measure_valued_sites_have_no_limited_steps() -> None:
+    def model() -> None:
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("obs", dist.Normal(x, 1.0), obs=torch.tensor(0.3))
+
+    def guide() -> None:
+        options = {"bpq": {"estimator": MeasureValued()}}
+        pyro.sample("x", dist.Normal(pyro.param("m", torch.tensor(0.4)), 1.0), infer=options)
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO()
+    with pytest.raises(UnsupportedSiteError, match=r"'x'.*through parameters.*ScoreFunction"):
+        TrustRegionSVI(model, guide, Adam({"lr": 0.02}), elbo).step()
+    assert elbo.num_steps == 0
 
 
 def test_limited_steps_refuse_guides_with_sites_summed_out() -> None:

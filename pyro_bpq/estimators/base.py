@@ -19,6 +19,7 @@ __all__ = [
     "SiteProgram",
     "SiteTerm",
     "Statistics",
+    "at_step",
     "needs_program",
     "update_mean",
 ]
@@ -58,10 +59,13 @@ class SiteProgram(Protocol):
     Attributes:
         value: The sampled values, ``(G, M, plates, event)``, detached.
         generator: Noise for what the estimator draws itself; on the CPU.
+        rows_meet: Whether a cost of one plate row reads another: then all rows at another value cost something else
+            than one of them.
     """
 
     value: Tensor
     generator: torch.Generator
+    rows_meet: bool
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go ``(G, M, plates)`` in nats at other values ``(G, M, plates, event)``, detached."""
@@ -157,7 +161,8 @@ class Estimator(Protocol):
     An estimator that compares values has the attribute ``needs_program = True`` and reads ``context.program``.
     An estimator that lets the value of a site without ``rsample`` carry a gradient, as straight-through does, has
     ``is_pathwise = True`` and a method ``attach(fn, value, generator)`` from the distribution and the drawn value to
-    the value that the program sees; it is then never called.
+    the value that the program sees; it is then never called. One whose options change over time, such as a
+    temperature, has a method ``at(step)`` that gives it as it is after so many steps.
     """
 
     is_unbiased: ClassVar[bool]
@@ -180,6 +185,11 @@ class Estimator(Protocol):
 def needs_program(estimator: Estimator) -> bool:
     """Whether an estimator reads ``context.program``."""
     return bool(getattr(estimator, "needs_program", False))
+
+
+def at_step(estimator: Any, step: int) -> Any:
+    """An estimator as it is after so many steps of the ELBO: its schedules become numbers."""
+    return estimator.at(step) if hasattr(estimator, "at") else estimator
 
 
 def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float) -> Tensor:

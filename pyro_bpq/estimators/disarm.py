@@ -1,4 +1,4 @@
-r"""DisARM: antithetic pairs of binary values."""
+r"""ARM and DisARM: antithetic pairs of binary values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,49 @@ from typing import ClassVar
 import torch
 
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
-from pyro_bpq.estimators.noise import uniform
+from pyro_bpq.estimators.noise import uniform_given
+from pyro_bpq.estimators.requirements import needs_binary
 
-__all__ = ["DisARM"]
+__all__ = ["ARM", "DisARM"]
+
+
+@dataclass(frozen=True)
+class ARM:
+    r"""Compares the sample with an antithetic one, weighted by the noise; for binary components.
+
+        g_d = (f(b̃) - f(b)) (u_d - ½) ∇α_d,    b_d = 1[u_d < σ(α_d)],  b̃_d = 1[1 - u_d < σ(α_d)]
+
+    ``α`` are the logits and ``f`` is the cost-to-go in nats. Unbiased; :class:`DisARM`, its expectation given the
+    pair, costs the same and is never worse. Here for reference.
+
+    References:
+        ARM: Augment-REINFORCE-merge gradient for stochastic binary networks (Yin and Zhou, 2019), Theorem 1
+    """
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = False
+    needs_program: ClassVar[bool] = True
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs binary components."""
+        return needs_binary("ARM", site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """None."""
+        return {}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The difference of the costs times the centred noise."""
+        assert context.log_probs is not None and context.index is not None and context.program is not None
+        logits = context.log_probs[..., 1] - context.log_probs[..., 0]
+        with torch.no_grad():
+            p = logits.sigmoid()
+            u = uniform_given(p, context.index, context.program.generator)
+            partner = (1.0 - u < p).long()
+            difference = context.program.cost(context.program.from_index(partner)) - context.cost
+            weight = difference.unsqueeze(-1) * (u - 0.5)
+        return SiteTerm(weight * logits)
 
 
 @dataclass(frozen=True)
@@ -20,7 +60,8 @@ class DisARM:
         g_d = ½ (f(b) - f(b̃)) (-1)^{b̃_d} 1[b_d ≠ b̃_d] σ(|α_d|) ∇α_d,
         b_d = 1[u_d < σ(α_d)],  b̃_d = 1[1 - u_d < σ(α_d)]
 
-    ``α`` are the logits and ``f`` is the cost-to-go in nats. Unbiased. Needs one more run of guide and model for
+    ``α`` are the logits and ``f`` is the cost-to-go in nats. Unbiased: it is the expectation of :class:`ARM` given
+    the pair, since ``E[½ - u_d | b_d = 1, b̃_d = 0] = ½ σ(|α_d|)``. Needs one more run of guide and model for
     every site and particle: all components and plate rows of the site take their antithetic values
     at once, sites downstream are drawn afresh.
 
@@ -36,10 +77,7 @@ class DisARM:
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs binary components."""
-        if site.components is not None and site.components.cardinality == 2:
-            return None
-        other = "Pathwise()" if site.has_rsample else "ScoreFunction()" if site.components is None else "AllAction()"
-        return f"DisARM() needs binary components, which {site.distribution} lacks; use {other}"
+        return needs_binary("DisARM", site)
 
     def statistics(self, num_particles: int) -> Statistics:
         """None."""
@@ -51,10 +89,7 @@ class DisARM:
         logits = context.log_probs[..., 1] - context.log_probs[..., 0]
         with torch.no_grad():
             p, b = logits.sigmoid(), context.index
-            # Uniform given b: below p where b = 1, above it where b = 0.
-            noise = uniform(p, context.program.generator)
-            u = torch.where(b == 1, p * noise, p + (1.0 - p) * noise)
-            partner = (1.0 - u < p).long()
+            partner = (1.0 - uniform_given(p, b, context.program.generator) < p).long()
             difference = context.cost - context.program.cost(context.program.from_index(partner))
             sign = (b - partner).to(p.dtype)
             weight = 0.5 * difference.unsqueeze(-1) * sign * logits.abs().sigmoid()

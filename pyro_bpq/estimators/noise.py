@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["normal", "uniform"]
+__all__ = ["exponential", "gumbel", "gumbel_given", "normal", "uniform", "uniform_given"]
 
 
 def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -18,3 +18,52 @@ def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:
     """Standard normal noise of the shape, dtype and device of ``like``."""
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device, like.dtype)
+
+
+def exponential(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Exponential noise of rate one, of the shape, dtype and device of ``like``."""
+    return -uniform(like, generator).log()
+
+
+def gumbel(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard Gumbel noise of the shape, dtype and device of ``like``."""
+    return -exponential(like, generator).log()
+
+
+def uniform_given(p: Tensor, value: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform noise ``u`` given that ``1[u < p]`` is ``value``.
+
+    Args:
+        p: Probabilities of one.
+        value: Values 0 or 1, of the shape of ``p``.
+        generator: Source of noise.
+
+    Returns:
+        Noise of the shape of ``p``.
+    """
+    noise = uniform(p, generator)
+    return torch.where(value == 1, p * noise, p + (1.0 - p) * noise)
+
+
+def gumbel_given(log_probs: Tensor, index: Tensor, generator: torch.Generator) -> Tensor:
+    r"""Perturbed log-probabilities ``log p_k + G_k`` given that entry ``index`` is the largest.
+
+    The largest is a standard Gumbel variable ``T``, independent of its position; the others are Gumbel variables at
+    ``log p_k`` truncated at it, ``-log(e^{-T} + E_k / p_k)`` with exponential ``E_k``.
+
+    Args:
+        log_probs: Normalised, ``(..., K)``.
+        index: Position of the largest, ``(...)``.
+        generator: Source of noise.
+
+    Returns:
+        Tensor of the shape of ``log_probs``.
+
+    References:
+        A* sampling (Maddison et al., 2014)
+    """
+    top = exponential(log_probs[..., :1], generator)
+    # In logarithms, since p_k may underflow: e^{-T} = top.
+    others = -torch.logaddexp(top.log().expand_as(log_probs), exponential(log_probs, generator).log() - log_probs)
+    is_top = torch.arange(log_probs.shape[-1], device=index.device) == index.unsqueeze(-1)
+    return torch.where(is_top, -top.log(), others)

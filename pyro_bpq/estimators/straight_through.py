@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.requirements import needs_float_value
 
 __all__ = ["StraightThrough"]
 
@@ -33,10 +34,7 @@ class StraightThrough:
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can carry a gradient."""
-        if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
-            return None
-        other = "Pathwise()" if site.has_rsample else "ScoreFunction()" if site.components is None else "AllAction()"
-        return f"StraightThrough() needs a Bernoulli or OneHotCategorical, not a {site.distribution}; use {other}"
+        return needs_float_value("StraightThrough", site)
 
     def statistics(self, num_particles: int) -> Statistics:
         """None."""

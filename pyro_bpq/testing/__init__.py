@@ -23,6 +23,7 @@ Limits:
 """
 
 from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes
+from pyro_bpq.testing.contract import check_estimator
 from pyro_bpq.testing.distributions import TwoPoint
 from pyro_bpq.testing.exact import exact_gradient, exact_loss
 from pyro_bpq.testing.expected import Moments, assert_unbiased, expected_gradient, expected_moments
@@ -35,6 +36,7 @@ __all__ = [
     "TabularProgram",
     "TwoPoint",
     "assert_unbiased",
+    "check_estimator",
     "exact_gradient",
     "exact_loss",
     "expected_gradient",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,17 +11,32 @@ from torch import Tensor
 
 import pyro_bpq.estimators as package
 from pyro_bpq.estimators import (
+    ARM,
+    ARMS,
+    RODEO,
     AllAction,
+    Concrete,
+    DisARM,
+    DisARMTree,
+    DoubleCV,
     Estimator,
+    GumbelStraightThrough,
     LambdaReturn,
     LeaveOneOut,
+    MeasureValued,
+    MuProp,
     Pathwise,
     QProp,
+    ReinMax,
+    RotationCopula,
     RunningBaseline,
     ScoreFunction,
+    StraightThrough,
+    SumAndSample,
+    UnorderedSet,
 )
-from pyro_bpq.estimators.base import SiteContext, SiteInfo
-from pyro_bpq.features import Components
+from pyro_bpq.estimators.base import SiteContext, SiteTerm, needs_program
+from pyro_bpq.testing import check_estimator
 
 ESTIMATORS: list[Any] = [
     ScoreFunction(),
@@ -35,9 +50,32 @@ ESTIMATORS: list[Any] = [
     QProp(),
     LambdaReturn(),
     Pathwise(),
+    ARM(),
+    ARMS(),
+    ARMS(samples=2),
+    ARMS(samples=3, copula=RotationCopula()),
+    Concrete(),
+    DisARM(),
+    DisARMTree(),
+    DoubleCV(),
+    DoubleCV(scale=0.5),
+    GumbelStraightThrough(),
+    MeasureValued(),
+    MuProp(),
+    MuProp(LeaveOneOut()),
+    MuProp(RunningBaseline()),
+    RODEO(),
+    ReinMax(),
+    StraightThrough(),
+    SumAndSample(),
+    SumAndSample(heaviest=1),
+    UnorderedSet(),
+    UnorderedSet(samples=2),
 ]
 each = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
-active = pytest.mark.parametrize("estimator", [e for e in ESTIMATORS if not e.is_pathwise], ids=repr)
+plain = pytest.mark.parametrize(
+    "estimator", [e for e in ESTIMATORS if not e.is_pathwise and not needs_program(e)], ids=repr
+)
 
 
 def context(
@@ -83,7 +121,8 @@ def with_statistics(estimator: Any, made: SiteContext) -> SiteContext:
 @each
 def test_estimators_are_values(estimator: Any) -> None:
     assert isinstance(estimator, Estimator)
-    assert eval(repr(estimator)) == estimator and hash(eval(repr(estimator))) == hash(estimator)
+    again = eval(repr(estimator), vars(package))
+    assert again == estimator and hash(again) == hash(estimator)
     with pytest.raises(AttributeError):
         estimator.is_unbiased = False
 
@@ -96,37 +135,12 @@ def test_estimators_are_all_listed() -> None:
     assert kinds <= {type(e) for e in ESTIMATORS}
 
 
-@active
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("plates", [(), (3,), (2, 3)])
-def test_call_gives_a_finite_gradient_and_statistics(
-    estimator: Any, plates: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    made, logits = context(plates=plates, dtype=dtype)
-    made = with_statistics(estimator, made)
-    term = estimator(made)
-    (gradient,) = torch.autograd.grad(term.surrogate.sum(), logits)
-    assert gradient.dtype == dtype and bool(gradient.isfinite().all()) and bool(gradient.any())
-    for name, value in term.statistics.items():
-        assert value.shape == made.statistics[name].shape and value.dtype == dtype
-        assert bool(value.isfinite().all()) and not value.requires_grad
+@each
+def test_estimators_keep_the_contract(estimator: Any) -> None:
+    check_estimator(estimator)
 
 
-@active
-def test_call_keeps_sites_apart(estimator: Any) -> None:
-    made, logits = context()
-    first = with_statistics(estimator, made)
-    changed = replace(
-        first, cost=first.cost + torch.tensor([0.0, 1.0]).reshape(2, 1, 1) * torch.arange(6.0).reshape(2, 3)
-    )
-    gradients = [
-        torch.autograd.grad(estimator(c).surrogate.sum(), logits, retain_graph=True)[0] for c in (first, changed)
-    ]
-    torch.testing.assert_close(gradients[0][0], gradients[1][0])
-    assert float((gradients[0][1] - gradients[1][1]).abs().max()) > 1e-3
-
-
-@active
+@plain
 def test_statistics_of_this_step_do_not_enter_its_gradient(estimator: Any) -> None:
     # Unless they come from other particles: with one, the correction of a site is fixed before it is drawn.
     made, logits = context(particles=1)
@@ -139,14 +153,91 @@ def test_statistics_of_this_step_do_not_enter_its_gradient(estimator: Any) -> No
     torch.testing.assert_close(one[..., :2, :, :], other[..., :2, :, :])
 
 
-@each
-def test_unsupported_says_what_to_write(estimator: Any) -> None:
-    sites = [
-        SiteInfo("z", "Normal", True, None, 1),
-        SiteInfo("z", "Poisson", False, None, 1),
-        SiteInfo("z", "Bernoulli", False, Components("bernoulli", (), 2), 2),
-    ]
-    for site in sites:
-        reason = estimator.unsupported(site)
-        assert reason is None or "use " in reason or "write " in reason
-    assert any(estimator.unsupported(site) is None for site in sites)
+# Planted faults: the check has to see each of them.
+
+
+@dataclass(frozen=True)
+class WrongSign(DisARM):
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        return SiteTerm(-super().__call__(context).surrogate)
+
+
+@dataclass(frozen=True)
+class ThreePercentOff(DisARM):
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        return SiteTerm(1.03 * super().__call__(context).surrogate)
+
+
+@dataclass(frozen=True)
+class NoCorrelation(ARMS):
+    """Forgets to divide by one minus the correlation."""
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        assert context.log_probs is not None
+        p = context.log_probs[..., 1].detach().exp()
+        far = p * (1 - p) / (p - torch.where(p < 0.5, 0.0, 2 * p - 1))
+        return SiteTerm(super().__call__(context).surrogate / far)
+
+
+@dataclass(frozen=True)
+class OwnSlope(DoubleCV):
+    """Expands around the particle's own slope."""
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        assert context.program is not None
+        return super().__call__(replace(context, program=_Swapped(context.program)))
+
+
+class _Swapped:
+    def __init__(self, program: Any) -> None:
+        self.program, self.value, self.rows_meet = program, program.value, False
+
+    def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        cost, slope = self.program.gradient(value)
+        return cost, slope.flip(1)
+
+
+@dataclass(frozen=True)
+class SampleInTheSet(SumAndSample):
+    """Weights the sample as if it lay outside of the heaviest values."""
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        assert context.index is not None
+        return super().__call__(replace(context, index=torch.zeros_like(context.index)))
+
+
+@dataclass(frozen=True)
+class Silent(DisARM):
+    def unsupported(self, site: Any) -> str | None:
+        return None if super().unsupported(site) is None else "no"
+
+
+@dataclass(frozen=True)
+class MixesSites(ScoreFunction):
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        return super().__call__(replace(context, cost=context.cost - context.cost.mean(0)))
+
+
+@dataclass(frozen=True)
+class ChangesTheValue(StraightThrough):
+    def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
+        return fn.mean
+
+
+@pytest.mark.parametrize(
+    ("estimator", "says"),
+    [
+        (WrongSign(), "biased"),
+        (ThreePercentOff(), "biased"),
+        (NoCorrelation(samples=2), "biased"),
+        (OwnSlope(scale=0.5), "biased"),
+        (SampleInTheSet(heaviest=1), "biased"),
+        (Silent(), "what to write"),
+        (MixesSites(), "another"),
+        (ChangesTheValue(), "changes the drawn value"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_check_sees_a_planted_fault(estimator: Any, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        check_estimator(estimator)

@@ -1,0 +1,144 @@
+r"""ARMS: several antithetic samples of binary components."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.noise import exponential, uniform, uniform_given
+from pyro_bpq.estimators.requirements import needs_binary
+
+__all__ = ["ARMS", "Copula", "DirichletCopula", "RotationCopula"]
+
+
+@runtime_checkable
+class Copula(Protocol):
+    """Exchangeable uniform variables that repel each other."""
+
+    def complete(self, first: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        """The others given the first.
+
+        Args:
+            first: Uniform noise of any shape.
+            samples: Number of variables ``n`` in all.
+            generator: Source of noise.
+
+        Returns:
+            Tensor ``(n - 1, *shape)``.
+        """
+        ...
+
+    def both(self, p: Tensor, samples: int) -> Tensor:
+        """Probability that two of them are below ``p``, for ``p`` in [0, ½]."""
+        ...
+
+
+@dataclass(frozen=True)
+class DirichletCopula:
+    r"""Uniform variables from a flat Dirichlet distribution.
+
+        u_i = (1 - d_i)^{n-1},  d ~ Dirichlet(1, ..., 1),
+        P(u_i < p, u_j < p) = max(0, 2 p^{1/(n-1)} - 1)^{n-1}
+
+    References:
+        ARMS: Antithetic-REINFORCE-multi-sample gradient for binary variables (Dimitriev and Zhou, 2021)
+    """
+
+    def complete(self, first: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        """The rest of the stick, broken at random."""
+        rest = first ** (1.0 / (samples - 1))
+        shares = exponential(first.expand(samples - 1, *first.shape), generator)
+        return (1.0 - rest * shares / shares.sum(0)).clamp(min=0.0) ** (samples - 1)
+
+    def both(self, p: Tensor, samples: int) -> Tensor:
+        """In closed form."""
+        return (2.0 * p ** (1.0 / (samples - 1)) - 1.0).clamp(min=0.0) ** (samples - 1)
+
+
+@dataclass(frozen=True)
+class RotationCopula:
+    r"""Uniform variables on a randomly rotated grid, in random order.
+
+        u_i = (u + π(i)/n) mod 1,   P(u_i < p, u_j < p) = k (k - 1 + 2 (np - k)) / (n (n - 1)),  k = ⌊np⌋
+
+    The number of ones among the samples is ``k`` or ``k + 1``: no exchangeable coupling has a lower correlation.
+
+    References:
+        On the theory of systematic sampling, II (Madow, 1949)
+    """
+
+    def complete(self, first: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        """The other points of the grid, in random order."""
+        order = uniform(first.expand(samples - 1, *first.shape), generator).argsort(0) + 1
+        return (first + order.to(first.dtype) / samples) % 1.0
+
+    def both(self, p: Tensor, samples: int) -> Tensor:
+        """In closed form."""
+        k = (samples * p).floor()
+        return k * (k - 1.0 + 2.0 * (samples * p - k)) / (samples * (samples - 1.0))
+
+
+@dataclass(frozen=True)
+class ARMS:
+    r"""Leave-one-out over ``n`` negatively correlated samples, for binary components.
+
+        g_d = 1/(n-1) Σ_i (f(b^i) - f̄) b^i_d / (1 - ρ_d) ∇α_d
+
+    ``ρ_d`` is the correlation of ``b^i_d`` and ``b^j_d``; dividing by ``1 - ρ_d`` makes it unbiased. Two samples give
+    :class:`DisARM`. Every particle has its own ``n`` samples: ``n - 1`` more runs of guide and model for every
+    site and particle.
+
+    Args:
+        samples: Number of samples ``n``.
+        copula: How their noise is coupled.
+
+    References:
+        ARMS: Antithetic-REINFORCE-multi-sample gradient for binary variables (Dimitriev and Zhou, 2021)
+    """
+
+    samples: int = 4
+    copula: Copula = DirichletCopula()
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = False
+    needs_program: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.samples < 2:
+            raise OptionError(f"ARMS(samples={self.samples!r}): write a number of at least two.")
+        if isinstance(self.copula, type) or not isinstance(self.copula, Copula):
+            raise OptionError(f"ARMS(copula={self.copula!r}): write DirichletCopula() or RotationCopula().")
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs binary components."""
+        return needs_binary("ARMS", site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """None."""
+        return {}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The centred costs times the samples."""
+        assert context.log_probs is not None and context.index is not None and context.program is not None
+        logits, program = context.log_probs[..., 1] - context.log_probs[..., 0], context.program
+        with torch.no_grad():
+            # The rarer value is the one whose noise is below its probability: both ends repel best there.
+            rarer = torch.where(logits > 0, 0, 1)
+            p = (-logits.abs()).sigmoid()
+            first = (context.index == rarer).long()
+            others = self.copula.complete(uniform_given(p, first, program.generator), self.samples, program.generator)
+            rare = torch.cat((first.unsqueeze(0), (others < p).long()))
+            index = torch.where(rarer == 1, rare, 1 - rare)
+            costs = [context.cost, *(program.cost(program.from_index(chosen)) for chosen in index[1:])]
+            centred = torch.stack(costs) - torch.stack(costs).mean(0)
+            total = (centred.unsqueeze(-1) * index).sum(0) / (self.samples - 1.0)
+            # 1 / (1 - ρ); p is never quite zero, but its product with another may be.
+            apart = (p - self.copula.both(p, self.samples)).clamp(min=torch.finfo(p.dtype).tiny)
+            weight = total * (p * ((1.0 - p) / apart)).clamp(max=1.0)
+        return SiteTerm(weight * logits)

@@ -1,0 +1,199 @@
+r"""Double control variates, and discrete Stein operators: other particles' slopes, where costs have any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, site_mean, update_mean
+from pyro_bpq.estimators.baselines import leave_one_out
+from pyro_bpq.estimators.requirements import needs_float_value, needs_particles
+from pyro_bpq.estimators.substitution import event_sum, mean_value, to_table
+
+__all__ = ["RODEO", "DoubleCV"]
+
+
+@dataclass(frozen=True)
+class DoubleCV:
+    r"""Leave-one-out with first-order terms from the slopes of the other particles.
+
+        g_k = (f_k - a_1 c_k·(x_k - μ_k) - b_k) ∇ log q(x_k) + a_1 c_k·∇μ_k,
+        c_k = 1/(M-1) Σ_{j≠k} f'(x_j),   b_k = 1/(M-1) Σ_{j≠k} (f_j - a_2 f'(x_j)·(x_j - μ_j))
+
+    ``f`` is the cost-to-go in nats; neither ``c_k`` nor ``b_k`` reads particle ``k``. Unbiased, also where costs have
+    no slope: it is leave-one-out then. Needs two particles, and one more run of guide and model with its backward pass
+    for every site and particle. For Bernoulli and OneHotCategorical, also in ``to_event``.
+
+    Args:
+        scale: The scales ``a_1 = a_2``; ``None`` takes those of least variance, from running moments of earlier steps.
+        decay: Weight of the past in these moments.
+
+    References:
+        Double control variates for gradient estimation in discrete latent variable models (Titsias and Shi, 2022)
+    """
+
+    scale: float | None = None
+    decay: float = 0.98
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = False
+    needs_program: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_decay("DoubleCV", self.decay)
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs values that can carry a gradient, and two particles."""
+        return needs_float_value("DoubleCV", site) or needs_particles("DoubleCV", site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Products of the control variates, and the scales."""
+        return {} if self.scale is not None else _initial(2)
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Leave-one-out on the residual, and the linear term in expectation."""
+        slopes = _Slopes.of(context)
+        return _combine(context, slopes, [slopes.linear], self.scale, self.decay)
+
+
+@dataclass(frozen=True)
+class RODEO:
+    r"""Leave-one-out with control variates from a discrete Stein operator on functions of the slopes.
+
+    With ``t_k(y) = c_k·(y - μ_k)`` and ``c_k`` the mean slope of the other particles, as in :class:`DoubleCV`, the
+    function ``h_k(y) = a_1 t_k(y) + a_2 t_k(y)²`` predicts the cost. For component ``d`` the operator averages over
+    its values with the other components kept:
+
+        g_{k,d} = (f_k - h_k(x_k) - b_k) ∇ log q_d(x_{k,d}) + Σ_v ∇q_d(v) h_k(x_k with x_{k,d} = v)
+
+    ``b_k`` is that of :class:`DoubleCV`. The paper trains a network in the place of ``h``; here its weights are
+    those of least variance, from running moments of earlier steps. Unbiased for any weights. Needs what DoubleCV needs.
+
+    Args:
+        decay: Weight of the past in the running moments.
+
+    References:
+        Gradient estimation with discrete Stein operators (Shi et al., 2022)
+    """
+
+    decay: float = 0.98
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = False
+    needs_program: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_decay("RODEO", self.decay)
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs values that can carry a gradient, and two particles."""
+        return needs_float_value("RODEO", site) or needs_particles("RODEO", site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Products of the control variates, and the scales."""
+        return _initial(3)
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Leave-one-out on the residual, and what the operator adds."""
+        slopes = _Slopes.of(context)
+        return _combine(context, slopes, [slopes.linear, slopes.linear.square()], None, self.decay)
+
+
+@dataclass(frozen=True)
+class _Slopes:
+    """Predictions from the slopes of the other particles.
+
+    Args:
+        probs: Probabilities ``(..., D, K)``.
+        sampled: The sample, one-hot, likewise.
+        linear: ``t_k`` with component ``d`` at value ``v``, ``(..., D, K)``.
+        ahead: Mean over the other particles of ``f'(x_j)·(x_j - μ_j)``, ``(G, M, plates)``.
+    """
+
+    probs: Tensor
+    sampled: Tensor
+    linear: Tensor
+    ahead: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, context: SiteContext) -> _Slopes:
+        assert context.log_probs is not None and context.index is not None and context.program is not None
+        particles, ndim = context.cost.shape[1], context.cost.dim()
+        probs = context.log_probs.exp()
+        sampled = torch.zeros_like(probs).scatter_(-1, context.index.unsqueeze(-1), 1.0)
+        value = context.program.value
+        _, slope = context.program.gradient(value)
+        slope = torch.where(slope.isfinite(), slope, torch.zeros_like(slope))
+        centred = value - mean_value(context)
+        others = (slope.sum(1, keepdim=True) - slope) / (particles - 1.0)
+        own = event_sum(slope * centred, ndim)
+        ahead = (own.sum(1, keepdim=True) - own) / (particles - 1.0)
+        table = to_table(others, probs)
+        moved = table - (table * sampled).sum(-1, keepdim=True)
+        linear = event_sum(others * centred, ndim)[..., None, None] + moved
+        return cls(probs, sampled, linear, ahead)
+
+
+def _combine(
+    context: SiteContext, slopes: _Slopes, features: list[Tensor], scale: float | None, decay: float
+) -> SiteTerm:
+    """Leave-one-out minus scaled control variates: those of the features, and that of the baseline."""
+    assert context.log_probs is not None
+    with torch.no_grad():
+        centred, sampled, probs = leave_one_out(context.cost), slopes.sampled, slopes.probs
+        score = sampled - probs
+        # Of each control variate: what the sample's log-probability is weighted with, and the tables.
+        parts = [((h * sampled).sum(-1), h) for h in features]
+        count = len(parts) + 1
+        scales = context.statistics["scales"] if scale is None else centred.new_full((len(centred), count), scale)
+        a = [scales[:, i].reshape(-1, *(1,) * (probs.dim() - 1)) for i in range(count)]
+        # The baseline's sign: f_k - mean (f_j - a t_j) = (f_k - mean f_j) + a mean t_j.
+        weights = (centred[..., None, None] + a[-1] * slopes.ahead[..., None, None]) * sampled
+        for scaling, (own, h) in zip(a, parts, strict=False):
+            weights = weights + scaling * (probs * h - own.unsqueeze(-1) * sampled)
+        statistics = {}
+        if scale is None:
+            assert context.count is not None
+            variates = [own.unsqueeze(-1) * score - probs * (h - (probs * h).sum(-1, keepdim=True)) for own, h in parts]
+            variates.append(-slopes.ahead[..., None, None] * score)
+            gram = _products(centred[..., None, None] * score, variates)
+            gram = update_mean(context.statistics["gram"], gram, context.count, decay)
+            samples = (context.count + 1.0) * centred[0].numel()
+            statistics = {"gram": gram, "scales": _solve(gram, len(variates), 3.0 / samples)}
+    return SiteTerm(weights * context.log_probs, statistics)
+
+
+def _initial(count: int) -> Statistics:
+    return {"gram": (0.0,) * (count * (count + 1)), "scales": (0.0,) * count}
+
+
+def _products(plain: Tensor, variates: list[Tensor]) -> Tensor:
+    """Mean products of control variates with each other and with the plain gradient, ``(G, n (n + 1))``."""
+    return torch.stack([site_mean(left * right) for left in variates for right in [*variates, plain]], 1)
+
+
+def _solve(gram: Tensor, count: int, ridge: Tensor) -> Tensor:
+    """Scales of least second moment, with a ridge towards zero that fades with the number of samples."""
+    square = gram.reshape(-1, count, count + 1)
+    left, right = square[..., :-1], square[..., -1:]
+    diagonal = torch.diagonal(left, dim1=1, dim2=2)
+    tiny = torch.finfo(gram.dtype)
+    scaled = diagonal.clamp(min=tiny.tiny**0.5).rsqrt()
+    # In units of the control variates' sizes; one that is zero throughout keeps the scale zero.
+    system = scaled.unsqueeze(-1) * left * scaled.unsqueeze(-2)
+    eye = torch.eye(count, dtype=gram.dtype, device=gram.device)
+    system = system * (1 - eye) + eye * (1.0 + ridge.reshape(-1, 1, 1) + 10 * tiny.eps)
+    found = torch.linalg.solve(system, scaled.unsqueeze(-1) * right)
+    return (scaled * found.squeeze(-1)).clamp(-4.0, 4.0)
+
+
+def _check_decay(name: str, decay: float) -> None:
+    if not 0.0 <= decay < 1.0:
+        raise OptionError(f"{name}(decay={decay!r}): write a number in [0, 1).")

@@ -1,0 +1,72 @@
+r"""MuProp: a first-order expansion of the cost at the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.baselines import Baseline
+from pyro_bpq.estimators.requirements import needs_float_value
+from pyro_bpq.estimators.substitution import event_sum, mean_value
+
+__all__ = ["MuProp"]
+
+
+@dataclass(frozen=True)
+class MuProp:
+    r"""Score function of what a first-order expansion at the mean leaves, plus the gradient of the expansion.
+
+        g_X = (f(x) - f(μ) - f'(μ)·(x - μ) - b) ∇ log q(x) + f'(μ)·∇μ
+
+    ``f`` is the cost-to-go in nats, ``μ`` the mean of the site: it is set to its mean, what is sampled downstream
+    of it is drawn afresh. Unbiased, also where costs are not differentiable in the value (``f' = 0``), or not finite
+    at the mean (then ``f(μ) = 0``). Needs one more run of guide and model, and its backward pass, for every site
+    and particle. For Bernoulli and OneHotCategorical, also in ``to_event``; programs that turn the value into an
+    integer see the mean rounded down.
+
+    Args:
+        baseline: Baseline ``b`` of the residual: ``None``, :class:`LeaveOneOut` or :class:`RunningBaseline`.
+
+    References:
+        MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
+    """
+
+    baseline: Baseline | None = None
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = False
+    needs_program: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        given = self.baseline
+        if given is not None and (isinstance(given, type) or not isinstance(given, Baseline)):
+            raise OptionError(f"MuProp(baseline={given!r}): write LeaveOneOut(), RunningBaseline() or None.")
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs values that can take their mean, and what the baseline needs."""
+        reason = needs_float_value("MuProp", site)
+        return reason if reason is not None or self.baseline is None else self.baseline.unsupported(site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Those of the baseline."""
+        return {} if self.baseline is None else self.baseline.statistics()
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The residual times ``log q``, and the slope times the mean."""
+        assert context.program is not None
+        mean, ndim = mean_value(context), context.cost.dim()
+        statistics: Mapping[str, Tensor] = {}
+        with torch.no_grad():
+            level, slope = context.program.gradient(mean.detach())
+            level, slope = (torch.where(t.isfinite(), t, torch.zeros_like(t)) for t in (level, slope))
+            residual = context.cost - level - event_sum(slope * (context.program.value - mean), ndim)
+            if self.baseline is not None:
+                residual, statistics = self.baseline(residual, context.statistics, context.count)
+        return SiteTerm(residual * context.score + event_sum(slope * mean, ndim), statistics)

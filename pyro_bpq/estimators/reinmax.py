@@ -1,0 +1,84 @@
+r"""ReinMax: straight-through of second order. Biased."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.requirements import needs_float_value
+from pyro_bpq.estimators.temperature import Temperature, check_temperature, temperature_at
+from pyro_bpq.features import finite_components
+
+__all__ = ["ReinMax"]
+
+
+@dataclass(frozen=True)
+class ReinMax:
+    r"""The sampled value, with a gradient that is exact for quadratic costs of one component. Biased.
+
+        z + s - stop(s),   s = 2 π_1 - ½ π_0,
+        π_0 = softmax(θ),   π_1 = softmax(stop(log((z + softmax(θ/τ))/2) - θ) + θ)
+
+    A trapezoidal rule (Heun's) where straight-through takes Euler's; at ``τ = 1`` it has no bias for a single
+    component with costs that are quadratic in its value. For Bernoulli (as a pair of values) and OneHotCategorical,
+    also in ``to_event``, whose costs are differentiable in the value. The gradient through ``log q`` of a
+    OneHotCategorical with respect to its value is zero, as torch computes it.
+
+    Args:
+        temperature: Temperature ``τ`` of at least one, as the paper advises, or a function of the steps taken.
+
+    References:
+        Bridging discrete and backpropagation: straight-through and beyond (Liu et al., 2023)
+    """
+
+    temperature: Temperature = 1.0
+
+    is_unbiased: ClassVar[bool] = False
+    is_pathwise: ClassVar[bool] = True
+    uses_critic: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_temperature("ReinMax", self.temperature)
+
+    def at(self, step: int) -> ReinMax:
+        """The estimator with the temperature of a step."""
+        return replace(self, temperature=temperature_at(self.temperature, step))
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs values that can carry a gradient."""
+        return needs_float_value("ReinMax", site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """None."""
+        return {}
+
+    def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
+        """The value, with the gradient of ``s``."""
+        split = finite_components(fn)
+        assert split is not None
+        logits, hard = split.parameters(fn).expand(value.shape), value.detach()
+        is_binary, temperature = split.kind == "bernoulli", temperature_at(self.temperature, 0)
+        with torch.no_grad():
+            half = 0.5 * (hard + _probs(logits / temperature, is_binary))
+        first, plain = _derivative(half, logits, is_binary), _probs(logits, is_binary)
+        slope = 2.0 * first - 0.5 * plain
+        return value + (slope - slope.detach())
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Nothing: the value carries the gradient."""
+        return SiteTerm(context.score.new_zeros(()))
+
+
+def _probs(logits: Tensor, is_binary: bool) -> Tensor:
+    return logits.sigmoid() if is_binary else logits.softmax(-1)
+
+
+def _derivative(probs: Tensor, logits: Tensor, is_binary: bool) -> Tensor:
+    """Something with the derivative of a softmax where its value is ``probs``."""
+    if is_binary:
+        return probs * (1.0 - probs) * logits
+    return probs * (logits - (probs * logits).sum(-1, keepdim=True))

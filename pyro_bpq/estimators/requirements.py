@@ -1,0 +1,49 @@
+"""What estimators need of a site, and the words that say so."""
+
+from __future__ import annotations
+
+from pyro_bpq.estimators.base import SiteInfo
+
+__all__ = ["alternative", "needs_binary", "needs_finite", "needs_float_value", "needs_particles", "needs_single"]
+
+
+def alternative(site: SiteInfo) -> str:
+    """An estimator that serves the site, as one writes it."""
+    if site.has_rsample:
+        return "Pathwise()"
+    return "ScoreFunction()" if site.components is None else "AllAction()"
+
+
+def needs_finite(name: str, site: SiteInfo) -> str | None:
+    """Why a site without finite components cannot be served, or ``None``."""
+    if site.components is not None:
+        return None
+    return f"{name}() needs a finite support, which {site.distribution} lacks; use {alternative(site)}"
+
+
+def needs_binary(name: str, site: SiteInfo) -> str | None:
+    """Why a site without binary components cannot be served, or ``None``."""
+    if site.components is not None and site.components.cardinality == 2:
+        return None
+    return f"{name}() needs binary components, which {site.distribution} lacks; use {alternative(site)}"
+
+
+def needs_float_value(name: str, site: SiteInfo) -> str | None:
+    """Why a site whose value cannot move continuously is not served, or ``None``."""
+    if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
+        return None
+    return f"{name}() needs a Bernoulli or OneHotCategorical, not a {site.distribution}; use {alternative(site)}"
+
+
+def needs_single(name: str, site: SiteInfo) -> str | None:
+    """Why a site without a single finite component cannot be served, or ``None``."""
+    if site.components is None or site.components.size == 1:
+        return needs_finite(name, site)
+    return f"{name}() needs a single component, but the site has {site.components.size}; use AllAction()"
+
+
+def needs_particles(name: str, site: SiteInfo) -> str | None:
+    """Why two particles are needed, or ``None``."""
+    if site.num_particles > 1:
+        return None
+    return f"{name}() needs at least two particles: write TraceBackpropQ_ELBO(num_particles=2, ...)"

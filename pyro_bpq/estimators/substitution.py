@@ -1,0 +1,61 @@
+"""Costs where one plate row of a site takes another value, and means of sites: shared by several families."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.estimators.base import SiteContext, SiteProgram
+
+__all__ = ["cost_per_row", "event_sum", "mean_value"]
+
+
+def cost_per_row(program: SiteProgram, value: Tensor, batch_ndim: int) -> Tensor:
+    """Costs-to-go of every plate row, with only that row at another value.
+
+    Where no cost of a row reads another row, all rows change at once; else one after the other, at a run each.
+
+    Args:
+        program: Costs at other values.
+        value: Other values ``(G, M, plates, event)``.
+        batch_ndim: Number of dimensions of ``(G, M, plates)``.
+
+    Returns:
+        Costs ``(G, M, plates)`` in nats, detached.
+    """
+    plates = value.shape[2:batch_ndim]
+    if not program.rows_meet or plates.numel() == 1:
+        return program.cost(value)
+    rows = torch.eye(plates.numel(), dtype=torch.bool, device=value.device).reshape(-1, *plates)
+    total: Tensor | None = None
+    for row in rows:
+        chosen = row.reshape(1, 1, *plates, *(1,) * (value.dim() - batch_ndim))
+        cost = program.cost(torch.where(chosen, value, program.value))
+        total = torch.where(row, cost, torch.zeros_like(cost) if total is None else total)
+    assert total is not None
+    return total
+
+
+def event_sum(tensor: Tensor, batch_ndim: int) -> Tensor:
+    """Sum over event dimensions: from ``(G, M, plates, event)`` to ``(G, M, plates)``."""
+    return tensor.sum(tuple(range(batch_ndim, tensor.dim()))) if tensor.dim() > batch_ndim else tensor
+
+
+def mean_value(context: SiteContext) -> Tensor:
+    """Mean of a Bernoulli or OneHotCategorical site, with gradient, of the shape of its value."""
+    assert context.log_probs is not None and context.program is not None
+    return to_value(context.log_probs.exp(), context.program.value)
+
+
+def to_value(table: Tensor, like: Tensor) -> Tensor:
+    """From a table ``(G, M, plates, D, K)`` to the shape of a value: its last column for a Bernoulli."""
+    table = table.expand(*like.shape[: table.dim() - 2], *table.shape[-2:])
+    return (table if table.numel() == like.numel() else table[..., 1]).reshape(like.shape)
+
+
+def to_table(value: Tensor, like: Tensor) -> Tensor:
+    """Inverse of :func:`to_value`; the first column is zero for a Bernoulli."""
+    if value.numel() == like.numel():
+        return value.reshape(like.shape)
+    flat = value.reshape(like.shape[:-1])
+    return torch.stack((torch.zeros_like(flat), flat), -1)

@@ -1,0 +1,229 @@
+"""Small problems for a single estimator call: contexts and programs without Pyro, with known gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, needs_program
+from pyro_bpq.features import Components
+
+__all__ = ["FakeProgram", "Problem", "with_statistics"]
+
+_NAMES = MappingProxyType(
+    {"bernoulli": "Bernoulli", "one_hot": "OneHotCategorical", "categorical": "Categorical"},
+)
+
+
+class FakeProgram:
+    """A :class:`~pyro_bpq.estimators.base.SiteProgram` with a cost in closed form.
+
+    Args:
+        problem: The problem.
+        value: The sampled values.
+        generator: Noise of the estimator.
+        later: Standard deviation of what sites downstream add to a cost; afresh in every run.
+        seed: Seed of the latter.
+    """
+
+    rows_meet = False
+
+    def __init__(
+        self, problem: Problem, value: Tensor, generator: torch.Generator, later: float = 0.0, seed: int = 0
+    ) -> None:
+        self.problem, self.value, self.generator, self.later = problem, value, generator, later
+        self._source = torch.Generator().manual_seed(seed)
+
+    def cost(self, value: Tensor) -> Tensor:
+        """The costs, with noise."""
+        with torch.no_grad():
+            cost = self.problem.cost(value)
+            noise = torch.randn(cost.shape, generator=self._source, dtype=cost.dtype)
+            return cost + self.later * noise.to(cost.device)
+
+    def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The costs, with noise, and their slopes."""
+        if not self.problem.is_smooth:
+            return self.cost(value), torch.zeros_like(value)
+        with torch.enable_grad():
+            leaf = value.detach().clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.problem.cost(leaf).sum(), leaf)
+        return self.cost(value), slope
+
+    def from_index(self, index: Tensor) -> Tensor:
+        """Values from indices."""
+        return self.problem.components.value(index).to(self.value.dtype)
+
+    def stack(self, pick: Callable[[Any], Tensor], event_ndim: int) -> Tensor:
+        """Not known here: the problem has no distributions.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("A FakeProgram has no distributions; finite sites read context.log_probs.")
+
+
+@dataclass(frozen=True)
+class Problem:
+    r"""A site of ``D`` components of ``K`` values with a cost that is no sum over components.
+
+        f(x) = 1.5 + 2 a·x + ½ x·B x + 0.7 tanh(1.5 c·x)
+
+    Args:
+        kind: ``"bernoulli"``, ``"one_hot"`` or ``"categorical"``.
+        size: Number of components ``D``; a scalar site where it is one and ``is_scalar``.
+        cardinality: Number of values ``K``.
+        is_scalar: Whether the site has no event dimension for its components.
+        is_smooth: Whether the cost has a gradient in the value.
+        sites: Number of like-shaped sites ``G``; each has parameters of its own.
+        particles: Number of particles ``M``.
+    """
+
+    kind: str = "bernoulli"
+    size: int = 3
+    cardinality: int = 2
+    is_scalar: bool = False
+    is_smooth: bool = True
+    sites: int = 2
+    particles: int = 2
+
+    @property
+    def components(self) -> Components:
+        """The components of a site."""
+        return Components(self.kind, () if self.is_scalar else (self.size,), self.cardinality)
+
+    @property
+    def info(self) -> SiteInfo:
+        """What an estimator is told of a site."""
+        return SiteInfo("a", _NAMES[self.kind], False, self.components, self.particles)
+
+    @property
+    def width(self) -> int:
+        """Number of numbers that the cost reads."""
+        return self.size if self.kind == "bernoulli" else self.size * self.cardinality
+
+    def logits(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Logits ``(G, D, K)``, irregular; that of the first value of a Bernoulli is zero."""
+        count = self.sites * self.size * self.cardinality
+        table = _irregular(count, 0.4).reshape(self.sites, self.size, self.cardinality).to(dtype)
+        return table - table[..., :1] if self.kind == "bernoulli" else table
+
+    def cost(self, value: Tensor) -> Tensor:
+        """Costs of values ``(..., event)``, in nats."""
+        lead = value.shape[: value.dim() - self.components.value_ndim]
+        if self.kind == "categorical":
+            value = one_hot(value.long(), self.cardinality).to(value.dtype)
+        flat = value.reshape(*lead, self.width)
+        weights = _irregular(self.width * (self.width + 2), 1.3).to(flat.dtype).to(flat.device)
+        a, c, b = weights[: self.width], weights[self.width : 2 * self.width], weights[2 * self.width :]
+        product = flat @ b.reshape(self.width, self.width)
+        return 1.5 + 2.0 * (flat @ a) + 0.5 * (product * flat).sum(-1) + 0.7 * torch.tanh(1.5 * (flat @ c))
+
+    def context(
+        self,
+        rows: tuple[int, ...],
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+        later: float = 0.0,
+        index: Tensor | None = None,
+    ) -> tuple[SiteContext, Tensor]:
+        """Draws values and makes the context of a call.
+
+        Half of the cost counts as immediate, its table exact; predictions of the critic and the correction are numbers
+        of no meaning, which do not read the values.
+
+        Args:
+            rows: Sizes of the plates; their rows are independent.
+            seed: Seed of the values and of all noise.
+            dtype: Precision.
+            later: Standard deviation of what sites downstream add to a cost.
+            index: Values ``(G, M, rows, D)`` instead of draws.
+
+        Returns:
+            The context, and the leaf ``(G, M, rows, D, K)`` of logits that its gradient flows to.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        batch = (self.sites, self.particles, *rows)
+        fixed = self.logits(dtype).reshape(self.sites, *(1,) * (len(rows) + 1), self.size, self.cardinality)
+        leaf = fixed.expand(*batch, self.size, self.cardinality).clone().requires_grad_()
+        log_probs = leaf.log_softmax(-1)
+        if index is None:
+            probs = log_probs.detach().double().exp().reshape(-1, self.cardinality)
+            index = torch.multinomial(probs, 1, generator=generator).reshape(*batch, self.size)
+        value = self.components.value(index).to(dtype)
+        program = FakeProgram(self, value, generator, later, seed + 1)
+
+        def nonsense(*shape: int) -> Tensor:
+            table = torch.randn(self.sites, *shape, generator=generator, dtype=torch.float64).to(dtype)
+            return table.reshape(self.sites, *(1,) * (len(rows) + 1), *shape).expand(*batch, *shape)
+
+        cost = program.cost(value)
+        moved = [index.index_fill(-1, torch.tensor([d]), k) for d in range(self.size) for k in range(self.cardinality)]
+        table = 0.5 * torch.stack([self.cost(self.components.value(one).to(dtype)) for one in moved], -1)
+        table = table.reshape(*batch, self.size, self.cardinality).detach()
+        score = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
+        made = SiteContext(
+            names=tuple("abcdefgh"[: self.sites]),
+            score=score,
+            cost=cost,
+            num_particles=self.particles,
+            log_probs=log_probs,
+            index=index,
+            exact=table,
+            exact_cost=0.5 * self.cost(value),
+            learned=nonsense(self.size, self.cardinality),
+            level=nonsense(),
+            correction=nonsense(),
+            program=program,
+        )
+        return made, leaf
+
+    def outcomes(self, particles: int) -> tuple[Tensor, Tensor]:
+        """All values of some particles jointly.
+
+        Args:
+            particles: Number of particles.
+
+        Returns:
+            Indices ``(outcomes, particles, D)``, and their probabilities for every site, ``(G, outcomes)``.
+        """
+        joint = itertools.product(range(self.cardinality), repeat=particles * self.size)
+        index = torch.tensor(list(joint)).reshape(-1, particles, self.size)
+        log_probs = self.logits().log_softmax(-1)[:, None, None].expand(-1, *index.shape[:2], -1, -1)
+        chosen = index.expand(self.sites, *index.shape).unsqueeze(-1)
+        return index, log_probs.gather(-1, chosen).flatten(2).sum(-1).exp()
+
+    def exact_gradient(self) -> Tensor:
+        """Gradient of the expected cost of one particle with respect to the logits, ``(G, D, K)``, by enumeration."""
+        index, probabilities = self.outcomes(1)
+        costs = self.cost(self.components.value(index[:, 0]).to(probabilities.dtype))
+        # In closed form: Σ_x q(x) f(x) (onehot(x) - q).
+        score = one_hot(index[:, 0], self.cardinality) - self.logits().softmax(-1).unsqueeze(1)
+        return ((probabilities * costs)[..., None, None] * score).sum(1)
+
+
+def with_statistics(estimator: Estimator, context: SiteContext, count: float = 3.0) -> SiteContext:
+    """Fills in an estimator's running statistics at their initial values; a program only where it needs one.
+
+    Args:
+        estimator: The estimator.
+        context: The context.
+        count: Number of steps behind the statistics.
+    """
+    like = context.cost
+    initial = estimator.statistics(context.num_particles)
+    statistics = {name: like.new_tensor([value] * len(context.names)) for name, value in initial.items()}
+    counts = like.new_full((len(context.names),), count)
+    program = context.program if needs_program(estimator) else None
+    return replace(context, statistics=statistics, count=counts, program=program)
+
+
+def _irregular(count: int, start: float) -> Tensor:
+    return 1.1 * torch.sin(1.7 * torch.arange(count, dtype=torch.float64) + 2.3 * start)

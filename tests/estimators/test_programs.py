@@ -1,0 +1,356 @@
+"""Estimators that compare values, on Pyro programs: exact where the randomness is enumerable, else by statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME, Case
+from torch import Tensor
+
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.estimators import (
+    ARM,
+    ARMS,
+    RODEO,
+    DisARM,
+    DisARMTree,
+    DoubleCV,
+    LeaveOneOut,
+    MeasureValued,
+    MuProp,
+    RotationCopula,
+    RunningBaseline,
+    ScoreFunction,
+    SiteContext,
+    SiteTerm,
+    SumAndSample,
+    UnorderedSet,
+)
+from pyro_bpq.testing import exact_gradient, expected_gradient, expected_moments, sample_gradients, z_scores
+
+ATOL = 1e-10
+VECTORISED = {"vectorize_particles": True, "max_plate_nesting": 2}
+
+
+@dataclass(frozen=True)
+class WhereItServes:
+    """An estimator at the sites that it supports, sums over all values elsewhere."""
+
+    estimator: Any
+    num_particles: int = 1
+
+    def options(self, case: Case, **more: Any) -> dict[str, Any]:
+        return {"num_particles": self.num_particles, "critic": None, **more}
+
+    def guide(self, case: Case) -> Any:
+        from pyro_bpq.watch import site_info
+
+        def choose(site: Any) -> dict[str, Any]:
+            info = site_info(site, (), self.num_particles)
+            chosen = self.estimator if self.estimator.unsupported(info) is None else None
+            return {"bpq": {"estimator": chosen}} if chosen is not None and not info.has_rsample else {}
+
+        return pyro.poutine.infer_config(case.guide, choose)
+
+
+def largest_error(elbo: Any, case: Case, guide: Any) -> float:
+    case.params()
+    truth = exact_gradient(case.model, case.guide, *case.args)
+    case.params()
+    found = expected_gradient(elbo, case.model, guide, *case.args)
+    return max(float((found[name] - g).abs().max()) for name, g in truth.items())
+
+
+def trained(estimator: Any, case: Case, particles: int, steps: int = 20, **more: Any) -> tuple[Any, Any]:
+    """An ELBO whose running statistics have seen some steps, and the guide that chooses the estimator."""
+    chosen = WhereItServes(estimator, particles)
+    elbo, guide = TraceBackpropQ_ELBO(**chosen.options(case, **more)), chosen.guide(case)
+    case.params()
+    pyro.set_rng_seed(0)
+    for _ in range(steps):
+        elbo.loss_and_grads(case.model, guide, *case.args)
+    return elbo.eval(), guide
+
+
+# Without noise of their own: what a rerun draws is enumerated too.
+EXACT: list[tuple[Any, int, tuple[str, ...]]] = [
+    (MuProp(), 1, ("vector", "onehot", "plate", "fork", "mask_scale", "discrete_above_reparam")),
+    (MuProp(RunningBaseline()), 1, ("shared_parameters",)),
+    (MuProp(LeaveOneOut()), 2, ("vector",)),
+    (DoubleCV(), 2, ("vector", "guide_factor")),
+    (DoubleCV(scale=0.5), 2, ("vector", "factor")),
+    (RODEO(), 2, ("vector", "factor")),
+    (MeasureValued(), 1, ("vector", "onehot", "plate", "mask_scale", "constrained")),
+    (SumAndSample(heaviest=3), 1, ("plate", "onehot", "constrained", "mask_scale")),
+    (UnorderedSet(samples=3), 1, ("plate", "constrained", "factor")),
+]
+
+
+SLOW = {(MeasureValued(), "mask_scale"), (SumAndSample(heaviest=3), "mask_scale")}
+
+
+def exact_cases() -> Iterator[Any]:
+    for estimator, particles, names in EXACT:
+        for name in names:
+            marks = (pytest.mark.slow,) if (estimator, name) in SLOW else ()
+            yield pytest.param(estimator, particles, BY_NAME[name], id=f"{estimator}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("estimator", "particles", "case"), list(exact_cases()))
+def test_expected_gradient_is_exact(estimator: Any, particles: int, case: Case) -> None:
+    elbo, guide = trained(estimator, case, particles)
+    assert largest_error(elbo, case, guide) < ATOL
+
+
+@pytest.mark.parametrize("estimator", [DoubleCV(), RODEO()], ids=repr)
+def test_expected_gradient_is_exact_with_vectorised_particles(estimator: Any) -> None:
+    elbo, guide = trained(estimator, BY_NAME["vector"], 2, **VECTORISED)
+    assert largest_error(elbo, BY_NAME["vector"], guide) < ATOL
+
+
+# With noise of their own.
+
+NOISY: list[Any] = [
+    ARM(),
+    DisARM(),
+    ARMS(samples=3),
+    ARMS(samples=3, copula=RotationCopula()),
+    DisARMTree(),
+    SumAndSample(heaviest=1),
+    UnorderedSet(samples=2),
+]
+NOISY_CASES = ("fork", "mask_scale", "chain", "vector_layers", "onehot", "global_local", "reparam_above_discrete")
+QUICK = {("fork", DisARM()), ("vector_layers", ARMS(samples=3)), ("chain", DisARMTree())}
+
+
+def noisy_cases() -> Iterator[Any]:
+    for name in NOISY_CASES:
+        for estimator in NOISY:
+            marks = () if (name, estimator) in QUICK else (pytest.mark.slow,)
+            yield pytest.param(name, estimator, id=f"{name}-{estimator}", marks=marks)
+
+
+def repeat_in_particles(case: Case, estimator: Any, num_samples: int, particles: int) -> dict[str, Tensor]:
+    """Gradients of many steps, each the mean over vectorised particles."""
+    elbo, guide = trained(estimator, case, particles, steps=0, **VECTORISED)
+    case.params()
+    pyro.set_rng_seed(3)
+    return sample_gradients(elbo, case.model, guide, *case.args, num_samples=num_samples)
+
+
+def largest_z(case: Case, estimator: Any, num_samples: int = 40, particles: int = 3500, power: float = 0.005) -> float:
+    samples = repeat_in_particles(case, estimator, num_samples, particles)
+    case.params()
+    truth = exact_gradient(case.model, case.guide, *case.args)
+    z = z_scores(samples, truth, max_relative_error=power)
+    return max(float(value.abs().max()) for value in z.values())
+
+
+@pytest.mark.parametrize(("name", "estimator"), list(noisy_cases()))
+def test_mean_gradient_is_exact(name: str, estimator: Any) -> None:
+    assert largest_z(BY_NAME[name], estimator) < 4.0
+
+
+@dataclass(frozen=True)
+class WrongSign(DisARM):
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        return SiteTerm(-super().__call__(context).surrogate)
+
+
+def test_wrong_sign_is_seen() -> None:
+    assert largest_z(BY_NAME["fork"], WrongSign()) > 20.0
+    case = BY_NAME["vector"]
+    elbo, guide = trained(MuPropWithoutSlope(), case, 1)
+    assert largest_error(elbo, case, guide) > 1e-2
+
+
+@dataclass(frozen=True)
+class MuPropWithoutSlope(MuProp):
+    """Leaves out the gradient of the expansion."""
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        term = super().__call__(context)
+        return SiteTerm(term.surrogate - _slope_part(context))
+
+
+def _slope_part(context: SiteContext) -> Tensor:
+    from pyro_bpq.estimators.substitution import event_sum, mean_value
+
+    mean = mean_value(context)
+    _, slope = context.program.gradient(mean.detach())
+    return event_sum(slope * mean, context.cost.dim())
+
+
+def test_rows_that_meet_change_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The sum over rows is what the last cost reads; all rows at once would be another program.
+    case = BY_NAME["mask_scale"]
+    elbo, guide = trained(MeasureValued(), case, 1, steps=1)
+    assert largest_error(elbo, case, guide) < ATOL
+    monkeypatch.setattr("pyro_bpq.layout.Layout.rows_meet", lambda *_: False)
+    assert largest_error(elbo, case, guide) > 1e-3
+
+
+# Order of variances, on fixed models.
+
+
+def total_variance(estimator: Any, case: Case, names: tuple[str, ...]) -> float:
+    elbo, guide = trained(estimator, case, 2)
+    case.params()
+    moments = expected_moments(elbo, case.model, guide, *case.args)
+    return sum(float(moments.variance[name].sum()) for name in names)
+
+
+@pytest.mark.parametrize(("name", "names"), [("vector", ("qz",)), ("fork", ("qa", "qb", "qc"))])
+def test_leave_one_out_has_less_variance_than_the_score_function(name: str, names: tuple[str, ...]) -> None:
+    case = BY_NAME[name]
+    plain = total_variance(ScoreFunction(), case, names)
+    assert total_variance(ScoreFunction(LeaveOneOut()), case, names) < 0.9 * plain
+
+
+LATENTS, PIXELS = 8, 12
+
+
+def vae(rows: int) -> tuple[Any, Any, Tensor]:
+    """A fixed VAE of Bernoulli latents, its guide, and the leaf of its logits: rows are repetitions."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(LATENTS, PIXELS, generator=generator)
+    x = (torch.rand(PIXELS, generator=generator) < 0.4).to(weight.dtype)
+    logits = torch.randn(LATENTS, generator=generator).expand(rows, -1).clone().requires_grad_()
+
+    def model() -> None:
+        with pyro.plate("rows", rows, dim=-1):
+            z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(LATENTS)).to_event(1))
+            pyro.sample("x", dist.Bernoulli(logits=(2 * z - 1) @ weight).to_event(1), obs=x.expand(rows, -1))
+
+    def guide() -> None:
+        with pyro.plate("rows", rows, dim=-1):
+            pyro.sample("z", dist.Bernoulli(logits=logits).to_event(1))
+
+    return model, guide, logits
+
+
+def squares(estimator: Any, particles: int, rows: int = 40_000) -> tuple[Tensor, Tensor]:
+    """Mean gradient, and the squared deviation from it of each row."""
+    pyro.set_rng_seed(0)
+    model, guide, logits = vae(rows)
+    more = {"vectorize_particles": True, "max_plate_nesting": 1} if particles > 1 else {}
+    TraceBackpropQ_ELBO(particles, estimator=estimator, critic=None, **more).loss_and_grads(model, guide)
+    assert logits.grad is not None
+    mean = logits.grad.mean(0)
+    return mean, (logits.grad - mean).square().sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ((DisARM(), 1), (ScoreFunction(LeaveOneOut()), 2)),
+        ((DisARM(), 1), (ARM(), 1)),
+        ((ARMS(samples=4), 1), (ScoreFunction(LeaveOneOut()), 4)),
+        ((ARMS(samples=4), 1), (DisARM(), 2)),
+        ((ARMS(samples=4, copula=RotationCopula()), 1), (ScoreFunction(LeaveOneOut()), 4)),
+        ((MuProp(LeaveOneOut()), 2), (MuProp(), 2)),
+        ((MeasureValued(), 1), (DisARM(), 1)),
+    ],
+    ids=repr,
+)
+def test_variance_on_a_vae(better: tuple[Any, int], worse: tuple[Any, int]) -> None:
+    (mean, low), (other, high) = squares(*better), squares(*worse)
+    error = (low.var() + high.var()).div(len(low)).sqrt()
+    assert float((high.mean() - low.mean()) / error) > 4.0
+    # Both are unbiased: their means agree.
+    distance = float((mean - other).square().sum() / ((low.mean() + high.mean()) / len(low)))
+    assert distance < 4.0
+
+
+# Supports without end.
+
+
+def wide_model() -> None:
+    z = pyro.sample("z", dist.Categorical(logits=torch.zeros(50_000)))
+    n = pyro.sample("n", dist.Poisson(torch.tensor(3.0)))
+    pyro.sample("x", dist.Normal((z % 7 + n).to(torch.get_default_dtype()), 1.0), obs=torch.tensor(3.0))
+
+
+def wide_guide(infer: Any = None) -> None:
+    logits = pyro.param("logits", lambda: torch.linspace(0.0, 8.0, 50_000))
+    pyro.sample("z", dist.Categorical(logits=logits), infer=infer or {})
+    pyro.sample("n", dist.Poisson(pyro.param("rate", torch.tensor(2.5))))
+
+
+@pytest.mark.parametrize("chosen", [None, SumAndSample(), UnorderedSet(), DisARMTree()], ids=repr)
+def test_huge_supports_do_not_blow_up(chosen: Any) -> None:
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO()
+    infer = None if chosen is None else {"bpq": {"estimator": chosen}}
+    elbo.loss_and_grads(wide_model, lambda: wide_guide(infer))
+    elbo.loss_and_grads(wide_model, lambda: wide_guide(infer))
+    default = ScoreFunction(RunningBaseline())
+    assert elbo.info["z"]["estimator"] == (chosen or default) and elbo.info["n"]["estimator"] == default
+    grad = pyro.get_param_store()._params["logits"].grad
+    assert grad is not None and bool(grad.isfinite().all()) and bool(grad.any())
+
+
+# Distributions with a measure-valued derivative beyond the finite ones.
+
+
+def real_model(kind: str, rows: int) -> Any:
+    prior = {"normal": dist.Normal(0.0, 1.0), "poisson": dist.Poisson(3.0), "exponential": dist.Exponential(1.0)}[kind]
+
+    def model() -> None:
+        with pyro.plate("rows", rows, dim=-1):
+            x = pyro.sample("x", prior.expand([2]).to_event(1))
+            pyro.sample("y", dist.Normal(x.sum(-1), 1.0), obs=torch.tensor(1.7))
+
+    return model
+
+
+def real_guide(kind: str, rows: int, first: Tensor, second: Tensor) -> Any:
+    def guide() -> None:
+        with pyro.plate("rows", rows, dim=-1):
+            fn = {
+                "normal": lambda: dist.Normal(first, second),
+                "poisson": lambda: dist.Poisson(first),
+                "exponential": lambda: dist.Exponential(first),
+            }[kind]()
+            pyro.sample("x", fn.to_event(1), infer={"bpq": {"estimator": MeasureValued()}})
+
+    return guide
+
+
+def real_loss(kind: str, first: Tensor, second: Tensor) -> Tensor:
+    """Minus the ELBO of a row in closed form, or by a sum."""
+    if kind == "normal":
+        entropy, mean, variance = second.log().sum(), first, second.square()
+        own = 0.5 * (first.square() + second.square()).sum()
+    elif kind == "exponential":
+        entropy, mean, variance = -first.log().sum(), 1 / first, 1 / first.square()
+        own = mean.sum()
+    else:
+        n = torch.arange(80.0)
+        log_q = dist.Poisson(first.unsqueeze(-1)).log_prob(n)
+        entropy, mean, variance = -(log_q.exp() * log_q).sum(), first, first
+        own = -(log_q.exp() * dist.Poisson(3.0).log_prob(n)).sum()
+    return -entropy + own + 0.5 * ((mean.sum() - 1.7).square() + variance.sum())
+
+
+@pytest.mark.parametrize("kind", ["normal", "poisson", "exponential"])
+def test_measure_valued_derivative_of_a_density(kind: str, rows: int = 40_000) -> None:
+    pyro.set_rng_seed(0)
+    start = [torch.tensor([0.8, 1.7]), torch.tensor([0.6, 0.9])]
+    exact_leaves = [tensor.clone().requires_grad_() for tensor in start]
+    exact = torch.autograd.grad(real_loss(kind, *exact_leaves), exact_leaves, allow_unused=True)
+    leaves = [tensor.expand(rows, 2).clone().requires_grad_() for tensor in start]
+    TraceBackpropQ_ELBO().loss_and_grads(real_model(kind, rows), real_guide(kind, rows, *leaves))
+    for leaf, truth in zip(leaves, exact, strict=True):
+        if truth is None:
+            continue
+        assert leaf.grad is not None
+        error = leaf.grad.std(0) / rows**0.5
+        assert float(error.max()) < 0.02 * float(truth.abs().max())
+        assert float(((leaf.grad.mean(0) - truth) / error).abs().max()) < 4.0
