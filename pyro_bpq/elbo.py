@@ -15,6 +15,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.util import check_if_enumerated, warn_if_nan
 from torch import Tensor, nn
 
+from pyro_bpq.analytic import differentiable_cost
 from pyro_bpq.bank import CriticBank, Write
 from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.critic_training import CriticTraining
@@ -77,6 +78,8 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         learner: Trains the critics with an optimiser of its own; ``None`` adds their loss to the surrogate,
             so that the user's optimiser trains them.
         structure: ``"auto"``, ``"dynamic"``, ``"dense"`` or ``"static"``: when dependencies are tracked.
+        analytic_kl: Whether the gradient of ``log q - log p`` at reparameterised sites is that of its expectation
+            where that is known: the KL divergence, else the entropy. The reported loss stays that of the sample.
         seed: Seed of what the ELBO itself draws: the initial weights of critics.
         enumeration: What ``infer={"enumerate": ...}`` means: ``"sample"``, the site is sampled, with a warning;
             ``"exact"``, it is summed out as by Pyro's ``TraceEnum_ELBO``.
@@ -108,6 +111,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         gamma: float | Callable[[int], float] = 1.0,
         learner: CriticLearner | None = CriticLearner(),
         structure: str = "auto",
+        analytic_kl: bool = False,
         seed: int = 0,
         enumeration: Literal["sample", "exact"] = "sample",
     ) -> None:
@@ -131,7 +135,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
             raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
         self.enumeration = enumeration
         self.planner = Planner(estimator, critic, reduction)
-        self.lam, self.gamma, self.learner = lam, gamma, learner
+        self.lam, self.gamma, self.learner, self.analytic_kl = lam, gamma, learner, analytic_kl
         self.critics = CriticBank(seed, learner is not None, learner is not None and learner.slow is not None)
         replay = None if learner is None else learner.replay
         self._replayer = None if learner is None or replay is None else Replayer(learner, replay, seed)
@@ -299,10 +303,12 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
             self._stage([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
             for ids in members
         ]
+        pairs = zip(runs, graphs, strict=True)
+        costs = [differentiable_cost(t, graph) if self.analytic_kl else t.run.differentiable for t, graph in pairs]
         result = step([item.signals for item in items], self.critics, self.learning(), learning)
         if self.keeps_staged:
             self.staged = Transient([replace(item, result=result) for item in items])
-        return loss, sum((traced.run.differentiable for traced in runs), torch.zeros(())), result
+        return loss, sum(costs, torch.zeros(())), result
 
     def _stage(
         self,

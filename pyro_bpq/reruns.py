@@ -49,12 +49,13 @@ class Reruns:
         self.graph, self.generator = graph, generator
         self.num_runs = 0
 
-    def __call__(self, name: str, value: Tensor) -> tuple[Run, ...]:
+    def __call__(self, name: str, value: Tensor, held: tuple[Run, ...] | None = None) -> tuple[Run, ...]:
         """Runs the program once more per run of the step.
 
         Args:
             name: The site.
             value: Its value ``(M, plate dims, event)``; where it requires a gradient, the costs carry it.
+            held: Runs whose values the sites downstream keep, instead of drawing afresh.
 
         Returns:
             The runs.
@@ -65,21 +66,25 @@ class Reruns:
         fresh = {name, *self.graph.descendants(name)}
         single = len(self.traced) > 1
         return tuple(
-            self._run(name, value[i : i + 1] if single else value, fresh, *pair)
+            self._run(name, value[i : i + 1] if single else value, fresh, None if held is None else held[i], *pair)
             for i, pair in enumerate(zip(self.programs, self.traced, strict=True))
         )
 
-    def _run(self, name: str, value: Tensor, fresh: set[str], program: Any, traced: TracedRun) -> Run:
+    def _run(self, name: str, value: Tensor, fresh: set[str], held: Run | None, program: Any, traced: TracedRun) -> Run:
         model, guide, args, kwargs = program
         sites = traced.run.sites
         values: dict[str, Any] = {site: record.value.detach() for site, record in sites.items() if site not in fresh}
+        if held is not None:
+            values.update({site: record.value.detach() for site, record in held.sites.items() if site in fresh})
         values.update(traced.subsamples)
         own = sites[name].value
         values[name] = value.reshape(own.shape).to(own.dtype if not value.requires_grad else value.dtype)
         seed = int(torch.randint(1 << 62, (), generator=self.generator))
         self.num_runs += 1
+        relaxed = frozenset({name}) if value.requires_grad else frozenset()
         with Sandbox(seed), pyro.validation_enabled(False), torch.set_grad_enabled(value.requires_grad):
-            again = self.trace(Substitute(values)(model), Substitute(values)(guide), args, kwargs, track=False)
+            put = Substitute(values, relaxed)
+            again = self.trace(put(model), put(guide), args, kwargs, track=False)
         costs = dict(again.run.costs)
         for site in traced.untraced:
             costs.setdefault(cost_of_guide(site), traced.run.costs[cost_of_guide(site)])

@@ -2,8 +2,8 @@ r"""What estimators may ask of the program: costs-to-go of sites at other values
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,17 @@ from pyro_bpq.site_batch import SiteBatch
 
 __all__ = ["Rerun", "SiteProgramRuns"]
 
-# Runs the program again with a site at another value ``(M, plates, event)``: what is sampled downstream of it
-# is drawn afresh, everything else keeps its value.
-Rerun = Callable[[str, Tensor], tuple[Run, ...]]
+
+class Rerun(Protocol):
+    """Runs the program again with a site at another value ``(M, plates, event)``.
+
+    What is sampled downstream of it is drawn afresh, or takes the values of the runs ``held``; everything else
+    keeps its value.
+    """
+
+    def __call__(self, name: str, value: Tensor, held: tuple[Run, ...] | None = None) -> tuple[Run, ...]:
+        """The runs."""
+        ...
 
 
 class SiteProgramRuns:
@@ -29,26 +37,37 @@ class SiteProgramRuns:
         batch: Its stacked tensors.
         rerun: Runs the program again.
         generator: Noise of the estimators.
+        downstream: For each site the runs whose values the sites downstream of it keep, or ``None``.
     """
 
-    def __init__(self, layout: Layout, c: int, batch: SiteBatch, rerun: Rerun, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        c: int,
+        batch: SiteBatch,
+        rerun: Rerun,
+        generator: torch.Generator,
+        downstream: Sequence[tuple[Run, ...] | None] | None = None,
+    ) -> None:
         self.layout, self.c, self.batch = layout, c, batch
         self.rerun, self.generator = rerun, generator
         self.names = layout.classes[c].names
+        self.downstream = [None] * len(self.names) if downstream is None else downstream
         self.value = batch.value
         self.rows_meet = any(layout.rows_meet(name) for name in self.names)
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go at other values, detached."""
         value = value.detach()
-        return torch.stack([self._costs(i, self.rerun(name, value[i])) for i, name in enumerate(self.names)])
+        runs = [self.rerun(name, value[i], self.downstream[i]) for i, name in enumerate(self.names)]
+        return torch.stack([self._costs(i, found) for i, found in enumerate(runs)])
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Costs-to-go at other values, and the gradient of all costs downstream; zero where there is none."""
         costs, gradients = [], []
         for i, name in enumerate(self.names):
             leaf = value[i].detach().requires_grad_()
-            runs = self.rerun(name, leaf)
+            runs = self.rerun(name, leaf, self.downstream[i])
             wanted = self.layout.graph.downstream_costs(name)
             with torch.enable_grad():
                 total = sum((run.costs[cost].sum() for run in runs for cost in wanted), leaf.new_zeros(()))
@@ -58,6 +77,12 @@ class SiteProgramRuns:
             gradients.append(torch.zeros_like(leaf) if gradient is None else gradient)
             costs.append(self._costs(i, runs))
         return torch.stack(costs), torch.stack(gradients)
+
+    def held(self, value: Tensor) -> SiteProgramRuns:
+        """The same program, in which sites downstream keep the values that they take in a run at ``value``."""
+        value, graph = value.detach(), self.layout.graph
+        held = [self.rerun(name, value[i]) if graph.descendants(name) else None for i, name in enumerate(self.names)]
+        return SiteProgramRuns(self.layout, self.c, self.batch, self.rerun, self.generator, held)
 
     def from_index(self, index: Tensor) -> Tensor:
         """Values from indices of finite components."""

@@ -2,10 +2,14 @@ r"""Sets the values of latent sites of a program."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from pyro.distributions import OneHotCategorical
 from pyro.poutine.messenger import Messenger
+from torch import Tensor
 
 __all__ = ["Substitute"]
 
@@ -15,13 +19,35 @@ class Substitute(Messenger):  # type: ignore[misc]
 
     Args:
         values: Value of each site, by name; also the indices of subsampled plates.
+        relaxed: Sites whose values may lie between those of their support: ``log q`` and ``log p`` of a one-hot
+            one are then linear in the value. torch rounds to the nearest vertex, which has jumps and no slope.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], relaxed: frozenset[str] = frozenset()) -> None:
         super().__init__()
-        self.values = values
+        self.values, self.relaxed = values, relaxed
 
     def _pyro_sample(self, msg: Any) -> None:
         if not msg["is_observed"] and msg["name"] in self.values:
             msg["value"] = self.values[msg["name"]]
             msg["done"] = True
+            if msg["name"] in self.relaxed:
+                msg["fn"] = _linear(msg["fn"])
+
+
+class _LinearOneHot(OneHotCategorical):  # type: ignore[misc]
+    def log_prob(self, value: Tensor) -> Tensor:
+        # Values that cannot occur: keep 0 * -inf from becoming NaN.
+        return (value * self.logits.clamp(min=-1e6)).sum(-1)
+
+
+def _linear(fn: Any) -> Any:
+    """The distribution, with a one-hot one underneath made linear in the value."""
+    if isinstance(fn, torch.distributions.OneHotCategorical):
+        return _LinearOneHot(logits=fn.logits, validate_args=False)
+    if hasattr(fn, "base_dist"):
+        base = _linear(fn.base_dist)
+        if base is not fn.base_dist:
+            fn = copy.copy(fn)
+            fn.base_dist = base
+    return fn

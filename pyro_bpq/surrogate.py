@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.critic_step import CriticRows, regression
-from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, at_step
+from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, at_step, initial_statistics
+from pyro_bpq.layout import SiteClass
 from pyro_bpq.moments import Standardised
 from pyro_bpq.signals import Signals
 
@@ -80,8 +81,8 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
         info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
     number = learning.num_steps
     terms = [
-        _estimate(estimator, at_step(estimator, number), context, bank, build, writes, info)
-        for estimator, context in _contexts(signals)
+        _estimate(cls, at_step(cls.spec.estimator, number), context, bank, build, writes, info)
+        for cls, context in _contexts(signals)
     ]
     loss = _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info) if build else None
     if len(signals) > 1:
@@ -93,18 +94,18 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
 # Estimators.
 
 
-def _contexts(signals: Sequence[Signals]) -> list[tuple[Estimator, SiteContext]]:
+def _contexts(signals: Sequence[Signals]) -> list[tuple[SiteClass, SiteContext]]:
     """What each estimator call sees: classes of sites, or single sites of those particles that have them."""
     if len(signals) == 1:
         (only,) = signals
-        return [(only.layout.classes[c].spec.estimator, only.context(c)) for c in only.active]
+        return [(only.layout.classes[c], only.context(c)) for c in only.active]
     found: dict[Any, list[SiteContext]] = {}
     for one in signals:
         for c in one.active:
             spec, context = one.layout.classes[c].spec, one.context(c)
             for i, name in enumerate(context.names):
                 found.setdefault((name, spec, context.cost.shape[2:]), []).append(_row(context, i))
-    return [(spec.estimator, _join(contexts)) for (_, spec, _), contexts in found.items()]
+    return [(SiteClass(spec, (name,)), _join(contexts)) for (name, spec, _), contexts in found.items()]
 
 
 def _tensors(context: SiteContext) -> dict[str, Tensor]:
@@ -135,7 +136,7 @@ def _join(contexts: Sequence[SiteContext]) -> SiteContext:
 
 
 def _estimate(
-    estimator: Estimator,
+    cls: SiteClass,
     present: Estimator,
     context: SiteContext,
     bank: CriticBank,
@@ -143,8 +144,9 @@ def _estimate(
     writes: list[Write],
     info: dict[str, dict[str, Any]],
 ) -> Tensor:
-    """Calls an estimator, as it presently is, with its running statistics."""
-    initial = estimator.statistics(context.num_particles)
+    """Calls the estimator of some sites, as it presently is, with its running statistics."""
+    estimator = cls.spec.estimator
+    initial = initial_statistics(estimator, context.num_particles, cls.width)
     selection, statistics = _statistics(estimator, initial, context, bank, build)
     context = replace(context, statistics=statistics, count=statistics.get("count"))
     term = present(context)
@@ -169,11 +171,12 @@ def _statistics(
     like = context.cost
 
     def make(keys: tuple[str, ...]) -> Block:
-        buffers = {k: torch.tensor([v] * len(keys)) for k, v in initial.items()}
+        buffers = {k: torch.as_tensor(v).repeat(len(keys), *(1,) * _ndim(v)) for k, v in initial.items()}
         buffers["count"] = torch.zeros(len(keys))
         return Block(kind, keys, None, buffers).to(like.device, like.dtype)
 
-    kind = f"statistics {type(estimator).__name__} {tuple(initial)}"
+    sizes = "".join(f" {tuple(v.shape)}" for v in initial.values() if isinstance(v, Tensor))
+    kind = f"statistics {type(estimator).__name__} {tuple(initial)}{sizes}"
     selection = bank.select(kind, context.names, make if build else None)
     if selection is not None:
         return selection, {name: selection.read(name) for name in (*initial, "count")}
@@ -187,6 +190,10 @@ def _statistics(
         for name in (*initial, "count")
     }
     return None, found
+
+
+def _ndim(value: Any) -> int:
+    return torch.as_tensor(value).dim()
 
 
 # Learning.

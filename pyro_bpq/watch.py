@@ -58,7 +58,8 @@ class Watch(Messenger):  # type: ignore[misc]
         self.step = step
         self.tracker, self.choose, self.particles = tracker, choose, particles
         self.attach, self.noise = attach, functools.lru_cache(noise)
-        self.attached: set[str] = set()
+        self.attached: dict[str, Any] = {}
+        self.given: set[str] = set()
         self.is_guide = False
         self.escaped: dict[tuple[bool, str], frozenset[str]] = {}
         self.subsamples: dict[str, Any] = {}
@@ -77,6 +78,8 @@ class Watch(Messenger):  # type: ignore[misc]
     def _pyro_sample(self, msg: Any) -> None:
         if self.tracker is not None:
             self.escaped[self.is_guide, msg["name"]] = self.tracker.escaped
+        if msg["done"] and self.is_guide:
+            self.given.add(msg["name"])
         if not self.is_guide or msg["is_observed"] or not getattr(msg["fn"], "has_rsample", False):
             return
         info = site_info(msg, (), self.particles)
@@ -122,11 +125,14 @@ class Watch(Messenger):  # type: ignore[misc]
     def _attach(self, msg: Any) -> None:
         """Lets the value of a site carry a gradient, where its estimator does so."""
         estimator = None if self.attach is None else self.attach(msg["infer"])
-        if estimator is None or getattr(msg["fn"], "has_rsample", False):
+        if msg["name"] in self.given:
+            # Set from outside: it does not follow the parameters.
+            return
+        if estimator is None or (getattr(msg["fn"], "has_rsample", False) and not hasattr(estimator, "correction")):
             return
         if self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])) == estimator:
             msg["value"] = at_step(estimator, self.step).attach(msg["fn"], msg["value"], self.noise())
-            self.attached.add(msg["name"])
+            self.attached[msg["name"]] = estimator
 
     def _keep(self, msg: Any, score: Tensor) -> None:
         """Notes a site that Pyro leaves out of its traces, but on whose value later costs depend."""
@@ -141,10 +147,11 @@ class Watch(Messenger):  # type: ignore[misc]
     def guide_sites(self, trace: Any) -> dict[str, Any]:
         """The sites of the guide's trace, and those that Pyro left out of it, in the order of their draws."""
         sites = samples(trace)
-        for name in self.attached & sites.keys():
-            log_prob = sites[name]["log_prob"]
-            parts: Any = (log_prob, 0.0, log_prob)
-            sites[name] = {**sites[name], "score_parts": ScoreParts(*parts)}
+        for name in self.attached.keys() & sites.keys():
+            site, correction = sites[name], getattr(self.attached[name], "correction", None)
+            score = 0.0 if correction is None else correction(site["fn"], site["value"])
+            parts: Any = (site["log_prob"], score, site["log_prob"])
+            sites[name] = {**site, "score_parts": ScoreParts(*parts)}
         if not self.untraced:
             return sites
         order = {name: i for i, name in enumerate(self.drawn)}

@@ -54,6 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "program_graph",
         "redraw",
         "replayer",
+        "analytic",
     ),
     (
         "local_objective",

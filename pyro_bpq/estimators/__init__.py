@@ -7,6 +7,7 @@ from pyro_bpq.estimators.arms import RotationCopula as RotationCopula
 from pyro_bpq.estimators.base import Estimator as Estimator
 from pyro_bpq.estimators.base import SiteContext as SiteContext
 from pyro_bpq.estimators.base import SiteTerm as SiteTerm
+from pyro_bpq.estimators.baselines import ConstantBaseline as ConstantBaseline
 from pyro_bpq.estimators.baselines import LeaveOneOut as LeaveOneOut
 from pyro_bpq.estimators.baselines import RunningBaseline as RunningBaseline
 from pyro_bpq.estimators.disarm import ARM as ARM
@@ -14,37 +15,68 @@ from pyro_bpq.estimators.disarm import DisARM as DisARM
 from pyro_bpq.estimators.disarm_tree import DisARMTree as DisARMTree
 from pyro_bpq.estimators.double_cv import RODEO as RODEO
 from pyro_bpq.estimators.double_cv import DoubleCV as DoubleCV
+from pyro_bpq.estimators.generalised import GeneralisedReparameterisation as GeneralisedReparameterisation
 from pyro_bpq.estimators.gumbel_softmax import Concrete as Concrete
 from pyro_bpq.estimators.gumbel_softmax import GumbelStraightThrough as GumbelStraightThrough
 from pyro_bpq.estimators.lambda_return import LambdaReturn as LambdaReturn
+from pyro_bpq.estimators.lax import LAX as LAX
 from pyro_bpq.estimators.measure_valued import MeasureValued as MeasureValued
 from pyro_bpq.estimators.muprop import MuProp as MuProp
+from pyro_bpq.estimators.optimal_scale import OptimalScale as OptimalScale
 from pyro_bpq.estimators.pathwise import Pathwise as Pathwise
+from pyro_bpq.estimators.q_estimators import CriticBaseline as CriticBaseline
+from pyro_bpq.estimators.q_estimators import QAdvantage as QAdvantage
+from pyro_bpq.estimators.q_estimators import QAllAction as QAllAction
+from pyro_bpq.estimators.q_estimators import QControlVariate as QControlVariate
+from pyro_bpq.estimators.q_estimators import QRelaxation as QRelaxation
+from pyro_bpq.estimators.q_estimators import QScoreFunction as QScoreFunction
 from pyro_bpq.estimators.q_prop import QProp as QProp
+from pyro_bpq.estimators.rebar import REBAR as REBAR
+from pyro_bpq.estimators.rebar import LearnedTemperature as LearnedTemperature
 from pyro_bpq.estimators.reinmax import ReinMax as ReinMax
+from pyro_bpq.estimators.relax import RELAX as RELAX
+from pyro_bpq.estimators.relax import RELAXQ as RELAXQ
+from pyro_bpq.estimators.relaxation import Annealed as Annealed
 from pyro_bpq.estimators.score_function import ScoreFunction as ScoreFunction
 from pyro_bpq.estimators.straight_through import StraightThrough as StraightThrough
 from pyro_bpq.estimators.sum_and_sample import SumAndSample as SumAndSample
 from pyro_bpq.estimators.unordered_set import UnorderedSet as UnorderedSet
+from pyro_bpq.estimators.variates import NetworkVariate as NetworkVariate
 
 __all__ = [
     "ARM",
     "ARMS",
+    "LAX",
+    "REBAR",
+    "RELAX",
+    "RELAXQ",
     "RODEO",
     "AllAction",
+    "Annealed",
     "Concrete",
+    "ConstantBaseline",
+    "CriticBaseline",
     "DirichletCopula",
     "DisARM",
     "DisARMTree",
     "DoubleCV",
     "Estimator",
+    "GeneralisedReparameterisation",
     "GumbelStraightThrough",
     "LambdaReturn",
+    "LearnedTemperature",
     "LeaveOneOut",
     "MeasureValued",
     "MuProp",
+    "NetworkVariate",
+    "OptimalScale",
     "Pathwise",
+    "QAdvantage",
+    "QAllAction",
+    "QControlVariate",
     "QProp",
+    "QRelaxation",
+    "QScoreFunction",
     "ReinMax",
     "RotationCopula",
     "RunningBaseline",

@@ -20,12 +20,13 @@ __all__ = [
     "SiteTerm",
     "Statistics",
     "at_step",
+    "initial_statistics",
     "needs_program",
     "update_mean",
 ]
 
-# Name of a running statistic and its initial value per site: a float for a scalar, a tuple for a vector.
-Statistics = Mapping[str, float | tuple[float, ...]]
+# Name of a running statistic and its initial value per site: a float for a scalar, a tuple or tensor for a vector.
+Statistics = Mapping[str, float | tuple[float, ...] | Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,14 @@ class SiteProgram(Protocol):
 
     def from_index(self, index: Tensor) -> Tensor:
         """Values ``(G, M, plates, event)`` from the indices ``(G, M, plates, D)`` of finite components."""
+        ...
+
+    def held(self, value: Tensor) -> SiteProgram:
+        """The same program in which sites downstream keep the values that they take in a run at ``value``.
+
+        Costs are then functions of the site's value alone, and as smooth as the program: a draw downstream would
+        follow the value in jumps. Where nothing is sampled downstream there is no extra run.
+        """
         ...
 
     def stack(self, pick: Callable[[Any], Tensor], event_ndim: int) -> Tensor:
@@ -158,11 +167,18 @@ class Estimator(Protocol):
         is_pathwise: Whether the site's value carries the gradient.
         uses_critic: Whether it reads ``learned``, ``level`` or ``correction``.
 
+    An estimator whose running statistics depend on the size of a value, such as a network's weights, gives them in
+    a method ``sized_statistics(width)``, where ``width`` counts the numbers that a value is encoded by: one for a real
+    or binary component, ``K`` for one of ``K > 2`` values.
+
     An estimator that compares values has the attribute ``needs_program = True`` and reads ``context.program``.
     An estimator that lets the value of a site without ``rsample`` carry a gradient, as straight-through does, has
     ``is_pathwise = True`` and a method ``attach(fn, value, generator)`` from the distribution and the drawn value to
-    the value that the program sees; it is then never called. One whose options change over time, such as a
-    temperature, has a method ``at(step)`` that gives it as it is after so many steps.
+    the value that the program sees; it is then never called. Where that gradient is not all of it, a method
+    ``correction(fn, value)`` gives, of the batch shape, what the score function takes in place of ``log q``.
+    An estimator whose options change over time, such as a temperature, has a method ``at(step)`` that gives it as it
+    is after so many steps. One that keeps statistics whose size depends on the site's has a method
+    ``sized_statistics(width)``, with the number of features of an encoded value.
     """
 
     is_unbiased: ClassVar[bool]
@@ -190,6 +206,12 @@ def needs_program(estimator: Estimator) -> bool:
 def at_step(estimator: Any, step: int) -> Any:
     """An estimator as it is after so many steps of the ELBO: its schedules become numbers."""
     return estimator.at(step) if hasattr(estimator, "at") else estimator
+
+
+def initial_statistics(estimator: Estimator, num_particles: int, width: int) -> Statistics:
+    """All running statistics of an estimator, by name, with their initial values per site."""
+    sized = getattr(estimator, "sized_statistics", None)
+    return {**estimator.statistics(num_particles), **({} if sized is None else sized(width))}
 
 
 def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteInfo, Statistics, site_mean, update_mean
 
-__all__ = ["Baseline", "LeaveOneOut", "RunningBaseline", "leave_one_out"]
+__all__ = ["Baseline", "ConstantBaseline", "LeaveOneOut", "RunningBaseline", "leave_one_out"]
 
 
 @runtime_checkable
@@ -46,6 +46,31 @@ def leave_one_out(cost: Tensor) -> Tensor:
     """
     particles = cost.shape[1]
     return (cost - cost.mean(1, keepdim=True)) * (particles / (particles - 1.0))
+
+
+@dataclass(frozen=True)
+class ConstantBaseline:
+    """A number that the user knows.
+
+    Args:
+        value: The number, in nats; a cost, so minus what Pyro's objective would be.
+    """
+
+    value: float = 0.0
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Serves every site."""
+        return None
+
+    def statistics(self) -> Statistics:
+        """None."""
+        return {}
+
+    def __call__(
+        self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Subtracts the number."""
+        return cost - self.value, {}
 
 
 @dataclass(frozen=True)

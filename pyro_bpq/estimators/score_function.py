@@ -21,7 +21,8 @@ class ScoreFunction:
     with the cost-to-go ``C_X`` of this run. Without a baseline it is what ``TraceGraph_ELBO`` computes.
 
     Args:
-        baseline: ``None``, :class:`LeaveOneOut` or :class:`RunningBaseline`.
+        baseline: ``None``, :class:`ConstantBaseline`, :class:`LeaveOneOut` or :class:`RunningBaseline`. For one that
+            depends on the data see :class:`CriticBaseline`.
 
     References:
         | Simple statistical gradient-following algorithms (Williams, 1992)

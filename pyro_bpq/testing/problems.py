@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, needs_program
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, initial_statistics, needs_program
 from pyro_bpq.features import Components
 
 __all__ = ["FakeProgram", "Problem", "with_statistics"]
@@ -40,13 +40,23 @@ class FakeProgram:
     ) -> None:
         self.problem, self.value, self.generator, self.later = problem, value, generator, later
         self._source = torch.Generator().manual_seed(seed)
+        self._held: Tensor | None = None
 
     def cost(self, value: Tensor) -> Tensor:
         """The costs, with noise."""
         with torch.no_grad():
             cost = self.problem.cost(value)
-            noise = torch.randn(cost.shape, generator=self._source, dtype=cost.dtype)
-            return cost + self.later * noise.to(cost.device)
+            noise = self._noise(cost) if self._held is None else self._held
+            return cost + self.later * noise
+
+    def _noise(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=self._source, dtype=like.dtype).to(like.device)
+
+    def held(self, value: Tensor) -> FakeProgram:
+        """The same program, in which what sites downstream add stays as it is."""
+        held = FakeProgram(self.problem, self.value, self.generator, self.later)
+        held._held = self._noise(self.problem.cost(value).detach())
+        return held
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """The costs, with noise, and their slopes."""
@@ -218,8 +228,11 @@ def with_statistics(estimator: Estimator, context: SiteContext, count: float = 3
         count: Number of steps behind the statistics.
     """
     like = context.cost
-    initial = estimator.statistics(context.num_particles)
-    statistics = {name: like.new_tensor([value] * len(context.names)) for name, value in initial.items()}
+    assert context.log_probs is not None
+    components, cardinality = context.log_probs.shape[-2:]
+    initial = initial_statistics(estimator, context.num_particles, components * (cardinality if cardinality > 2 else 1))
+    rows = len(context.names)
+    statistics = {name: torch.stack([torch.as_tensor(value).to(like)] * rows) for name, value in initial.items()}
     counts = like.new_full((len(context.names),), count)
     program = context.program if needs_program(estimator) else None
     return replace(context, statistics=statistics, count=counts, program=program)

@@ -7,26 +7,43 @@ from typing import Any
 
 import pytest
 import torch
+from programs import FakeProgram
 from torch import Tensor
 
 import pyro_bpq.estimators as package
 from pyro_bpq.estimators import (
     ARM,
     ARMS,
+    LAX,
+    REBAR,
+    RELAX,
+    RELAXQ,
     RODEO,
     AllAction,
+    Annealed,
     Concrete,
+    ConstantBaseline,
+    CriticBaseline,
     DisARM,
     DisARMTree,
     DoubleCV,
     Estimator,
+    GeneralisedReparameterisation,
     GumbelStraightThrough,
     LambdaReturn,
+    LearnedTemperature,
     LeaveOneOut,
     MeasureValued,
     MuProp,
+    NetworkVariate,
+    OptimalScale,
     Pathwise,
+    QAdvantage,
+    QAllAction,
+    QControlVariate,
     QProp,
+    QRelaxation,
+    QScoreFunction,
     ReinMax,
     RotationCopula,
     RunningBaseline,
@@ -35,7 +52,8 @@ from pyro_bpq.estimators import (
     SumAndSample,
     UnorderedSet,
 )
-from pyro_bpq.estimators.base import SiteContext, SiteTerm, needs_program
+from pyro_bpq.estimators.base import SiteContext, SiteTerm, initial_statistics, needs_program
+from pyro_bpq.features import Components
 from pyro_bpq.testing import check_estimator
 
 ESTIMATORS: list[Any] = [
@@ -71,11 +89,30 @@ ESTIMATORS: list[Any] = [
     SumAndSample(heaviest=1),
     UnorderedSet(),
     UnorderedSet(samples=2),
+    ScoreFunction(ConstantBaseline(1.5)),
+    CriticBaseline(),
+    CriticBaseline(scale=0.5),
+    QControlVariate(),
+    QControlVariate(num_samples=1, scale=OptimalScale(0.9)),
+    QAllAction(),
+    QScoreFunction(),
+    QAdvantage(),
+    QRelaxation(),
+    QRelaxation(Annealed()),
+    REBAR(),
+    REBAR(temperature=LearnedTemperature(), scale=1.0),
+    RELAX(),
+    RELAX(NetworkVariate((8, 8)), uses_cost=True),
+    RELAXQ(),
+    RELAXQ(temperature=Annealed(0.9)),
+    LAX(),
+    GeneralisedReparameterisation(),
 ]
+LOCAL = (QAllAction, QScoreFunction, QAdvantage, QRelaxation)
+# On finite components; LAX has tests of its own.
+CALLED = [e for e in ESTIMATORS if not e.is_pathwise and not needs_program(e)]
 each = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
-plain = pytest.mark.parametrize(
-    "estimator", [e for e in ESTIMATORS if not e.is_pathwise and not needs_program(e)], ids=repr
-)
+active = pytest.mark.parametrize("estimator", CALLED, ids=repr)
 
 
 def context(
@@ -108,13 +145,23 @@ def context(
         level=draw(),
         correction=draw(),
     )
-    return made, logits
+    split = Components("one_hot", (2,), 3)
+    value = split.value(index).to(dtype)
+
+    def cost(value: Tensor) -> Tensor:
+        return value.square().flatten(-2).sum(-1) * made.cost + value[..., 0].sum(-1)
+
+    return replace(made, program=FakeProgram(cost, value, split, seed=seed)), logits
 
 
 def with_statistics(estimator: Any, made: SiteContext) -> SiteContext:
     like = made.cost
-    initial = estimator.statistics(made.num_particles)
-    statistics = {name: like.new_tensor([value] * len(made.names)) for name, value in initial.items()}
+    initial = initial_statistics(estimator, made.num_particles, 6)
+    statistics = {
+        name: torch.stack([torch.as_tensor(value).to(like)] * len(made.names)) for name, value in initial.items()
+    }
+    if made.program is not None:
+        made.program.generator.manual_seed(0)
     return replace(made, statistics=statistics, count=like.new_full((len(made.names),), 3.0))
 
 
@@ -140,7 +187,23 @@ def test_estimators_keep_the_contract(estimator: Any) -> None:
     check_estimator(estimator)
 
 
-@plain
+@active
+def test_call_keeps_sites_apart(estimator: Any) -> None:
+    made, logits = context()
+    first = with_statistics(estimator, made)
+    changed = replace(
+        first, cost=first.cost + torch.tensor([0.0, 1.0]).reshape(2, 1, 1) * torch.arange(6.0).reshape(2, 3)
+    )
+    gradients = []
+    for made in (first, changed):
+        made.program.generator.manual_seed(0)
+        gradients.append(torch.autograd.grad(estimator(made).surrogate.sum(), logits, retain_graph=True)[0])
+    torch.testing.assert_close(gradients[0][0], gradients[1][0])
+    # Where Q takes the place of the costs, these do not enter.
+    assert isinstance(estimator, LOCAL) or float((gradients[0][1] - gradients[1][1]).abs().max()) > 1e-3
+
+
+@active
 def test_statistics_of_this_step_do_not_enter_its_gradient(estimator: Any) -> None:
     # Unless they come from other particles: with one, the correction of a site is fixed before it is drawn.
     made, logits = context(particles=1)
@@ -148,6 +211,7 @@ def test_statistics_of_this_step_do_not_enter_its_gradient(estimator: Any) -> No
         pytest.skip("needs two particles")
     made = with_statistics(estimator, made)
     (one,) = torch.autograd.grad(estimator(made).surrogate.sum(), logits, retain_graph=True)
+    made.program.generator.manual_seed(0)
     moved = replace(made, cost=made.cost + torch.tensor([0.0, 0.0, 5.0]))
     (other,) = torch.autograd.grad(estimator(moved).surrogate.sum(), logits)
     torch.testing.assert_close(one[..., :2, :, :], other[..., :2, :, :])

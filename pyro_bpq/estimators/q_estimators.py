@@ -1,0 +1,306 @@
+r"""The learned Q by sampling, or instead of the costs: critic baseline, control variate, actor-critic.
+
+``Q`` is the critic plus the immediate costs that are known exactly at every value, up to a constant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from pyro_bpq.errors import OptionError, UnsupportedSiteError
+from pyro_bpq.estimators import relaxation
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.noise import uniform
+from pyro_bpq.estimators.optimal_scale import (
+    OptimalScale,
+    Scale,
+    check_scale,
+    read_scale,
+    scale_statistics,
+    update_scale,
+)
+from pyro_bpq.estimators.relaxation import Annealed
+from pyro_bpq.estimators.variates import centre, means_statistics, update_means
+
+__all__ = ["CriticBaseline", "QAdvantage", "QAllAction", "QControlVariate", "QRelaxation", "QScoreFunction"]
+
+
+@dataclass(frozen=True)
+class CriticBaseline:
+    r"""Score function with a data-dependent baseline: what the critic expects before the value is known. Unbiased.
+
+        g = (C - a E_q[Q] - b) ∇log q(x)
+
+    The critic sees the site's context and, in a plate, the parameters of its distribution; ``b`` is the mean of the
+    rest over the other particles or, with one particle, over earlier steps.
+
+    Args:
+        scale: The scale ``a``: a number or :class:`OptimalScale`.
+        decay: Weight of the past in the running means.
+
+    References:
+        | Neural variational inference and learning in belief networks (Mnih and Gregor, 2014), Section 2.3
+        | Backprop-Q (Xu et al., 2018), Appendix, REINFORCE
+    """
+
+    scale: Scale = OptimalScale()
+    decay: float = 0.98
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check("CriticBaseline", self.scale, self.decay)
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs finite components, which critics are for."""
+        return _needs_components("CriticBaseline", site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Running means and products for the scale."""
+        return {**means_statistics(), **scale_statistics(self.scale)}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The centred cost-to-go times ``log q``."""
+        with torch.no_grad():
+            _, mean, _ = _critic(context)
+            score = _score(context)
+            centred, control = (part[..., None, None] for part in centre(context.cost, mean, context))
+            a = read_scale(self.scale, context)
+            weight = centred - a[..., None, None] * control
+            statistics = {
+                **update_means(context.cost, mean, context, self.decay, read_scale(self.scale, context)),
+                **update_scale(self.scale, context, centred * score, control * score),
+            }
+        return SiteTerm(weight[..., 0, 0] * context.score, statistics)
+
+
+@dataclass(frozen=True)
+class QControlVariate:
+    r"""The learned Q as control variate, corrected at fresh samples. Unbiased.
+
+        g = (C - a Q(x) - b) ∇log q(x) + a/n Σ_i (Q(x_i) - E_q[Q]) ∇log q(x_i),   x_i ~ q
+
+    :class:`AllAction` sums the last term over all values, which is better; this is the form for supports too large
+    to differentiate through.
+
+    Args:
+        num_samples: Number ``n`` of fresh samples.
+        scale: The scale ``a``: a number or :class:`OptimalScale`.
+        decay: Weight of the past in the running means.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+    """
+
+    num_samples: int = 4
+    scale: Scale = OptimalScale()
+    decay: float = 0.98
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = True
+    needs_program: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check("QControlVariate", self.scale, self.decay)
+        if not self.num_samples >= 1:
+            raise OptionError(f"QControlVariate(num_samples={self.num_samples!r}): write a positive number.")
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs finite components, which critics are for."""
+        return _needs_components("QControlVariate", site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Running means and products for the scale."""
+        return {**means_statistics(), **scale_statistics(self.scale)}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Weights the log-probabilities of the sample and of the fresh ones."""
+        assert context.log_probs is not None and context.program is not None
+        with torch.no_grad():
+            table, mean, own = _critic(context)
+            probs, score = context.log_probs.exp(), _score(context)
+            fresh = torch.zeros_like(score)
+            for _ in range(self.num_samples):
+                noise = uniform(probs, context.program.generator).log().neg()
+                drawn = one_hot((probs / noise).argmax(-1), probs.shape[-1]).to(probs.dtype)
+                advantage = ((drawn - probs) * table).sum((-1, -2))
+                fresh += advantage[..., None, None] * (drawn - probs) / self.num_samples
+            centred, control = (part[..., None, None] for part in centre(context.cost, mean + own, context))
+            a = read_scale(self.scale, context)[..., None, None]
+            plain, variate = centred * score, control * score - fresh
+            statistics = {
+                **update_means(context.cost, mean + own, context, self.decay, read_scale(self.scale, context)),
+                **update_scale(self.scale, context, plain, variate),
+            }
+            gradient = plain - a * variate
+        return SiteTerm(gradient * context.log_probs, statistics)
+
+
+@dataclass(frozen=True)
+class _LocalCost:
+    """What the estimators that put Q in the place of the costs have in common. Biased but for an exact critic."""
+
+    is_unbiased: ClassVar[bool] = False
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = True
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs finite components, which critics are for."""
+        return _needs_components(type(self).__name__, site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """None."""
+        return {}
+
+
+@dataclass(frozen=True)
+class QAllAction(_LocalCost):
+    r"""The learned Q as local cost, summed over all values. Biased.
+
+        g = Σ_d Σ_k ∇q_d(k) Q[d,k]
+
+    References:
+        | An actor-critic algorithm for sequence prediction (Bahdanau et al., 2017), Eq. 7
+        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+    """
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The expected Q."""
+        assert context.log_probs is not None
+        table = _local(context)
+        return SiteTerm(context.log_probs.exp() * table)
+
+
+@dataclass(frozen=True)
+class QScoreFunction(_LocalCost):
+    r"""The learned Q as local cost, by score function (actor-critic). Biased.
+
+        g = Q(x) ∇log q(x),   Q(x) = V + Σ_d Q[d, x_d]
+
+    References:
+        | Policy gradient methods for reinforcement learning with function approximation (Sutton et al., 2000)
+        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+    """
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The critic at the sample times ``log q``."""
+        _local(context)
+        _, mean, own = _critic(context, True)
+        return SiteTerm((mean + own) * context.score)
+
+
+@dataclass(frozen=True)
+class QAdvantage(_LocalCost):
+    r"""The learned advantage as local cost, by score function (advantage actor-critic). Biased.
+
+        g = (Q(x) - E_q[Q]) ∇log q(x)
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Appendix, advantages
+        | Asynchronous methods for deep reinforcement learning (Mnih et al., 2016)
+    """
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The advantage of the sample times ``log q``."""
+        _local(context)
+        return SiteTerm(_critic(context, True)[2] * context.score)
+
+
+@dataclass(frozen=True)
+class QRelaxation(_LocalCost):
+    r"""The learned Q as local cost, through a Gumbel-softmax relaxation of the value. Biased.
+
+        g = ∇ Σ_d Σ_k softmax(z/τ)[d,k] Q[d,k]
+
+    with ``z`` drawn given the sample. Q is linear in the relaxed value, so :class:`QAllAction` is better; a reference.
+
+    Args:
+        temperature: A number or :class:`Annealed`.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+        | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
+    """
+
+    temperature: float | Annealed = 0.5
+
+    needs_program: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        relaxation.check_temperature("QRelaxation", self.temperature)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Nothing but what makes steps be counted, for a temperature that changes."""
+        return {"steps": 0.0} if isinstance(self.temperature, Annealed) else {}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Q at the relaxed value, with its gradient."""
+        assert context.log_probs is not None and context.index is not None and context.program is not None
+        table = _local(context)
+        params = relaxation.parameters(context.log_probs)
+        pair = relaxation.draw_pair(params, context.index, context.program.generator)
+        temperature = relaxation.temperature_of(self.temperature, context)
+        return SiteTerm(relaxation.relax(pair.free, temperature, context.index) * table)
+
+
+def _critic(context: SiteContext, reads_value: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """``Q`` as a table ``(..., D, K)``, its mean, and ``Q(x)`` less its mean, ``(G, M, plates)``; detached.
+
+    Unless it may read the sampled value, without the costs of one component at the sampled values of the others, and
+    with no more than the mean of a critic that reads the value as a whole.
+    """
+    assert context.log_probs is not None and context.index is not None
+    probs = context.log_probs.detach().exp()
+    table = torch.zeros_like(probs)
+    mean = torch.zeros_like(context.cost)
+    if context.level is not None:
+        mean = mean + context.level
+    if context.learned is not None and (reads_value or context.own is None):
+        table = table + context.learned
+    if context.exact is not None and (reads_value or probs.shape[-2] == 1):
+        table = table + context.exact
+    mean = mean + (probs * table).sum((-1, -2))
+    own = ((one_hot(context.index, probs.shape[-1]).to(probs.dtype) - probs) * table).sum((-1, -2))
+    return table, mean, own
+
+
+def _score(context: SiteContext) -> Tensor:
+    """Score of the sample with respect to the logits, ``(..., D, K)``."""
+    assert context.log_probs is not None and context.index is not None
+    probs = context.log_probs.detach().exp()
+    return one_hot(context.index, probs.shape[-1]).to(probs.dtype) - probs
+
+
+def _local(context: SiteContext) -> Tensor:
+    """The table of Q, where there is something in it to take the place of the costs."""
+    if context.learned is None:
+        known = context.cost.new_zeros(()) if context.exact_cost is None else context.exact_cost
+        if not torch.allclose(context.cost, known.expand_as(context.cost)):
+            sites = ", ".join(map(repr, context.names))
+            raise UnsupportedSiteError(
+                f"Sites {sites}: no critic predicts their costs, so there is nothing to take their place. Write "
+                'critic=MLPCritic() (a site of many components needs it in infer={"bpq": {"critic": ...}}) and train '
+                "first, or use AllAction()."
+            )
+    return _critic(context, True)[0]
+
+
+def _needs_components(owner: str, site: SiteInfo) -> str | None:
+    if site.components is not None:
+        return None
+    other = "Pathwise()" if site.has_rsample else "ScoreFunction()"
+    return f"{owner}() needs a finite support, which {site.distribution} lacks; use {other}"
+
+
+def _check(owner: str, scale: Scale, decay: float) -> None:
+    check_scale(owner, scale)
+    if not 0.0 <= decay < 1.0:
+        raise OptionError(f"{owner}(decay={decay!r}): write a number in [0, 1).")

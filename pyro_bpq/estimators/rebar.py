@@ -1,0 +1,194 @@
+r"""REBAR: the cost at a relaxed value as control variate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators import relaxation
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteProgram, SiteTerm, Statistics, site_mean, update_mean
+from pyro_bpq.estimators.optimal_scale import (
+    OptimalScale,
+    Scale,
+    check_scale,
+    read_scale,
+    scale_statistics,
+    update_scale,
+)
+from pyro_bpq.estimators.relaxation import Annealed
+from pyro_bpq.estimators.variates import centre, means_statistics, update_means
+
+__all__ = ["REBAR", "LearnedTemperature", "relaxed_cost", "unsupported_relaxation"]
+
+
+@dataclass(frozen=True)
+class LearnedTemperature:
+    r"""A temperature that follows the slope of the gradient's second moment.
+
+        log τ ← log τ - lr (m(τ') - m(τ)) / (m(τ') + m(τ)) / δ,   m = running E|g|²,  τ' = (1 + δ) τ
+
+    with the same noise at both temperatures; costs two more runs of guide and model.
+
+    Args:
+        start: Temperature of the first step.
+        lr: Step size.
+        delta: Relative difference ``δ`` of the two temperatures.
+        decay: Weight of the past in the running moments.
+
+    References:
+        | REBAR (Tucker et al., 2017), Section 3.2; with a difference quotient in place of the derivative
+    """
+
+    start: float = 0.5
+    lr: float = 0.02
+    delta: float = 0.1
+    decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not (self.start > 0.0 and self.lr >= 0.0 and self.delta > 0.0 and 0.0 <= self.decay < 1.0):
+            raise OptionError(f"{self!r}: write start > 0, lr >= 0, delta > 0 and a decay in [0, 1).")
+
+
+@dataclass(frozen=True)
+class REBAR:
+    r"""Score function whose control variate is the cost itself at a relaxed value. Unbiased.
+
+        g = (C - a C(z̃) - b) ∇log q(x) + a ∇C(z) - a ∇C(z̃)
+
+    ``z`` and ``z̃`` are Gumbel-softmax (binary: logistic) relaxations drawn given the sample ``x``; the derivative
+    of ``z`` is that of the unconditional draw, that of ``z̃`` of the conditional one. ``b`` is the mean over the
+    other particles or, with one particle, over earlier steps.
+
+    For Bernoulli and OneHotCategorical, also in ``to_event``. The costs must be defined and continuous in the value
+    between the values of the support: a program that rounds it or uses it as an index gives a biased gradient.
+    Two more runs of guide and model for every site and particle, three if sites are sampled downstream: these keep
+    values drawn at an independent value of the site.
+
+    Args:
+        temperature: A number, :class:`Annealed` or :class:`LearnedTemperature`.
+        scale: The scale ``a``: a number or :class:`OptimalScale`.
+        decay: Weight of the past in the running means.
+
+    References:
+        | REBAR: Low-variance, unbiased gradient estimates for discrete latent variable models (Tucker et al.,
+          2017), Eq. 7
+    """
+
+    temperature: float | Annealed | LearnedTemperature = 0.5
+    scale: Scale = OptimalScale(max_scale=1.5)
+    decay: float = 0.98
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = False
+    needs_program: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_scale("REBAR", self.scale)
+        if not isinstance(self.temperature, LearnedTemperature):
+            relaxation.check_temperature("REBAR", self.temperature)
+        if not 0.0 <= self.decay < 1.0:
+            raise OptionError(f"REBAR(decay={self.decay!r}): write a number in [0, 1).")
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs values that can be relaxed."""
+        return unsupported_relaxation("REBAR", site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Running means, products for the scale, and the temperature."""
+        learned: Statistics = {"log_temperature": 0.0, "moments": (0.0, 0.0)}
+        own = learned if isinstance(self.temperature, LearnedTemperature) else {}
+        return {**means_statistics(), **scale_statistics(self.scale), **own}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The gradient with respect to the parameters, attached to them."""
+        assert context.log_probs is not None and context.index is not None and context.program is not None
+        params, index, program = relaxation.parameters(context.log_probs), context.index, context.program
+        free = params.detach()
+        temperature = self._temperature(context)
+        held = program.held(relaxation.independent_value(free, index, program))
+        state = program.generator.get_state()
+        cost, path = relaxed_cost(free, index, temperature, program, held)
+        plain, variate = _parts(context, free, cost, path)
+        a = _expand(read_scale(self.scale, context), plain)
+        gradient = plain - a * variate
+        statistics = dict(update_means(context.cost, cost, context, self.decay, read_scale(self.scale, context)))
+        flat = [relaxation.natural(part, free, index) for part in (plain, variate)]
+        statistics |= update_scale(self.scale, context, *flat)
+        if isinstance(self.temperature, LearnedTemperature):
+            program.generator.set_state(state)
+            moved = temperature * (1.0 + self.temperature.delta)
+            plain, other = _parts(context, free, *relaxed_cost(free, index, moved, program, held))
+            found = [relaxation.natural(part, free, index) for part in (gradient, plain - a * other)]
+            statistics |= self._update_temperature(context, *found)
+        return SiteTerm(gradient * params, statistics)
+
+    def _temperature(self, context: SiteContext) -> Tensor:
+        if isinstance(self.temperature, LearnedTemperature):
+            factor = context.statistics["log_temperature"].exp().reshape(-1, *(1,) * context.cost.dim())
+            return self.temperature.start * factor
+        return relaxation.temperature_of(self.temperature, context)
+
+    def _update_temperature(self, context: SiteContext, gradient: Tensor, moved: Tensor) -> dict[str, Tensor]:
+        assert isinstance(self.temperature, LearnedTemperature) and context.count is not None
+        option = self.temperature
+        new = torch.stack([site_mean(part.square()) for part in (gradient, moved)], 1)
+        moments = update_mean(context.statistics["moments"], new, context.count, option.decay)
+        tiny = torch.finfo(new.dtype).tiny
+        slope = (moments[:, 1] - moments[:, 0]) / moments.sum(1).clamp(min=tiny) / option.delta
+        log = context.statistics["log_temperature"] - option.lr * slope.clamp(-1.0, 1.0)
+        return {"moments": moments, "log_temperature": log.clamp(-3.0, 3.0)}
+
+
+def _parts(context: SiteContext, params: Tensor, cost: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+    """The plain gradient, and the control variate that is subtracted from it."""
+    assert context.index is not None
+    score = relaxation.score(params, context.index)
+    centred, variate = (_expand(part, score) for part in centre(context.cost, cost, context))
+    return centred * score, variate * score - path
+
+
+def _expand(tensor: Tensor, like: Tensor) -> Tensor:
+    """Adds trailing dimensions."""
+    return tensor.reshape(*tensor.shape, *(1,) * (like.dim() - tensor.dim()))
+
+
+def relaxed_cost(
+    params: Tensor, index: Tensor, temperature: Tensor, program: SiteProgram, held: SiteProgram
+) -> tuple[Tensor, Tensor]:
+    """Cost-to-go at ``z̃``, and the derivative of ``C(z) - C(z̃)`` with respect to the parameters.
+
+    Args:
+        params: Parameters of the relaxation, detached.
+        index: The sample.
+        temperature: One number per site, ``(G, 1, ...)``.
+        program: Gives noise and values.
+        held: Gives the costs.
+    """
+    with torch.enable_grad():
+        leaf = params.detach().requires_grad_()
+        pair = relaxation.draw_pair(leaf, index, program.generator)
+        values = [
+            relaxation.to_value(relaxation.relax(z, temperature, index), program) for z in (pair.free, pair.given)
+        ]
+        _, slope = held.gradient(values[0])
+        cost, slope_given = held.gradient(values[1])
+        total = (slope * values[0]).sum() - (slope_given * values[1]).sum()
+        (path,) = torch.autograd.grad(total, leaf)
+    # Costs through which no gradient flows say nothing of their slope: without it they are no control variate.
+    return cost * (slope.any() | slope_given.any()), path
+
+
+def unsupported_relaxation(owner: str, site: SiteInfo) -> str | None:
+    """Why a site's value cannot be relaxed, or ``None``."""
+    if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
+        return None
+    if site.components is None:
+        other = "Pathwise()" if site.has_rsample else "ScoreFunction()"
+    else:
+        other = "OneHotCategorical, RELAX() or AllAction()"
+    return f"{owner}() needs a Bernoulli or OneHotCategorical, not a {site.distribution}; use {other}"

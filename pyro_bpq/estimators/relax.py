@@ -1,0 +1,204 @@
+r"""RELAX: a free-form function of a relaxed value as control variate, a trained network or the critic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators import relaxation
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.optimal_scale import (
+    OptimalScale,
+    Scale,
+    check_scale,
+    read_scale,
+    scale_statistics,
+    update_scale,
+)
+from pyro_bpq.estimators.rebar import relaxed_cost, unsupported_relaxation
+from pyro_bpq.estimators.relaxation import Annealed
+from pyro_bpq.estimators.variates import NetworkVariate, centre, means_statistics, update_means
+
+__all__ = ["RELAX", "RELAXQ"]
+
+
+@dataclass(frozen=True)
+class RELAX:
+    r"""Score function with a trained control variate of a relaxed value. Unbiased, for any finite components.
+
+        g = (C - c(z̃) - b) ∇log q(x) + ∇c(z) - ∇c(z̃),   c(z) = c_φ(softmax(z/τ)) + η C(softmax(z/τ))
+
+    with ``z`` and ``z̃`` as in :class:`REBAR`. The network ``c_φ``, ``τ`` and ``η`` learn along the gradient of
+    ``|g|²``; ``c_φ`` also sees the log-probabilities, detached. Without ``uses_cost`` there is no ``η`` term: no
+    extra run, and nothing is asked of the costs. With it, the conditions and the runs of :class:`REBAR`.
+
+    Args:
+        variate: The network and how it learns.
+        temperature: Temperature ``τ`` of the first step.
+        uses_cost: Whether the cost at the relaxed value is part of the control variate, as in the paper.
+
+    References:
+        | Backpropagation through the void: Optimizing control variates for black-box gradient estimation
+          (Grathwohl et al., 2018), Eq. 6 to 8
+    """
+
+    variate: NetworkVariate = NetworkVariate()
+    temperature: float = 0.5
+    uses_cost: bool = False
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = False
+    needs_program: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.variate, NetworkVariate):
+            raise OptionError(f"RELAX(variate={self.variate!r}): write NetworkVariate(...).")
+        if isinstance(self.temperature, Annealed):
+            raise OptionError("RELAX learns its temperature: write the number that it starts from.")
+        relaxation.check_temperature("RELAX", self.temperature)
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs finite components; with ``uses_cost`` values that can be relaxed."""
+        if self.uses_cost:
+            return unsupported_relaxation("RELAX(uses_cost=True)", site)
+        return _needs_components("RELAX", site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """None but those of :meth:`sized_statistics`."""
+        return {}
+
+    def sized_statistics(self, width: int) -> Statistics:
+        """The network's weights; behind them ``log τ``, relative to the first, and ``η``."""
+        return self.variate.statistics(2 * width, (0.0, 0.0))
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The gradient with respect to the parameters, attached to them; and a step of the network."""
+        assert context.log_probs is not None and context.index is not None and context.program is not None
+        params, index, program = relaxation.parameters(context.log_probs), context.index, context.program
+        variate = self.variate
+        with torch.enable_grad():
+            leaf = params.detach().requires_grad_()
+            weights = context.statistics["phi"].detach().requires_grad_()
+            temperature = self.temperature * weights[:, -2].exp().reshape(-1, *(1,) * context.cost.dim())
+            if self.uses_cost:
+                held = program.held(relaxation.independent_value(leaf, index, program))
+            state = program.generator.get_state()
+            pair = relaxation.draw_pair(leaf, index, program.generator)
+            free, given = (
+                variate.evaluate(weights, _features(z, leaf.detach(), temperature, index), context)
+                for z in (pair.free, pair.given)
+            )
+            (path,) = torch.autograd.grad((free - given).sum(), leaf, create_graph=True)
+            if self.uses_cost:
+                eta = weights[:, -1].reshape(-1, *(1,) * (context.cost.dim() - 1))
+                # The same relaxed values as the network's.
+                program.generator.set_state(state)
+                cost, cost_path = relaxed_cost(leaf, index, temperature.detach(), program, held)
+                given = given + eta * cost
+                path = path + eta.reshape(*eta.shape, *(1,) * (path.dim() - eta.dim())) * cost_path
+            centred, control = centre(context.cost, given, context)
+            score = relaxation.score(leaf.detach(), index)
+            residual = centred - control
+            gradient = residual.reshape(*residual.shape, *(1,) * (score.dim() - residual.dim())) * score + path
+            objective = relaxation.natural(gradient, leaf, index).square().flatten(1).mean(1)
+            statistics = variate.train(weights, objective, context)
+        means = update_means(context.cost, given.detach(), context, variate.decay)
+        return SiteTerm(gradient.detach() * params, {**statistics, **means})
+
+
+def _features(z: Tensor, params: Tensor, temperature: Tensor, index: Tensor) -> Tensor:
+    """Inputs of the network ``(G, M, plates, F)``: the relaxed value, centred, and the parameters."""
+    weights = relaxation.relax(z, temperature, index)
+    if z.dim() == index.dim():
+        return torch.cat((2.0 * weights[..., 1] - 1.0, params.clamp(-6.0, 6.0) / 2.0), -1)
+    shifted = (params - params.mean(-1, keepdim=True)).clamp(-6.0, 6.0) / 2.0
+    return torch.cat((weights.flatten(-2) - 1.0 / weights.shape[-1], shifted.flatten(-2)), -1)
+
+
+@dataclass(frozen=True)
+class RELAXQ:
+    r"""RELAX with the critic, linear in the relaxed value, as the free-form control variate. Unbiased.
+
+        g = (C - a c(z̃) - b) ∇log q(x) + a ∇c(z) - a ∇c(z̃),   c(z) = V + Σ_d Σ_k softmax(z/τ)[d,k] Q[d,k]
+
+    ``Q`` is the critic plus the immediate costs that are known at every value. No extra run.
+
+    Args:
+        temperature: A number or :class:`Annealed`.
+        scale: The scale ``a``: a number or :class:`OptimalScale`.
+        decay: Weight of the past in the running means.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 6
+    """
+
+    temperature: float | Annealed = 0.5
+    scale: Scale = OptimalScale()
+    decay: float = 0.98
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = True
+    needs_program: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_scale("RELAXQ", self.scale)
+        relaxation.check_temperature("RELAXQ", self.temperature)
+        if not 0.0 <= self.decay < 1.0:
+            raise OptionError(f"RELAXQ(decay={self.decay!r}): write a number in [0, 1).")
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs finite components."""
+        return _needs_components("RELAXQ", site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Running means and products for the scale."""
+        return {**means_statistics(), **scale_statistics(self.scale)}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The gradient with respect to the parameters, attached to them."""
+        assert context.log_probs is not None and context.index is not None and context.program is not None
+        params, index = relaxation.parameters(context.log_probs), context.index
+        zero = torch.zeros_like(context.log_probs, requires_grad=False)
+        # What reads the sampled value, as the costs of one component at the values of the others do, is left out.
+        learned = context.learned if context.own is None else None
+        exact = context.exact if zero.shape[-2] == 1 else None
+        table = sum((part for part in (learned, exact) if part is not None), zero)
+        temperature = relaxation.temperature_of(self.temperature, context)
+        with torch.enable_grad():
+            leaf = params.detach().requires_grad_()
+            pair = relaxation.draw_pair(leaf, index, context.program.generator)
+            free, given = (
+                (relaxation.relax(z, temperature, index) * table).sum((-1, -2)) for z in (pair.free, pair.given)
+            )
+            (path,) = torch.autograd.grad((free - given).sum(), leaf)
+        with torch.no_grad():
+            level = context.cost.new_zeros(()) if context.level is None else context.level
+            value = level + given.detach()
+            score = relaxation.score(leaf, index)
+            lead = (*context.cost.shape, *(1,) * (score.dim() - context.cost.dim()))
+            centred, control = (part.reshape(lead) for part in centre(context.cost, value, context))
+            plain, variate = centred * score, control * score - path
+            a = read_scale(self.scale, context)
+            gradient = plain - a.reshape(*a.shape, *(1,) * (plain.dim() - a.dim())) * variate
+            statistics: Mapping[str, Tensor] = {
+                **update_means(context.cost, value, context, self.decay, read_scale(self.scale, context)),
+                **update_scale(
+                    self.scale, context, *(relaxation.natural(part, leaf, index) for part in (plain, variate))
+                ),
+            }
+        return SiteTerm(gradient * params, statistics)
+
+
+def _needs_components(owner: str, site: SiteInfo) -> str | None:
+    if site.components is not None:
+        return None
+    other = "Pathwise() or LAX()" if site.has_rsample else "ScoreFunction()"
+    return f"{owner}() needs a finite support, which {site.distribution} lacks; use {other}"

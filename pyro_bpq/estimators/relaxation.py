@@ -1,0 +1,152 @@
+r"""Relaxed draws of finite components that agree with the sample, for REBAR and RELAX.
+
+A component with log-probabilities ``log π`` is the largest of ``z_k = log π_k - log E_k`` with exponential ``E``; a
+binary one the sign of ``z = α + logit(u)``. Here the sample ``b`` comes first, and ``z`` is drawn given it: the
+pair ``(z, b)`` then has the law that it has when ``z`` comes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, softplus
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.base import SiteContext, SiteProgram
+from pyro_bpq.estimators.noise import uniform
+
+__all__ = [
+    "Annealed",
+    "Pair",
+    "check_temperature",
+    "draw_pair",
+    "independent_value",
+    "natural",
+    "parameters",
+    "relax",
+    "score",
+    "temperature_of",
+    "to_value",
+]
+
+
+@dataclass(frozen=True)
+class Annealed:
+    """A temperature that falls with the number of steps: ``max(end, start · decay^n)``.
+
+    Args:
+        start: Temperature of the first step.
+        end: Lowest temperature.
+        decay: Factor per step, in ``(0, 1)``.
+    """
+
+    start: float = 1.0
+    end: float = 0.1
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        if not (0.0 < self.end <= self.start and 0.0 < self.decay < 1.0):
+            raise OptionError(f"{self!r}: write 0 < end <= start and a decay in (0, 1).")
+
+
+def check_temperature(owner: str, temperature: float | Annealed) -> None:
+    """Raises an OptionError where a temperature is neither positive nor :class:`Annealed`."""
+    if isinstance(temperature, Annealed):
+        return
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0.0:
+        raise OptionError(f"{owner}(temperature={temperature!r}): write a positive number or Annealed().")
+
+
+def temperature_of(temperature: float | Annealed, context: SiteContext) -> Tensor:
+    """The temperature of each site, ``(G, 1, ...)`` with one dimension more than the cost."""
+    lead = (-1, *(1,) * context.cost.dim())
+    if isinstance(temperature, Annealed):
+        assert context.count is not None
+        return (temperature.start * temperature.decay**context.count).clamp(min=temperature.end).reshape(lead)
+    return context.cost.new_full((len(context.names),), float(temperature)).reshape(lead)
+
+
+def parameters(log_probs: Tensor) -> Tensor:
+    """What the relaxed draws depend on: logits ``(..., D)`` of binary components, else log-probabilities."""
+    return log_probs[..., 1] - log_probs[..., 0] if log_probs.shape[-1] == 2 else log_probs
+
+
+def score(params: Tensor, index: Tensor) -> Tensor:
+    """Derivative of ``log q`` of the sample with respect to the parameters."""
+    if params.dim() == index.dim():
+        return index.to(params.dtype) - params.sigmoid()
+    return one_hot(index, params.shape[-1]).to(params.dtype)
+
+
+def natural(gradient: Tensor, params: Tensor, index: Tensor) -> Tensor:
+    """A gradient with respect to the parameters as one with respect to free logits."""
+    if params.dim() == index.dim():
+        return gradient
+    return gradient - params.detach().exp() * gradient.sum(-1, keepdim=True)
+
+
+def relax(z: Tensor, temperature: Tensor, index: Tensor) -> Tensor:
+    """Weights ``(..., D, K)`` of the values, positive and of sum one, from relaxed draws."""
+    if z.dim() == index.dim():
+        weight = (z / temperature).sigmoid()
+        return torch.stack((1.0 - weight, weight), -1)
+    return (z / temperature.unsqueeze(-1)).softmax(-1)
+
+
+def to_value(weights: Tensor, program: SiteProgram) -> Tensor:
+    """The mean of the values under weights ``(..., D, K)``: a value of the site, relaxed."""
+    lead = weights.shape[:-1]
+    total: Tensor | None = None
+    for k in range(weights.shape[-1]):
+        index = torch.full(lead, k, dtype=torch.long, device=weights.device)
+        value = program.from_index(index).to(weights.dtype)
+        term = weights[..., k].unsqueeze(-1) * value.reshape(*lead, -1)
+        total = term if total is None else total + term
+    assert total is not None
+    return total.reshape(value.shape)
+
+
+def independent_value(params: Tensor, index: Tensor, program: SiteProgram) -> Tensor:
+    """A value drawn anew, independent of the sample."""
+    noise = _noise(params, index, program.generator)
+    if params.dim() == index.dim():
+        return program.from_index((params.detach() + noise > 0).long())
+    return program.from_index((params.detach() - noise).argmax(-1))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two relaxed draws given the sample, as functions of the parameters.
+
+    Args:
+        free: ``z`` with the derivative of the unconditional draw: its noise fixed, the sample free.
+        given: ``z̃`` with the derivative of the conditional draw: its noise and the sample fixed.
+    """
+
+    free: Tensor
+    given: Tensor
+
+
+def draw_pair(params: Tensor, index: Tensor, generator: torch.Generator) -> Pair:
+    """Draws ``z`` and ``z̃`` independently given the sample, with their derivatives."""
+    z = _given(params.detach(), index, _noise(params, index, generator))
+    # Both families are location families: with the noise fixed, z moves as the parameters do.
+    return Pair(z + (params - params.detach()), _given(params, index, _noise(params, index, generator)))
+
+
+def _noise(params: Tensor, index: Tensor, generator: torch.Generator) -> Tensor:
+    """Logistic noise of binary components, else logarithms of exponential noise."""
+    u = uniform(params.detach(), generator)
+    return u.log() - (-u).log1p() if params.dim() == index.dim() else u.log().neg().log()
+
+
+def _given(params: Tensor, index: Tensor, noise: Tensor) -> Tensor:
+    """The relaxed draw given the sample, from noise that does not depend on it."""
+    if params.dim() == index.dim():
+        above = softplus(noise + softplus(params))
+        return torch.where(index == 1, above, -softplus(noise + softplus(-params)))
+    top = noise.gather(-1, index.unsqueeze(-1))
+    below = -torch.logaddexp(noise - params, top.expand_as(noise))
+    return torch.where(one_hot(index, params.shape[-1]).bool(), -top.expand_as(noise), below)

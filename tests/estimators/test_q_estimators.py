@@ -1,0 +1,115 @@
+"""Q in the place of the costs: right with an exact critic, off with a wrong one; and the baselines by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import pytest
+import torch
+from models import BY_NAME
+from test_contract import context, with_statistics
+
+from pyro_bpq import TabularCritic, TraceBackpropQ_ELBO
+from pyro_bpq.errors import UnsupportedSiteError
+from pyro_bpq.estimators import (
+    ConstantBaseline,
+    CriticBaseline,
+    QAdvantage,
+    QAllAction,
+    QControlVariate,
+    QRelaxation,
+    QScoreFunction,
+    ScoreFunction,
+)
+from pyro_bpq.testing import exact_gradient, expected_gradient
+
+LOCAL = [QAllAction(), QScoreFunction(), QAdvantage()]
+
+
+def expected(estimator: Any, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    case = BY_NAME["chain"]
+    case.params()
+    truth = exact_gradient(case.model, case.guide)
+    case.params()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(estimator=estimator, critic=TabularCritic(), lam=0.0)
+    for _ in range(steps):
+        elbo.loss_and_grads(case.model, case.guide)
+        for leaf in pyro.get_param_store()._params.values():
+            leaf.grad = None
+    elbo.eval()
+    return truth, expected_gradient(elbo, case.model, case.guide)
+
+
+@pytest.mark.parametrize("estimator", [CriticBaseline(), CriticBaseline(scale=0.7)], ids=repr)
+def test_critic_baseline_is_unbiased_with_a_trained_critic(estimator: Any) -> None:
+    truth, found = expected(estimator, 100)
+    for name, gradient in truth.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", LOCAL, ids=repr)
+def test_local_cost_approaches_the_gradient_as_the_critic_learns(estimator: Any) -> None:
+    truth, found = expected(estimator, 2000)
+    scale = max(float(g.abs().max()) for g in truth.values())
+    errors = {name: float((found[name] - truth[name]).abs().max()) / scale for name in ("qa", "qb")}
+    assert max(errors.values()) < 0.1
+    # Biased all the same.
+    assert max(errors.values()) > 1e-8
+
+
+def test_sum_over_values_and_its_sampled_forms_have_one_mean() -> None:
+    # The same draws, so the same critic.
+    case = BY_NAME["constrained"]
+    found = []
+    for estimator in LOCAL:
+        case.params()
+        pyro.set_rng_seed(0)
+        elbo = TraceBackpropQ_ELBO(estimator=estimator)
+        for _ in range(20):
+            elbo.loss_and_grads(case.model, case.guide)
+        found.append(expected_gradient(elbo.eval(), case.model, case.guide)["qk"])
+    assert float(found[0].abs().max()) > 1e-3
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("estimator", [*LOCAL, QRelaxation()], ids=repr)
+def test_sites_without_a_critic_say_so(estimator: Any) -> None:
+    made, _ = context()
+    bare = with_statistics(estimator, replace(made, learned=None, level=None, exact=None, exact_cost=None))
+    with pytest.raises(UnsupportedSiteError, match=r"'a', 'b'.*no critic"):
+        estimator(bare)
+    # Where the immediate costs are all there is, nothing is missing.
+    whole = replace(made, learned=None, level=None, exact_cost=made.cost)
+    assert bool(estimator(with_statistics(estimator, whole)).surrogate.any())
+
+
+def test_constant_baseline_is_subtracted() -> None:
+    made, logits = context()
+    (found,) = torch.autograd.grad(
+        ScoreFunction(ConstantBaseline(1.5))(made).surrogate.sum(), logits, retain_graph=True
+    )
+    (plain,) = torch.autograd.grad(((made.cost - 1.5) * made.score).sum(), logits)
+    torch.testing.assert_close(found, plain)
+
+
+def test_control_variate_with_many_samples_is_the_all_action_sum() -> None:
+    made, logits = context(particles=2)
+    estimator = QControlVariate(num_samples=3000, scale=1.0)
+    made = with_statistics(estimator, made)
+    # In the first step the other particles are all that is known.
+    made = replace(made, count=torch.zeros_like(made.count))  # type: ignore[arg-type]
+    (found,) = torch.autograd.grad(estimator(made).surrogate.sum(), logits, retain_graph=True)
+    # Of several components, the costs of one at the values of the others are left out.
+    assert made.learned is not None and made.level is not None
+    probs, table = made.log_probs.detach().exp(), made.learned  # type: ignore[union-attr]
+    onehot = torch.nn.functional.one_hot(made.index, 3)  # type: ignore[arg-type]
+    value = made.level + (onehot * table).sum((-1, -2))
+    residual = 2.0 * ((made.cost - value) - (made.cost - value).mean(1, keepdim=True))
+    surrogate = (residual * made.score).sum() + (made.log_probs.exp() * table).sum()  # type: ignore[union-attr]
+    (right,) = torch.autograd.grad(surrogate, logits)
+    assert float((found - right).abs().max()) < 0.15 < float((found - probs).abs().max())

@@ -1,0 +1,97 @@
+"""REBAR and RELAX on whole programs: sites downstream, plates, vectors; against the exact gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pytest
+import torch
+from models import BY_NAME
+
+from pyro_bpq import TraceBackpropQ_ELBO, substitute
+from pyro_bpq.errors import UnsupportedSiteError
+from pyro_bpq.estimators import REBAR, RELAX, NetworkVariate
+from pyro_bpq.site_program import SiteProgramRuns
+from pyro_bpq.testing import exact_gradient, sample_gradients, z_scores
+
+
+def worst_z(name: str, estimator: Any, samples: int = 150, particles: int = 800) -> float:
+    """Largest z-score of steps whose standard error is below 0.5 % of the gradient."""
+    case = BY_NAME[name]
+    case.params()
+    exact = exact_gradient(case.model, case.guide, *case.args)
+    case.params()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(
+        num_particles=particles, vectorize_particles=True, max_plate_nesting=2, estimator=estimator
+    )
+    for _ in range(30):
+        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    elbo.eval()
+    found = sample_gradients(elbo, case.model, case.guide, *case.args, num_samples=samples)
+    scores = z_scores(found, exact, max_relative_error=0.005)
+    return max(float(z.abs().max()) for name, z in scores.items() if name.startswith(("q", "slope")))
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator"),
+    [
+        # A one-hot site with a site downstream of it, in the same plateless program.
+        ("onehot", REBAR(scale=1.0)),
+        ("vector_layers", REBAR(scale=0.6)),
+        ("global_local", RELAX()),
+        pytest.param("onehot", RELAX(uses_cost=True), marks=slow),
+        pytest.param("onehot", RELAX(), marks=slow),
+        pytest.param("vector_layers", RELAX(uses_cost=True), marks=slow),
+        pytest.param("plate", REBAR(), marks=slow),
+        pytest.param("nested_plates", REBAR(scale=0.5), marks=slow),
+        pytest.param("nested_plates", RELAX(uses_cost=True), marks=slow),
+        pytest.param("mask_scale", REBAR(), marks=slow),
+        pytest.param("chain", RELAX(), marks=slow),
+    ],
+    ids=str,
+)
+def test_step_is_unbiased(name: str, estimator: Any) -> None:
+    assert worst_z(name, estimator) < 4
+
+
+def test_draws_downstream_that_follow_the_relaxed_value_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SiteProgramRuns, "held", lambda self, value: self)
+    assert worst_z("vector_layers", REBAR(scale=1.0)) > 6
+
+
+def test_rounding_in_the_log_probability_of_a_one_hot_site_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(substitute, "_linear", lambda fn: fn)
+    assert worst_z("onehot", REBAR(scale=1.0)) > 6
+
+
+def test_network_learns_and_is_saved() -> None:
+    case = BY_NAME["global_local"]
+    case.params()
+    elbos = [TraceBackpropQ_ELBO(estimator=RELAX(NetworkVariate((4,)))) for _ in range(2)]
+    for _ in range(5):
+        elbos[0].loss_and_grads(case.model, case.guide, *case.args)
+    weights = {name: value for name, value in elbos[0].state_dict().items() if name.endswith("phi")}
+    assert len(weights) == 2 and all(bool(value[:, -4:].any()) for value in weights.values())
+    elbos[1].load_state_dict(elbos[0].state_dict())
+    found = []
+    for elbo in elbos:
+        pyro.set_rng_seed(3)
+        leaves = dict(pyro.get_param_store().named_parameters())
+        for leaf in leaves.values():
+            leaf.grad = None
+        elbo.loss_and_grads(case.model, case.guide, *case.args)
+        found.append({name: leaf.grad.clone() for name, leaf in leaves.items()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=0, atol=0)
+
+
+def test_rebar_of_a_categorical_names_what_to_write() -> None:
+    case = BY_NAME["constrained"]
+    case.params()
+    with pytest.raises(UnsupportedSiteError, match=r"'k'.*OneHotCategorical, RELAX\(\) or AllAction\(\)"):
+        TraceBackpropQ_ELBO(estimator=REBAR()).loss_and_grads(case.model, case.guide)

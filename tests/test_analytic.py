@@ -1,0 +1,150 @@
+"""KL divergences and entropies in closed form keep the expectation of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME
+from pyro import poutine
+from torch import Tensor
+from torch.distributions import kl
+
+from pyro_bpq import TraceBackpropQ_ELBO, analytic
+from pyro_bpq.testing import TwoPoint, assert_unbiased, expected_gradient
+
+
+class Formal(TwoPoint):
+    """Two-point noise with the KL divergence of the normal that its log-probability is."""
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Formal:
+        shape = torch.Size(batch_shape)
+        return Formal(self.loc.expand(shape), self.scale.expand(shape), validate_args=False)
+
+    def entropy(self) -> Tensor:
+        return dist.Normal(self.loc, self.scale).entropy()
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    before = dict(kl._KL_REGISTRY)
+    kl.register_kl(Formal, dist.Normal)(lambda p, q: kl.kl_divergence(dist.Normal(p.loc, p.scale), q))
+    yield
+    kl._KL_REGISTRY.clear()
+    kl._KL_REGISTRY.update(before)
+    kl._KL_MEMOIZE.clear()
+
+
+class _Formal(pyro.poutine.messenger.Messenger):
+    def _pyro_sample(self, msg: Any) -> None:
+        fn = msg["fn"]
+        if isinstance(fn, TwoPoint):
+            msg["fn"] = Formal(fn.loc, fn.scale)
+        elif isinstance(getattr(fn, "base_dist", None), TwoPoint):
+            msg["fn"] = Formal(fn.base_dist.loc, fn.base_dist.scale).to_event(fn.reinterpreted_batch_ndims)
+
+
+@pytest.mark.parametrize("name", ["discrete_above_reparam", "reparam_above_discrete", "reparam_in_plate"])
+def test_gradient_is_unbiased(name: str) -> None:
+    case = BY_NAME[name]
+    case.params()
+    guide = _Formal()(case.guide)
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(analytic_kl=True)
+    for _ in range(30):
+        elbo.loss_and_grads(case.model, guide, *case.args)
+    elbo.eval()
+    assert_unbiased(elbo, case.model, guide, *case.args)
+
+
+def later_model() -> None:
+    w = pyro.sample("w", dist.Normal(0.3, 1.2))
+    with poutine.scale(scale=2.0):
+        z = pyro.sample("z", dist.Normal(0.8 * w, 0.9))
+    pyro.sample("x", dist.Normal(z + w, 1.0), obs=torch.tensor(0.7))
+
+
+def later_guide() -> None:
+    with poutine.scale(scale=2.0):
+        z = pyro.sample("z", Formal(pyro.param("loc", torch.tensor(0.4)), torch.tensor(0.7)))
+    pyro.sample("w", Formal(pyro.param("slope", torch.tensor(0.9)) * z, torch.tensor(0.6)))
+
+
+def test_prior_that_depends_on_a_later_site_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    pyro.clear_param_store()
+    assert_unbiased(TraceBackpropQ_ELBO(analytic_kl=True).eval(), later_model, later_guide)
+
+    class Blind:
+        def __init__(self, graph: Any) -> None:
+            self.index, self.graph = dict.fromkeys(graph.index, 0), graph
+
+        def cost(self, name: str) -> Any:
+            return self.graph.cost(name)
+
+    original = analytic._divergence
+    monkeypatch.setattr(
+        analytic, "_divergence", lambda name, site, prior, graph: original(name, site, prior, Blind(graph))
+    )
+    with pytest.raises(AssertionError, match="biased"):
+        assert_unbiased(TraceBackpropQ_ELBO(analytic_kl=True).eval(), later_model, later_guide)
+
+
+def scaled_guide() -> None:
+    z = pyro.sample("z", Formal(pyro.param("loc", torch.tensor(0.4)), pyro.param("scale", torch.tensor(0.7))))
+    pyro.sample("w", Formal(pyro.param("slope", torch.tensor(0.9)) * z, torch.tensor(0.6)))
+
+
+def test_other_scales_of_guide_and_model_fall_back_to_the_entropy() -> None:
+    pyro.clear_param_store()
+    assert_unbiased(TraceBackpropQ_ELBO(analytic_kl=True).eval(), later_model, scaled_guide)
+
+
+def model() -> None:
+    with pyro.plate("rows", 3), poutine.mask(mask=torch.tensor([True, False, True])):
+        pyro.sample("z", dist.Normal(torch.zeros(3, 2), 1.3).to_event(1))
+
+
+def guide() -> None:
+    with pyro.plate("rows", 3), poutine.mask(mask=torch.tensor([True, False, True])):
+        loc = pyro.param("loc", torch.tensor([[0.3, 0.1], [0.2, 0.9], [-0.5, 0.4]]))
+        pyro.sample("z", dist.Normal(loc, pyro.param("scale", torch.tensor(0.8))).to_event(1))
+
+
+def test_gradient_of_a_divergence_has_no_noise() -> None:
+    found = []
+    for seed in (0, 1):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(seed)
+        TraceBackpropQ_ELBO(analytic_kl=True).loss_and_grads(model, guide)
+        found.append([p.grad for p in pyro.get_param_store()._params.values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    loc, scale = (p.detach() for p in pyro.get_param_store()._params.values())
+    mask = torch.tensor([[1.0], [0.0], [1.0]])
+    torch.testing.assert_close(found[0][0], mask * loc / 1.3**2)
+    torch.testing.assert_close(found[0][1], 4 * (scale / 1.3**2 - 1 / scale))
+
+
+def test_loss_is_that_of_the_sample() -> None:
+    losses = []
+    for option in (True, False):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(2)
+        losses.append(TraceBackpropQ_ELBO(analytic_kl=option).loss_and_grads(model, guide))
+    assert losses[0] == losses[1]
+
+
+def test_expected_gradient_differs_only_by_rounding() -> None:
+    case = BY_NAME["reparam_above_discrete"]
+    case.params()
+    formal = _Formal()(case.guide)
+    pair = [
+        expected_gradient(TraceBackpropQ_ELBO(analytic_kl=option).eval(), case.model, formal)
+        for option in (True, False)
+    ]
+    for name, gradient in pair[0].items():
+        torch.testing.assert_close(gradient, pair[1][name], rtol=0, atol=1e-10)
