@@ -25,6 +25,10 @@ from pyro_bpq.joint_critics import MomentCritic as MomentCritic
 from pyro_bpq.joint_critics import QuadraticCritic as QuadraticCritic
 from pyro_bpq.learner import CriticLearner as CriticLearner
 from pyro_bpq.network import BackpropQNetwork as BackpropQNetwork
+from pyro_bpq.replay import Replay as Replay
+from pyro_bpq.slow import SlowTracking as SlowTracking
+from pyro_bpq.svi import ProximalSVI as ProximalSVI
+from pyro_bpq.svi import TrustRegionSVI as TrustRegionSVI
 
 __version__ = "0.1.0"
 
@@ -43,15 +47,19 @@ __all__ = [
     "MLPCritic",
     "MomentCritic",
     "Pathwise",
+    "ProximalSVI",
     "QProp",
     "QuadraticCritic",
+    "Replay",
     "RunningBaseline",
     "ScoreFunction",
+    "SlowTracking",
     "StochasticComputationGraph",
     "StochasticNode",
     "TabularCritic",
     "TraceBackpropQ_ELBO",
     "TraceBackpropQ_IWAE",
+    "TrustRegionSVI",
     "config_bpq",
     "cost",
 ]

@@ -7,6 +7,7 @@ parameters keeps them. Rows that were loaded before their block exists wait in t
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Block(nn.Module):
         self.kind = kind
         self.keys = tuple(keys)
         self.critic = critic
+        self.slow: nn.Module | None = None
         for name, buffer in (buffers or {}).items():
             self.register_buffer(name, buffer)
 
@@ -58,6 +60,20 @@ class Block(nn.Module):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 del module._parameters[name]
                 module.register_buffer(name, parameter.detach().requires_grad_())
+
+    def keep_slow(self) -> None:
+        """Keeps a copy of the critics that does not train, to be tracked from outside."""
+        if self.critic is not None:
+            self.slow = copy.deepcopy(self.critic)
+            for tensor in (*self.slow.parameters(), *self.slow.buffers()):
+                tensor.requires_grad_(False)
+
+    def slow_weights(self) -> dict[str, Tensor]:
+        """Slow copies of :meth:`weights`, by the same names."""
+        if self.slow is None:
+            return {}
+        tensors = {**dict(self.slow.named_parameters()), **dict(self.slow.named_buffers())}
+        return {name: tensors[name] for name in self.weights()}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Block:
         hidden = [(m, n) for m in self.modules() for n, b in m.named_buffers(recurse=False) if b.requires_grad]
@@ -112,11 +128,12 @@ class CriticBank(nn.Module):
         seed: Seed of the generator that critics are initialised from; the global generator is left alone.
         is_own: Whether critics are trained by an optimiser of their own; they are then buffers, in
             ``state_dict()`` but not in ``parameters()``.
+        keeps_slow: Whether every block keeps a slow copy of its critics.
     """
 
-    def __init__(self, seed: int = 0, is_own: bool = True) -> None:
+    def __init__(self, seed: int = 0, is_own: bool = True, keeps_slow: bool = False) -> None:
         super().__init__()
-        self.seed, self.is_own = seed, is_own
+        self.seed, self.is_own, self.keeps_slow = seed, is_own, keeps_slow
         self.blocks = nn.ModuleDict()
         # Called with the name of a new block, once its rows are loaded and before they are read.
         self.on_build: Callable[[str], None] | None = None
@@ -151,6 +168,8 @@ class CriticBank(nn.Module):
             block = make(missing)
             if self.is_own:
                 block.hide_weights()
+            if self.keeps_slow:
+                block.keep_slow()
             self._add(block)
         selection = self._find(kind, keys)
         # Programs of changing structure ask for ever new combinations.

@@ -131,7 +131,7 @@ class JointValue:
 
 
 def evaluate_critics(
-    layout: Layout, group: QGroup, batches: Sequence[SiteBatch], bank: CriticBank, build: bool
+    layout: Layout, group: QGroup, batches: Sequence[SiteBatch], bank: CriticBank, build: bool, slow: bool = False
 ) -> CriticBatch | None:
     """Evaluates the critics of a group in one batched call.
 
@@ -141,6 +141,7 @@ def evaluate_critics(
         batches: Stacked tensors of all classes.
         bank: Holds the critics.
         build: Whether missing critics may be built.
+        slow: Whether to evaluate their slow copies instead.
 
     Returns:
         The evaluated critics; ``None`` if there are none yet and they may not be built.
@@ -169,10 +170,10 @@ def evaluate_critics(
     cells = _cells(group, batches) if shape.cells else None
     if isinstance(spec.critic, JointCritic):
         site = _site_value(group, batch)
-        packed = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site))
+        packed = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site, slow))
         expected, table, unit, joint = _joint(layout, group, batch, selection, packed)
         return CriticBatch(group, kind, keys, selection, expected, table, unit, writes, joint)
-    output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells))
+    output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, None, slow))
     if output.shape != (len(nodes), context.shape[1], shape.outputs):
         raise CriticShapeError(
             f"The critic {spec.critic} of sites {[n.site for n in nodes]} returned shape "
@@ -248,7 +249,12 @@ def _dueling(
 
 
 def regression(
-    critic: CriticRows, value: Tensor, target: Tensor, level_weight: float, decay: float = 0.98
+    critic: CriticRows,
+    value: Tensor,
+    target: Tensor,
+    level_weight: float,
+    decay: float = 0.98,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, list[Write], dict[str, Tensor]]:
     r"""Squared error of the critics, in units of their targets' spread.
 
@@ -262,6 +268,7 @@ def regression(
         target: Targets of the same shape, detached.
         level_weight: Weight ``w``.
         decay: Weight of the past in the running mean and spreads.
+        chosen: Which Q-nodes learn, ``(Q,)`` of zeros and ones; ``None`` for all.
 
     Returns:
         The loss (a scalar), the writes of the running statistics, and diagnostics per Q-node.
@@ -289,6 +296,7 @@ def regression(
     loss = _loss(error, level.reshape(lead), step.reshape(lead), level_weight)
     # The first step only sets the statistics: its error is that of an unknown level.
     seen = (count > 0).to(loss.dtype)
+    seen = seen if chosen is None else seen * chosen
     writes = [
         *critic.selection.write("mean", new_mean),
         *critic.selection.write("spread_level", level),
@@ -353,16 +361,18 @@ def _forward(
     context: Tensor,
     cells: Tensor | None,
     site: SiteValue | None = None,
+    slow: bool = False,
 ) -> Tensor:
-    assert block.critic is not None
+    critic, weights = (block.slow, block.slow_weights()) if slow else (block.critic, block.weights())
+    assert critic is not None
     if at is not None:
         context, cells = context[at], None if cells is None else cells[at]
         site = None if site is None else SiteValue(*(None if part is None else part[at] for part in site))
     given = (context, cells) if site is None else (context, cells, site)
     if rows is None:
-        return block.critic(*given)
-    chosen = {name: weight[rows] for name, weight in block.weights().items()}
-    return torch.func.functional_call(block.critic, chosen, given)
+        return critic(*given)
+    chosen = {name: weight[rows] for name, weight in weights.items()}
+    return torch.func.functional_call(critic, chosen, given)
 
 
 def _pool(value: Tensor, source: SiteBatch, target: SiteBatch) -> Tensor:

@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Container
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from pyro_bpq.analytic import differentiable_cost
 from pyro_bpq.bank import CriticBank, Write
 from pyro_bpq.cost_statement import SkipCosts
+from pyro_bpq.critic_training import CriticTraining
 from pyro_bpq.critics import Critic, MLPCritic
 from pyro_bpq.elimination import eliminate
 from pyro_bpq.enumeration import enumerated_programs
@@ -26,13 +28,14 @@ from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.network import BackpropQNetwork, Reduction
+from pyro_bpq.options import check_options
 from pyro_bpq.plan import Plan, Planner, check_gradients
-from pyro_bpq.registration import register_critics
+from pyro_bpq.replayer import Replayer, Staged, Transient
 from pyro_bpq.reruns import Reruns
 from pyro_bpq.rollout import Rollout
 from pyro_bpq.signals import Signals
 from pyro_bpq.structure import StructureCache
-from pyro_bpq.surrogate import Learning, StepResult, step
+from pyro_bpq.surrogate import StepResult, step
 from pyro_bpq.tracing import TracedRun, trace_run
 
 __all__ = ["TraceBackpropQ_ELBO"]
@@ -41,10 +44,9 @@ _NOTHING_ENUMERATED = (
     'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
     'pyro.infer.config_enumerate, or write enumeration="sample".'
 )
-_REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 
 
-class TraceBackpropQ_ELBO(ELBO, nn.Module):
+class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
     r"""ELBO whose gradients through non-reparameterised sites come from Backprop-Q.
 
     Each latent site of the guide gets a gradient estimator that fits it. By default: reparameterised sites the
@@ -136,13 +138,17 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         )
         if num_particles < 1:
             raise OptionError(f"num_particles={num_particles!r}: write a positive number.")
-        _check(estimator, critic, reduction, lam, gamma, learner)
+        check_options(estimator, critic, reduction, lam, gamma, learner)
         if enumeration not in ("sample", "exact"):
             raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
         self.enumeration = enumeration
         self.planner = Planner(estimator, critic, reduction)
         self.lam, self.gamma, self.learner, self.analytic_kl = lam, gamma, learner, analytic_kl
-        self.critics = CriticBank(seed, is_own=learner is not None)
+        self.critics = CriticBank(seed, learner is not None, learner is not None and learner.slow is not None)
+        replay = None if learner is None else learner.replay
+        self._replayer = None if learner is None or replay is None else Replayer(learner, replay, seed)
+        self.staged = Transient()
+        self.keeps_staged = replay is not None or (learner is not None and learner.steps > 1)
         self.num_steps = self.num_noises = 0
         self.info: dict[str, dict[str, Any]] = {}
         self._structure = StructureCache(structure)
@@ -283,18 +289,22 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
     ) -> tuple[Tensor, Tensor, StepResult]:
         """The loss, the differentiable costs, and what the step yields."""
-        runs, signals = self._observe(model, guide, args, kwargs, learning)
+        runs, items = self._observe(model, guide, args, kwargs, learning)
+        signals = [item.signals for item in items]
         loss = self._mean([traced.run.loss for traced in runs])
         costs = [traced.run.differentiable for traced in runs]
         if self.analytic_kl:
             # One graph for all particles, or one for each.
             graphs = [one.layout.graph for one in signals] * (len(runs) // len(signals))
             costs = [differentiable_cost(*pair) for pair in zip(runs, graphs, strict=True)]
-        return loss, sum(costs, torch.zeros(())), step(signals, self.critics, self._learning(), learning)
+        result = step(signals, self.critics, self.learning(), learning)
+        if self.keeps_staged:
+            self.staged = Transient([replace(item, result=result) for item in items])
+        return loss, sum(costs, torch.zeros(())), result
 
     def _observe(
         self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
-    ) -> tuple[list[TracedRun], list[Signals]]:
+    ) -> tuple[list[TracedRun], list[Staged]]:
         """The runs of a step, and what their sites are told."""
         track = self._structure.wants_tracking()
         programs = self._arguments(model, guide, args, kwargs)
@@ -313,23 +323,21 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         # A baseline from those particles that happen to have the same structure would depend on the value of the
         # site that it is for: either all particles are stacked or each is on its own.
         members = [list(range(len(runs)))] if is_alike and not is_dynamic else [[i] for i in range(len(runs))]
-        signals = [
-            self._signals([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
+        items = [
+            self._stage([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
             for ids in members
         ]
-        return runs, signals
+        return runs, items
 
-    def _learning(self) -> Learning:
-        return Learning(
-            _at(self.lam, self.num_steps),
-            _at(self.gamma, self.num_steps),
-            1.0 if self.learner is None else self.learner.level_weight,
-            self.num_steps,
-        )
-
-    def _signals(
-        self, traced: list[TracedRun], graph: Any, programs: list[Any], learning: bool, kind: tuple[bool, bool]
-    ) -> Signals:
+    def _stage(
+        self,
+        traced: list[TracedRun],
+        graph: Any,
+        programs: list[Any],
+        learning: bool,
+        kind: tuple[bool, bool],
+        reruns: bool = True,
+    ) -> Staged:
         model, guide, args, kwargs = programs[0]
         plan = self._plan(traced[0], graph, kind)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
@@ -352,10 +360,11 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
                 plan = self._plan(traced[0], graph, kind)
             tables = found or {}
         rerun = generator = None
-        if plan.needs_program and not kind[0]:
+        if reruns and plan.needs_program and not kind[0]:
             generator = self._noise()
             rerun = Reruns(self._trace, programs, traced, graph, generator)
-        return Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator)
+        signals = Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator)
+        return Staged(tuple(traced), tuple(programs), signals)
 
     def _noise(self) -> torch.Generator:
         """Noise for what estimators draw themselves; the global generator is left alone."""
@@ -403,9 +412,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         if result.critic_loss is not None and self._optimizer is None:
             surrogate = surrogate + result.critic_loss
         elif result.critic_loss is not None:
-            tensors = self.critics.weights()
-            found = torch.autograd.grad(result.critic_loss, list(tensors.values()), allow_unused=True)
-            gradients = {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
+            gradients = self._gradients(result.critic_loss)
         self._waiting = (result.writes, gradients)
         return surrogate
 
@@ -418,6 +425,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self.critics.commit(writes)
         if self._optimizer is not None:
             self._optimizer.step(self.critics, gradients)
+            self._learn_again()
         built, late = self.critics.blocks, self._late
         self._late = (
             [*late[0], *(write for write in writes if write[0] not in built)],
@@ -434,19 +442,14 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self._late = [write for write in writes if write[0] != key], _without(gradients, own)
 
     def _mark(self) -> tuple[Any, ...]:
-        return self.critics.snapshot(), self._waiting, self._late, self.info
+        return self.critics.snapshot(), self._waiting, self._late, self.info, self.staged
 
     def _restore(self, mark: tuple[Any, ...]) -> None:
         """Undoes what a step has built."""
-        bank, self._waiting, self._late, self.info = mark
+        bank, self._waiting, self._late, self.info, self.staged = mark
         built = self.critics.restore(bank)
         if self._optimizer is not None:
             self._optimizer.forget(built)
-
-    def _register_for_pyro(self) -> None:
-        """Shows the critics to SVI where the user's optimiser trains them: those of the first step too."""
-        if self.learner is None and torch.is_grad_enabled():
-            register_critics(self.critics)
 
     # State.
 
@@ -458,6 +461,7 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
             "optimizer": {} if self._optimizer is None else self._optimizer.state_dict(),
             "waiting": self._waiting,
             "late": self._late,
+            "replay": None if self._replayer is None else self._replayer.state_dict(),
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -466,6 +470,8 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
         self._waiting, self._late = copy.deepcopy((state["waiting"], state["late"]))
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
+        if self._replayer is not None and state.get("replay") is not None:
+            self._replayer.load_state_dict(state["replay"])
 
     def extra_repr(self) -> str:
         """The options."""
@@ -479,22 +485,3 @@ class TraceBackpropQ_ELBO(ELBO, nn.Module):
 
 def _without(gradients: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in gradients.items() if name not in names}
-
-
-def _at(value: float | Callable[[int], float], at: int) -> float:
-    return float(value(at)) if callable(value) else float(value)
-
-
-def _check(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:
-    if estimator is not None and (isinstance(estimator, type) or not isinstance(estimator, Estimator)):
-        raise OptionError(f"estimator={estimator!r} is not an estimator; write an object such as AllAction().")
-    if critic is not None and (isinstance(critic, type) or not isinstance(critic, Critic)):
-        raise OptionError(f"critic={critic!r} is not a critic; write an object such as MLPCritic(), or None.")
-    if reduction not in _REDUCTIONS:
-        raise OptionError(f"reduction={reduction!r} is unknown; write one of {', '.join(map(repr, _REDUCTIONS))}.")
-    if not callable(lam) and not 0.0 <= lam <= 1.0:
-        raise OptionError(f"lam={lam!r}: write a number in [0, 1] or a function of the step.")
-    if not callable(gamma) and not 0.0 < gamma <= 1.0:
-        raise OptionError(f"gamma={gamma!r}: write a number in (0, 1] or a function of the step.")
-    if learner is not None and not isinstance(learner, CriticLearner):
-        raise OptionError(f"learner={learner!r} is not a learner; write CriticLearner(lr=...) or None.")

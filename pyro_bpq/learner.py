@@ -12,6 +12,8 @@ from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank
 from pyro_bpq.errors import OptionError
+from pyro_bpq.replay import Replay
+from pyro_bpq.slow import SlowTracking, track
 
 __all__ = ["AveragedAdam", "CriticLearner", "CriticOptimizer"]
 
@@ -31,16 +33,28 @@ class CriticLearner:
         optimizer: Builds the optimiser from parameters and ``lr``; ``None`` for :class:`AveragedAdam`.
         clip: Largest norm of each critic's gradient, or ``None``.
         level_weight: Weight of the level of ``Q`` against its differences within a data point.
+        steps: Number of steps of the optimiser on the rollout of each training step.
+        replay: How critics also learn from stored rollouts, or ``None``.
+        slow: How targets track the critics slowly, or ``None`` for targets from the critics as they are.
     """
 
     lr: float | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
     clip: float | None = None
     level_weight: float = 0.1
+    steps: int = 1
+    replay: Replay | None = None
+    slow: SlowTracking | None = None
 
     def __post_init__(self) -> None:
         if self.lr is not None and not self.lr > 0:
             raise OptionError(f"CriticLearner(lr={self.lr!r}): write a positive number or None.")
+        if not isinstance(self.steps, int) or self.steps < 1:
+            raise OptionError(f"CriticLearner(steps={self.steps!r}): write a whole number of at least 1.")
+        if self.replay is not None and not isinstance(self.replay, Replay):
+            raise OptionError(f"CriticLearner(replay={self.replay!r}): write Replay(capacity=...) or None.")
+        if self.slow is not None and not isinstance(self.slow, SlowTracking):
+            raise OptionError(f"CriticLearner(slow={self.slow!r}): write SlowTracking(rate=...) or None.")
         if self.clip is not None and not self.clip > 0:
             raise OptionError(f"CriticLearner(clip={self.clip!r}): write a positive number or None.")
 
@@ -161,6 +175,8 @@ class CriticOptimizer:
             optimizer.step()
             for parameter in parameters:
                 parameter.grad = None
+            if self.learner.slow is not None:
+                track(list(block.slow_weights().values()), list(block.weights().values()), self.learner.slow.rate)
 
     def _optimizer(self, bank: CriticBank, key: str) -> torch.optim.Optimizer:
         block = bank.blocks[key]

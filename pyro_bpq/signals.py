@@ -51,7 +51,7 @@ class Signals:
         rerun: Rerun | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        self.layout, self.rollout, self.tables = layout, rollout, tables
+        self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
         self.rerun, self.generator = rerun, generator
         self.batches = [SiteBatch(cls, rollout) for cls in layout.classes]
         self.costs = stack_costs(layout, rollout)
@@ -165,17 +165,36 @@ class Signals:
 
     # Targets of the critics.
 
-    def values_and_targets(self, lam: float, gamma: float) -> dict[int, tuple[Tensor, Tensor]]:
-        """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group."""
-        values, ahead = self._values
-        targets = self._returns(values, ahead, lam, gamma)
+    def values_and_targets(self, lam: float, gamma: float, slow: bool = False) -> dict[int, tuple[Tensor, Tensor]]:
+        """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group.
+
+        Args:
+            lam: Weight of the return against the critic.
+            gamma: Discount per edge.
+            slow: Whether targets are formed with the slow copies of the critics.
+        """
+        values, _ = self._values
+        targets = self._returns(*(self._slow_values if slow else self._values), lam, gamma)
         return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
 
     @cached_property
     def _values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """``q_X(x)`` with the critics' gradient, and its expectation, by group."""
+        return self._evaluated(self.critics)
+
+    @cached_property
+    @torch.no_grad()
+    def _slow_values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """The same of the slow copies."""
+        found = {
+            g: evaluate_critics(self.layout, critic.group, self.batches, self.bank, False, True)
+            for g, critic in self.critics.items()
+        }
+        return self._evaluated({g: critic for g, critic in found.items() if critic is not None})
+
+    def _evaluated(self, critics: Mapping[int, CriticBatch]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         values, ahead = {}, {}
-        for g, critic in self.critics.items():
+        for g, critic in critics.items():
             values[g], mean = self._value_and_mean(critic)
             ahead[g] = self._with_expected_immediate(critic, mean)
         return values, ahead

@@ -109,6 +109,12 @@ class SiteBatch:
             return self.sampled(self.log_probs).sum(-1)
         return self.stack(_score, 0)
 
+    @property
+    def log_q(self) -> Tensor:
+        """``log q`` of all values where they are finite, else of the sample, with gradient."""
+        finite = self.cls.spec.components is not None and not self.cls.spec.estimator.is_pathwise
+        return self.log_probs if finite else self.score
+
     @cached_property
     def encoded(self) -> Tensor:
         """Values as critic inputs, ``(G, M, plates, width)``, detached and centred."""
@@ -154,7 +160,11 @@ class SiteBatch:
     @cached_property
     def own_q(self) -> Tensor:
         """The cost ``log q`` at every value: scale and mask times :attr:`log_probs`, detached."""
-        return self._weighted(self.log_probs.detach(), self.scale, lambda site: site.mask)
+        return self.weighted(self.log_probs.detach())
+
+    def weighted(self, table: Tensor) -> Tensor:
+        """Scale and mask of the sites times a table ``(G, M, plates, D, K)``."""
+        return self._weighted(table, self.scale, lambda site: site.mask)
 
     @cached_property
     def own_p(self) -> Tensor:

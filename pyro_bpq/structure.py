@@ -56,9 +56,14 @@ class StructureCache:
 
     def wants_tracking(self) -> bool:
         """Whether the next run must be tracked."""
-        if self.mode == "dynamic" or self.unknown or (self.escapes and self.mode == "auto"):
+        if self.unknown or self.always_tracks:
             return True
         return self.mode != "dense" and self.untracked_steps >= self.next_look
+
+    @property
+    def always_tracks(self) -> bool:
+        """Whether every run is tracked, those of stored rollouts too."""
+        return self.mode == "dynamic" or (self.escapes and self.mode == "auto")
 
     def is_dynamic(self, traced: TracedRun) -> bool:
         """Whether Python may have steered by sampled values, so that the next run may differ in structure.

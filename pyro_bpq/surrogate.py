@@ -6,7 +6,7 @@ the same sites: then one call per site, over those particles that have it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -20,7 +20,10 @@ from pyro_bpq.layout import SiteClass
 from pyro_bpq.moments import Standardised
 from pyro_bpq.signals import Signals
 
-__all__ = ["Learning", "StepResult", "step"]
+__all__ = ["Learning", "StepResult", "critic_loss", "critic_targets", "expected_critic_loss", "step"]
+
+# Value and target of the Q-nodes of each group.
+Pairs = Mapping[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,14 @@ class Learning:
         lam: Weight of the return against the critic.
         gamma: Discount per edge.
         level_weight: Weight of the level against differences within a data point.
+        slow: Whether targets are formed with slow copies of the critics.
         num_steps: Number of steps taken, for estimators with a schedule.
     """
 
     lam: float = 0.9
     gamma: float = 1.0
     level_weight: float = 0.1
+    slow: bool = False
     num_steps: int = 0
 
 
@@ -81,7 +86,7 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
         (context.names, _estimate(cls, at_step(cls.spec.estimator, number), context, bank, build, writes, info))
         for cls, context in _contexts(signals)
     ]
-    loss = _critic_loss(signals, bank, learning, writes, info) if build else None
+    loss = _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info) if build else None
     if len(signals) > 1:
         # Particles, and sites of a family that shares a critic, each have a say.
         writes = average_writes(writes)
@@ -197,31 +202,105 @@ def _ndim(value: Any) -> int:
 # Learning.
 
 
-def _critic_loss(
-    signals: Sequence[Signals],
+def critic_loss(
+    signals: Sequence[Signals], bank: CriticBank, learning: Learning, chosen: Container[str] | None = None
+) -> Tensor | None:
+    """Regression loss of critics alone; nothing is built or written.
+
+    Args:
+        signals: One for all particles; or one for each, where sampled values steer the program.
+        bank: Critics and running statistics.
+        learning: How targets are formed.
+        chosen: Names of the Q-nodes that learn; ``None`` for all.
+
+    Returns:
+        The loss, a scalar, or ``None`` where no critic learns.
+    """
+    return _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, [], {}, chosen)
+
+
+def expected_critic_loss(
+    weighted: Sequence[tuple[Signals, Tensor]], bank: CriticBank, learning: Learning, chosen: Container[str]
+) -> Tensor | None:
+    r"""Regression loss of critics on a weighted sum of the targets of several rollouts.
+
+        L = |q - Σ_k w_k target_k|²
+
+    Args:
+        weighted: Rollouts of one structure in which the learning critics see the same values, each with its weight
+            ``w_k``, broadcastable to ``(M, plates)``.
+        bank: Critics and running statistics; nothing is built or written.
+        learning: How targets are formed.
+        chosen: Names of the Q-nodes that learn.
+
+    Returns:
+        The loss, a scalar, or ``None`` where no critic learns.
+    """
+    first = weighted[0][0]
+    found = [(_pairs(one, learning), weight) for one, weight in weighted]
+    learners = [g for g in found[0][0] if any(node.name in chosen for node in first.critics[g].group.nodes)]
+    pairs = {}
+    for g in learners:
+        terms = [weight * own[g][1] for own, weight in found]
+        pairs[g] = found[0][0][g][0], sum(terms[1:], terms[0])
+    return _regress([(first, pairs)], bank, learning, [], {}, chosen)
+
+
+def critic_targets(signals: Signals, learning: Learning) -> dict[str, tuple[Tensor, Tensor]]:
+    """What each learned Q-node predicts at a rollout, and its target.
+
+    Args:
+        signals: The tensors of the rollout.
+        learning: How targets are formed.
+
+    Returns:
+        Value and target by name of the Q-node, ``(M, plates)`` each, in nats, detached.
+    """
+    return {
+        node.name: (value[i].detach(), target[i])
+        for g, (value, target) in _pairs(signals, learning).items()
+        for i, node in enumerate(signals.critics[g].group.nodes)
+    }
+
+
+def _pairs(signals: Signals, learning: Learning) -> Pairs:
+    return signals.values_and_targets(learning.lam, learning.gamma, learning.slow)
+
+
+def _regress(
+    rollouts: Sequence[tuple[Signals, Pairs]],
     bank: CriticBank,
     learning: Learning,
     writes: list[Write],
     info: dict[str, dict[str, Any]],
+    chosen: Container[str] | None = None,
 ) -> Tensor | None:
-    """Regression of all critics on their lambda-returns; ``None`` if there are no critics."""
+    """Regression of critics on their lambda-returns; ``None`` if none of them learns."""
     found: dict[Any, list[tuple[CriticRows, Tensor, Tensor]]] = {}
-    for one in signals:
-        for g, (value, target) in one.values_and_targets(learning.lam, learning.gamma).items():
+    learners: dict[Any, list[bool]] = {}
+    for one, pairs in rollouts:
+        for g, (value, target) in pairs.items():
             critic = one.critics[g]
             writes += critic.writes
             weight = learning.level_weight if one.layout.classes[critic.group.c].spec.has_params else 1.0
-            if len(signals) == 1:
+            learns = [chosen is None or node.name in chosen for node in critic.group.nodes]
+            if len(rollouts) == 1:
                 found[g, weight] = [(critic.rows(), value, target)]
+                learners[g, weight] = learns
                 continue
             for i, node in enumerate(critic.group.nodes):
                 key = (node.name, critic.kind, value.shape[2:], weight)
                 found.setdefault(key, []).append((critic.row(i, bank), value[i : i + 1], target[i : i + 1]))
+                learners[key] = learns[i : i + 1]
     losses = []
-    for (*_, weight), parts in found.items():
+    for key, parts in found.items():
+        learns, weight = learners[key], key[-1]
+        if not any(learns):
+            continue
         rows = parts[0][0] if len(parts) == 1 else CriticRows.join([part[0] for part in parts])
         value, target = (torch.cat([part[k] for part in parts], 1) for k in (1, 2))  # type: ignore[misc]
-        loss, wrote, diagnostics = regression(rows, value, target, weight)
+        mask = None if all(learns) else value.new_tensor(learns)
+        loss, wrote, diagnostics = regression(rows, value, target, weight, chosen=mask)
         losses.append(loss)
         writes += wrote
         for i, site in enumerate(rows.sites):

@@ -237,7 +237,8 @@ def _record(
                 untraced.append(name)
             sites[name] = _site(site, model_sites.get(name), chosen, info)
         kind = type(site["fn"])
-        key.append((name, plates, tuple(site["fn"].event_shape), kind, _fingerprint(chosen), _is_untraced(site)))
+        split = infos[name].components if name in infos else None
+        key.append((name, plates, tuple(site["fn"].event_shape), kind, split, _fingerprint(chosen), _is_untraced(site)))
     for name, site in model_sites.items():
         if name not in sites and not site["is_observed"] and not is_enumerated(site):
             raise SiteNotFoundError(

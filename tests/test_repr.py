@@ -52,7 +52,8 @@ def objects() -> Iterator[Any]:
         elbo.loss_and_grads(CHAIN.model, CHAIN.guide)
     history = History()
     history.record(elbo)
-    _, signals = elbo._observe(CHAIN.model, CHAIN.guide, (), {}, False)
+    _, items = elbo._observe(CHAIN.model, CHAIN.guide, (), {}, False)
+    signals = [item.signals for item in items]
     quick = {"num_warmup": 1, "num_rounds": 1, "num_samples": 4, "progress": False, "verbose": False, "exact": False}
     with DependencyTracker() as tracker:
         tracker.source("z", torch.tensor(1.0))

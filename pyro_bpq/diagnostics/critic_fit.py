@@ -130,7 +130,8 @@ def critic_fit(
                 pairs.clear()
                 for _ in range(num_samples):
                     reader.clear()
-                    _note_targets(elbo._observe(model, guide, args, kwargs, False)[1], pairs)
+                    _, items = elbo._observe(model, guide, args, kwargs, False)
+                    _note_targets([item.signals for item in items], pairs)
         moments = named_moments(found, reader)
     return _fits(moments, pairs, is_subsampled)
 

@@ -76,7 +76,8 @@ def diagnose(
     with untouched(elbo, seed), torch.enable_grad():
         # Tracked, so that it shows what leaves torch.
         tracked = [elbo._trace(*program, track=True) for program in elbo._arguments(model, guide, args, kwargs)]
-        _, signals = elbo._observe(model, guide, args, kwargs, False)
+        _, items = elbo._observe(model, guide, args, kwargs, False)
+        signals = [item.signals for item in items]
     limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "seed": seed}
     fit = critic_fit(elbo, model, guide, *args, **limits, **kwargs)
     look = _Look(elbo, tracked, signals, fit)

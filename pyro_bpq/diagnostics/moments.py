@@ -191,8 +191,9 @@ def site_gradients(
     Returns:
         Gradients, detached.
     """
-    runs, signals = elbo._observe(model, guide, args, kwargs, False)
-    result = surrogate_step(signals, elbo.critics, elbo._learning(), False)
+    runs, items = elbo._observe(model, guide, args, kwargs, False)
+    signals = [item.signals for item in items]
+    result = surrogate_step(signals, elbo.critics, elbo.learning(), False)
     summands: dict[Any, Tensor] = {COSTS: sum((run.run.differentiable for run in runs), torch.zeros(()))}
     for names, term in result.terms:
         if term.dim() and term.shape[0] == len(names):

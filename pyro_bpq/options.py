@@ -1,0 +1,30 @@
+r"""Checks the options of an objective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyro_bpq.critics import Critic
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators import Estimator
+from pyro_bpq.learner import CriticLearner
+
+__all__ = ["check_options"]
+
+_REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
+
+
+def check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:
+    """Raises :class:`OptionError` for an option that is out of range or of the wrong kind."""
+    if estimator is not None and (isinstance(estimator, type) or not isinstance(estimator, Estimator)):
+        raise OptionError(f"estimator={estimator!r} is not an estimator; write an object such as AllAction().")
+    if critic is not None and (isinstance(critic, type) or not isinstance(critic, Critic)):
+        raise OptionError(f"critic={critic!r} is not a critic; write an object such as MLPCritic(), or None.")
+    if reduction not in _REDUCTIONS:
+        raise OptionError(f"reduction={reduction!r} is unknown; write one of {', '.join(map(repr, _REDUCTIONS))}.")
+    if not callable(lam) and not 0.0 <= lam <= 1.0:
+        raise OptionError(f"lam={lam!r}: write a number in [0, 1] or a function of the step.")
+    if not callable(gamma) and not 0.0 < gamma <= 1.0:
+        raise OptionError(f"gamma={gamma!r}: write a number in (0, 1] or a function of the step.")
+    if learner is not None and not isinstance(learner, CriticLearner):
+        raise OptionError(f"learner={learner!r} is not a learner; write CriticLearner(lr=...) or None.")

@@ -1,0 +1,418 @@
+"""Replay: worked case 7 by hand numbers, exact Q-functions after a change of policy, what a buffer keeps."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME, real
+from pyro.infer import SVI
+from pyro.optim import Adam
+from steps import CHAIN, assert_equal, run, state_of
+from torch import Tensor
+
+from pyro_bpq import AllAction, CriticLearner, MLPCritic, Replay, TabularCritic, TraceBackpropQ_ELBO
+from pyro_bpq.graph import StochasticComputationGraph
+from pyro_bpq.network import BackpropQNetwork
+from pyro_bpq.redraw import coparents, held_sites, trainable
+from pyro_bpq.replay import ReplayBuffer, StoredRollout
+from pyro_bpq.replayer import Staged
+from pyro_bpq.surrogate import Learning, critic_targets
+
+# Worked case 7: A -> X, A -> Y2; X, B1 -> Y1 -> f1; X, A, B2 -> Y2 -> f2.
+F1, F2 = real(1.0, -2.0), real(0.5, 3.0)
+OLD = {
+    "qa": real(0.3),
+    "qx": real(-0.4, 0.7),
+    "qb1": real(1.5),
+    "qb2": real(-1.2),
+    "qy1": real(1.0, -0.6, 0.4, -1.5).reshape(2, 2),
+    "qy2": real(0.2, 1.4, -0.9, 0.6, -1.1, 0.3, 0.8, -0.7).reshape(2, 2, 2),
+}
+NEW = {
+    "qa": real(-0.2),
+    "qx": real(0.5, -0.9),
+    "qb1": real(-2.0),
+    "qb2": real(1.7),
+    "qy1": real(-1.3, 0.9, 1.8, 0.5).reshape(2, 2),
+    "qy2": real(1.1, -0.8, 0.4, 1.9, 0.7, -1.6, -0.3, 1.2).reshape(2, 2, 2),
+}
+
+
+def program(p: Any) -> dict[str, Tensor]:
+    def coin(name: str, logits: Tensor) -> Tensor:
+        return pyro.sample(name, dist.Bernoulli(logits=logits)).long()
+
+    a = coin("a", p("qa").squeeze())
+    x = coin("x", p("qx")[a])
+    b1, b2 = coin("b1", p("qb1").squeeze()), coin("b2", p("qb2").squeeze())
+    return {"y1": coin("y1", p("qy1")[x, b1]), "y2": coin("y2", p("qy2")[x, a, b2])}
+
+
+def guide() -> None:
+    program(lambda name: pyro.param(name))
+
+
+def model() -> None:
+    # The guide's first policy is the prior: under it the divergences are zero.
+    values = program(lambda name: OLD[name])
+    pyro.factor("f1", -F1[values["y1"]])
+    pyro.factor("f2", -F2[values["y2"]])
+
+
+def set_policy(policy: Mapping[str, Tensor]) -> None:
+    store = pyro.get_param_store()
+    for name, value in policy.items():
+        if name in store:
+            store[name] = value.clone()
+        else:
+            pyro.param(name, value.clone())
+
+
+def case_7(coparents: str = "redrawn", particles: int = 1, steps: int = 40) -> TraceBackpropQ_ELBO:
+    """An ELBO whose critics learn all that lies downstream, as in the paper: only ``log q`` and priors are exact."""
+    pyro.clear_param_store()
+    set_policy(OLD)
+    replay = Replay(capacity=2 if particles > 1 else 8, batch_size=1, updates_per_step=0, coparents=coparents)
+    elbo = TraceBackpropQ_ELBO(
+        num_particles=particles,
+        vectorize_particles=particles > 1,
+        max_plate_nesting=0,
+        estimator=AllAction(exact=False),
+        critic=TabularCritic(),
+        lam=0.0,
+        learner=CriticLearner(lr=0.3, optimizer=torch.optim.SGD, replay=replay),
+    )
+    pyro.set_rng_seed(0)
+    for _ in range(steps):
+        elbo.loss_and_grads(model, guide)
+    return elbo
+
+
+def write(elbo: TraceBackpropQ_ELBO, name: str, values: Tensor) -> None:
+    """Makes a tabular critic equal to given Q-values ``(cells, K)``, by hand."""
+    for block in elbo.critics.blocks.values():
+        if block.critic is not None and name in block.keys:
+            row = block.keys.index(name)
+            with torch.no_grad():
+                for buffer, number in (("mean", 0.0), ("spread_level", 1.0), ("spread_advantage", 1.0)):
+                    getattr(block, buffer)[row] = number
+                table = block.critic.table
+                table[row, :, 0] = 0.0
+                table[row, :, 1:] = values
+            return
+    raise AssertionError(name)
+
+
+def prob(logit: Tensor, value: int) -> Tensor:
+    return torch.sigmoid(logit if value else -logit)
+
+
+def stage(elbo: TraceBackpropQ_ELBO, stored: StoredRollout, site: str, seed: int) -> Staged:
+    assert elbo._replayer is not None
+    held = held_sites(stored.network, site, elbo._replayer.replay.coparents)
+    values = [{name: v for name, v in each.items() if name in held} for each in stored.values]
+    staged = elbo._replayer._rerun(elbo, stored, values, seed)
+    assert staged is not None
+    return staged
+
+
+def found(elbo: TraceBackpropQ_ELBO, staged: Staged, name: str) -> tuple[Tensor, Tensor]:
+    """Value and target of a Q-node, of each particle, for one-step targets."""
+    value, target = critic_targets(staged.again(elbo.critics), Learning(0.0, 1.0))[name]
+    return value.flatten(), target.flatten()
+
+
+def network_7() -> BackpropQNetwork:
+    graph = StochasticComputationGraph.from_parents(
+        {"a": [], "x": ["a"], "b1": [], "b2": [], "y1": ["x", "b1"], "y2": ["x", "a", "b2"]},
+        {"f1": ["y1"], "f2": ["y2"]},
+    )
+    return BackpropQNetwork.build(graph, "chain", immediate="learned")
+
+
+def test_worked_case_7_tuples() -> None:
+    network = network_7()
+    assert network.q_node("x").scope == ("a", "x")
+    # The edge from Q_Y2 to Q_A is removed.
+    assert network.children("a") == ("x",)
+    assert coparents(network, "x") == ("b1", "b2")
+    assert held_sites(network, "x") == {"a", "x"}
+    assert held_sites(network, "x", "stored") == {"a", "x", "b1", "b2"}
+    assert held_sites(network, "b1", "stored") == {"b1", "x"}
+    assert held_sites(network, "a", "stored") == {"a"}
+
+
+def test_trainable_needs_the_rest_of_what_bears_on_a_target_to_be_redrawn() -> None:
+    network = network_7()
+    # Held a and x: the co-parents' own Q-functions average over x, which is not redrawn.
+    assert {"b1", "b2"}.isdisjoint(trainable(network, {"a", "x"}))
+    assert "x" in trainable(network, {"a", "x"}) and "a" not in trainable(network, {"a", "x"})
+    assert "x" not in trainable(network, {"a", "x", "b1"})
+    assert trainable(network, set()) == {node.name for node in network.learned}
+
+
+@pytest.mark.parametrize("coparents", ["redrawn", "stored"])
+def test_worked_case_7_target_by_hand(coparents: str) -> None:
+    elbo = case_7(coparents)
+    write(elbo, "y1", real(0.7, -1.1))
+    write(elbo, "y2", real(2.0, 0.25))
+    set_policy(NEW)
+    rollouts = list(elbo.replay_buffer._rollouts)[:8]
+    seen = set()
+    for seed, stored in enumerate(rollouts * 4):
+        staged = stage(elbo, stored, "x", seed)
+        now = {name: int(site.value) for name, site in staged.traced[0].run.sites.items()}
+        before = {name: int(value) for name, value in stored.values[0].items()}
+        assert (now["x"], now["a"]) == (before["x"], before["a"])
+        if coparents == "stored":
+            assert (now["b1"], now["b2"]) == (before["b1"], before["b2"])
+        seen.add((now["b1"], now["b2"]))
+        x, a, b1, b2 = (now[name] for name in ("x", "a", "b1", "b2"))
+        y1, y2 = torch.sigmoid(NEW["qy1"][x, b1]), torch.sigmoid(NEW["qy2"][x, a, b2])
+        # Q_Y1 + Q_Y2 in expectation over the children, and their divergences from the prior, which are exact.
+        hand = (1 - y1) * 0.7 + y1 * -1.1 + (1 - y2) * 2.0 + y2 * 0.25
+        hand = hand + divergence(NEW["qy1"][x, b1], OLD["qy1"][x, b1])
+        hand = hand + divergence(NEW["qy2"][x, a, b2], OLD["qy2"][x, a, b2])
+        assert float(found(elbo, staged, "x")[1]) == pytest.approx(float(hand), abs=1e-12)
+    assert len(seen) > 1
+
+
+def divergence(logit: Tensor, prior: Tensor) -> Tensor:
+    return torch.distributions.kl_divergence(dist.Bernoulli(logits=logit), dist.Bernoulli(logits=prior))
+
+
+def exact_q(policy: Mapping[str, Tensor], x: int, a: int) -> float:
+    """Expected cost downstream of ``x`` by enumeration of b1, b2, y1, y2."""
+    total = torch.zeros(())
+    for b1, b2 in itertools.product((0, 1), (0, 1)):
+        weight = prob(policy["qb1"], b1).squeeze() * prob(policy["qb2"], b2).squeeze()
+        first, second = policy["qy1"][x, b1], policy["qy2"][x, a, b2]
+        cost = divergence(first, OLD["qy1"][x, b1]) + divergence(second, OLD["qy2"][x, a, b2])
+        cost = cost + sum(prob(first, y) * F1[y] + prob(second, y) * F2[y] for y in (0, 1))
+        total = total + weight * cost
+    return float(total)
+
+
+def largest_error(elbo: TraceBackpropQ_ELBO, policy: Mapping[str, Tensor]) -> float:
+    errors = {}
+    for stored in elbo.replay_buffer._rollouts:
+        x, a = stored.values[0]["x"].flatten().tolist(), stored.values[0]["a"].flatten().tolist()
+        for *state, value in zip(x, a, found(elbo, stage(elbo, stored, "x", 0), "x")[0].tolist(), strict=True):
+            truth = exact_q(policy, *map(int, state)) if tuple(state) not in errors else None
+            errors.setdefault(tuple(state), truth and abs(value - truth))
+    assert len(errors) == 4
+    return max(errors.values())
+
+
+def learn(elbo: TraceBackpropQ_ELBO, order: tuple[str, ...] = ("y1", "y2", "x")) -> float:
+    """Trains the critics from the buffer alone, one node after the other, after a change of policy."""
+    set_policy(NEW)
+    assert largest_error(elbo, NEW) > 0.5
+    for site in order:
+        assert elbo.replay([site], updates=60 if site != "x" else 120) > 0
+    return largest_error(elbo, NEW)
+
+
+def test_replayed_critics_agree_with_the_exact_q_of_the_current_guide() -> None:
+    assert learn(case_7("expected", 64)) < 1e-4
+
+
+@pytest.mark.slow
+def test_order_of_updates_is_free() -> None:
+    assert learn(case_7("expected", 64), ("x", "y2", "y1", "x")) < 1e-4
+
+
+def test_redrawn_coparents_agree_up_to_their_noise() -> None:
+    assert learn(case_7("redrawn", 512)) < 0.2
+
+
+def test_stale_coparents_do_not_agree() -> None:
+    # They learn the Q-function of a guide whose b1 and b2 never changed.
+    assert learn(case_7("stored", 512)) > 1.0
+
+
+def test_one_node_at_a_time_leaves_the_others_alone() -> None:
+    elbo = case_7("expected", 64)
+    set_policy(NEW)
+    before = copy.deepcopy(elbo.critics.weights())
+    assert elbo.replay(["x"]) == 1
+    assert changed_sites(elbo, before) == {"x"}
+
+
+def changed_sites(elbo: TraceBackpropQ_ELBO, before: Mapping[str, Tensor]) -> set[str]:
+    sites = set()
+    for name, weight in elbo.critics.weights().items():
+        keys = elbo.critics.blocks[name.split(".")[0]].keys
+        sites |= {key for i, key in enumerate(keys) if not torch.equal(weight[i], before[name][i])}
+    return sites
+
+
+def test_expected_refuses_coparents_in_plates_and_too_many_values() -> None:
+    elbo = case_7("expected")
+    elbo._replayer.replay = Replay(coparents="expected", max_assignments=3)
+    with pytest.raises(ValueError, match=r"\['b1', 'b2'\] of site 'x' have 4 joint values.*redrawn"):
+        elbo.replay(["x"])
+
+
+# The buffer
+
+
+def chain_elbo(**replay: Any) -> TraceBackpropQ_ELBO:
+    return TraceBackpropQ_ELBO(learner=CriticLearner(replay=Replay(**replay)))
+
+
+def test_buffer_stays_within_its_capacity_and_states_its_bytes() -> None:
+    elbo = chain_elbo(capacity=3, updates_per_step=1)
+    run(elbo, steps=3)
+    buffer = elbo.replay_buffer
+    size = buffer.num_bytes
+    assert len(buffer) == 3 and size > 0 and f"3 of 3 rollouts, {size} bytes" in repr(buffer)
+    run(elbo, steps=20)
+    assert len(buffer) == 3 and buffer.num_bytes == size
+
+
+def test_arguments_are_stored_by_reference() -> None:
+    case = BY_NAME["global_local"]
+    elbo = chain_elbo(capacity=4)
+    run(elbo, case, steps=2)
+    (_, _, args, _), *_ = elbo.replay_buffer._rollouts[0].programs
+    assert args[0] is case.args[0]
+
+
+def test_draw_is_uniform() -> None:
+    buffer = ReplayBuffer(3)
+    for i in range(4):
+        buffer.add(StoredRollout(i, None, ({},), ()))  # type: ignore[arg-type]
+    drawn = [rollout.key for rollout in buffer.draw(3000, torch.Generator().manual_seed(0))]
+    counts = [drawn.count(key) for key in (1, 2, 3)]
+    # Three standard errors of a count.
+    assert sum(counts) == 3000 and all(abs(count - 1000) < 3 * (3000 * 2 / 9) ** 0.5 for count in counts)
+
+
+def test_replay_draws_nothing_from_global_generators() -> None:
+    plain, replayed = TraceBackpropQ_ELBO(), chain_elbo(capacity=8, updates_per_step=3)
+    run(plain, steps=10)
+    state = torch.get_rng_state()
+    run(replayed, steps=10)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_replay_leaves_model_and_guide_alone() -> None:
+    elbo = chain_elbo(capacity=8, updates_per_step=0)
+    run(elbo, steps=8)
+    store = {name: value.detach().clone() for name, value in pyro.get_param_store().items()}
+    grads = {name: p.grad.clone() for name, p in pyro.get_param_store().named_parameters()}
+    critics = state_of(elbo.critics)
+    elbo.replay(updates=3)
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(critics.values(), state_of(elbo.critics).values(), strict=True)
+        if isinstance(a, Tensor)
+    )
+    assert_equal({name: value.detach().clone() for name, value in pyro.get_param_store().items()}, store)
+    assert_equal({name: p.grad.clone() for name, p in pyro.get_param_store().named_parameters()}, grads)
+
+
+class Changing:
+    """A program whose structure, or whose number of values, may be changed from outside."""
+
+    def __init__(self) -> None:
+        self.name, self.size = "b", 3
+
+    def __call__(self) -> None:
+        a = pyro.sample("a", dist.Categorical(logits=torch.zeros(self.size)))
+        b = pyro.sample(self.name, dist.Bernoulli(logits=0.5 * a))
+        c = pyro.sample("c", dist.Bernoulli(logits=0.3 * b))
+        pyro.sample("x", dist.Normal(1.0 * a + b + c, 1.0), obs=torch.tensor(0.3))
+
+
+def guide_of(program: Changing) -> Any:
+    def guide() -> None:
+        logits = pyro.param(f"q{program.size}", torch.zeros(program.size))
+        a = pyro.sample("a", dist.Categorical(logits=logits))
+        b = pyro.sample(program.name, dist.Bernoulli(logits=pyro.param("qb", torch.tensor(0.1)) * a))
+        pyro.sample("c", dist.Bernoulli(logits=pyro.param("qc", torch.tensor(0.1)) * b))
+
+    return guide
+
+
+@pytest.mark.parametrize("change", [{"name": "other"}, {"size": 2}])
+def test_rollouts_of_a_structure_that_is_no_more_are_dropped_and_counted(change: dict[str, Any]) -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(1)
+    program = Changing()
+    guide = guide_of(program)
+    elbo = chain_elbo(capacity=10, updates_per_step=0)
+    for _ in range(10):
+        elbo.loss_and_grads(program, guide)
+    assert elbo.replay(updates=2) == 2 and elbo.replay_buffer.num_dropped == 0
+    for name, value in change.items():
+        setattr(program, name, value)
+    elbo.replay(updates=40)
+    buffer = elbo.replay_buffer
+    assert buffer.num_dropped > 0 and len(buffer) + buffer.num_dropped == 10
+    if "name" in change:
+        assert len(buffer) == 0
+    # New rollouts take their place.
+    elbo.loss_and_grads(program, guide)
+    assert len(buffer) >= 1
+
+
+def test_state_dict_leaves_the_rollouts_out_and_continues_otherwise() -> None:
+    elbo = chain_elbo(capacity=8, updates_per_step=1)
+    run(elbo, steps=8)
+    state = copy.deepcopy(elbo.state_dict())
+    fresh = chain_elbo(capacity=8, updates_per_step=1)
+    fresh.load_state_dict(state)
+    assert len(fresh.replay_buffer) == 0 and len(elbo.replay_buffer) == 8
+    elbo._replayer.buffer = ReplayBuffer(8)
+    assert_equal(run(fresh, steps=4, seed=3), run(elbo, steps=4, seed=3))
+    assert_equal(state_of(fresh), state_of(elbo))
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
+def test_copies_have_an_empty_buffer(through: Any) -> None:
+    elbo = chain_elbo(capacity=8)
+    run(elbo, steps=4)
+    assert len(through(elbo).replay_buffer) == 0 and len(elbo.replay_buffer) == 4
+
+
+@pytest.mark.parametrize("name", ["chain", "diamond", "global_local", "mask_scale", "reordered_guide"])
+@pytest.mark.parametrize(
+    "more", [{}, {"num_particles": 2}, {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 2}]
+)
+def test_replay_runs_on_many_programs_without_dropping(name: str, more: dict[str, Any]) -> None:
+    case = BY_NAME[name]
+    case.params()
+    pyro.set_rng_seed(0)
+    replay = Replay(capacity=4, batch_size=2)
+    elbo = TraceBackpropQ_ELBO(critic=MLPCritic((8,)), learner=CriticLearner(replay=replay), **more)
+    svi = SVI(case.model, case.guide, Adam({"lr": 0.01}), elbo)
+    for _ in range(6):
+        svi.step(*case.args)
+    assert elbo.replay(updates=2) == 2 and elbo.replay_buffer.num_dropped == 0
+
+
+def test_replay_without_a_buffer_is_refused() -> None:
+    with pytest.raises(ValueError, match="Replay"):
+        TraceBackpropQ_ELBO().replay()
+
+
+@pytest.mark.parametrize(
+    "options", [{"capacity": 0}, {"batch_size": 0}, {"updates_per_step": -1}, {"coparents": "old"}, {"capacity": 1.5}]
+)
+def test_replay_refuses_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Replay(**options)
+
+
+def test_steps_do_not_change_where_replay_is_off() -> None:
+    assert_equal(run(TraceBackpropQ_ELBO(), CHAIN), run(TraceBackpropQ_ELBO(learner=CriticLearner()), CHAIN))
