@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("chains.py", "convergence.py", "networks.py", "overhead.py", "profile_step.py")
+SCRIPTS = ("bias.py", "chains.py", "convergence.py", "networks.py", "overhead.py", "profile_step.py")
 
 
 def main() -> int:

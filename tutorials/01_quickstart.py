@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_bpq import TraceBackpropQ_ELBO
 
 SMOKE = bool(os.environ.get("SMOKE_TEST"))
-T, STEPS = 12, 5 if SMOKE else 400
+T, STEPS = 12, 5 if SMOKE else 800
 pyro.set_rng_seed(0)
 states = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0])
 data = 2.0 * states + 0.9 * torch.randn(T)
@@ -50,7 +50,7 @@ def guide(data: Tensor) -> None:
 def train(elbo) -> list[float]:
     pyro.clear_param_store()
     pyro.set_rng_seed(1)
-    svi = SVI(model, guide, Adam({"lr": 0.03}), loss=elbo)
+    svi = SVI(model, guide, Adam({"lr": 0.05}), loss=elbo)
     return [svi.step(data) for _ in range(STEPS)]
 
 

@@ -58,10 +58,9 @@ def bias_and_variance(elbo: TraceBackpropQ_ELBO, steps: int) -> tuple[float, flo
     return max(float((moments.mean[n] - exact[n]).abs().max()) for n in exact), float(moments.variance["q"].sum())
 
 
-def show(name: str, elbo: TraceBackpropQ_ELBO, steps: int = STEPS) -> float:
+def show(name: str, elbo: TraceBackpropQ_ELBO, steps: int = STEPS) -> None:
     bias, variance = bias_and_variance(elbo, steps)
     print(f"{name:34s} bias {bias:7.1e}   variance {variance:9.4f}")
-    return variance
 
 
 show("score function", TraceBackpropQ_ELBO(estimator=ScoreFunction()))
@@ -75,8 +74,9 @@ show("default", TraceBackpropQ_ELBO())
 #
 # ## Which critic
 #
-# The default is a small net per site. A table is exact in the limit where the scope is finite and small; a linear critic
-# cannot count.
+# The default is a small net per site. A table needs no features and is exact in the limit, where the scope is finite and
+# small, as here. A linear critic has less to learn, and less that it can learn. `None` leaves the exact immediate costs and
+# the baseline.
 
 # %%
 for critic in (MLPCritic(), TabularCritic(), LinearCritic(), None):
@@ -97,6 +97,8 @@ for lam in lams:
     axes.plot(learning, curve, marker="o", ms=3, label=f"lam={lam}")
     print(f"lam={lam}: " + ", ".join(f"{v:.3f}" for v in curve))
 axes.set(xscale="log", yscale="log", xlabel="steps of training the critics", ylabel="exact variance of a gradient")
+axes.minorticks_off()
+axes.set_xticks(learning, [str(steps) for steps in learning])
 axes.legend(fontsize=8)
 figure.tight_layout()
 plt.show()

@@ -27,7 +27,7 @@ from tqdm import trange
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 
 SMOKE = bool(os.environ.get("SMOKE_TEST"))
-T, K, STEPS, BATCH = (4, 8, 4, 20) if SMOKE else (16, 8, 300, 40)
+T, K, STEPS, BATCH = (4, 8, 4, 20) if SMOKE else (12, 8, 800, 40)
 
 
 def generated(sequences: int) -> Tensor:
@@ -62,6 +62,7 @@ class Network(nn.Module):
         super().__init__()
         self.transition = nn.Sequential(nn.Linear(K, 32), nn.Tanh(), nn.Linear(32, K))
         self.emission = nn.Linear(K, keys)
+        nn.init.normal_(self.emission.weight)  # states that look alike would stay alike for long
         self.backwards = nn.GRU(keys, 32, batch_first=True)
         self.combine = nn.Sequential(nn.Linear(32 + K, 32), nn.Tanh(), nn.Linear(32, K))
 
@@ -115,7 +116,7 @@ for name, elbo in elbos.items():
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     network = Network(data.shape[-1])
-    svi = SVI(network.model, network.guide, ClippedAdam({"lr": 1e-2}), loss=elbo)
+    svi = SVI(network.model, network.guide, ClippedAdam({"lr": 2e-2}), loss=elbo)
     at, curve = [], []
     for step in trange(STEPS, desc=name, bar_format="{desc} {percentage:3.0f}%"):
         svi.step(train[torch.randint(len(train), (BATCH,))])
