@@ -1,7 +1,7 @@
 """How biased gradients are: exact expectations of Pyro's ELBOs and ours on the enumerable programs of the tests.
 
-Nothing is sampled: a step is run for every joint outcome (``pyro_bpq.testing``). ``--full`` takes all programs, the quick
-run those where one of Pyro's estimators is biased.
+Nothing is sampled: a step is run for every joint outcome (``pyro_bpq.testing``). ``--full`` takes all programs, the
+quick run those where one of Pyro's estimators is biased.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.testing import exact_gradient, expected_gradient
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from models import CASES, Case  # noqa: E402
+from models import CASES, Case
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDING = 1e-10
@@ -59,8 +59,8 @@ def main() -> None:
     rows = [measure(case) for case in progress(chosen, "programs")]
     write_csv(RESULTS / "bias.csv", rows)
     text = (
-        "Expected gradients, exact by enumeration, of the component with the largest error, and the largest error over all "
-        "components; 0 is below 1e-10. Programs: `tests/models.py`. One particle; our critics had 30 steps of training."
+        "Expected gradients, exact by enumeration, of the component with the largest error, and the largest error over "
+        "all components; 0 is below 1e-10. Programs: `tests/models.py`. One particle; our critics had 30 steps of training."
     )
     write_markdown(RESULTS / "bias.md", "Bias", [text, table(rows)])
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
-from pyro_bpq.features import finite_components
+from pyro_bpq.features import Components, finite_components
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 
@@ -25,7 +26,7 @@ def run_blocks() -> dict[str, Any]:
 
 def test_skeletons_run_and_are_unbiased() -> None:
     names = run_blocks()
-    assert finite_components(names["Coin"](0.5)) is not None
+    assert finite_components(names["Switches"](torch.zeros(3))) == Components("bernoulli", (3,), 2)
 
 
 def test_a_skeleton_with_a_fault_is_caught() -> None:

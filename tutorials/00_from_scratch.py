@@ -34,8 +34,8 @@ def sample(theta: Tensor, rollouts: int) -> Tensor:
 # %% [markdown]
 # ## The exact answer
 #
-# On a chain the expected cost-to-go can be computed backwards, so that there is something to compare with. `future[t, x]`
-# is the expected cost of all steps after $t$ given $x_t = x$.
+# On a chain the expected cost-to-go can be computed backwards, so that there is something to compare with. `future[t,
+# x]` is the expected cost of all steps after $t$ given $x_t = x$.
 
 
 # %%
@@ -51,9 +51,9 @@ def exact(theta: Tensor) -> tuple[Tensor, Tensor]:
 # ## A critic and its update rule
 #
 # The Q-function of $x_t$ is the expected sum of the costs that $x_t$ can still change, when $x_{t-1}$ and $x_t$ are
-# known. One of these costs is *immediate*: $c_t(x_{t-1}, x_t)$ is known exactly and need not be learned. The rest is the
-# critic, a table `critic[t, x]`. Its target comes from the next step, averaged over the values that the next variable
-# could take (an *expected backup*), plus $\lambda$ times what that critic got wrong in this rollout:
+# known. One of these costs is *immediate*: $c_t(x_{t-1}, x_t)$ is known exactly and need not be learned. The rest is
+# the critic, a table `critic[t, x]`. Its target comes from the next step, averaged over the values that the next
+# variable could take (an *expected backup*), plus $\lambda$ times what that critic got wrong in this rollout:
 #
 # $$ G_t = E[Q_{t+1} \mid x_t] + \lambda \, (G_{t+1} - \mathrm{critic}_{t+1}(x_{t+1})) $$
 
@@ -186,8 +186,8 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# A low variance brings training close to that with the exact gradient. It is no promise of a lower cost: the problem is not
-# convex, and noise can lead to a better corner as well as to a worse one.
+# A low variance brings training close to that with the exact gradient. It is no promise of a lower cost: the problem
+# is not convex, and noise can lead to a better corner as well as to a worse one.
 #
 # What pyro_bpq adds: it finds graph, costs and scopes of a Pyro program by itself; critics are nets where tables do not
 # fit; a scale per site, learned from earlier steps, turns a bad critic off; plates, masks, subsampling, sites with many

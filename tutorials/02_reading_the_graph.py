@@ -35,12 +35,12 @@ elbo.loss_and_grads(model, guide, torch.tensor([0.3, 2.1, 2.6]))
 elbo.graph
 
 # %% [markdown]
-# Each line is a stochastic node or, in brackets, a cost: `log q` of a guide site, `-log p` of a model site. *Parents* are
-# the nodes that it reads directly, `rows:-1` is a plate with its dimension.
+# Each line is a stochastic node or, in brackets, a cost: `log q` of a guide site, `-log p` of a model site. *Parents*
+# are the nodes that it reads directly, `rows:-1` is a plate with its dimension.
 #
-# As a picture: ellipses are stochastic nodes, boxes are costs, frames are plates. It is laid out where Graphviz and its
-# Python package are installed (`pip install pyro-bpq[viz]`); otherwise its DOT text appears. `.save("graph.svg")` writes a
-# file, `.save("graph.dot")` needs nothing.
+# As a picture: ellipses are stochastic nodes, boxes are costs, frames are plates. It is laid out where Graphviz and
+# its Python package are installed (`pip install pyro-bpq[viz]`); otherwise its DOT text appears. `.save("graph.svg")`
+# writes a file, `.save("graph.dot")` needs nothing.
 
 # %%
 render_scg(elbo.graph)
@@ -64,16 +64,14 @@ elbo.network
 # Graphs are values: they can be written by hand, compared and hashed.
 
 # %%
-graph = StochasticComputationGraph.from_parents(
-    {"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]}
-)
+graph = StochasticComputationGraph.from_parents({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
 print("downstream of y:", graph.downstream_costs("y"))
 print("ancestors of z: ", sorted(graph.ancestors("z")))
 
 # %% [markdown]
 # The *frontier* of a set of variables for some costs is the part from which a path leads to the costs without meeting
-# another variable of the set. Knowing the frontier, the rest of the set tells nothing more. The *scope* of a Q-function is
-# the frontier of its node and the ancestors.
+# another variable of the set. Knowing the frontier, the rest of the set tells nothing more. The *scope* of a
+# Q-function is the frontier of its node and the ancestors.
 
 # %%
 print("frontier of {x, y} for f1:", sorted(graph.frontier(["x", "y"], ["f1"])))
@@ -84,8 +82,8 @@ print("scope of Q_y for f2:      ", sorted(graph.scope("y", ["f2"])))
 # ## Reductions
 #
 # `per_cost` learns one Q-function per node and cost, as the paper starts. `merged` sums those whose networks agree
-# upstream. `chain`, the default, keeps for each cost the child that comes first in program order. Here they are with all
-# costs learned, the paper's form:
+# upstream. `chain`, the default, keeps for each cost the child that comes first in program order. Here they are with
+# all costs learned, the paper's form:
 
 # %%
 for reduction in ("per_cost", "merged", "chain"):
@@ -96,5 +94,5 @@ for reduction in ("per_cost", "merged", "chain"):
 render_network(BackpropQNetwork.build(graph, "merged", immediate="learned"))
 
 # %% [markdown]
-# Right: a rounded box is a Q-function with its scope, arrows carry what its target is made of, dashed arrows are averaged
-# over, colours tell the costs apart. Next: `03_critics_and_targets`.
+# Right: a rounded box is a Q-function with its scope, arrows carry what its target is made of, dashed arrows are
+# averaged over, colours tell the costs apart. Next: `03_critics_and_targets`.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Critics, targets and lambda on a chain
 #
-# How good is a gradient? For a small program this has an exact answer, without drawing a sample: run the step once for
-# every joint outcome and weigh by its probability. `pyro_bpq.testing` does so, and gives the expectation of the gradient
-# *and* its variance. Use float64 for it.
+# How good is a gradient? For a small program this has an exact answer, without drawing a sample: run the step once
+# for every joint outcome and weigh by its probability. `pyro_bpq.testing` does so, and gives the expectation of the
+# gradient *and* its variance. Use float64 for it.
 
 # %%
 import os
@@ -13,8 +13,15 @@ import pyro
 import pyro.distributions as dist
 import torch
 
-from pyro_bpq import LeaveOneOut, LinearCritic, MLPCritic, RunningBaseline, ScoreFunction, TabularCritic
-from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq import (
+    LeaveOneOut,
+    LinearCritic,
+    MLPCritic,
+    RunningBaseline,
+    ScoreFunction,
+    TabularCritic,
+    TraceBackpropQ_ELBO,
+)
 from pyro_bpq.testing import exact_gradient, expected_moments
 
 torch.set_default_dtype(torch.float64)
@@ -41,8 +48,8 @@ def guide() -> None:
 
 
 # %% [markdown]
-# A chain of binary states in prior and guide; the observation counts how many are 1. So the last cost reads *all* states,
-# and what a state does to it shows only at the end.
+# A chain of binary states in prior and guide; the observation counts how many are 1. So the last cost reads *all*
+# states, and what a state does to it shows only at the end.
 
 
 # %%
@@ -69,14 +76,14 @@ show("default, untrained critics", TraceBackpropQ_ELBO(), steps=0)
 show("default", TraceBackpropQ_ELBO())
 
 # %% [markdown]
-# The bias is rounding error in every row, with an untrained critic as with a trained one: a critic only ever changes the
-# variance. (That is what *unbiased* means in this project, and how each estimator is tested.)
+# The bias is rounding error in every row, with an untrained critic as with a trained one: a critic only ever changes
+# the variance. (That is what *unbiased* means in this project, and how each estimator is tested.)
 #
 # ## Which critic
 #
-# The default is a small net per site. A table needs no features and is exact in the limit, where the scope is finite and
-# small, as here. A linear critic has less to learn, and less that it can learn. `None` leaves the exact immediate costs and
-# the baseline.
+# The default is a small net per site. A table needs no features and is exact in the limit, where the scope is finite
+# and small, as here. A linear critic has less to learn, and less that it can learn. `None` leaves the exact immediate
+# costs and the baseline.
 
 # %%
 for critic in (MLPCritic(), TabularCritic(), LinearCritic(), None):
@@ -85,8 +92,9 @@ for critic in (MLPCritic(), TabularCritic(), LinearCritic(), None):
 # %% [markdown]
 # ## Which target
 #
-# `lam=0` trains each critic on the next one (TD): little noise, but errors wander back one step at a time. `lam=1` trains
-# on what the rollout really cost after each site, less the corrections of later sites. In between is the default, 0.9.
+# `lam=0` trains each critic on the next one (TD): little noise, but errors wander back one step at a time. `lam=1`
+# trains on what the rollout really cost after each site, less the corrections of later sites. In between is the
+# default, 0.9.
 
 # %%
 lams = (0.9,) if SMOKE else (0.0, 0.5, 0.9, 1.0)

@@ -89,7 +89,9 @@ figure, axes = plt.subplots(figsize=(5, 3.2))
 for elbo in (TraceGraph_ELBO(), TraceBackpropQ_ELBO()):
     vae, seconds, curve = fit(elbo)
     axes.plot(seconds, curve, label=type(elbo).__name__)
-axes.set(xlabel="seconds of processor time", ylabel="held-out ELBO (nats per image)", ylim=(max(curve) - 8, max(curve) + 1))
+axes.set(
+    xlabel="seconds of processor time", ylabel="held-out ELBO (nats per image)", ylim=(max(curve) - 8, max(curve) + 1)
+)
 axes.legend(fontsize=8)
 figure.tight_layout()
 plt.show()

@@ -2,12 +2,12 @@
 # # A discrete deep Markov model
 #
 # Sequences of binary frames, a hidden state $z_t$ with 8 values, a guide with a recurrent net that reads the sequence
-# backwards. Since states are discrete, the exact log-likelihood can be computed (forward algorithm), and it tells how far
-# the guide is from the true posterior.
+# backwards. Since states are discrete, the exact log-likelihood can be computed (forward algorithm), and it tells how
+# far the guide is from the true posterior.
 #
 # **Data.** Generated here: melodies of a hidden grammar that walks through chords and is late at random. If the
-# environment variable `PYRO_BPQ_DATA` names a folder with `jsb.npz` (Bach chorales, 88 keys packed by `np.packbits`), the
-# chorales take their place. The results below say which was used.
+# environment variable `PYRO_BPQ_DATA` names a folder with `jsb.npz` (Bach chorales, 88 keys packed by `np.packbits`),
+# the chorales take their place. The results below say which was used.
 
 # %%
 import os
@@ -18,8 +18,7 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
+from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import ClippedAdam
 from torch import Tensor, nn
 from tqdm import trange
@@ -27,7 +26,7 @@ from tqdm import trange
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 
 SMOKE = bool(os.environ.get("SMOKE_TEST"))
-T, K, STEPS, BATCH = (4, 8, 4, 20) if SMOKE else (12, 8, 800, 40)
+T, K, STEPS, BATCH = (4, 8, 4, 20) if SMOKE else (12, 8, 400, 40)
 
 
 def generated(sequences: int) -> Tensor:
@@ -62,7 +61,10 @@ class Network(nn.Module):
         super().__init__()
         self.transition = nn.Sequential(nn.Linear(K, 32), nn.Tanh(), nn.Linear(32, K))
         self.emission = nn.Linear(K, keys)
-        nn.init.normal_(self.emission.weight)  # states that look alike would stay alike for long
+        # Each state begins as a frame of the data. From random numbers all sequences soon choose the one state that fits
+        # the average frame best, and stay there.
+        frames = train.flatten(0, 1)[torch.randint(train.shape[0] * T, (K,))]
+        self.emission.weight.data, self.emission.bias.data = 2 * frames.T - 1, torch.zeros(keys)
         self.backwards = nn.GRU(keys, 32, batch_first=True)
         self.combine = nn.Sequential(nn.Linear(32 + K, 32), nn.Tanh(), nn.Linear(32, K))
 
@@ -116,7 +118,7 @@ for name, elbo in elbos.items():
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     network = Network(data.shape[-1])
-    svi = SVI(network.model, network.guide, ClippedAdam({"lr": 2e-2}), loss=elbo)
+    svi = SVI(network.model, network.guide, ClippedAdam({"lr": 1e-2}), loss=elbo)
     at, curve = [], []
     for step in trange(STEPS, desc=name, bar_format="{desc} {percentage:3.0f}%"):
         svi.step(train[torch.randint(len(train), (BATCH,))])
@@ -133,9 +135,9 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# One seed and a few hundred steps: a picture of how such a model is written, not a benchmark. The gap is
-# $KL(q \,\|\, p(z \mid x))$, which only an exact likelihood can show. A step of the default costs more than one of
-# leave-one-out, so compare at equal time before you decide.
+# The gap is $KL(q \,\|\, p(z \mid x))$, which only an exact likelihood can show. On the generated sequences both find
+# a nearly exact posterior and tie: the states can almost be read off the frames, so there is little for a critic to
+# add. One seed and a few hundred steps: a picture of how such a model is written, not a benchmark.
 
 # %%
 for t in (0, T // 2, T - 1):

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Programs with branches
 #
-# `if z:`, `while`, `table[int(k)]`: Python looks at a sampled value and decides what happens next. No tensor carries this
-# dependence, so a tracker of tensors misses it, and `TraceGraph_ELBO` then leaves costs out. Its gradient is biased, without
-# a warning. How much? The programs below are small enough for exact answers.
+# `if z:`, `while`, `table[int(k)]`: Python looks at a sampled value and decides what happens next. No tensor carries
+# this dependence, so a tracker of tensors misses it, and `TraceGraph_ELBO` then leaves costs out. Its gradient is
+# biased, without a warning. How much? The programs below are small enough for exact answers.
 
 # %%
 import os
@@ -94,15 +94,15 @@ for name, (model, guide) in programs.items():
         print(f"{'':8s} {type(elbo).__name__:19s} {shown(expected_gradient(elbo, model, guide)['q'])}")
 
 # %% [markdown]
-# `TraceGraph_ELBO` misses the costs that the branch leads to. `Trace_ELBO` multiplies every score by the whole loss, so it
-# cannot miss any; it is unbiased here and pays with variance. pyro_bpq watches values leave torch (`.item()`,
+# `TraceGraph_ELBO` misses the costs that the branch leads to. `Trace_ELBO` multiplies every score by the whole loss,
+# so it cannot miss any; it is unbiased here and pays with variance. pyro_bpq watches values leave torch (`.item()`,
 # `bool()`, `int()`, `.numpy()`), and counts everything after that as dependent.
 #
 # ## What it costs
 #
-# Such a program is tracked at every step (`elbo.graph` differs from run to run), and what corrects a site's gradient must
-# not depend on its own value, though the program after it does. So there is no extra run of the model for exact costs, and
-# critics form a sequence in program order: each sees the history only.
+# Such a program is tracked at every step (`elbo.graph` differs from run to run), and what corrects a site's gradient
+# must not depend on its own value, though the program after it does. So there is no extra run of the model for exact
+# costs, and critics form a sequence in program order: each sees the history only.
 
 # %%
 pyro.clear_param_store()
@@ -117,5 +117,5 @@ elbo.network
 # If the steps of a loop are alike, let them share a critic, which then also sees the number in the site's name:
 # `pyro.sample(f"go_{t}", ..., infer={"bpq": {"share": "go"}})`.
 #
-# Where a branch can be written with tensors (`torch.where`, indexing by a tensor), do so: it is faster, and all corrections
-# apply. Next: `07_black_box_costs` or `08_attend_infer_repeat`.
+# Where a branch can be written with tensors (`torch.where`, indexing by a tensor), do so: it is faster, and all
+# corrections apply. Next: `07_black_box_costs` or `08_attend_infer_repeat`.

@@ -97,8 +97,8 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Three seeds. Both call the metric exactly once per rollout: critics learn from the same calls, and nothing is evaluated
-# behind your back.
+# Three seeds. Both call the metric exactly once per rollout: critics learn from the same calls, and nothing is
+# evaluated behind your back.
 #
 # ## What the critics know
 

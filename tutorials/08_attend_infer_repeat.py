@@ -1,11 +1,13 @@
 # %% [markdown]
 # # Attend, infer, repeat
 #
-# How many digits are in a picture, where, and which? A model in the style of AIR (Eslami et al., 2016), small enough for a
-# few minutes: a canvas of 16 x 16 pixels holds zero, one or two of scikit-learn's digits, each in one of four places.
+# How many digits are in a picture, where, and which? A model in the style of AIR (Eslami et al., 2016), small enough
+# for a few minutes: a canvas of 16 x 16 pixels holds zero, one or two of scikit-learn's digits, each in one of four
+# places.
 #
-# Three kinds of latents, in two steps: `present` (Bernoulli), `where` (one of four places, categorical) and `what` (Normal,
-# reparameterised). The first two take Backprop-Q, the third keeps its pathwise gradient; both come from one ELBO.
+# Three kinds of latents, in two steps: `present` (Bernoulli), `where` (one of four places, categorical) and `what`
+# (Normal, reparameterised). The first two take Backprop-Q, the third keeps its pathwise gradient; both come from one
+# ELBO.
 
 # %%
 import os

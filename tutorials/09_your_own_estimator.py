@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Write your own estimator
 #
-# An estimator is a frozen dataclass that turns the tensors of like-shaped sites into a surrogate: a term whose gradient is
-# the gradient estimate. The rest (tracing, plates, particles, critics, state) is not its business.
+# An estimator is a frozen dataclass that turns the tensors of like-shaped sites into a surrogate: a term whose
+# gradient is the gradient estimate. The rest (tracing, plates, particles, critics, state) is not its business.
 #
 # The example is the score function with the constant baseline of least variance: not the mean of the cost-to-go $C$,
 # but its mean weighted by the squared norm of the score $s$,
@@ -29,12 +29,12 @@ SMOKE = bool(os.environ.get("SMOKE_TEST"))
 # %% [markdown]
 # ## The protocol
 #
-# Tensors come with the shape `(G sites, M particles, plates...)`. `log_probs` has `(..., D, K)`: `D` finite components of
-# `K` values, here used to write down the score with respect to the logits, one-hot minus probabilities.
+# Tensors come with the shape `(G sites, M particles, plates...)`. `log_probs` has `(..., D, K)`: `D` finite
+# components of `K` values, here used to write down the score with respect to the logits, one-hot minus probabilities.
 #
 # - `unsupported` says in words which sites it cannot serve.
-# - `statistics` names running statistics per site and their initial values. What a step returns takes effect *after* the
-#   step: a baseline made from the sample that it corrects would be biased.
+# - `statistics` names running statistics per site and their initial values. What a step returns takes effect *after*
+#   the step: a baseline made from the sample that it corrects would be biased.
 # - The three class variables are promises. `is_unbiased` is checked below.
 
 
