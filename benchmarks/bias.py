@@ -60,7 +60,7 @@ def main() -> None:
     write_csv(RESULTS / "bias.csv", rows)
     text = (
         "Expected gradients, exact by enumeration, of the component with the largest error, and the largest error over "
-        "all components; 0 is below 1e-10. Programs: `tests/models.py`. One particle; our critics had 30 steps of training."
+        "all components; 0 is below 1e-10. Programs: `tests/models.py`. One particle; critics had 30 steps of training."
     )
     write_markdown(RESULTS / "bias.md", "Bias", [text, table(rows)])
 

@@ -1,7 +1,7 @@
 """Figures in README and docs come from result files of ``benchmarks/``.
 
-``<!-- from benchmarks/results/x.csv -->`` in front of a paragraph, list item or table says that each number in it stands in
-that file, rounded; ``; also 3, 100`` in the comment lists numbers that come from elsewhere.
+``<!-- from benchmarks/results/x.csv -->`` in front of a paragraph, list item or table says that each number in it
+stands in that file, rounded; ``; also 3, 100`` in the comment lists numbers that come from elsewhere.
 """
 
 from __future__ import annotations

@@ -90,8 +90,9 @@ print("q(z_t = 1)      ", [round(v, 2) for v in probability.tolist()])
 # %% [markdown]
 # ## What happened
 #
-# `elbo.graph` is what was traced, `elbo.info` what each site's critic did in the last step. `explained` is the part of
-# the variance of the critic's target that the critic explains; `scales` says how far each correction is trusted.
+# `elbo.graph` is what was traced, `elbo.info` what each site's estimator and critic did in the last step. `scales`
+# says how far each of four corrections is trusted, 0 being not at all: exact immediate costs, the critic's mean, its
+# differences between values, and the luck of later sites. They are learned from earlier steps.
 
 # %%
 elbo.graph
@@ -100,8 +101,7 @@ elbo.graph
 for name in ("z_0", "z_5", "z_11"):
     info = elbo.info[name]
     scales = [round(s, 2) for s in info["scales"].tolist()]
-    explained = f"{float(info['explained']):.2f}" if "explained" in info else "no critic: all its costs are immediate"
-    print(f"{name:5s} scales {scales}   explained {explained}")
+    print(f"{name:5s} scales {scales}", "" if "td_loss" in info else "(no critic: all its costs are immediate)")
 
 # %% [markdown]
 # ## Options you may need first

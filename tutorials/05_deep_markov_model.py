@@ -61,8 +61,8 @@ class Network(nn.Module):
         super().__init__()
         self.transition = nn.Sequential(nn.Linear(K, 32), nn.Tanh(), nn.Linear(32, K))
         self.emission = nn.Linear(K, keys)
-        # Each state begins as a frame of the data. From random numbers all sequences soon choose the one state that fits
-        # the average frame best, and stay there.
+        # Each state begins as a frame of the data. From random numbers all sequences soon choose the one state that
+        # fits the average frame best, and stay there.
         frames = train.flatten(0, 1)[torch.randint(train.shape[0] * T, (K,))]
         self.emission.weight.data, self.emission.bias.data = 2 * frames.T - 1, torch.zeros(keys)
         self.backwards = nn.GRU(keys, 32, batch_first=True)

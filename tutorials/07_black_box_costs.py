@@ -112,6 +112,6 @@ for name in ("token_0", "token_2", "token_4"):
     print(name, "explained", explained, "scales", [round(s, 2) for s in info["scales"].tolist()])
 
 # %% [markdown]
-# `explained` is the share of the differences between rollouts that a critic predicts; below zero it would be better to
-# predict nothing, and the scales see to it that such a critic is ignored. More: `docs/expected_costs`. Next:
-# `08_attend_infer_repeat`.
+# `explained` is the share of the differences between rollouts that a critic predicts. By now the net writes the word
+# nearly always and rollouts hardly differ, so there is nothing left to predict; look at it early in training. More:
+# `docs/expected_costs`. Next: `08_attend_infer_repeat`.
