@@ -98,9 +98,9 @@ class Rollout:
         if any(size > 1 for size in shape[: max(0, len(shape) - ndim)]):
             raise PlateError(
                 f"The cost {name!r} has the batch shape {tuple(shape)}. With vectorised particles it may have {ndim} "
-                f"dimensions, the leftmost for the {self.num_particles} particles. A value was probably given a dimension "
-                "on the right that is no plate, as by z.unsqueeze(-1), which moves the particles to the left; or "
-                "max_plate_nesting is too small. Try the program with vectorize_particles=False."
+                f"dimensions, the leftmost for the {self.num_particles} particles. A value was probably given a "
+                "dimension on the right that is no plate, as by z.unsqueeze(-1); that moves particles to the left; "
+                "or max_plate_nesting is too small. Try the program with vectorize_particles=False."
             )
 
     def batch_shape(self, plates: Sequence[Plate]) -> tuple[int, ...]:

@@ -105,7 +105,7 @@ for lam in lams:
     axes.plot(learning, curve, marker="o", ms=3, label=f"lam={lam}")
     print(f"lam={lam}: " + ", ".join(f"{v:.3f}" for v in curve))
 axes.set(xscale="log", yscale="log", xlabel="steps of training the critics", ylabel="exact variance of a gradient")
-axes.minorticks_off()
+axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
 axes.set_xticks(learning, [str(steps) for steps in learning])
 axes.legend(fontsize=8)
 figure.tight_layout()
