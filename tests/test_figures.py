@@ -46,13 +46,12 @@ def wrong_figures(text: str) -> list[str]:
 
 
 def unmarked_tables(text: str) -> list[str]:
-    """First lines of tables with decimal numbers that no mark stands before."""
+    """First lines of tables with cells that begin with a decimal number, and no mark before them."""
     marked = [mark.span("block") for mark in MARK.finditer(text)]
     found = []
     for table in re.finditer(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE):
         is_marked = any(start <= table.start() < end for start, end in marked)
-        cells = re.sub(r"`[^`]*`", "", table[0])
-        if not is_marked and re.search(r"\d\.\d", cells):
+        if not is_marked and re.search(r"\|[ *-]*\d+\.\d", table[0]):
             found.append(table[0].splitlines()[0])
     return found
 
