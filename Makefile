@@ -18,19 +18,19 @@ endif
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 
-.PHONY: help demo test test-all lint format types docs tutorials bench bench-full clean
+.PHONY: help demo test test-all lint format types docs tutorials notebooks bench bench-full clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo        train a discrete VAE with three estimators, write demo_output/"
 	@echo "make test        the tests but the slow ones"
-	@echo "make test-all    every test, and the doctests of docstrings and docs"
+	@echo "make test-all    every test, the doctests of docstrings and docs, and the tutorials"
 	@echo "make lint        ruff: rules and format, nothing is changed"
 	@echo "make format      ruff: mend what it can"
 	@echo "make types       mypy"
 	@echo "make docs        HTML pages in docs/_build/html, warnings are errors"
-	@echo "make tutorials   execute the notebooks in place (SMOKE_TEST=1 for a short run)"
+	@echo "make tutorials   run the notebooks, short, and keep nothing; make notebooks runs them in full and keeps outputs"
 	@echo "make bench       the short benchmarks; bench-full for all"
 	@echo "make clean       remove what these targets write, but not $(VENV)"
 
@@ -40,8 +40,10 @@ demo: $(call need,demo)
 test: $(call need,test)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(call need,test)
-	$(PYTEST) --doctest-modules --doctest-glob="*.md" --ignore=docs/conf.py tests pyro_bpq docs $(ARGS)
+test-all: $(call need,test) $(call need,tutorials)
+	$(PYTEST) --doctest-modules --doctest-glob="*.md" --ignore-glob="docs/*.py" --ignore=docs/tutorials \
+	  tests pyro_bpq docs $(ARGS)
+	$(TUTORIALS) --smoke
 
 lint: $(call need,dev)
 	$(PY) -m ruff check .
@@ -58,10 +60,14 @@ docs: $(call need,docs)
 	$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html $(ARGS)
 	@echo "docs/_build/html/index.html"
 
-NOTEBOOKS = $(sort $(wildcard tutorials/*.ipynb))
+# Kernels find the package by its path, whether it is installed or not.
+TUTORIALS = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" OMP_NUM_THREADS=1 $(PY) tutorials/build.py
+
 tutorials: $(call need,tutorials)
-	@test -n "$(NOTEBOOKS)" || { echo "make tutorials: tutorials/ holds no notebook" >&2; exit 1; }
-	$(PY) -c "from nbclient.cli import main; main()" --inplace --timeout=900 $(ARGS) $(NOTEBOOKS)
+	$(TUTORIALS) --smoke $(ARGS)
+
+notebooks: $(call need,tutorials)
+	$(TUTORIALS) $(ARGS)
 
 bench: $(call need,bench)
 	$(PY) benchmarks/run.py $(ARGS)
@@ -71,7 +77,7 @@ bench-full: $(call need,bench)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -rf docs/_build docs/generated demo_output
+	rm -rf docs/_build docs/generated docs/tutorials docs/benchmarks.md demo_output
 	find pyro_bpq tests demo benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/.stamp-venv:

@@ -1,8 +1,16 @@
 """Sphinx configuration: ``make docs`` builds with warnings as errors."""
 
 import re
+import sys
+from pathlib import Path
 
 import pyro_bpq
+
+sys.path.insert(0, str(Path(__file__).parent))
+import conf_pages
+
+conf_pages.write_benchmarks()
+conf_pages.copy_tutorials()
 
 project = "pyro_bpq"
 author = "The pyro_bpq contributors"

@@ -305,7 +305,9 @@ def regression(
         *critic.selection.write("count", count + 1),
     ]
     with torch.no_grad():
-        explained = 1.0 - site_mean(_centre(error).square()) / site_mean(_centre(scaled).square()).clamp(min=1e-30)
+        variance = site_mean(_centre(scaled).square())
+        # Nothing can be said of a single particle and row.
+        explained = torch.where(variance > 0, 1.0 - site_mean(_centre(error).square()) / variance, torch.nan)
     return (loss * seen).sum(), writes, {"td_loss": loss.detach(), "explained": explained}
 
 

@@ -87,6 +87,22 @@ class Rollout:
     plate_ndim: int
     is_vectorized: bool = False
 
+    def __post_init__(self) -> None:
+        if self.is_vectorized:
+            for name, cost in self.runs[0].costs.items():
+                self._check_particles(name, cost.shape)
+
+    def _check_particles(self, name: str, shape: torch.Size) -> None:
+        """Raises if a cost has dimensions left of the particles: these are then somewhere else, and mixed."""
+        ndim = self.plate_ndim + 1
+        if any(size > 1 for size in shape[: max(0, len(shape) - ndim)]):
+            raise PlateError(
+                f"The cost {name!r} has the batch shape {tuple(shape)}. With vectorised particles it may have {ndim} "
+                f"dimensions, the leftmost for the {self.num_particles} particles. A value was probably given a "
+                "dimension on the right that is no plate, as by z.unsqueeze(-1); that moves particles to the left; "
+                "or max_plate_nesting is too small. Try the program with vectorize_particles=False."
+            )
+
     def batch_shape(self, plates: Sequence[Plate]) -> tuple[int, ...]:
         """Shape ``(M, plate dims...)`` of a site or cost with these plates."""
         shape = [1] * self.plate_ndim

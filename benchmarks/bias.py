@@ -1,0 +1,69 @@
+"""How biased gradients are: exact expectations of Pyro's ELBOs and ours on the enumerable programs of the tests.
+
+Nothing is sampled: a step is run for every joint outcome (``pyro_bpq.testing``). ``--full`` takes all programs, the
+quick run those where one of Pyro's estimators is biased.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pyro
+import torch
+from common import arguments, progress, table, write_csv, write_markdown
+from pyro.infer import Trace_ELBO, TraceGraph_ELBO
+
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.testing import exact_gradient, expected_gradient
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from models import CASES, Case
+
+RESULTS = Path(__file__).parent / "results"
+ROUNDING = 1e-10
+
+
+def measure(case: Case) -> dict[str, object]:
+    """Exact and expected gradients of the component in which ``TraceGraph_ELBO`` errs most; largest errors."""
+    case.params()
+    exact = exact_gradient(case.model, case.guide, *case.args)
+    pyro.set_rng_seed(0)
+    ours = TraceBackpropQ_ELBO()
+    for _ in range(30):
+        ours.loss_and_grads(case.model, case.guide, *case.args)
+    elbos = {"TraceGraph_ELBO": TraceGraph_ELBO(), "Trace_ELBO": Trace_ELBO(), "TraceBackpropQ_ELBO": ours.eval()}
+    case.params()
+    found = {name: expected_gradient(elbo, case.model, case.guide, *case.args) for name, elbo in elbos.items()}
+
+    def flat(gradient: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([gradient.get(name, torch.zeros_like(g)).flatten() for name, g in exact.items()])
+
+    truth = flat(exact)
+    errors = {name: (flat(gradient) - truth).abs() for name, gradient in found.items()}
+    worst = int(sum(errors.values()).argmax())
+    names = [name for name, g in exact.items() for _ in range(g.numel())]
+    row: dict[str, object] = {"program": case.name, "component of": names[worst], "exact": float(truth[worst])}
+    row |= {name: float(flat(gradient)[worst]) for name, gradient in found.items()}
+    return row | {
+        f"error of {name}": float(error.max()) if float(error.max()) > ROUNDING else 0.0
+        for name, error in errors.items()
+    }
+
+
+def main() -> None:
+    """Measures and writes ``results/bias.csv`` and ``bias.md``."""
+    options = arguments(__doc__)
+    torch.set_default_dtype(torch.float64)
+    chosen = [c for c in CASES if options.full or not (c.trace_is_unbiased and c.tracegraph_is_unbiased)]
+    rows = [measure(case) for case in progress(chosen, "programs")]
+    write_csv(RESULTS / "bias.csv", rows)
+    text = (
+        "Expected gradients, exact by enumeration, of the component with the largest error, and the largest error over "
+        "all components; 0 is below 1e-10. Programs: `tests/models.py`. One particle; critics had 30 steps of training."
+    )
+    write_markdown(RESULTS / "bias.md", "Bias", [text, table(rows)])
+
+
+if __name__ == "__main__":
+    main()

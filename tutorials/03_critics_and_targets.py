@@ -1,0 +1,130 @@
+# %% [markdown]
+# # Critics, targets and lambda on a chain
+#
+# How good is a gradient? For a small program this has an exact answer, without drawing a sample: run the step once
+# for every joint outcome and weigh by its probability. `pyro_bpq.testing` does so, and gives the expectation of the
+# gradient *and* its variance. Use float64 for it.
+
+# %%
+import os
+
+import matplotlib.pyplot as plt
+import pyro
+import pyro.distributions as dist
+import torch
+
+from pyro_bpq import (
+    LeaveOneOut,
+    LinearCritic,
+    MLPCritic,
+    RunningBaseline,
+    ScoreFunction,
+    TabularCritic,
+    TraceBackpropQ_ELBO,
+)
+from pyro_bpq.testing import exact_gradient, expected_moments
+
+torch.set_default_dtype(torch.float64)
+SMOKE = bool(os.environ.get("SMOKE_TEST"))
+T = 3 if SMOKE else 5
+STEPS = 5 if SMOKE else 300
+noise = torch.Generator().manual_seed(3)
+start = {"prior": torch.randn(T, 2, generator=noise), "q": torch.randn(T, 2, generator=noise)}
+
+
+def model() -> None:
+    prior = pyro.param("prior", start["prior"].clone())
+    ones = z = torch.zeros(())
+    for t in range(T):
+        z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=prior[t, 0] + prior[t, 1] * z))
+        ones = ones + z
+    pyro.sample("x", dist.Normal(ones, 0.7), obs=torch.tensor(2.0))
+
+
+def guide() -> None:
+    q, z = pyro.param("q", start["q"].clone()), torch.zeros(())
+    for t in range(T):
+        z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=q[t, 0] + q[t, 1] * z))
+
+
+# %% [markdown]
+# A chain of binary states in prior and guide; the observation counts how many are 1. So the last cost reads *all*
+# states, and what a state does to it shows only at the end.
+
+
+# %%
+def bias_and_variance(elbo: TraceBackpropQ_ELBO, steps: int) -> tuple[float, float]:
+    """Trains critics and baselines at fixed parameters, then computes largest bias and total variance."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    for _ in range(steps):
+        elbo.loss_and_grads(model, guide)
+    elbo.eval()
+    moments = expected_moments(elbo, model, guide)
+    exact = exact_gradient(model, guide)
+    return max(float((moments.mean[n] - exact[n]).abs().max()) for n in exact), float(moments.variance["q"].sum())
+
+
+def show(name: str, elbo: TraceBackpropQ_ELBO, steps: int = STEPS) -> None:
+    bias, variance = bias_and_variance(elbo, steps)
+    print(f"{name:34s} bias {bias:7.1e}   variance {variance:9.4f}")
+
+
+show("score function", TraceBackpropQ_ELBO(estimator=ScoreFunction()))
+show("score function, running baseline", TraceBackpropQ_ELBO(estimator=ScoreFunction(RunningBaseline())))
+show("default, untrained critics", TraceBackpropQ_ELBO(), steps=0)
+show("default", TraceBackpropQ_ELBO())
+
+# %% [markdown]
+# The bias is rounding error in every row, with an untrained critic as with a trained one: a critic only ever changes
+# the variance. (That is what *unbiased* means in this project, and how each estimator is tested.)
+#
+# ## Which critic
+#
+# The default is a small net per site. A table needs no features and is exact in the limit, where the scope is finite
+# and small, as here. A linear critic has less to learn, and less that it can learn. `None` leaves the exact immediate
+# costs and the baseline.
+
+# %%
+for critic in (MLPCritic(), TabularCritic(), LinearCritic(), None):
+    show(str(critic), TraceBackpropQ_ELBO(critic=critic))
+
+# %% [markdown]
+# ## Which target
+#
+# `lam=0` trains each critic on the next one (TD): little noise, but errors wander back one step at a time. `lam=1`
+# trains on what the rollout really cost after each site, less the corrections of later sites. In between is the
+# default, 0.9.
+
+# %%
+lams = (0.9,) if SMOKE else (0.0, 0.5, 0.9, 1.0)
+learning = (5,) if SMOKE else (30, 100, 300)
+figure, axes = plt.subplots(figsize=(5, 3.2))
+for lam in lams:
+    curve = [bias_and_variance(TraceBackpropQ_ELBO(lam=lam), steps)[1] for steps in learning]
+    axes.plot(learning, curve, marker="o", ms=3, label=f"lam={lam}")
+    print(f"lam={lam}: " + ", ".join(f"{v:.3f}" for v in curve))
+axes.set(xscale="log", yscale="log", xlabel="steps of training the critics", ylabel="exact variance of a gradient")
+axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+axes.set_xticks(learning, [str(steps) for steps in learning])
+axes.legend(fontsize=8)
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# One chain and one seed say little about which value is best; `docs/choosing` has the tables. The adaptive scales of
+# `AllAction` put a limit on the harm: what a critic cannot predict is not subtracted.
+#
+# ## Several particles
+#
+# From two particles on there is a partner to compare with. The variance below is that of the mean of the two.
+
+# %%
+two = {"num_particles": 2}
+if not SMOKE:
+    T = 4
+    show("leave-one-out, 2 particles", TraceBackpropQ_ELBO(estimator=ScoreFunction(LeaveOneOut()), **two))
+    show("default, 2 particles", TraceBackpropQ_ELBO(**two))
+
+# %% [markdown]
+# (With $T=4$: two particles have $16^2$ joint outcomes, and each is one run of the step.) Next: `04_discrete_vae`.
