@@ -15,6 +15,7 @@ SCRIPTS = (
     "profile_step.py",
     "blackbox.py",
     "vae_variance.py",
+    "schedules.py",
     "bias.py",
 )
 

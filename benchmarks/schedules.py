@@ -1,8 +1,7 @@
 """How critics are trained on a chain with one black-box cost at its end: gradient error by learner options.
 
 One particle, 8 sites of 4 states, no extra runs of the model. Prints for each set of options the mean squared error of
-the gradient (exact by dynamic programming) after 60 and 120 steps, the exact loss, and seconds. ``--seeds`` sets how
-many seeds are averaged.
+the gradient (exact by dynamic programming) after 60 and 120 steps, the exact loss, and seconds.
 """
 
 from __future__ import annotations
@@ -10,11 +9,13 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
+from common import RESULTS, machine, progress, table, write_csv, write_markdown
 from pyro.infer import SVI
 from pyro.optim import Adam
 
@@ -109,14 +110,22 @@ def trial(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=2)
-    seeds = parser.parse_args().seeds
+    parser.add_argument("--full", action="store_true", help="five seeds instead of two")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    chosen = parser.parse_args()
+    seeds = 5 if chosen.full else 2
     torch.set_default_dtype(torch.float64)
-    for name, options in OPTIONS.items():
-        trials = [trial(seed, **options) for seed in range(seeds)]
+    rows = []
+    for name in progress(list(OPTIONS), "learners"):
+        trials = [trial(seed, **OPTIONS[name]) for seed in range(seeds)]
         errors = [sum(t[0][i] for t in trials) / seeds for i in range(len(STEPS))]
         loss, seconds = (sum(t[i] for t in trials) / seeds for i in (1, 2))
-        print(f"{name:32s} error {errors[0]:10.3g} {errors[1]:10.3g}  loss {loss:7.3f}  {seconds:5.1f} s", flush=True)
+        named = {f"error, {step} steps": f"{error:.3g}" for step, error in zip(STEPS, errors, strict=True)}
+        rows.append({"learner": name, **named, "exact loss": f"{loss:.3f}", "seconds": f"{seconds:.1f}"})
+    write_csv(chosen.output / "schedules.csv", rows)
+    text = f"Mean of {seeds} seeds; squared error of the gradient, exact loss in nats. {machine()}"
+    write_markdown(chosen.output / "schedules.md", "Options of the critics' learner", [text, table(rows)])
+    print(table(rows))
 
 
 if __name__ == "__main__":
