@@ -45,14 +45,21 @@ def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Stoch
     plates = {entry[0]: entry[1] for entry in reversed(traced.key)}
     nodes = []
     for name in order:
-        # A view of a table may count with what later views of it were chosen by; a draw reads nothing later.
-        parents = sorted((p for p in reads[cost_of_guide(name)] if order[p] < order[name]), key=order.__getitem__)
+        parents = sorted(_until(name, reads[cost_of_guide(name)], order) - {name}, key=order.__getitem__)
         nodes.append(StochasticNode(name, tuple(parents), plates[name], traced.infos[name].has_rsample))
     costs = []
     for (name, where, *_), cost in zip(traced.key, traced.run.costs, strict=True):
         if traced.only_costs and cost not in traced.user_costs:
             continue
         site = _guide_site(cost, traced)
-        members = reads[cost] | {site} if site is not None else reads[cost]
+        members = reads[cost] if site is None else _until(site, reads[cost], order)
         costs.append(CostNode(cost, tuple(sorted(members, key=order.__getitem__)), where, name))
     return StochasticComputationGraph(tuple(nodes), tuple(costs))
+
+
+def _until(site: str, sources: frozenset[str], order: Mapping[str, int]) -> frozenset[str]:
+    """A site and what was drawn before it: a draw, and its ``log q``, read nothing later.
+
+    A view of a table may count with what later views of it were chosen by.
+    """
+    return frozenset(source for source in sources if order[source] < order[site]) | {site}

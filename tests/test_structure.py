@@ -227,3 +227,20 @@ def test_control_flow_is_not_a_matter_of_luck() -> None:
 def test_unknown_mode_raises() -> None:
     with pytest.raises(OptionError, match="'static'"):
         StructureCache("statc")
+
+
+def test_log_q_reads_nothing_that_was_drawn_later() -> None:
+    # A first view of a table, at a constant, counts with what later views of it were chosen by.
+    def chain() -> None:
+        table, z = pyro.param("table", torch.zeros(3, 2)), torch.tensor(0)
+        for t in range(3):
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=table[t, z.long()]))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO()
+    elbo.loss_and_grads(chain, chain)
+    assert [elbo.graph.cost(f"log q(z_{t})").parents for t in range(3)] == [
+        ("z_0",),
+        ("z_0", "z_1"),
+        ("z_0", "z_1", "z_2"),
+    ]
