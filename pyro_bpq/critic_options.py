@@ -8,13 +8,10 @@ from pyro_bpq.critics import Critic, MLPCritic, TabularCritic
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.features import Components
-from pyro_bpq.joint_critics import FlipCritic, JointCritic, MomentCritic, QuadraticCritic
+from pyro_bpq.joint_critics import JointCritic, MomentCritic
 from pyro_bpq.moments import has_moments
 
 __all__ = ["checked_critic", "default_critic"]
-
-# Largest number of flips of a site (components times values) that are evaluated by default.
-_MAX_FLIPS = 2048
 
 
 def default_critic(critic: Critic, fn: Any, components: Components | None) -> Critic | None:
@@ -27,9 +24,9 @@ def default_critic(critic: Critic, fn: Any, components: Components | None) -> Cr
 
     Returns:
         Without finite components a :class:`MomentCritic`, if there are moments. With one component the ELBO's critic.
-        With many, for a perceptron the one that reads the value too, :class:`FlipCritic`, or
-        :class:`QuadraticCritic` where there are very many flips; for a table, which their joint states rule
-        out, ``None``. A critic for the other kind of sites gives ``None``.
+        With many, that too unless it is a perceptron or a table, which give ``None``: critics that read such a value
+        as a whole lower the variance, but as measured not the time to a given ELBO; they are for who asks for
+        them, ``critic=FlipCritic()``. A critic for the other kind of sites gives ``None``.
     """
     is_for_other = isinstance(critic, JointCritic) and critic.is_finite == (components is None)
     if components is None:
@@ -39,12 +36,7 @@ def default_critic(critic: Critic, fn: Any, components: Components | None) -> Cr
         return None
     if components.size == 1:
         return critic
-    if isinstance(critic, TabularCritic):
-        return None
-    if not isinstance(critic, MLPCritic) or not critic.hidden:
-        return critic
-    flips = components.size * components.cardinality
-    return FlipCritic(critic.hidden) if flips <= _MAX_FLIPS else QuadraticCritic(hidden=critic.hidden)
+    return None if isinstance(critic, MLPCritic | TabularCritic) else critic
 
 
 def checked_critic(critic: Any, name: str, fn: Any, components: Components | None, estimator: Estimator) -> Critic:

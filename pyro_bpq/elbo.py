@@ -68,9 +68,9 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         tail_adaptive_beta: As in Pyro's ELBOs.
         estimator: Estimator of every site without ``rsample`` that does not choose its own;
             ``None`` picks per site.
-        critic: How to build the critics of sites that do not choose their own; ``None`` for none. At a site of many
-            components (``to_event``) an :class:`~pyro_bpq.MLPCritic` becomes a :class:`~pyro_bpq.FlipCritic` of the
-            same layers, which reads the value as a whole. Sites that :class:`~pyro_bpq.QProp` serves have a
+        critic: How to build the critics of sites that do not choose their own; ``None`` for none. A site of many
+            components (``to_event``) has none by default; ``critic=FlipCritic()``, which reads the value as a whole,
+            lowers the variance there and makes a step slower. Sites that :class:`~pyro_bpq.QProp` serves have a
             :class:`~pyro_bpq.MomentCritic`; reparameterised sites only where ``infer`` or ``config_bpq`` asks for it.
         reduction: Reduction of the Backprop-Q network.
         lam: Weight of the lambda-return against the critic in targets, in ``[0, 1]``, or a function of the step.
