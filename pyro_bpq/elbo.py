@@ -311,7 +311,8 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         runs = [self._trace(*program, track=track) for program in programs]
         graphs = [self._structure.graph(traced, learning) for traced in runs]
         is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
-        if is_dynamic and self.vectorize_particles and self.num_particles > 1:
+        scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())
+        if is_dynamic and scored and self.vectorize_particles and self.num_particles > 1:
             raise UnsupportedProgramError(
                 "A sampled value left torch (as by .item(), int(), if, .numpy()) while several particles ran at once, "
                 "so that particles may steer each other; write vectorize_particles=False."

@@ -135,3 +135,13 @@ def test_average_writes_takes_the_mean_of_each_row() -> None:
     assert (key, name) == ("b", "mean") and unique is not None
     assert unique.tolist() == [0, 1, 2]
     torch.testing.assert_close(value, torch.tensor([8.0 / 3.0, 7.0, 7.0]))
+
+
+def test_particles_that_run_at_once_may_look_at_values_that_are_reparameterised() -> None:
+    def looks() -> None:
+        x = pyro.sample("x", dist.Normal(pyro.param("loc", torch.zeros(())), 1.0))
+        assert (x == x).all()
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=0)
+    elbo.loss_and_grads(looks, looks)

@@ -202,7 +202,7 @@ def test_trained_critics_lower_the_variance() -> None:
 def test_critics_of_vector_sites_lower_the_variance() -> None:
     # The two variances are exact: nothing is sampled but the critics' training.
     case, variances = BY_NAME["vector_layers"], []
-    for critic in (MLPCritic(), QuadraticCritic(), None):
+    for critic in (FlipCritic(), QuadraticCritic(), None):
         elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=False), critic=critic)
         train(elbo, case, 300, lr=0.0)
         moments = expected_moments(elbo, case.model, case.guide)
