@@ -97,13 +97,12 @@ def _terms(context: SiteContext, probs: Tensor) -> ScaledTerms:
     """Gradient and control variates in logit space."""
     assert context.index is not None
     score = torch.zeros_like(probs).scatter_(-1, context.index.unsqueeze(-1), 1.0) - probs
-    zero = context.cost.new_zeros(()).expand_as(context.cost)
-    level, own, critic = zero if context.level is None else context.level, zero, None
+    level, own, critic = context.level, None, None
     if context.learned is not None:
         mean = (probs * context.learned).sum(-1, keepdim=True)
         critic = probs * (context.learned - mean)
         if context.own is None:
-            level = level + mean.sum((-1, -2))
+            level = mean.sum((-1, -2)) if level is None else level + mean.sum((-1, -2))
             own = (score * context.learned).sum((-1, -2))
         else:
             own = context.own

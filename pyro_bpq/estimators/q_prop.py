@@ -82,11 +82,9 @@ class QProp:
 
 
 def _terms(context: SiteContext) -> ScaledTerms:
-    zero = context.cost.new_zeros(()).expand_as(context.cost)
-    level = zero if context.level is None else context.level
     if context.moments is None or context.learned is None or context.own is None:
         # Nothing to weigh the moments with but the residual.
-        return ScaledTerms.of(context, zero[..., None, None] + 1.0, level, zero, None, None)
+        return ScaledTerms.of(context, torch.ones_like(context.cost)[..., None, None], context.level, None, None, None)
     # The table's second entry is h/2, and d/dlogσ of ½ h σ² / s² is h.
     critic = context.learned * context.learned.new_tensor([1.0, 2.0])
-    return ScaledTerms.of(context, context.moments.powers, level, context.own, critic, None)
+    return ScaledTerms.of(context, context.moments.powers, context.level, context.own, critic, None)

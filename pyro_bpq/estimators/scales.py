@@ -3,6 +3,7 @@ r"""Adaptive scales of four control variates, from running moments of the gradie
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,14 +37,14 @@ class ScaledTerms:
     Args:
         score: ``s``, ``(..., D, K)``.
         cost: ``r``, centred by the other particles or by earlier steps, ``(...)``.
-        residuals: ``r_0`` to ``r_3``, centred alike.
+        residuals: ``r_0`` to ``r_3``, centred alike; ``None`` where there is none.
         offsets: ``m_0`` to ``m_3``, ``(..., D, K)``; ``None`` stands for zero.
         means: Means of cost, exact costs and level in this step, ``(G, 3)``.
     """
 
     score: Tensor
     cost: Tensor
-    residuals: tuple[Tensor, ...]
+    residuals: tuple[Tensor | None, ...]
     offsets: tuple[Tensor | None, ...]
     means: Tensor
 
@@ -52,8 +53,8 @@ class ScaledTerms:
         cls,
         context: SiteContext,
         score: Tensor,
-        level: Tensor,
-        own: Tensor,
+        level: Tensor | None,
+        own: Tensor | None,
         critic: Tensor | None,
         exact: Tensor | None,
     ) -> ScaledTerms:
@@ -62,26 +63,29 @@ class ScaledTerms:
         Args:
             context: The tensors of the sites.
             score: ``s``.
-            level: Expectation of the critic, ``(...)``.
-            own: Its residual, ``(...)``.
+            level: Expectation of the critic, ``(...)``, or ``None``.
+            own: Its residual, ``(...)``, or ``None``.
             critic: ``m_2``.
             exact: ``m_0``.
         """
         cost = context.cost
-        zero = cost.new_zeros(()).expand_as(cost)
-        known = zero if context.exact_cost is None else context.exact_cost
-        later = zero if context.correction is None else context.correction
-        means = torch.stack((site_mean(cost), site_mean(known), site_mean(level)), 1)
+        parts = (cost, context.exact_cost, level, own, context.correction)
+        zero = cost.new_zeros(cost.shape[0])
+        means = torch.stack([zero if part is None else site_mean(part) for part in parts[:3]], 1)
         if context.num_particles > 1:
-            parts = [leave_one_out(part) for part in (cost, known, level, own, later)]
+            centred = [None if part is None else leave_one_out(part) for part in parts]
         else:
             shift = context.statistics["means"].reshape(-1, 3, *(1,) * (cost.dim() - 1))
-            parts = [cost - shift[:, 0], known - shift[:, 1], level - shift[:, 2], own, later]
-        return cls(score, parts[0], tuple(parts[1:]), (exact, None, critic, None), means)
+            centred = [None if p is None else p - shift[:, n] if n < 3 else p for n, p in enumerate(parts)]
+        assert centred[0] is not None
+        return cls(score, centred[0], tuple(centred[1:]), (exact, None, critic, None), means)
 
     def residual(self, scales: Tensor) -> Tensor:
         """``r - Σ a_i r_i``; scales ``(G, 4)``."""
-        return self.cost - sum(self.scale(scales, i) * part for i, part in enumerate(self.residuals))
+        rest = self.cost
+        for i, part in enumerate(self.residuals):
+            rest = rest if part is None else rest - self.scale(scales, i) * part
+        return rest
 
     def scale(self, scales: Tensor, i: int) -> Tensor:
         """The ``i``-th scale, broadcastable to the costs."""
@@ -92,13 +96,14 @@ class ScaledTerms:
         assert context.count is not None
         old, count = context.statistics, context.count
         means = {"means": update_mean(old["means"], self.means, count, decay)}
-        if all(part is None for part in (context.exact, context.level, context.learned, context.correction)):
+        present = tuple(i for i, part in enumerate(self.residuals) if part is not None)
+        if not present:
             # Nothing to scale.
             return {} if context.num_particles > 1 else means
         elements = self.cost[0].numel()
         decay = max(decay, 1.0 - elements / _SAMPLES)
         gram = update_mean(old["gram"], self.moments(scales), count, decay)
-        solved = solve(gram, old["scales"], 3.0 / ((count + 1.0) * elements), max_scale)
+        solved = solve(gram, old["scales"], 3.0 / ((count + 1.0) * elements), max_scale, present)
         return {**means, "gram": gram, "scales": solved}
 
     def moments(self, scales: Tensor) -> Tensor:
@@ -108,41 +113,66 @@ class ScaledTerms:
         from ``u``: with what is known of the gradient taken away, products are less noisy. Given all that the others
         read, ``v_3`` has mean zero: its products with them are zero, not what a few rare values make of them.
         """
-        known = torch.zeros_like(self.score)
-        for i, offset in enumerate(self.offsets):
-            known = known if offset is None else known + self.scale(scales, i)[..., None, None] * offset
-        # (r s - m)·(r' s - m'), where only what is there is multiplied; index 3 is that of the later sites.
-        variates = list(zip(self.residuals, self.offsets, strict=True))
-        pairs = [(variates[i], variates[j]) for i, j in PAIRS]
-        pairs += [((self.cost, known), variate) for variate in variates]
-        norm = self.score.square().sum((-1, -2))
-        products = []
-        for (left, m), (right, n) in pairs:
-            value = left * right * norm
-            value = value if m is None else value - right * (self.score * m).sum((-1, -2))
-            value = value if n is None else value - left * (self.score * n).sum((-1, -2))
-            products.append(value if m is None or n is None else value + (m * n).sum((-1, -2)))
-        for k, (i, j) in enumerate(PAIRS):
-            products[k] = torch.zeros_like(products[k]) if i < j == 3 else products[k]
-        return torch.stack([site_mean(value) for value in products], 1)
+        present = tuple(i for i, part in enumerate(self.residuals) if part is not None)
+        known: Tensor | None = None
+        vectors = []
+        for i in present:
+            part, offset = self.residuals[i], self.offsets[i]
+            assert part is not None
+            vector = part[..., None, None] * self.score
+            if offset is not None:
+                vector = vector - offset
+                taken = self.scale(scales, i)[..., None, None] * offset
+                known = taken if known is None else known + taken
+            vectors.append(vector)
+        plain = self.cost[..., None, None] * self.score
+        vectors.append(plain if known is None else plain - known)
+        rows = torch.stack([vector.expand_as(plain) for vector in vectors], 1).flatten(2)
+        products = (rows @ rows.mT).flatten(1) / self.cost[0].numel()
+        kept, found = _entries(present, products.device)
+        return products.new_zeros(products.shape[0], len(PAIRS) + SIZE).index_copy_(1, kept, products[:, found])
 
 
-def solve(gram: Tensor, scales: Tensor, ridge: Tensor, max_scale: float) -> Tensor:
+@lru_cache(maxsize=32)
+def _entries(present: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Entries of the Gram vector that are not zero, and where they are in the flat matrix of products."""
+    row = {i: n for n, i in enumerate(present)}
+    size = len(present) + 1
+    pairs = [(n, row[i] * size + row[j]) for n, (i, j) in enumerate(PAIRS) if i in row and j in row and not i < j == 3]
+    pairs += [(len(PAIRS) + i, row[i] * size + size - 1) for i in present]
+    kept, found = torch.tensor(pairs, device=device).unbind(1)
+    return kept, found
+
+
+@lru_cache(maxsize=32)
+def _system(present: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the normal equations of the present control variates are in the Gram vector, and which they are."""
+    square = [[PAIRS.index((min(i, j), max(i, j))) for j in present] for i in present]
+    right = [len(PAIRS) + i for i in present]
+    return tuple(torch.tensor(entries, device=device) for entries in (square, right, present))  # type: ignore[return-value]
+
+
+def solve(
+    gram: Tensor, scales: Tensor, ridge: Tensor, max_scale: float, present: tuple[int, ...] = tuple(range(SIZE))
+) -> Tensor:
     """Scales in ``[0, max_scale]`` that minimise ``|u - Σ a_i v_i|²``: coordinate descent, warm start.
 
-    A ridge towards 1 that fades with the number of samples steadies the first steps.
+    A ridge towards 1 that fades with the number of samples steadies the first steps. Scales of control variates that
+    are not present stay.
     """
-    square = gram.new_zeros(gram.shape[0], SIZE, SIZE)
-    for n, (i, j) in enumerate(PAIRS):
-        square[:, i, j] = square[:, j, i] = gram[:, n]
+    at_square, at_right, at = _system(present, gram.device)
+    square, right = gram[:, at_square], gram[:, at_right]
     diagonal = torch.diagonal(square, dim1=1, dim2=2)
     prior = ridge.unsqueeze(1) * diagonal
-    right = gram[:, len(PAIRS) :] + prior
     below = (diagonal + prior).clamp(min=torch.finfo(gram.dtype).tiny)
-    scales = scales.clone()
-    for _ in range(2):
-        for i in range(SIZE):
-            rest = right[:, i] - (square[:, i] * scales).sum(1) + diagonal[:, i] * scales[:, i]
-            scales[:, i] = (rest / below[:, i]).clamp(0.0, max_scale)
+    start = (right + prior) / below
+    if len(present) == 1:
+        chosen = start.clamp(0.0, max_scale)
+    else:
+        chosen = scales[:, at]
+        others = (square - torch.diag_embed(diagonal)) / below.unsqueeze(2)
+        for _ in range(2):
+            for i in range(len(present)):
+                chosen[:, i] = (start[:, i] - torch.linalg.vecdot(others[:, i], chosen)).clamp(0.0, max_scale)
     # A control variate that is zero throughout leaves its scale where it was: 0/0 above gives 0.
-    return torch.where(diagonal > 0, scales, torch.ones_like(scales))
+    return scales.index_copy(1, at, torch.where(diagonal > 0, chosen, torch.ones_like(chosen)))
