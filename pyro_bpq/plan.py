@@ -46,6 +46,14 @@ def default_estimator(site: SiteInfo, max_support: int) -> Estimator:
     return ScoreFunction(LeaveOneOut() if site.num_particles > 1 else RunningBaseline())
 
 
+def score_function(traced: TracedRun, name: str) -> Estimator:
+    """The score function with the site's own baseline, else leave-one-out or, with one particle, a running mean."""
+    baseline = traced.options[name].baseline
+    if baseline is not None:
+        return baseline.estimator()
+    return ScoreFunction(LeaveOneOut() if traced.infos[name].num_particles > 1 else RunningBaseline())
+
+
 def check_gradients(traced: TracedRun) -> None:
     """Checks that costs carry gradients to the reparameterised sites that they read; tracked runs only.
 
@@ -177,6 +185,8 @@ class Planner:
             tabled[name] = tuple(cost for kind in sorted(kinds) for cost in costs[kind])
             critic = self._critic(traced, name, estimators[name])
             info = traced.infos[name]
+            if critic is None and name not in components and self._is_plain(traced, name):
+                estimators[name], tabled[name], kinds = score_function(traced, name), (), set()
             # Many components at once: what they cost right away is for the extra run, where there is one.
             if critic is None or (info.components is not None and info.components.size > 1 and name in components):
                 known |= set(immediate[name])
@@ -196,11 +206,16 @@ class Planner:
         estimator = self.choose(traced.infos[name], traced.options[name])
         if estimator.is_pathwise and traced.run.sites[name].score is not None:
             # Partly reparameterised (rejection sampling): the rest of its gradient is a score-function term.
-            baseline = traced.options[name].baseline
-            if baseline is not None:
-                return baseline.estimator()
-            return ScoreFunction(LeaveOneOut() if traced.infos[name].num_particles > 1 else RunningBaseline())
+            return score_function(traced, name)
         return estimator
+
+    def _is_plain(self, traced: TracedRun, name: str) -> bool:
+        """Whether a site that nobody chose an estimator for has many components.
+
+        Of its costs then only its own log-probabilities would be known at other values: too little to gain by.
+        """
+        components, chosen = traced.infos[name].components, traced.options[name].estimator or self.estimator
+        return chosen is None and components is not None and 1 < components.size
 
     def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
         """The site's own choice; else what follows from the ELBO's for a site of its kind."""
@@ -240,6 +255,9 @@ class Planner:
         if traced.elimination is not None:
             can_flip = traced.elimination.can_flip
             costs = {name: tuple(cost for cost in found if can_flip(cost, name)) for name, found in costs.items()}
+        # Other values of one of many components pay only where they tell the whole cost-to-go of every such site.
+        vectors = [n for n, i in traced.infos.items() if i.components is not None and i.components.size > 1]
+        is_flat = all(self._is_complete(traced, graph, name, costs[name]) for name in vectors)
         components, wanted = {}, None
         finite = 0
         for name, info in traced.infos.items():
@@ -247,7 +265,7 @@ class Planner:
             if info.components is None or exact is False:
                 continue
             finite += 1
-            if costs[name]:
+            if costs[name] and (exact is True or info.components.size == 1 or is_flat):
                 components[name] = info.components
                 wanted = name if exact is True else wanted
         # One extra run of the whole model pays where many sites gain by it.
@@ -267,6 +285,14 @@ class Planner:
         if elements > self.max_elements and wanted is None:
             return None, {}
         return flips, components
+
+    def _is_complete(
+        self, traced: TracedRun, graph: StochasticComputationGraph, name: str, evaluated: tuple[str, ...]
+    ) -> bool:
+        """Whether after an extra run nothing of a site's cost-to-go is unknown at its other values."""
+        own = {"q": cost_of_guide(name), "p": cost_of_model(name)}
+        kinds = self._tabled_kinds(traced, name, graph, AllAction(), immediate_costs(graph)[name])
+        return {*evaluated, *(own[kind] for kind in kinds)}.issuperset(graph.downstream_costs(name))
 
     def _spec(
         self, traced: TracedRun, name: str, estimator: Estimator, critic: Critic | None, kinds: frozenset[str]
