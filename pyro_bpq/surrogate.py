@@ -6,6 +6,7 @@ the same sites: then one call per site, over those particles that have it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -81,17 +82,27 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
     if build:
         classes = [cls for one in signals for cls in one.layout.classes]
         info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
-    number = learning.num_steps
-    terms = [
-        (context.names, _estimate(cls, at_step(cls.spec.estimator, number), context, bank, build, writes, info))
-        for cls, context in _contexts(signals)
-    ]
+    number, terms = learning.num_steps, []
+    for cls, context in _contexts(signals):
+        start = time.perf_counter()
+        term = _estimate(cls, at_step(cls.spec.estimator, number), context, bank, build, writes, info)
+        terms.append((context.names, term))
+        if build:
+            _add_time(info, context.names, start)
     loss = _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info) if build else None
     if len(signals) > 1:
         # Particles, and sites of a family that shares a critic, each have a say.
         writes = average_writes(writes)
     sums = [term.sum() for _, term in terms]
     return StepResult(sum(sums[1:], sums[0]) if sums else torch.zeros(()), loss, writes, info, tuple(terms))
+
+
+def _add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: float) -> None:
+    """Shares out the time since ``start`` among the sites of a batched call."""
+    ms = 1e3 * (time.perf_counter() - start) / len(names)
+    for name in names:
+        entry = info.setdefault(name, {})
+        entry["ms"] = entry.get("ms", 0.0) + ms
 
 
 # Estimators.
@@ -297,6 +308,7 @@ def _regress(
         learns, weight = learners[key], key[-1]
         if not any(learns):
             continue
+        start = time.perf_counter()
         rows = parts[0][0] if len(parts) == 1 else CriticRows.join([part[0] for part in parts])
         value, target = (torch.cat([part[k] for part in parts], 1) for k in (1, 2))  # type: ignore[misc]
         mask = None if all(learns) else value.new_tensor(learns)
@@ -305,4 +317,5 @@ def _regress(
         writes += wrote
         for i, site in enumerate(rows.sites):
             info.setdefault(site, {}).update({k: v[i] for k, v in diagnostics.items()})
+        _add_time(info, rows.sites, start)
     return sum(losses[1:], losses[0]) if losses else None
