@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.critic_step import CriticRows, regression
+from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, at_step, initial_statistics
 from pyro_bpq.layout import SiteClass
 from pyro_bpq.moments import Standardised
@@ -163,7 +164,10 @@ def _estimate(
     initial = initial_statistics(estimator, context.num_particles, cls.width)
     selection, statistics = _statistics(estimator, initial, context, bank, build)
     context = replace(context, statistics=statistics, count=statistics.get("count"))
-    term = present(context)
+    try:
+        term = present(context)
+    except UnsupportedSiteError as error:
+        raise error.at(*context.names) from error
     if selection is not None and build:
         for name, value in term.statistics.items():
             writes += selection.write(name, value)

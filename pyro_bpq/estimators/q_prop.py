@@ -9,6 +9,7 @@ import torch
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.requirements import alternative
 from pyro_bpq.estimators.scales import ScaledTerms, initial_statistics
 
 __all__ = ["QProp"]
@@ -61,7 +62,8 @@ class QProp:
         """Serves sites without finite components."""
         if site.components is None:
             return None
-        return f"QProp() is for values without finite support, and {site.distribution} has one; use AllAction()"
+        other = alternative(site)
+        return f"QProp() is for values without finite support, and {site.distribution} has one; use {other}"
 
     def statistics(self, num_particles: int) -> Statistics:
         """Gram matrix of the control variates, their products with the plain gradient, means, scales."""

@@ -20,6 +20,7 @@ from pyro_bpq.estimators.optimal_scale import (
     update_scale,
 )
 from pyro_bpq.estimators.relaxation import Annealed
+from pyro_bpq.estimators.requirements import alternative
 from pyro_bpq.estimators.variates import centre, means_statistics, update_means
 
 __all__ = ["REBAR", "LearnedTemperature", "relaxed_cost", "unsupported_relaxation"]
@@ -187,8 +188,5 @@ def unsupported_relaxation(owner: str, site: SiteInfo) -> str | None:
     """Why a site's value cannot be relaxed, or ``None``."""
     if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
         return None
-    if site.components is None:
-        other = "Pathwise()" if site.has_rsample else "ScoreFunction()"
-    else:
-        other = "OneHotCategorical, RELAX() or AllAction()"
+    other = alternative(site) if site.components is None else f"OneHotCategorical, RELAX() or {alternative(site)}"
     return f"{owner}() needs a Bernoulli or OneHotCategorical, not a {site.distribution}; use {other}"

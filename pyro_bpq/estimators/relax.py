@@ -200,5 +200,5 @@ class RELAXQ:
 def _needs_components(owner: str, site: SiteInfo) -> str | None:
     if site.components is not None:
         return None
-    other = "Pathwise() or LAX()" if site.has_rsample else "ScoreFunction()"
+    other = "Pathwise()" if site.has_rsample else "ScoreFunction()"
     return f"{owner}() needs a finite support, which {site.distribution} lacks; use {other}"
