@@ -146,7 +146,7 @@ class FirstOrderCritic:
         hidden: Sizes of the hidden layers, at least one.
 
     References:
-        | MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016), Eq. 5
+        | MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
     """
 
     hidden: tuple[int, ...] = (32,)
@@ -209,7 +209,7 @@ class MomentCritic:
         hidden: Sizes of the hidden layers.
 
     References:
-        | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017), Eq. 4
+        | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017)
     """
 
     hidden: tuple[int, ...] = (32,)

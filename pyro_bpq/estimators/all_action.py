@@ -41,7 +41,7 @@ class AllAction:
             critics less the further ahead they are; any number in ``[0, 1]`` is unbiased.
 
     References:
-        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+        | Backprop-Q (Xu et al., 2018), Eq. 27
         | Local expectation gradients for black box variational inference (Titsias and
           Lázaro-Gredilla, 2015)
     """

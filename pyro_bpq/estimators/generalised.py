@@ -33,7 +33,7 @@ class GeneralisedReparameterisation:
     Register :func:`standardised` for a distribution of your own.
 
     References:
-        | The generalized reparameterization gradient (Ruiz et al., 2016), Eq. 5 to 8
+        | The generalized reparameterization gradient (Ruiz et al., 2016)
     """
 
     is_unbiased: ClassVar[bool] = True

@@ -99,6 +99,7 @@ class Concrete:
     References:
         | The Concrete distribution (Maddison et al., 2017)
         | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
+        | Backprop-Q (Xu et al., 2018), Eq. 23
     """
 
     temperature: Temperature = 0.5

@@ -29,7 +29,7 @@ class LambdaReturn:
 
     References:
         | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Advantage from λ-return errors
-        | High-dimensional continuous control using generalized advantage estimation (Schulman et al., 2016), Eq. 16
+        | High-dimensional continuous control using generalized advantage estimation (Schulman et al., 2016)
     """
 
     lam: float = 0.9

@@ -34,7 +34,8 @@ class LAX:
         variate: The network and how it learns.
 
     References:
-        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 5 and 8
+        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 5 and 6
+        | Backprop-Q (Xu et al., 2018), Eq. 24
     """
 
     variate: NetworkVariate = NetworkVariate()

@@ -34,7 +34,8 @@ class MuProp:
         baseline: Baseline ``b`` of the residual: ``None``, :class:`LeaveOneOut` or :class:`RunningBaseline`.
 
     References:
-        MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
+        | MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
+        | Backprop-Q (Xu et al., 2018), Eq. 19 to 21
     """
 
     baseline: Baseline | None = None

@@ -29,7 +29,7 @@ class OptimalScale:
 
     References:
         | Variance reduction techniques for gradient estimates in reinforcement learning (Greensmith et al., 2004)
-        | Black box variational inference (Ranganath et al., 2014), Eq. 9
+        | Black box variational inference (Ranganath et al., 2014)
     """
 
     decay: float = 0.98

@@ -21,7 +21,7 @@ class Pathwise:
 
     References:
         | Auto-encoding variational Bayes (Kingma and Welling, 2014)
-        | Backprop-Q (Xu et al., 2018), Appendix, Reparameterization Trick
+        | Backprop-Q (Xu et al., 2018), Eq. 22
     """
 
     is_unbiased: ClassVar[bool] = True

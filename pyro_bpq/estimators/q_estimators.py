@@ -44,8 +44,8 @@ class CriticBaseline:
         decay: Weight of the past in the running means.
 
     References:
-        | Neural variational inference and learning in belief networks (Mnih and Gregor, 2014), Section 2.3
-        | Backprop-Q (Xu et al., 2018), Appendix, REINFORCE
+        | Neural variational inference and learning in belief networks (Mnih and Gregor, 2014)
+        | Backprop-Q (Xu et al., 2018), Eq. 21
     """
 
     scale: Scale = OptimalScale()
@@ -96,7 +96,7 @@ class QControlVariate:
         decay: Weight of the past in the running means.
 
     References:
-        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+        | Backprop-Q (Xu et al., 2018), Eq. 27
     """
 
     num_samples: int = 4
@@ -168,7 +168,7 @@ class QAllAction(_LocalCost):
         g = Σ_d Σ_k ∇q_d(k) Q[d,k]
 
     References:
-        | An actor-critic algorithm for sequence prediction (Bahdanau et al., 2017), Eq. 7
+        | An actor-critic algorithm for sequence prediction (Bahdanau et al., 2017)
         | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
     """
 

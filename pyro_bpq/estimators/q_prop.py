@@ -37,8 +37,8 @@ class QProp:
         trace: ``A_Y`` is weighted by ``trace ** distance``, the number of steps from X to Y.
 
     References:
-        | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017), Eq. 5 to 7
-        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+        | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017)
+        | Backprop-Q (Xu et al., 2018), Eq. 27
     """
 
     adaptive: bool = True

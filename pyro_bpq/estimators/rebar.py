@@ -41,7 +41,7 @@ class LearnedTemperature:
         decay: Weight of the past in the running moments.
 
     References:
-        | REBAR (Tucker et al., 2017), Section 3.2; with a difference quotient in place of the derivative
+        | REBAR (Tucker et al., 2017); with a difference quotient in place of the derivative
     """
 
     start: float = 0.5
@@ -76,7 +76,8 @@ class REBAR:
 
     References:
         | REBAR: Low-variance, unbiased gradient estimates for discrete latent variable models (Tucker et al.,
-          2017), Eq. 7
+          2017)
+        | Backprop-Q (Xu et al., 2018), Eq. 26
     """
 
     temperature: float | Annealed | LearnedTemperature = 0.5

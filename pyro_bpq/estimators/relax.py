@@ -44,7 +44,7 @@ class RELAX:
 
     References:
         | Backpropagation through the void: Optimizing control variates for black-box gradient estimation
-          (Grathwohl et al., 2018), Eq. 6 to 8
+          (Grathwohl et al., 2018), Eq. 8
     """
 
     variate: NetworkVariate = NetworkVariate()
@@ -135,8 +135,8 @@ class RELAXQ:
         decay: Weight of the past in the running means.
 
     References:
-        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
-        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 6
+        | Backprop-Q (Xu et al., 2018), Eq. 27
+        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 8
     """
 
     temperature: float | Annealed = 0.5

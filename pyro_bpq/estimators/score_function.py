@@ -26,7 +26,7 @@ class ScoreFunction:
 
     References:
         | Simple statistical gradient-following algorithms (Williams, 1992)
-        | Backprop-Q (Xu et al., 2018), Appendix, REINFORCE
+        | Backprop-Q (Xu et al., 2018), Eq. 18
     """
 
     baseline: Baseline | None = None

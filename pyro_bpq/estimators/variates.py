@@ -36,7 +36,7 @@ class NetworkVariate:
         seed: Seed of the initial weights.
 
     References:
-        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 8
+        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 6
     """
 
     hidden: tuple[int, ...] = (32,)
