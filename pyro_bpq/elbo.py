@@ -93,8 +93,8 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
             critic in units of its targets' spread. ``explained``: share of the targets' variance that the critic
             explains, between particles of a data point; with one particle between data points. ``ms``: milliseconds of
             the host in the estimator and the critic's regression, a batched call shared out among its sites.
-        ms: Milliseconds of the host in the last step but for ``backward``: ``runs``, those of the programs, of the graph
-            and of the critics; ``signals``, estimators and regression.
+        ms: Milliseconds of the host in the last step but for ``backward``: ``runs``, those of the programs, the graph
+            and the critics; ``signals``, estimators and regression.
 
     Raises:
         OptionError: If an option is out of range.

@@ -115,6 +115,9 @@ class QuadraticCritic:
     Args:
         rank: Number of squares.
         hidden: Sizes of the hidden layers of ``A``, ``c`` and ``V``.
+
+    Raises:
+        OptionError: If an option is out of range.
     """
 
     rank: int = 4
@@ -144,6 +147,9 @@ class FirstOrderCritic:
 
     Args:
         hidden: Sizes of the hidden layers, at least one.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     References:
         | MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
@@ -176,6 +182,9 @@ class FlipCritic:
         hidden: Sizes of the hidden layers, at least one.
         max_elements: Largest number of hidden units held at a time.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Local expectation gradients for black box variational inference (Titsias and
           Lázaro-Gredilla, 2015)
@@ -207,6 +216,9 @@ class MomentCritic:
 
     Args:
         hidden: Sizes of the hidden layers.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     References:
         | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017)

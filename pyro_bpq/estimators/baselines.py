@@ -117,6 +117,9 @@ class RunningBaseline:
 
     Args:
         decay: Weight of the past, in ``[0, 1)``.
+
+    Raises:
+        OptionError: If an option is out of range.
     """
 
     decay: float = 0.95

@@ -32,6 +32,9 @@ class GumbelStraightThrough:
     Args:
         temperature: Temperature ``τ``, or a function of the number of steps taken.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
         | The Concrete distribution (Maddison et al., 2017)
@@ -95,6 +98,9 @@ class Concrete:
 
     Args:
         temperature: Temperature ``τ``, or a function of the number of steps taken.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     References:
         | The Concrete distribution (Maddison et al., 2017)

@@ -33,6 +33,9 @@ class LAX:
     Args:
         variate: The network and how it learns.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Backpropagation through the void (Grathwohl et al., 2018), Eq. 5 and 6
         | Backprop-Q (Xu et al., 2018), Eq. 24

@@ -43,6 +43,9 @@ class CriticBaseline:
         scale: The scale ``a``: a number or :class:`OptimalScale`.
         decay: Weight of the past in the running means.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Neural variational inference and learning in belief networks (Mnih and Gregor, 2014)
         | Backprop-Q (Xu et al., 2018), Eq. 21
@@ -94,6 +97,9 @@ class QControlVariate:
         num_samples: Number ``n`` of fresh samples.
         scale: The scale ``a``: a number or :class:`OptimalScale`.
         decay: Weight of the past in the running means.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     References:
         | Backprop-Q (Xu et al., 2018), Eq. 27

@@ -36,6 +36,9 @@ class QProp:
         max_scale: Upper end of the scales.
         trace: ``A_Y`` is weighted by ``trace ** distance``, the number of steps from X to Y.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017)
         | Backprop-Q (Xu et al., 2018), Eq. 27

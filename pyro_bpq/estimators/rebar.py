@@ -40,6 +40,9 @@ class LearnedTemperature:
         delta: Relative difference ``δ`` of the two temperatures.
         decay: Weight of the past in the running moments.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | REBAR (Tucker et al., 2017); with a difference quotient in place of the derivative
     """
@@ -73,6 +76,9 @@ class REBAR:
         temperature: A number, :class:`Annealed` or :class:`LearnedTemperature`.
         scale: The scale ``a``: a number or :class:`OptimalScale`.
         decay: Weight of the past in the running means.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     References:
         | REBAR: Low-variance, unbiased gradient estimates for discrete latent variable models (Tucker et al.,

@@ -42,6 +42,9 @@ class RELAX:
         temperature: Temperature ``τ`` of the first step.
         uses_cost: Whether the cost at the relaxed value is part of the control variate, as in the paper.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Backpropagation through the void: Optimizing control variates for black-box gradient estimation
           (Grathwohl et al., 2018), Eq. 8
@@ -133,6 +136,9 @@ class RELAXQ:
         temperature: A number or :class:`Annealed`.
         scale: The scale ``a``: a number or :class:`OptimalScale`.
         decay: Weight of the past in the running means.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     References:
         | Backprop-Q (Xu et al., 2018), Eq. 27

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pyro_bpq.estimators.base import SiteInfo
 
-__all__ = ["alternative", "is_infinite", "needs_binary", "needs_finite", "needs_float_value", "needs_particles", "needs_single"]
+__all__ = [
+    "alternative",
+    "is_infinite",
+    "needs_binary",
+    "needs_finite",
+    "needs_float_value",
+    "needs_particles",
+    "needs_single",
+]
 
 
 _INFINITE = ("Poisson", "Geometric", "NegativeBinomial", "ZeroInflated", "Binomial", "BetaBinomial")

@@ -189,8 +189,6 @@ def trained(estimator: Any, case: Kind, particles: int, later: bool, steps: int 
     return elbo.eval(), model, guide
 
 
-
-
 def exact_params() -> Iterator[Any]:
     for i, (particles, estimator) in enumerate(EXACT):
         served = [case for case in CASES if serves(estimator, case)]

@@ -54,7 +54,11 @@ def step(site: str, estimator: Any, particles: int = 1) -> None:
 def named(message: str, own: str) -> list[Any]:
     """The estimators that a message names as one writes them."""
     found = dict.fromkeys(re.findall(r"\b([A-Z]\w+)\(\)", message))
-    return [getattr(package, name)() for name in found if hasattr(getattr(package, name, None), "is_unbiased") and name != own]
+    return [
+        getattr(package, name)()
+        for name in found
+        if hasattr(getattr(package, name, None), "is_unbiased") and name != own
+    ]
 
 
 @pytest.mark.parametrize("site", SITES)
