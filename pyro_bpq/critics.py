@@ -99,6 +99,9 @@ class MLPCritic:
 
     Args:
         hidden: Sizes of the hidden layers.
+
+    Raises:
+        OptionError: If an option is out of range.
     """
 
     hidden: tuple[int, ...] = (32,)
@@ -134,6 +137,9 @@ class TabularCritic:
 
     Args:
         max_cells: Largest number of joint states of the scope without the site itself.
+
+    Raises:
+        OptionError: If an option is out of range.
     """
 
     max_cells: int = 65536

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 import warnings
 from collections.abc import Callable, Container
 from dataclasses import replace
@@ -90,7 +91,10 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
             ``baseline``: the running mean of ``RunningBaseline``, in nats. ``scales``: those of ``AllAction``, ``(4,)``
             for exact costs, level and differences of the critic, and later sites. ``td_loss``: squared error of the
             critic in units of its targets' spread. ``explained``: share of the targets' variance that the critic
-            explains, between particles of a data point; with one particle between data points.
+            explains, between particles of a data point; with one particle between data points. ``ms``: milliseconds of
+            the host in the estimator and the critic's regression, a batched call shared out among its sites.
+        ms: Milliseconds of the host in the last step but for ``backward``: ``runs``, those of the programs, the graph
+            and the critics; ``signals``, estimators and regression.
 
     Raises:
         OptionError: If an option is out of range.
@@ -151,6 +155,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         self.keeps_staged = replay is not None or (learner is not None and learner.steps > 1)
         self.num_steps = self.num_noises = 0
         self.info: dict[str, dict[str, Any]] = {}
+        self.ms: dict[str, float] = {}
         self._structure = StructureCache(structure)
         self._optimizer = None if learner is None else CriticOptimizer(learner)
         self._plans: dict[Any, Plan] = {}
@@ -289,7 +294,9 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
     ) -> tuple[Tensor, Tensor, StepResult]:
         """The loss, the differentiable costs, and what the step yields."""
+        start = time.perf_counter()
         runs, items = self._observe(model, guide, args, kwargs, learning)
+        ready = time.perf_counter()
         signals = [item.signals for item in items]
         loss = self._mean([traced.run.loss for traced in runs])
         costs = [traced.run.differentiable for traced in runs]
@@ -298,6 +305,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
             graphs = [one.layout.graph for one in signals] * (len(runs) // len(signals))
             costs = [differentiable_cost(*pair) for pair in zip(runs, graphs, strict=True)]
         result = step(signals, self.critics, self.learning(), learning)
+        self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
         if self.keeps_staged:
             self.staged = Transient([replace(item, result=result) for item in items])
         return loss, sum(costs, torch.zeros(())), result

@@ -43,6 +43,16 @@ class SiteNotFoundError(BPQError, KeyError):
 class UnsupportedSiteError(BPQError, NotImplementedError, ValueError):
     """An estimator or a critic cannot serve a site."""
 
+    def at(self, *sites: str) -> UnsupportedSiteError:
+        """The error with the names of its sites in front, if its text does not name one of them.
+
+        Args:
+            *sites: Names of the sites.
+        """
+        if any(repr(site) in str(self) for site in sites):
+            return self
+        return type(self)(f"Site {', '.join(map(repr, sites))}: {self}")
+
 
 class UnsupportedProgramError(BPQError, NotImplementedError):
     """A program uses a feature for which no right gradient can be given."""

@@ -115,6 +115,9 @@ class QuadraticCritic:
     Args:
         rank: Number of squares.
         hidden: Sizes of the hidden layers of ``A``, ``c`` and ``V``.
+
+    Raises:
+        OptionError: If an option is out of range.
     """
 
     rank: int = 4
@@ -145,8 +148,11 @@ class FirstOrderCritic:
     Args:
         hidden: Sizes of the hidden layers, at least one.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
-        | MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016), Eq. 5
+        | MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
     """
 
     hidden: tuple[int, ...] = (32,)
@@ -175,6 +181,9 @@ class FlipCritic:
     Args:
         hidden: Sizes of the hidden layers, at least one.
         max_elements: Largest number of hidden units held at a time.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     References:
         | Local expectation gradients for black box variational inference (Titsias and
@@ -208,8 +217,11 @@ class MomentCritic:
     Args:
         hidden: Sizes of the hidden layers.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
-        | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017), Eq. 4
+        | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017)
     """
 
     hidden: tuple[int, ...] = (32,)

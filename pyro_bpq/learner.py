@@ -36,6 +36,9 @@ class CriticLearner:
         steps: Number of steps of the optimiser on the rollout of each training step.
         replay: How critics also learn from stored rollouts, or ``None``.
         slow: How targets track the critics slowly, or ``None`` for targets from the critics as they are.
+
+    Raises:
+        OptionError: If an option is out of range.
     """
 
     lr: float | None = None

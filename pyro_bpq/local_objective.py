@@ -136,7 +136,7 @@ class LocalObjective:
             clip: ``ε``, or ``None`` for no clipping.
 
         References:
-            | Proximal policy optimization algorithms (Schulman et al., 2017), Eq. 7
+            | Proximal policy optimization algorithms (Schulman et al., 2017), the clipped surrogate objective
         """
         totals = []
         for staged, signals, old, new in zip(self.items, self.signals, self.old, nearby.log_q, strict=True):

@@ -50,6 +50,9 @@ class Replay:
             is biased when the guide has moved.
         max_assignments: Largest number of joint values of co-parents that ``"expected"`` sums over.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Backprop-Q (Xu et al., 2018), Sec. 4.1
     """

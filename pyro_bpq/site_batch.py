@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from pyro_bpq.errors import PlateError
+from pyro_bpq.errors import PlateError, UnsupportedSiteError
 from pyro_bpq.features import Components, encode_real
 from pyro_bpq.layout import SiteClass
 from pyro_bpq.moments import Standardised, standardise
@@ -49,6 +49,8 @@ class SiteBatch:
 
         try:
             return self.rollout.stack(from_run, self.cls.names, self.plates, event_ndim)
+        except UnsupportedSiteError:
+            raise
         except RuntimeError as error:
             plates = ", ".join(f"{p.name} (dim {p.dim})" for p in self.plates) or "none"
             raise PlateError(

@@ -36,6 +36,9 @@ class SlowTracking:
             tracking.
         guide: Whether replay also redraws from a slowly tracking copy of the guide's parameters, updated once per
             training step with the same rate. Critics then learn the costs under that slower guide.
+
+    Raises:
+        OptionError: If an option is out of range.
     """
 
     rate: float = 0.05

@@ -6,6 +6,7 @@ the same sites: then one call per site, over those particles that have it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.critic_step import CriticRows, regression
+from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, at_step, initial_statistics
 from pyro_bpq.layout import SiteClass
 from pyro_bpq.moments import Standardised
@@ -81,17 +83,27 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
     if build:
         classes = [cls for one in signals for cls in one.layout.classes]
         info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
-    number = learning.num_steps
-    terms = [
-        (context.names, _estimate(cls, at_step(cls.spec.estimator, number), context, bank, build, writes, info))
-        for cls, context in _contexts(signals)
-    ]
+    number, terms = learning.num_steps, []
+    for cls, context in _contexts(signals):
+        start = time.perf_counter()
+        term = _estimate(cls, at_step(cls.spec.estimator, number), context, bank, build, writes, info)
+        terms.append((context.names, term))
+        if build:
+            _add_time(info, context.names, start)
     loss = _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info) if build else None
     if len(signals) > 1:
         # Particles, and sites of a family that shares a critic, each have a say.
         writes = average_writes(writes)
     sums = [term.sum() for _, term in terms]
     return StepResult(sum(sums[1:], sums[0]) if sums else torch.zeros(()), loss, writes, info, tuple(terms))
+
+
+def _add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: float) -> None:
+    """Shares out the time since ``start`` among the sites of a batched call."""
+    ms = 1e3 * (time.perf_counter() - start) / len(names)
+    for name in names:
+        entry = info.setdefault(name, {})
+        entry["ms"] = entry.get("ms", 0.0) + ms
 
 
 # Estimators.
@@ -152,7 +164,10 @@ def _estimate(
     initial = initial_statistics(estimator, context.num_particles, cls.width)
     selection, statistics = _statistics(estimator, initial, context, bank, build)
     context = replace(context, statistics=statistics, count=statistics.get("count"))
-    term = present(context)
+    try:
+        term = present(context)
+    except UnsupportedSiteError as error:
+        raise error.at(*context.names) from error
     if selection is not None and build:
         for name, value in term.statistics.items():
             writes += selection.write(name, value)
@@ -297,6 +312,7 @@ def _regress(
         learns, weight = learners[key], key[-1]
         if not any(learns):
             continue
+        start = time.perf_counter()
         rows = parts[0][0] if len(parts) == 1 else CriticRows.join([part[0] for part in parts])
         value, target = (torch.cat([part[k] for part in parts], 1) for k in (1, 2))  # type: ignore[misc]
         mask = None if all(learns) else value.new_tensor(learns)
@@ -305,4 +321,5 @@ def _regress(
         writes += wrote
         for i, site in enumerate(rows.sites):
             info.setdefault(site, {}).update({k: v[i] for k, v in diagnostics.items()})
+        _add_time(info, rows.sites, start)
     return sum(losses[1:], losses[0]) if losses else None

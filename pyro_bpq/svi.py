@@ -91,7 +91,7 @@ class ProximalSVI(_ControlledSVI):
         OptionError: If an option is out of range.
 
     References:
-        | Proximal policy optimization algorithms (Schulman et al., 2017), Eq. 7
+        | Proximal policy optimization algorithms (Schulman et al., 2017), the clipped surrogate objective
         | Backprop-Q (Xu et al., 2018), Appendix, Details for Controlled Policy Optimization
     """
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_bpq.config import SiteOptions, site_options
 from pyro_bpq.contained import ContainedCalls
-from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo, at_step
 from pyro_bpq.features import finite_components
 from pyro_bpq.graph import Plate
@@ -134,7 +134,10 @@ class Watch(Messenger):  # type: ignore[misc]
         if estimator is None or (getattr(msg["fn"], "has_rsample", False) and not hasattr(estimator, "correction")):
             return
         if self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])) == estimator:
-            msg["value"] = at_step(estimator, self.step).attach(msg["fn"], msg["value"], self.noise())
+            try:
+                msg["value"] = at_step(estimator, self.step).attach(msg["fn"], msg["value"], self.noise())
+            except UnsupportedSiteError as error:
+                raise error.at(msg["name"]) from error
             self.attached[msg["name"]] = estimator
 
     def _keep(self, msg: Any, score: Tensor) -> None:

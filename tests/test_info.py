@@ -7,6 +7,7 @@ import torch
 from models import BY_NAME
 
 from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.diagnostics.history import scalars
 
 
 @pytest.mark.parametrize("particles", [1, 2])
@@ -22,3 +23,16 @@ def test_explained_variance_needs_something_that_varies(particles: int) -> None:
     # Two particles that agree tell no more than one.
     assert all(value.isnan() for value in found) == (particles == 1)
     assert all(value <= 1.0 for value in found if not value.isnan())
+
+
+def test_info_tells_where_the_time_goes() -> None:
+    case = BY_NAME["chain"]
+    case.params()
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(2):
+        elbo.loss_and_grads(case.model, case.guide)
+        assert all(info["ms"] > 0.0 for info in elbo.info.values())
+        assert set(elbo.ms) == {"runs", "signals"}
+        # What sites account for is part of the step.
+        assert sum(info["ms"] for info in elbo.info.values()) < elbo.ms["signals"]
+    assert scalars(elbo)["a"]["ms"] == elbo.info["a"]["ms"]

@@ -61,10 +61,12 @@ class Network(nn.Module):
         super().__init__()
         self.transition = nn.Sequential(nn.Linear(K, 32), nn.Tanh(), nn.Linear(32, K))
         self.emission = nn.Linear(K, keys)
-        # Each state begins as a frame of the data. From random numbers all sequences soon choose the one state that
-        # fits the average frame best, and stay there.
-        frames = train.flatten(0, 1)[torch.randint(train.shape[0] * T, (K,))]
-        self.emission.weight.data, self.emission.bias.data = 2 * frames.T - 1, torch.zeros(keys)
+        # Each state begins as a frame of the data, told from the average frame. From random numbers all sequences soon
+        # choose the one state that fits the average best, and stay there.
+        frames = train.flatten(0, 1)
+        mean = frames.mean(0).clamp(0.01, 0.99)
+        self.emission.weight.data = 4 * (frames[torch.randint(len(frames), (K,))] - mean).T
+        self.emission.bias.data = mean.logit()
         self.backwards = nn.GRU(keys, 32, batch_first=True)
         self.combine = nn.Sequential(nn.Linear(32 + K, 32), nn.Tanh(), nn.Linear(32, K))
 
@@ -83,16 +85,22 @@ class Network(nn.Module):
             z = torch.zeros(len(x), K)
             for t in range(T):
                 seen = ahead[:, t].expand(*z.shape[:-1], 32)
+                # What each state makes of the frame at hand, and the network for what came before and comes next.
+                logits = self.emitted(x[:, t]) + self.combine(torch.cat([seen, z], -1))
                 z = pyro.sample(
                     f"z_{t}",
-                    dist.OneHotCategorical(logits=self.combine(torch.cat([seen, z], -1))),
+                    dist.OneHotCategorical(logits=logits),
                     infer={"bpq": {"share": "z", "context": seen.detach()}},
                 )
+
+    def emitted(self, x: Tensor) -> Tensor:
+        """Log-probability of frames in each state."""
+        return dist.Bernoulli(logits=self.emission(torch.eye(K))).to_event(1).log_prob(x.unsqueeze(-2))
 
     def log_likelihood(self, x: Tensor) -> float:
         """Exact, per sequence, by the forward algorithm."""
         with torch.no_grad():
-            emitted = dist.Bernoulli(logits=self.emission(torch.eye(K))).to_event(1).log_prob(x.unsqueeze(2))
+            emitted = self.emitted(x)
             step = self.transition(torch.eye(K)).log_softmax(-1)
             alpha = self.transition(torch.zeros(K)).log_softmax(-1) + emitted[:, 0]
             for t in range(1, T):

@@ -31,8 +31,11 @@ def scalars(elbo: Any) -> dict[str, dict[str, float]]:
     """
     names: list[tuple[str, str]] = []
     values: list[Tensor] = []
+    found: dict[str, dict[str, float]] = {}
     for site in _in_program_order(elbo):
         for key, entry in elbo.info[site].items():
+            if isinstance(entry, float):
+                found.setdefault(site, {})[key] = entry
             if not isinstance(entry, Tensor):
                 continue
             if key == "scales":
@@ -45,7 +48,6 @@ def scalars(elbo: Any) -> dict[str, dict[str, float]]:
             names += [(site, label) for label, _ in parts]
             values += [value.detach().to(torch.float64) for _, value in parts]
     numbers = torch.stack(values).tolist() if values else []
-    found: dict[str, dict[str, float]] = {}
     for (site, label), number in zip(names, numbers, strict=True):
         found.setdefault(site, {})[label] = number
     return found

@@ -40,8 +40,11 @@ class AllAction:
         trace: ``A_Y`` is weighted by ``trace ** distance``, the number of steps from X to Y. Below 1 it trusts
             critics less the further ahead they are; any number in ``[0, 1]`` is unbiased.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
-        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+        | Backprop-Q (Xu et al., 2018), Eq. 27
         | Local expectation gradients for black box variational inference (Titsias and
           Lázaro-Gredilla, 2015)
     """

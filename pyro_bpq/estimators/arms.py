@@ -97,6 +97,9 @@ class ARMS:
         samples: Number of samples ``n``.
         copula: How their noise is coupled.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         ARMS: Antithetic-REINFORCE-multi-sample gradient for binary variables (Dimitriev and Zhou, 2021)
     """

@@ -81,7 +81,7 @@ class LeaveOneOut:
     earlier steps takes its place.
 
     References:
-        | Buy 4 REINFORCE samples, get a baseline for free (Kool et al., 2019), Eq. 8
+        | Buy 4 REINFORCE samples, get a baseline for free (Kool et al., 2019)
         | Variational inference for Monte Carlo objectives (Mnih and Rezende, 2016)
     """
 
@@ -117,6 +117,9 @@ class RunningBaseline:
 
     Args:
         decay: Weight of the past, in ``[0, 1)``.
+
+    Raises:
+        OptionError: If an option is out of range.
     """
 
     decay: float = 0.95

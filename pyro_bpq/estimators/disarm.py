@@ -24,7 +24,7 @@ class ARM:
     pair, costs the same and is never worse. Here for reference.
 
     References:
-        ARM: Augment-REINFORCE-merge gradient for stochastic binary networks (Yin and Zhou, 2019), Theorem 1
+        ARM: Augment-REINFORCE-merge gradient for stochastic binary networks (Yin and Zhou, 2019)
     """
 
     is_unbiased: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class DisARM:
     at once, sites downstream are drawn afresh.
 
     References:
-        | DisARM: An antithetic gradient estimator for binary latent variables (Dong et al., 2020), Eq. 7
+        | DisARM: An antithetic gradient estimator for binary latent variables (Dong et al., 2020)
         | Probabilistic best subset selection via gradient-based optimization, U2G (Yin et al., 2020)
     """
 

@@ -32,6 +32,9 @@ class DoubleCV:
         scale: The scales ``a_1 = a_2``; ``None`` takes those of least variance, from running moments of earlier steps.
         decay: Weight of the past in these moments.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         Double control variates for gradient estimation in discrete latent variable models (Titsias and Shi, 2022)
     """
@@ -76,6 +79,9 @@ class RODEO:
 
     Args:
         decay: Weight of the past in the running moments.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     References:
         Gradient estimation with discrete Stein operators (Shi et al., 2022)

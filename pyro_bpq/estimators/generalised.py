@@ -13,6 +13,7 @@ from torch import distributions as td
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.reparameterise import base_distribution
+from pyro_bpq.estimators.requirements import alternative, is_infinite
 
 __all__ = ["GeneralisedReparameterisation", "standardised"]
 
@@ -32,7 +33,7 @@ class GeneralisedReparameterisation:
     Register :func:`standardised` for a distribution of your own.
 
     References:
-        | The generalized reparameterization gradient (Ruiz et al., 2016), Eq. 5 to 8
+        | The generalized reparameterization gradient (Ruiz et al., 2016)
     """
 
     is_unbiased: ClassVar[bool] = True
@@ -41,11 +42,11 @@ class GeneralisedReparameterisation:
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs a continuous distribution; whether a transform is known shows at the first draw."""
-        if site.components is None and site.distribution != "Poisson":
+        if site.components is None and not is_infinite(site):
             return None
-        other = "ScoreFunction()" if site.components is None else "AllAction()"
         return (
-            f"GeneralisedReparameterisation() needs a continuous distribution, not a {site.distribution}; use {other}"
+            f"GeneralisedReparameterisation() needs a continuous distribution, not a {site.distribution}; "
+            f"use {alternative(site)}"
         )
 
     def statistics(self, num_particles: int) -> Statistics:

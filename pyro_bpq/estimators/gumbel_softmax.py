@@ -32,6 +32,9 @@ class GumbelStraightThrough:
     Args:
         temperature: Temperature ``τ``, or a function of the number of steps taken.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
         | The Concrete distribution (Maddison et al., 2017)
@@ -96,9 +99,13 @@ class Concrete:
     Args:
         temperature: Temperature ``τ``, or a function of the number of steps taken.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | The Concrete distribution (Maddison et al., 2017)
         | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
+        | Backprop-Q (Xu et al., 2018), Eq. 23
     """
 
     temperature: Temperature = 0.5

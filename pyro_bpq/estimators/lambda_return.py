@@ -27,9 +27,12 @@ class LambdaReturn:
     Args:
         lam: Weight of the return against the critics, in ``[0, 1]``; not the one that the critics learn by.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Advantage from λ-return errors
-        | High-dimensional continuous control using generalized advantage estimation (Schulman et al., 2016), Eq. 16
+        | High-dimensional continuous control using generalized advantage estimation (Schulman et al., 2016)
     """
 
     lam: float = 0.9

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, update_mean
 from pyro_bpq.estimators.reparameterise import base_distribution, parameter_names, reparameterise
+from pyro_bpq.estimators.requirements import alternative, is_infinite
 from pyro_bpq.estimators.variates import NetworkVariate, centre, update_means
 
 __all__ = ["LAX"]
@@ -32,8 +33,12 @@ class LAX:
     Args:
         variate: The network and how it learns.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
-        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 5 and 8
+        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 5 and 6
+        | Backprop-Q (Xu et al., 2018), Eq. 24
     """
 
     variate: NetworkVariate = NetworkVariate()
@@ -50,9 +55,9 @@ class LAX:
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs a continuous distribution that can be reparameterised."""
         # By the time that a site is planned its rsample may be hidden: the value is to be detached.
-        if site.components is None and not site.distribution.startswith(("Poisson", "Geometric", "NegativeBinomial")):
+        if site.components is None and not is_infinite(site):
             return None
-        other = "RELAX() or AllAction()" if site.components is not None else "ScoreFunction()"
+        other = f"RELAX() or {alternative(site)}" if site.components is not None else alternative(site)
         return f"LAX() needs a continuous distribution, not a {site.distribution}; use {other}"
 
     def statistics(self, num_particles: int) -> Statistics:

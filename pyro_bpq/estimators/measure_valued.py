@@ -42,7 +42,7 @@ class MeasureValued:
     cost reads several of them.
 
     References:
-        | Monte Carlo gradient estimation in machine learning (Mohamed et al., 2020), section 6
+        | Monte Carlo gradient estimation in machine learning (Mohamed et al., 2020)
         | Measure-valued derivatives for approximate Bayesian inference (Rosca et al., 2019)
     """
 

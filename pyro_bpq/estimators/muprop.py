@@ -33,8 +33,12 @@ class MuProp:
     Args:
         baseline: Baseline ``b`` of the residual: ``None``, :class:`LeaveOneOut` or :class:`RunningBaseline`.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
-        MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
+        | MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
+        | Backprop-Q (Xu et al., 2018), Eq. 19 to 21
     """
 
     baseline: Baseline | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.requirements import alternative
 
 __all__ = ["Pathwise"]
 
@@ -20,7 +21,7 @@ class Pathwise:
 
     References:
         | Auto-encoding variational Bayes (Kingma and Welling, 2014)
-        | Backprop-Q (Xu et al., 2018), Appendix, Reparameterization Trick
+        | Backprop-Q (Xu et al., 2018), Eq. 22
     """
 
     is_unbiased: ClassVar[bool] = True
@@ -31,8 +32,7 @@ class Pathwise:
         """Needs a reparameterised distribution."""
         if site.has_rsample:
             return None
-        other = "AllAction()" if site.components else "ScoreFunction()"
-        return f"Pathwise() needs a distribution with rsample, which {site.distribution} lacks; use {other}"
+        return f"Pathwise() needs a distribution with rsample, which {site.distribution} lacks; use {alternative(site)}"
 
     def statistics(self, num_particles: int) -> Statistics:
         """None."""

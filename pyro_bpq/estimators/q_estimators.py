@@ -43,9 +43,12 @@ class CriticBaseline:
         scale: The scale ``a``: a number or :class:`OptimalScale`.
         decay: Weight of the past in the running means.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
-        | Neural variational inference and learning in belief networks (Mnih and Gregor, 2014), Section 2.3
-        | Backprop-Q (Xu et al., 2018), Appendix, REINFORCE
+        | Neural variational inference and learning in belief networks (Mnih and Gregor, 2014)
+        | Backprop-Q (Xu et al., 2018), Eq. 21
     """
 
     scale: Scale = OptimalScale()
@@ -95,8 +98,11 @@ class QControlVariate:
         scale: The scale ``a``: a number or :class:`OptimalScale`.
         decay: Weight of the past in the running means.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
-        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+        | Backprop-Q (Xu et al., 2018), Eq. 27
     """
 
     num_samples: int = 4
@@ -168,7 +174,7 @@ class QAllAction(_LocalCost):
         g = Σ_d Σ_k ∇q_d(k) Q[d,k]
 
     References:
-        | An actor-critic algorithm for sequence prediction (Bahdanau et al., 2017), Eq. 7
+        | An actor-critic algorithm for sequence prediction (Bahdanau et al., 2017)
         | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
     """
 

@@ -9,6 +9,7 @@ import torch
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.requirements import alternative
 from pyro_bpq.estimators.scales import ScaledTerms, initial_statistics
 
 __all__ = ["QProp"]
@@ -35,9 +36,12 @@ class QProp:
         max_scale: Upper end of the scales.
         trace: ``A_Y`` is weighted by ``trace ** distance``, the number of steps from X to Y.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
-        | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017), Eq. 5 to 7
-        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+        | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017)
+        | Backprop-Q (Xu et al., 2018), Eq. 27
     """
 
     adaptive: bool = True
@@ -61,7 +65,8 @@ class QProp:
         """Serves sites without finite components."""
         if site.components is None:
             return None
-        return f"QProp() is for values without finite support, and {site.distribution} has one; use AllAction()"
+        other = alternative(site)
+        return f"QProp() is for values without finite support, and {site.distribution} has one; use {other}"
 
     def statistics(self, num_particles: int) -> Statistics:
         """Gram matrix of the control variates, their products with the plain gradient, means, scales."""

@@ -20,6 +20,7 @@ from pyro_bpq.estimators.optimal_scale import (
     update_scale,
 )
 from pyro_bpq.estimators.relaxation import Annealed
+from pyro_bpq.estimators.requirements import alternative
 from pyro_bpq.estimators.variates import centre, means_statistics, update_means
 
 __all__ = ["REBAR", "LearnedTemperature", "relaxed_cost", "unsupported_relaxation"]
@@ -39,8 +40,11 @@ class LearnedTemperature:
         delta: Relative difference ``δ`` of the two temperatures.
         decay: Weight of the past in the running moments.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
-        | REBAR (Tucker et al., 2017), Section 3.2; with a difference quotient in place of the derivative
+        | REBAR (Tucker et al., 2017); with a difference quotient in place of the derivative
     """
 
     start: float = 0.5
@@ -73,9 +77,13 @@ class REBAR:
         scale: The scale ``a``: a number or :class:`OptimalScale`.
         decay: Weight of the past in the running means.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | REBAR: Low-variance, unbiased gradient estimates for discrete latent variable models (Tucker et al.,
-          2017), Eq. 7
+          2017)
+        | Backprop-Q (Xu et al., 2018), Eq. 26
     """
 
     temperature: float | Annealed | LearnedTemperature = 0.5
@@ -187,8 +195,5 @@ def unsupported_relaxation(owner: str, site: SiteInfo) -> str | None:
     """Why a site's value cannot be relaxed, or ``None``."""
     if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
         return None
-    if site.components is None:
-        other = "Pathwise()" if site.has_rsample else "ScoreFunction()"
-    else:
-        other = "OneHotCategorical, RELAX() or AllAction()"
+    other = alternative(site) if site.components is None else f"OneHotCategorical, RELAX() or {alternative(site)}"
     return f"{owner}() needs a Bernoulli or OneHotCategorical, not a {site.distribution}; use {other}"

@@ -31,6 +31,9 @@ class ReinMax:
     Args:
         temperature: Temperature ``τ`` of at least one, as the paper advises, or a function of the steps taken.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         Bridging discrete and backpropagation: straight-through and beyond (Liu et al., 2023)
     """

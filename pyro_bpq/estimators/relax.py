@@ -42,9 +42,12 @@ class RELAX:
         temperature: Temperature ``τ`` of the first step.
         uses_cost: Whether the cost at the relaxed value is part of the control variate, as in the paper.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Backpropagation through the void: Optimizing control variates for black-box gradient estimation
-          (Grathwohl et al., 2018), Eq. 6 to 8
+          (Grathwohl et al., 2018), Eq. 8
     """
 
     variate: NetworkVariate = NetworkVariate()
@@ -134,9 +137,12 @@ class RELAXQ:
         scale: The scale ``a``: a number or :class:`OptimalScale`.
         decay: Weight of the past in the running means.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
-        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
-        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 6
+        | Backprop-Q (Xu et al., 2018), Eq. 27
+        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 8
     """
 
     temperature: float | Annealed = 0.5
@@ -200,5 +206,5 @@ class RELAXQ:
 def _needs_components(owner: str, site: SiteInfo) -> str | None:
     if site.components is not None:
         return None
-    other = "Pathwise() or LAX()" if site.has_rsample else "ScoreFunction()"
+    other = "Pathwise()" if site.has_rsample else "ScoreFunction()"
     return f"{owner}() needs a finite support, which {site.distribution} lacks; use {other}"

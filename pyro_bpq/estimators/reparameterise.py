@@ -57,7 +57,7 @@ def reparameterise(fn: Any, value: Tensor) -> Tensor:
         UnsupportedSiteError: If the distribution function is not known.
 
     References:
-        | Implicit reparameterization gradients (Figurnov et al., 2018), Eq. 5
+        | Implicit reparameterization gradients (Figurnov et al., 2018)
     """
     value = value.detach()
     try:

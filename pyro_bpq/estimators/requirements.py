@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from pyro_bpq.estimators.base import SiteInfo
 
-__all__ = ["alternative", "needs_binary", "needs_finite", "needs_float_value", "needs_particles", "needs_single"]
+__all__ = [
+    "alternative",
+    "is_infinite",
+    "needs_binary",
+    "needs_finite",
+    "needs_float_value",
+    "needs_particles",
+    "needs_single",
+]
+
+
+_INFINITE = ("Poisson", "Geometric", "NegativeBinomial", "ZeroInflated", "Binomial", "BetaBinomial")
+# The largest number of values of a component that a message advises to sum over.
+_MAX_SUPPORT = 64
 
 
 def alternative(site: SiteInfo) -> str:
     """An estimator that serves the site, as one writes it."""
     if site.has_rsample:
         return "Pathwise()"
-    return "ScoreFunction()" if site.components is None else "AllAction()"
+    is_small = site.components is not None and site.components.cardinality <= _MAX_SUPPORT
+    return "AllAction()" if is_small else "ScoreFunction()"
+
+
+def is_infinite(site: SiteInfo) -> bool:
+    """Whether the values are counts, without finite components."""
+    return site.components is None and site.distribution.startswith(_INFINITE)
 
 
 def needs_finite(name: str, site: SiteInfo) -> str | None:
@@ -39,7 +58,7 @@ def needs_single(name: str, site: SiteInfo) -> str | None:
     """Why a site without a single finite component cannot be served, or ``None``."""
     if site.components is None or site.components.size == 1:
         return needs_finite(name, site)
-    return f"{name}() needs a single component, but the site has {site.components.size}; use AllAction()"
+    return f"{name}() needs a single component, but the site has {site.components.size}; use {alternative(site)}"
 
 
 def needs_particles(name: str, site: SiteInfo) -> str | None:

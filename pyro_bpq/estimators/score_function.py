@@ -24,9 +24,12 @@ class ScoreFunction:
         baseline: ``None``, :class:`ConstantBaseline`, :class:`LeaveOneOut` or :class:`RunningBaseline`. For one that
             depends on the data see :class:`CriticBaseline`.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Simple statistical gradient-following algorithms (Williams, 1992)
-        | Backprop-Q (Xu et al., 2018), Appendix, REINFORCE
+        | Backprop-Q (Xu et al., 2018), Eq. 18
     """
 
     baseline: Baseline | None = None

@@ -30,6 +30,9 @@ class SumAndSample:
     Args:
         heaviest: Number of values ``k``.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         Rao-Blackwellized stochastic gradients for discrete distributions (Liu et al., 2019)
     """

@@ -35,6 +35,9 @@ class UnorderedSet:
     Args:
         samples: Number of values ``k``, from 2 to 6.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         Estimating gradients for discrete random variables by sampling without replacement (Kool et al., 2020)
     """

@@ -35,8 +35,11 @@ class NetworkVariate:
         decay: Weight of the past in the running spread of the costs, the unit of the network's output.
         seed: Seed of the initial weights.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
-        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 8
+        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 6
     """
 
     hidden: tuple[int, ...] = (32,)

@@ -17,6 +17,9 @@ __all__ = ["Moments", "assert_unbiased", "expected_gradient", "expected_moments"
 
 Program = Callable[..., Any]
 
+# Outcomes that are run twice, to see whether a step draws noise that nobody enumerates.
+_NUM_REPEATED = 8
+
 
 class Moments(NamedTuple):
     """Mean and variance of a gradient over everything a step draws, by name of the parameter."""
@@ -56,6 +59,15 @@ def _check_state(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
             )
 
 
+def _check_repeats(first: dict[int, Tensor], again: dict[int, Tensor]) -> None:
+    if all(torch.allclose(g, again[key], rtol=1e-6, atol=1e-12, equal_nan=True) for key, g in first.items()):
+        return
+    raise StructureChangedError(
+        "The step draws noise of its own: with the same values its gradient differs from one call to the next. "
+        "Hand over the noise as noise=ChoiceNoise(...), or compare sample_gradients(...) with z_scores(...)."
+    )
+
+
 def expected_moments(
     elbo: Any,
     model: Program,
@@ -89,10 +101,15 @@ def expected_moments(
         # The first step of an object may do more than all others, such as look at the program's structure.
         next(iter_outcomes(step, num_outcomes=num_outcomes, noise=noise))
         before = _state(elbo)
+        first: list[dict[int, Tensor]] = []
         for probability, gradient in iter_outcomes(step, num_outcomes=num_outcomes, noise=noise):
+            if len(first) < _NUM_REPEATED:
+                first.append(gradient)
             for key, g in gradient.items():
                 mean[key] = mean.get(key, 0.0) + probability * g
                 square[key] = square.get(key, 0.0) + probability * g**2
+        for old, (_, new) in zip(first, iter_outcomes(step, num_outcomes=num_outcomes, noise=noise), strict=False):
+            _check_repeats(old, new)
     _check_state(before, _state(elbo))
     variance = {key: (square[key] - mean[key] ** 2).clamp(min=0.0) for key in mean}
     return Moments(reader.named(mean), reader.named(variance))
@@ -140,7 +157,8 @@ def expected_gradient(
         OptionError: If there are more than ``num_outcomes`` outcomes.
         UnsupportedSiteError: If a site has no finite support.
         UnsupportedProgramError: If something is drawn behind the sites.
-        StructureChangedError: If the step is not deterministic given its draws, or changes the ELBO.
+        StructureChangedError: If the step is not deterministic given its draws, as where an estimator draws noise of
+            its own, or changes the ELBO.
     """
     return expected_moments(
         elbo,

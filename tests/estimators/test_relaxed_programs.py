@@ -16,7 +16,7 @@ from pyro_bpq.site_program import SiteProgramRuns
 from pyro_bpq.testing import exact_gradient, sample_gradients, z_scores
 
 
-def worst_z(name: str, estimator: Any, samples: int = 150, particles: int = 800) -> float:
+def worst_z(name: str, estimator: Any, samples: int = 180, particles: int = 800) -> float:
     """Largest z-score of steps whose standard error is below 0.5 % of the gradient."""
     case = BY_NAME[name]
     case.params()
