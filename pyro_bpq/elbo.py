@@ -115,7 +115,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         estimator: Estimator | None = None,
         critic: Critic | None = MLPCritic(),
         reduction: Reduction = "chain",
-        lam: float | Callable[[int], float] = 0.9,
+        lam: float | Callable[[int], float] = 0.97,
         gamma: float | Callable[[int], float] = 1.0,
         learner: CriticLearner | None = CriticLearner(),
         structure: str = "auto",

@@ -38,7 +38,7 @@ class Learning:
         num_steps: Number of steps taken, for estimators with a schedule.
     """
 
-    lam: float = 0.9
+    lam: float = 0.97
     gamma: float = 1.0
     level_weight: float = 0.1
     slow: bool = False
