@@ -361,7 +361,8 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
                 plan = self._plan(traced[0], graph, kind)
             tables = found or {}
         rerun = generator = None
-        if reruns and plan.needs_program and not kind[0]:
+        is_first_order = learning and self.learner is not None and self.learner.first_order > 0.0
+        if reruns and (plan.needs_program or is_first_order) and not kind[0]:
             generator = self._noise()
             rerun = Reruns(self._trace, programs, traced, graph, generator)
         signals = Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator)

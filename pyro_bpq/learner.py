@@ -39,6 +39,9 @@ class CriticLearner:
         steps: Number of steps of the optimiser on the rollout of each training step.
         replay: How critics also learn from stored rollouts, or ``None``.
         slow: How targets track the critics slowly, or ``None`` for targets from the critics as they are.
+        first_order: Weight of the slopes of critics of Bernoulli and OneHotCategorical sites, which then also match the
+            gradient of the costs with respect to the value (:mod:`pyro_bpq.first_order`), once for every rollout; one
+            more run of the program per such site. Other sites fit values only.
     """
 
     lr: float | None = None
@@ -48,6 +51,7 @@ class CriticLearner:
     steps: int = 1
     replay: Replay | None = None
     slow: SlowTracking | None = None
+    first_order: float = 0.0
 
     def __post_init__(self) -> None:
         if self.lr is not None and not self.lr > 0:
@@ -58,6 +62,8 @@ class CriticLearner:
             raise OptionError(f"CriticLearner(replay={self.replay!r}): write Replay(capacity=...) or None.")
         if self.slow is not None and not isinstance(self.slow, SlowTracking):
             raise OptionError(f"CriticLearner(slow={self.slow!r}): write SlowTracking(rate=...) or None.")
+        if not self.first_order >= 0.0:
+            raise OptionError(f"CriticLearner(first_order={self.first_order!r}): write a number that is not negative.")
         if self.clip is not None and not self.clip > 0:
             raise OptionError(f"CriticLearner(clip={self.clip!r}): write a positive number or None.")
 
