@@ -476,8 +476,8 @@ def main() -> None:
         f"guide (a net with {HIDDEN} hidden units for all steps, Adam {LEARNING_RATE}) trained together for "
         f"{size.steps} steps. *Gain*: mean squared error of the rival's gradient over ours, each averaged over ten "
         "checkpoints (the slow rivals: over those where they were measured), when the rival gets the processor time "
-        "(one thread) of our step, critics and their update included. Median over seeds, quartiles in brackets. *z of bias* is 1 "
-        "for an unbiased estimator. Exact gradient by dynamic programming in float64."
+        "(one thread) of our step, critics and their update included. Median over seeds, quartiles in brackets. *z of "
+        "bias* is 1 for an unbiased estimator. Exact gradient by dynamic programming in float64."
     )
     write_markdown(options.output / "chains.md", "Chains", [text, page])
 

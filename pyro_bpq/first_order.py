@@ -53,8 +53,8 @@ def first_order_loss(signals: Signals, weight: float) -> Tensor:
     if not losses:
         names = ", ".join(repr(name) for cls in signals.layout.classes for name in cls.names)
         raise OptionError(
-            f"CriticLearner(first_order={weight}): none of the sites {names} is a Bernoulli or OneHotCategorical with a "
-            "critic in dueling form (MLPCritic, LinearCritic, TabularCritic); write first_order=0.0."
+            f"CriticLearner(first_order={weight}): none of the sites {names} is a Bernoulli or OneHotCategorical with "
+            "a critic in dueling form (MLPCritic, LinearCritic, TabularCritic); write first_order=0.0."
         )
     return weight * sum(losses[1:], losses[0])
 

@@ -91,8 +91,8 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
     ]
     loss = _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info) if build else None
     if build and learning.first_order > 0.0:
-        slopes = sum(first_order_loss(one, learning.first_order) for one in signals)
-        loss = slopes if loss is None else loss + slopes
+        slopes = [first_order_loss(one, learning.first_order) for one in signals]
+        loss = sum(slopes, torch.zeros_like(slopes[0]) if loss is None else loss)
     if len(signals) > 1:
         # Particles, and sites of a family that shares a critic, each have a say.
         writes = average_writes(writes)
