@@ -16,11 +16,19 @@ SIZE = 4  # control variates
 PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))
 # A running moment looks back on so many samples, however few there are in a step: rare values show in it.
 _SAMPLES = 1000
+# A scale of something learned is zero unless its gain is that many standard errors away from none.
+_ERRORS = 2.0
+_EXACT = 0  # the control variate that is known and not learned
 
 
 def initial_statistics() -> Statistics:
-    """Gram matrix of the control variates, their products with the plain gradient, means, scales."""
-    return {"gram": (0.0,) * (len(PAIRS) + SIZE), "means": (0.0,) * 3, "scales": (1.0,) * SIZE}
+    """Gram matrix of the control variates, their products with the plain gradient, squares, means, scales."""
+    return {
+        "gram": (0.0,) * (len(PAIRS) + SIZE),
+        "squares": (0.0,) * SIZE,
+        "means": (0.0,) * 3,
+        "scales": (1.0,) * SIZE,
+    }
 
 
 @dataclass(frozen=True)
@@ -97,12 +105,18 @@ class ScaledTerms:
             return {} if context.num_particles > 1 else means
         elements = self.cost[0].numel()
         decay = max(decay, 1.0 - elements / _SAMPLES)
-        gram = update_mean(old["gram"], self.moments(scales), count, decay)
-        solved = solve(gram, old["scales"], 3.0 / ((count + 1.0) * elements), max_scale)
-        return {**means, "gram": gram, "scales": solved}
+        products, squares = self.moments(scales)
+        gram = update_mean(old["gram"], products, count, decay)
+        squares = update_mean(old["squares"], squares, count, decay)
+        samples = elements * (count + 1.0).clamp(max=(1.0 + decay) / (1.0 - decay))
+        noise = (squares - _partial(gram, scales).square()).clamp(min=0.0) / samples.unsqueeze(1)
+        solved = solve(gram, old["scales"], 3.0 / ((count + 1.0) * elements), max_scale, noise)
+        return {**means, "gram": gram, "squares": squares, "scales": solved}
 
-    def moments(self, scales: Tensor) -> Tensor:
-        """Mean products ``v_i·v_j`` and ``u·v_i``, shape ``(G, 14)``.
+    def moments(self, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean products ``v_i·v_j`` and ``u·v_i``, and mean squares of ``(u - Σ_{j≠i} a_j v_j)·v_i``.
+
+        Shapes ``(G, 14)`` and ``(G, 4)``.
 
         Given all but the sampled value every ``v_i`` has mean zero. So a vector that does not read it may be taken
         from ``u``: with what is known of the gradient taken away, products are less noisy. Given all that the others
@@ -124,17 +138,48 @@ class ScaledTerms:
             products.append(value if m is None or n is None else value + (m * n).sum((-1, -2)))
         for k, (i, j) in enumerate(PAIRS):
             products[k] = torch.zeros_like(products[k]) if i < j == 3 else products[k]
-        return torch.stack([site_mean(value) for value in products], 1)
+        squares = []
+        for i in range(SIZE):
+            partial = products[len(PAIRS) + i]
+            for j in range(SIZE):
+                if j != i:
+                    pair = products[PAIRS.index((min(i, j), max(i, j)))]
+                    partial = partial - self.scale(scales, j) * pair
+            squares.append(site_mean(partial.square()))
+        return torch.stack([site_mean(value) for value in products], 1), torch.stack(squares, 1)
 
 
-def solve(gram: Tensor, scales: Tensor, ridge: Tensor, max_scale: float) -> Tensor:
-    """Scales in ``[0, max_scale]`` that minimise ``|u - Σ a_i v_i|²``: coordinate descent, warm start.
-
-    A ridge towards 1 that fades with the number of samples steadies the first steps.
-    """
+def _square(gram: Tensor) -> Tensor:
     square = gram.new_zeros(gram.shape[0], SIZE, SIZE)
     for n, (i, j) in enumerate(PAIRS):
         square[:, i, j] = square[:, j, i] = gram[:, n]
+    return square
+
+
+def _partial(gram: Tensor, scales: Tensor) -> Tensor:
+    """Means of ``(u - Σ_{j≠i} a_j v_j)·v_i``, ``(G, 4)``."""
+    square = _square(gram)
+    own = torch.diagonal(square, dim1=1, dim2=2) * scales
+    return gram[:, len(PAIRS) :] - (square @ scales.unsqueeze(-1)).squeeze(-1) + own
+
+
+def solve(gram: Tensor, scales: Tensor, ridge: Tensor, max_scale: float, noise: Tensor | None = None) -> Tensor:
+    r"""Scales in ``[0, max_scale]`` that minimise ``|u - Σ a_i v_i|²``: coordinate descent, warm start.
+
+    A ridge towards 1 that fades with the number of samples steadies the first steps. Where few rare samples make up
+    a moment, its minimum is that of noise, which does harm: scales of what is learned shrink, as ``b²/(b² + e²)`` would
+    but down to zero,
+
+        a_i ← a_i max(0, 1 - 4 e_i² / b_i²),   b_i = E[(u - Σ_{j≠i} a_j v_j)·v_i],   e_i its standard error.
+
+    Args:
+        gram: Running means of products, ``(G, 14)``.
+        scales: Scales of the last step, ``(G, 4)``.
+        ridge: Weight of the ridge, ``(G,)``.
+        max_scale: Upper end.
+        noise: ``e²``, ``(G, 4)``; ``None`` for none.
+    """
+    square = _square(gram)
     diagonal = torch.diagonal(square, dim1=1, dim2=2)
     prior = ridge.unsqueeze(1) * diagonal
     right = gram[:, len(PAIRS) :] + prior
@@ -143,6 +188,10 @@ def solve(gram: Tensor, scales: Tensor, ridge: Tensor, max_scale: float) -> Tens
     for _ in range(2):
         for i in range(SIZE):
             rest = right[:, i] - (square[:, i] * scales).sum(1) + diagonal[:, i] * scales[:, i]
-            scales[:, i] = (rest / below[:, i]).clamp(0.0, max_scale)
+            found = (rest / below[:, i]).clamp(0.0, max_scale)
+            if noise is not None and i != _EXACT:
+                signal = (rest - prior[:, i]).square().clamp(min=torch.finfo(gram.dtype).tiny)
+                found = found * (1.0 - _ERRORS**2 * noise[:, i] / signal).clamp(min=0.0)
+            scales[:, i] = found
     # A control variate that is zero throughout leaves its scale where it was: 0/0 above gives 0.
     return torch.where(diagonal > 0, scales, torch.ones_like(scales))
