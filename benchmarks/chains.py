@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
@@ -404,7 +405,7 @@ def train(kind: type[Chain], steps: int, seed: int, size: Size) -> list[Row]:
         optimizer.step()
         if step % (size.steps // 10) == 0:
             found = checkpoint(chain, elbo, size, 10 * step // size.steps)
-            rows.append({"chain": kind.__name__.lower(), "T": steps, "seed": seed, **found})
+            rows.append({"chain": kind.__name__.lower(), "T": steps, "seed": seed, "steps": size.steps, **found})
     return rows
 
 
@@ -437,7 +438,7 @@ def summary(rows: list[Row]) -> list[Row]:
     for chain, steps in dict.fromkeys((row["chain"], row["T"]) for row in rows):
         mine = [row for row in rows if (row["chain"], row["T"]) == (chain, steps)]
         runs = [[row for row in mine if row["seed"] == seed] for seed in dict.fromkeys(row["seed"] for row in mine)]
-        entry: Row = {"chain": chain, "T": steps}
+        entry: Row = {"chain": chain, "T": steps, "seeds": len(runs), "steps": max(row["steps"] for row in mine)}
         for name, text in RIVALS.items():
             gains = [gain(run, name) for run in runs]
             if all(value == value for value in gains):
@@ -457,6 +458,23 @@ def summary(rows: list[Row]) -> list[Row]:
     return found
 
 
+TEXT = (
+    f"`TraceBackpropQ_ELBO(num_particles={PARTICLES}, vectorize_particles=True)`, the rest default; critics and "
+    f"guide (a net with {HIDDEN} hidden units for all steps, Adam {LEARNING_RATE}) trained together for "
+    "so many steps. *Gain*: mean squared error of the rival's gradient over ours, each averaged over ten "
+    "checkpoints (the slow rivals: over those where they were measured), when the rival gets the processor time "
+    "(one thread) of our step, critics and their update included. Median over seeds, quartiles in brackets. *z of "
+    "bias* is 1 for an unbiased estimator. Exact gradient by dynamic programming in float64."
+)
+
+
+def write_page(rows: list[Row], folder: Path, *remarks: str) -> None:
+    """Prints the summary and writes ``chains.md``."""
+    page = table(summary(rows))
+    print(page)
+    write_markdown(folder / "chains.md", "Chains", [TEXT, *remarks, page])
+
+
 def main() -> None:
     """Measures, prints, writes ``chains.csv`` and ``chains.md``."""
     options = arguments(__doc__)
@@ -469,17 +487,7 @@ def main() -> None:
             for seed in range(options.seeds or size.seeds):
                 rows += train(kind, steps, seed, size)
                 write_csv(options.output / "chains.csv", rows)
-    page = table(summary(rows))
-    print(page)
-    text = (
-        f"`TraceBackpropQ_ELBO(num_particles={PARTICLES}, vectorize_particles=True)`, the rest default; critics and "
-        f"guide (a net with {HIDDEN} hidden units for all steps, Adam {LEARNING_RATE}) trained together for "
-        f"{size.steps} steps. *Gain*: mean squared error of the rival's gradient over ours, each averaged over ten "
-        "checkpoints (the slow rivals: over those where they were measured), when the rival gets the processor time "
-        "(one thread) of our step, critics and their update included. Median over seeds, quartiles in brackets. *z of "
-        "bias* is 1 for an unbiased estimator. Exact gradient by dynamic programming in float64."
-    )
-    write_markdown(options.output / "chains.md", "Chains", [text, page])
+    write_page(rows, options.output)
 
 
 if __name__ == "__main__":
