@@ -5,8 +5,9 @@ r"""Chains of discrete sites: gradient error at equal wall-clock time, against t
 gradient is that of minus the ELBO with uniform priors, so that every site also costs ``log q``.
 
 The guide and the critics train together with ``TraceBackpropQ_ELBO()``. At ten checkpoints both are frozen, and the
-error of one step's gradient is measured. A rival gets the wall-clock time of our step: as many particles as fit,
-and where that leaves a difference its error is scaled by the ratio of the times.
+error of one step's gradient is measured. A rival gets the time of our step: as many particles as fit, and where that
+leaves a difference its error is scaled by the ratio of the times. Time is that of the processor: all run in one
+thread, so that on a machine of one's own the wall clock shows the same.
 
     python benchmarks/chains.py [--full] [--seeds N] [--output DIRECTORY]
 """
@@ -14,9 +15,11 @@ and where that leaves a difference its error is scaled by the ratio of the times
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
@@ -263,7 +266,7 @@ class Size:
     nets: int
 
 
-QUICK = Size((5, 50), seeds=2, steps=400, repeats=16, pyro_every=10, pyro_repeats=4, nets=0)
+QUICK = Size((5, 50, 100), seeds=1, steps=1000, repeats=16, pyro_every=10, pyro_repeats=4, nets=0)
 FULL = Size((1, 2, 5, 10, 20, 50, 100), seeds=5, steps=1000, repeats=50, pyro_every=5, pyro_repeats=16, nets=40)
 
 
@@ -303,7 +306,7 @@ class Error:
 
 
 def fitting(ours: Callable[[], object], rival: Callable[[int], Callable[[], object]]) -> tuple[int, float, float]:
-    """How many particles of a rival fit in the time of our step.
+    """How many particles of a rival fit in the processor time of our step.
 
     Args:
         ours: Our step.
@@ -313,11 +316,11 @@ def fitting(ours: Callable[[], object], rival: Callable[[int], Callable[[], obje
         Number of particles, seconds of our step and of the rival's.
     """
     few, many = PARTICLES // 2, 2 * PARTICLES
-    seconds = interleaved({"ours": ours, "few": rival(few), "many": rival(many)}, 5)
+    seconds = interleaved({"ours": ours, "few": rival(few), "many": rival(many)}, 5, time.process_time)
     slope = max((seconds["many"] - seconds["few"]) / (many - few), 1e-8)
     number = int(few + (seconds["ours"] - seconds["few"]) / slope)
     number = min(max(number, 2), 40 * PARTICLES)
-    seconds = interleaved({"ours": ours, "rival": rival(number)}, 7)
+    seconds = interleaved({"ours": ours, "rival": rival(number)}, 7, time.process_time)
     return number, seconds["ours"], seconds["rival"]
 
 
@@ -332,7 +335,7 @@ def checkpoint(chain: Chain, elbo: TraceBackpropQ_ELBO, size: Size, at: int) -> 
         return step_of(LeaveOneOutELBO(num_particles=particles, **VECTORIZED))
 
     learning = copy.deepcopy(elbo)
-    number, time, rival_time = fitting(step_of(learning), leave_one_out)
+    number, own_time, rival_time = fitting(step_of(learning), leave_one_out)
     frozen = copy.deepcopy(elbo).eval()
     ours = Error.of(chain, exact, step_of(frozen), size.repeats)
     loo = Error.of(chain, exact, leave_one_out(number), size.repeats)
@@ -341,7 +344,7 @@ def checkpoint(chain: Chain, elbo: TraceBackpropQ_ELBO, size: Size, at: int) -> 
         "checkpoint": at,
         "loss": float(chain.exact_loss(chain.double_net()).detach()),
         "squared_gradient": float(exact @ exact),
-        "ms": 1e3 * time,
+        "ms": 1e3 * own_time,
         "variance": ours.variance,
         "squared_bias": ours.bias,
         "z": ours.z,
@@ -349,7 +352,7 @@ def checkpoint(chain: Chain, elbo: TraceBackpropQ_ELBO, size: Size, at: int) -> 
         "exact_q_variance": best.variance,
         "loo_particles": number,
         "loo_ms": 1e3 * rival_time,
-        "loo_mse": loo.mse * rival_time / time,
+        "loo_mse": loo.mse * rival_time / own_time,
         "loo_z": loo.z,
         "score_mse": float("nan"),
         "tracegraph_average_mse": float("nan"),
@@ -368,7 +371,7 @@ def equal_time(
     chain: Chain, exact: Tensor, rival: Callable[[], object], ours: Callable[[], object], size: Size
 ) -> float:
     """Squared error of a rival whose steps are averaged until our step's time is spent."""
-    seconds = interleaved({"ours": ours, "rival": rival}, 3)
+    seconds = interleaved({"ours": ours, "rival": rival}, 3, time.process_time)
     return Error.of(chain, exact, rival, size.pyro_repeats).mse * seconds["rival"] / seconds["ours"]
 
 
@@ -402,7 +405,7 @@ def train(kind: type[Chain], steps: int, seed: int, size: Size) -> list[Row]:
         optimizer.step()
         if step % (size.steps // 10) == 0:
             found = checkpoint(chain, elbo, size, 10 * step // size.steps)
-            rows.append({"chain": kind.__name__.lower(), "T": steps, "seed": seed, **found})
+            rows.append({"chain": kind.__name__.lower(), "T": steps, "seed": seed, "steps": size.steps, **found})
     return rows
 
 
@@ -435,7 +438,7 @@ def summary(rows: list[Row]) -> list[Row]:
     for chain, steps in dict.fromkeys((row["chain"], row["T"]) for row in rows):
         mine = [row for row in rows if (row["chain"], row["T"]) == (chain, steps)]
         runs = [[row for row in mine if row["seed"] == seed] for seed in dict.fromkeys(row["seed"] for row in mine)]
-        entry: Row = {"chain": chain, "T": steps}
+        entry: Row = {"chain": chain, "T": steps, "seeds": len(runs), "steps": max(row["steps"] for row in mine)}
         for name, text in RIVALS.items():
             gains = [gain(run, name) for run in runs]
             if all(value == value for value in gains):
@@ -455,6 +458,23 @@ def summary(rows: list[Row]) -> list[Row]:
     return found
 
 
+TEXT = (
+    f"`TraceBackpropQ_ELBO(num_particles={PARTICLES}, vectorize_particles=True)`, the rest default; critics and "
+    f"guide (a net with {HIDDEN} hidden units for all steps, Adam {LEARNING_RATE}) trained together for "
+    "so many steps. *Gain*: mean squared error of the rival's gradient over ours, each averaged over ten "
+    "checkpoints (the slow rivals: over those where they were measured), when the rival gets the processor time "
+    "(one thread) of our step, critics and their update included. Median over seeds, quartiles in brackets. *z of "
+    "bias* is 1 for an unbiased estimator. Exact gradient by dynamic programming in float64."
+)
+
+
+def write_page(rows: list[Row], folder: Path, *remarks: str) -> None:
+    """Prints the summary and writes ``chains.md``."""
+    page = table(summary(rows))
+    print(page)
+    write_markdown(folder / "chains.md", "Chains", [TEXT, *remarks, page])
+
+
 def main() -> None:
     """Measures, prints, writes ``chains.csv`` and ``chains.md``."""
     options = arguments(__doc__)
@@ -467,17 +487,7 @@ def main() -> None:
             for seed in range(options.seeds or size.seeds):
                 rows += train(kind, steps, seed, size)
                 write_csv(options.output / "chains.csv", rows)
-    page = table(summary(rows))
-    print(page)
-    text = (
-        f"`TraceBackpropQ_ELBO(num_particles={PARTICLES}, vectorize_particles=True)`, the rest default; critics and "
-        f"guide (a net with {HIDDEN} hidden units for all steps, Adam {LEARNING_RATE}) trained together for "
-        f"{size.steps} steps. *Gain*: mean squared error of the rival's gradient over ours, each averaged over ten "
-        "checkpoints (the slow rivals: over those where they were measured), when the rival gets the wall-clock time "
-        "of our step, critics and their update included. Median over seeds, quartiles in brackets. *z of bias* is 1 "
-        "for an unbiased estimator. Exact gradient by dynamic programming in float64."
-    )
-    write_markdown(options.output / "chains.md", "Chains", [text, page])
+    write_page(rows, options.output)
 
 
 if __name__ == "__main__":

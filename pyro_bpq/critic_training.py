@@ -154,6 +154,7 @@ class CriticTraining:
             1.0 if learner is None else learner.level_weight,
             slow=learner is not None and learner.slow is not None,
             num_steps=self.num_steps,
+            first_order=0.0 if learner is None else learner.first_order,
         )
 
     def _learn_again(self) -> None:

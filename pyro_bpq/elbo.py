@@ -119,7 +119,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         estimator: Estimator | None = None,
         critic: Critic | None = MLPCritic(),
         reduction: Reduction = "chain",
-        lam: float | Callable[[int], float] = 0.9,
+        lam: float | Callable[[int], float] = 0.97,
         gamma: float | Callable[[int], float] = 1.0,
         learner: CriticLearner | None = CriticLearner(),
         structure: str = "auto",
@@ -369,7 +369,8 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
                 plan = self._plan(traced[0], graph, kind)
             tables = found or {}
         rerun = generator = None
-        if reruns and plan.needs_program and not kind[0]:
+        is_first_order = learning and self.learner is not None and self.learner.first_order > 0.0
+        if reruns and (plan.needs_program or is_first_order) and not kind[0]:
             generator = self._noise()
             rerun = Reruns(self._trace, programs, traced, graph, generator)
         signals = Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator)

@@ -28,6 +28,9 @@ __all__ = ["CostNode", "Form", "Plate", "StochasticComputationGraph", "Stochasti
 
 Form = Literal["ancestor", "history"]
 
+_WORD_LENGTH = 60
+_WORD = (1 << _WORD_LENGTH) - 1
+
 
 @dataclass(frozen=True, order=True)
 class Plate:
@@ -242,7 +245,14 @@ class StochasticComputationGraph:
 
     def cost_names(self, bits: int) -> tuple[str, ...]:
         """Names of the costs whose positions are the bits of ``bits``."""
+        if bits and not bits & (bits - 1):
+            return self._single_costs[bits.bit_length() - 1]
         return tuple(self.costs[i].name for i in ones(bits))
+
+    @cached_property
+    def _single_costs(self) -> list[tuple[str]]:
+        # Networks have a Q-node for every pair of a site and a cost: they share what they can.
+        return [(cost.name,) for cost in self.costs]
 
     def last_variable(self, cost: str) -> str | None:
         """The node read by ``cost`` that is sampled last: the cost is immediate there, in history form."""
@@ -347,10 +357,17 @@ def _check_parents(
 
 def ones(bits: int) -> Iterator[int]:
     """Positions of the ones of ``bits``, lowest first."""
+    at = 0
     while bits:
-        low = bits & -bits
-        yield low.bit_length() - 1
-        bits ^= low
+        # Word by word: a step on the whole of a long int would cost its length.
+        skip = (bits & -bits).bit_length() - 1
+        at, bits = at + skip, bits >> skip
+        word, bits = bits & _WORD, bits >> _WORD_LENGTH
+        while word:
+            low = word & -word
+            yield at + low.bit_length() - 1
+            word ^= low
+        at += _WORD_LENGTH
 
 
 def union(sets: list[int], members: int) -> int:

@@ -180,6 +180,7 @@ class Layout:
         self.cost_classes = tuple(CostClass(plates, tuple(names)) for plates, names in by_plates.items())
         self.place = {n: (c, i) for c, cls in enumerate(self.classes) for i, n in enumerate(cls.names)}
         self._tensors: dict[tuple[str, int, int, torch.dtype, torch.device], Tensor | None] = {}
+        self._split: dict[int, bool] = {}
         self._rules: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
 
     def __repr__(self) -> str:
@@ -190,9 +191,11 @@ class Layout:
 
         Args:
             kind: ``"downstream"`` (sites × costs, row by row of the plates), ``"crossing"`` (sites × costs, all
-                rows), ``"tabled"`` (sites × costs) or ``"later"`` (sites × sites).
+                rows), ``"tabled"`` (sites × costs), ``"later"`` (sites × sites), or, for parts of a control variate
+                (:meth:`is_split`), ``"later_own"``, ``"later_model"`` (sites × sites), ``"later_learned"`` (sites ×
+                Q-nodes).
             row: Position of the class of sites.
-            column: Position of the other class.
+            column: Position of the other class; of the group of Q-nodes for ``"later_learned"``.
             like: Gives dtype and device.
         """
         key = (kind, row, column, like.dtype, like.device)
@@ -251,6 +254,65 @@ class Layout:
                 if later > position and (self.is_steered or (costs and costs & ~own == 0)):
                     array[i, j] = 1.0
         return array
+
+    def _later_own(self, row: int, column: int) -> np.ndarray:
+        names = self.classes[column].names
+        return self._later_part(row, names, [self._tabled_bits(name)[0] for name in names])
+
+    def _later_model(self, row: int, column: int) -> np.ndarray:
+        names = self.classes[column].names
+        return self._later_part(row, names, [self._tabled_bits(name)[1] for name in names])
+
+    def _later_learned(self, row: int, column: int) -> np.ndarray:
+        nodes = self.groups[column].nodes
+        return self._later_part(row, [node.site for node in nodes], [self._remote_bits(node) for node in nodes])
+
+    def _later_part(self, row: int, names: Sequence[str], bits: Sequence[int]) -> np.ndarray:
+        """Which parts of later sites' ``A_Y`` a site uses: those whose costs are all among its own."""
+        index, downstream = self.graph.index, self.graph.downstream_bits
+        array = np.zeros((len(self.classes[row].names), len(names)), dtype=np.float32)
+        columns = [(index[name], costs) for name, costs in zip(names, bits, strict=True)]
+        for i, name in enumerate(self.classes[row].names):
+            own, position = downstream[index[name]], index[name]
+            for j, (later, costs) in enumerate(columns):
+                if later > position and costs and not costs & ~own:
+                    array[i, j] = 1.0
+        return array
+
+    def _tabled_bits(self, name: str) -> tuple[int, int]:
+        """The tabled costs of a site: its own log-probabilities, and other costs of the model."""
+        own = model = 0
+        for cost in self.tabled.get(name, ()):
+            bit = 1 << self.graph.cost_index[cost]
+            own, model = (own | bit, model) if self.graph.cost(cost).site == name else (own, model | bit)
+        return own, model
+
+    def _remote_bits(self, node: QNode) -> int:
+        return sum(1 << self.graph.cost_index[cost] for cost in node.remote)
+
+    def is_split(self, column: int) -> bool:
+        """Whether a site counts some, but not all costs of a later site of a class among its own.
+
+        Its control variate then falls into parts: tabled costs and Q-nodes, each with costs of its own.
+        """
+        if column not in self._split:
+            parts = ["own", "model", *(f"learned {g}" for g, group in enumerate(self.groups) if group.c == column)]
+            self._split[column] = not self.is_steered and any(
+                self._is_more(row, column, *part.split()) for row in range(len(self.classes)) for part in parts
+            )
+        return self._split[column]
+
+    def _is_more(self, row: int, column: int, part: str, group: str = "") -> bool:
+        """Whether a part of a control variate serves a site that the whole does not serve."""
+        index, found = self.graph.index, self.matrix("later", row, column, torch.zeros(()))
+        positions = ([index[name] for name in self.classes[c].names] for c in (row, column))
+        later = np.less.outer(*map(np.array, positions))
+        whole = np.zeros(later.shape, dtype=bool) if found is None else found.numpy() > 0
+        if (whole == later).all():
+            return False
+        if group:
+            return bool((self._later_learned(row, int(group)) > whole[:, list(self.groups[int(group)].sites)]).any())
+        return bool((getattr(self, f"_later_{part}")(row, column) > whole).any())
 
     def _distance(self, row: int, column: int) -> np.ndarray:
         """Steps from a site to a later one: the difference of their depths (longest ways from a root), at least 1."""

@@ -20,6 +20,8 @@ __all__ = ["AveragedAdam", "CriticLearner", "CriticOptimizer"]
 
 # Samples in a step from which on the learning rate is not lowered for their noise.
 _MANY_ROWS = 100.0
+# Steps at the full learning rate, and the least share of it that is left later.
+_FULL_STEPS, _LEAST_SPEED = 30.0, 0.2
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,19 @@ class CriticLearner:
     """How critics are trained by an optimiser of their own, after the gradients of model and guide.
 
     Args:
-        lr: Learning rate, in units of the spread of a critic's targets. ``None`` takes ``0.1 √min(1, rows / 100)`` for
-            :class:`AveragedAdam`, where rows are the samples that a critic has in a step (particles times plate rows),
-            since few samples give noisy gradients; and 0.01 for another optimiser.
+        lr: Learning rate, in units of the spread of a critic's targets. ``None`` takes ``0.1 s`` for
+            :class:`AveragedAdam`, ``s = min(√(rows / 100), max(√(30 / n), 0.2), 1)``, where rows are the samples that a
+            critic has in a step (particles times plate rows), since few samples give noisy gradients, and ``n`` is
+            the number of its steps so far; and 0.01 for another optimiser.
         optimizer: Builds the optimiser from parameters and ``lr``; ``None`` for :class:`AveragedAdam`.
         clip: Largest norm of each critic's gradient, or ``None``.
         level_weight: Weight of the level of ``Q`` against its differences within a data point.
         steps: Number of steps of the optimiser on the rollout of each training step.
         replay: How critics also learn from stored rollouts, or ``None``.
         slow: How targets track the critics slowly, or ``None`` for targets from the critics as they are.
+        first_order: Weight of the slopes of critics of Bernoulli and OneHotCategorical sites, which then also match the
+            gradient of the costs with respect to the value (:mod:`pyro_bpq.first_order`), once for every rollout; one
+            more run of the program per such site. Other sites fit values only.
 
     Raises:
         OptionError: If an option is out of range.
@@ -48,6 +54,7 @@ class CriticLearner:
     steps: int = 1
     replay: Replay | None = None
     slow: SlowTracking | None = None
+    first_order: float = 0.0
 
     def __post_init__(self) -> None:
         if self.lr is not None and not self.lr > 0:
@@ -58,6 +65,8 @@ class CriticLearner:
             raise OptionError(f"CriticLearner(replay={self.replay!r}): write Replay(capacity=...) or None.")
         if self.slow is not None and not isinstance(self.slow, SlowTracking):
             raise OptionError(f"CriticLearner(slow={self.slow!r}): write SlowTracking(rate=...) or None.")
+        if not self.first_order >= 0.0:
+            raise OptionError(f"CriticLearner(first_order={self.first_order!r}): write a number that is not negative.")
         if self.clip is not None and not self.clip > 0:
             raise OptionError(f"CriticLearner(clip={self.clip!r}): write a positive number or None.")
 
@@ -71,7 +80,9 @@ class CriticLearner:
         """Factor of the learning rate of a block of critics, or ``None`` for 1."""
         if self.lr is not None or self.optimizer is not None:
             return None
-        return (block.get_buffer("rows").max() / _MANY_ROWS).clamp(max=1.0).sqrt()
+        rows, steps = (block.get_buffer(name).max() for name in ("rows", "count"))
+        settled = (_FULL_STEPS / steps.clamp(min=_FULL_STEPS)).sqrt().clamp(min=_LEAST_SPEED)
+        return torch.minimum((rows / _MANY_ROWS).clamp(max=1.0).sqrt(), settled)
 
 
 class AveragedAdam(torch.optim.Optimizer):

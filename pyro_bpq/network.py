@@ -16,13 +16,14 @@ References:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Literal, get_args
 
 from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
-from pyro_bpq.graph import Form, StochasticComputationGraph, ones
+from pyro_bpq.graph import Form, StochasticComputationGraph, ones, union
 from pyro_bpq.reductions import Reduced, reduce_graph, split
 
 __all__ = ["Average", "BackpropQNetwork", "Immediate", "QNode", "Reduction"]
@@ -214,8 +215,9 @@ class _Assembly:
     reduced: Reduced
     form: Form
     # A Q-node is found by its site's position and the lowest one of the bits of its sources.
-    names: dict[tuple[int, int], str] = field(default_factory=dict)
-    known: dict[tuple[int, int], int] = field(default_factory=dict)
+    names: defaultdict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    known: defaultdict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    scopes: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def nodes(self) -> tuple[QNode, ...]:
         nodes: list[QNode] = []
@@ -242,12 +244,17 @@ class _Assembly:
         graph, immediate = self.graph, block & self.reduced.immediate[i]
         site, sources = graph.nodes[i].name, graph.cost_names(block)
         scope = graph.frontier_bits(graph.known_bits(i, self.form), reads)
+        if scope not in self.scopes:
+            self.scopes[scope] = graph.node_names(scope)
         name = site if len(self.reduced.blocks[i]) == 1 else f"{site}^{_abbreviated(sources)}"
-        self.names[i, _low(block)] = name
+        low = _low(block)
+        self.names[i][low] = name
         # The scope of the child's total stands for all its costs when the scope of a parent is sought.
-        self.known[i, _low(block)] = scope | _reads_of(graph, immediate)
-        averages = tuple(average for _, average in sorted(rule, key=lambda pair: pair[0]))
-        return QNode(name, site, graph.node_names(scope), sources, graph.cost_names(immediate), averages)
+        self.known[i][low] = scope | _reads_of(graph, immediate)
+        if len(rule) > 1:
+            rule = sorted(rule, key=lambda pair: pair[0])
+        averages = tuple([average for _, average in rule])
+        return QNode(name, site, self.scopes[scope], sources, graph.cost_names(immediate), averages)
 
     def _averages(self, children: int, costs: int) -> list[tuple[int, Average]]:
         """A rule for ``costs``: an average for each of the Q-nodes that a child has for them."""
@@ -257,8 +264,9 @@ class _Assembly:
             sites.append(last)
         averages = []
         for _, part in split(costs, self.reduced.blocks[sites[0]]) if sites else [(costs, costs)]:
-            names = [self.names[j, _low(part)] for j in sites]
-            averages.append((_low(part), Average((*names, *(self.graph.cost_names(part) if root else ())))))
+            low = _low(part)
+            names = [self.names[j][low] for j in sites]
+            averages.append((low, Average((*names, *(self.graph.cost_names(part) if root else ())))))
         return averages
 
     def _reads(self, children: int, costs: int) -> int:
@@ -268,7 +276,7 @@ class _Assembly:
             return _reads_of(self.graph, costs)
         bits = 0
         for _, part in split(costs, self.reduced.blocks[j]):
-            bits |= self.known[j, _low(part)]
+            bits |= self.known[j][_low(part)]
         return bits
 
 
@@ -284,10 +292,7 @@ def _low(bits: int) -> int:
 
 
 def _reads_of(graph: StochasticComputationGraph, costs: int) -> int:
-    bits = 0
-    for f in ones(costs):
-        bits |= graph.cost_bits[f]
-    return bits
+    return union(graph.cost_bits, costs)
 
 
 def _abbreviated(sources: Sequence[str]) -> str:

@@ -127,31 +127,66 @@ class Signals:
         )
 
     def _exact(self, c: int) -> Tensor | None:
-        cls, batch = self.layout.classes[c], self.batches[c]
-        if not cls.spec.tabled:
+        tables = [table for table in (self._own_table(c), self._model_table(c)) if table is not None]
+        return sum(tables[1:], tables[0]) if tables else None
+
+    def _own_table(self, c: int) -> Tensor | None:
+        """``log q`` and ``-log p`` of the sites themselves at every value, as far as they are tabled."""
+        tabled, batch = self.layout.classes[c].spec.tabled, self.batches[c]
+        if not tabled & {"q", "p"}:
             return None
-        table = torch.zeros_like(batch.probs)
-        if "q" in cls.spec.tabled:
-            table = table + batch.own_q
-        if "p" in cls.spec.tabled:
-            table = table + batch.own_p
-        if "model" in cls.spec.tabled:
-            table = table + torch.stack([self.tables[name].expand(table.shape[1:]) for name in cls.names])
+        table = batch.own_q if "q" in tabled else torch.zeros_like(batch.probs)
+        table = table + batch.own_p if "p" in tabled else table
+        return table.masked_fill(batch.probs == 0, 0.0)
+
+    def _model_table(self, c: int) -> Tensor | None:
+        """What the extra run of the model says of other values."""
+        cls, batch = self.layout.classes[c], self.batches[c]
+        if "model" not in cls.spec.tabled:
+            return None
+        table = torch.stack([self.tables[name].expand(batch.probs.shape[1:]) for name in cls.names])
         return table.masked_fill(batch.probs == 0, 0.0)
 
     def _correction(self, c: int) -> Tensor | None:
-        """For each site the sum of the control variates of later sites."""
-        trace = getattr(self.layout.classes[c].spec.estimator, "trace", 1.0)
-        total, plates = None, self.layout.classes[c].spec.plates
+        """For each site the sum of the control variates of later sites, as far as these count its costs only."""
+        total: Tensor | None = None
         for k, variate in self.variates.items():
-            selected = self.layout.matrix("later", c, k, variate)
-            if selected is not None:
-                source = self.layout.classes[k].spec.plates
-                distance = self.layout.matrix("distance", c, k, variate) if trace != 1.0 else None
-                selected = selected if distance is None else selected * trace**distance
-                term = matrix(selected, sum_to_plates(variate, source, plates))
-                total = term if total is None else total + term
+            parts = self._parts[k] if self.layout.is_split(k) else [("later", k, variate)]
+            for kind, column, part in parts:
+                term = self._selected(c, k, kind, column, part)
+                if term is not None:
+                    total = term if total is None else total + term
         return total
+
+    def _selected(self, c: int, k: int, kind: str, column: int, variate: Tensor) -> Tensor | None:
+        """Sums for each site of a class those control variates of a later class that a matrix selects."""
+        selected, plates = self.layout.matrix(kind, c, column, variate), self.layout.classes[c].spec.plates
+        if selected is None:
+            return None
+        trace = getattr(self.layout.classes[c].spec.estimator, "trace", 1.0)
+        if trace != 1.0:
+            distance = self.layout.matrix("distance", c, k, variate)
+            assert distance is not None
+            is_learned = kind == "later_learned"
+            distance = distance[:, list(self.layout.groups[column].sites)] if is_learned else distance
+            selected = selected * trace**distance
+        return matrix(selected, sum_to_plates(variate, self.layout.classes[k].spec.plates, plates))
+
+    @cached_property
+    def _parts(self) -> dict[int, list[tuple[str, int, Tensor]]]:
+        """``A_Y`` by class, of the tabled costs and of each Q-node on its own: kind of matrix, column, tensor."""
+        found: dict[int, list[tuple[str, int, Tensor]]] = {c: [] for c in self.valued}
+        for c in self.valued:
+            for kind, table in (("later_own", self._own_table(c)), ("later_model", self._model_table(c))):
+                if table is not None:
+                    found[c].append((kind, c, self.batches[c].centred(table)))
+        for g, critic in self.critics.items():
+            if critic.joint is not None:
+                found[critic.group.c].append(("later_learned", g, critic.joint.variate))
+            elif critic.advantage is not None:
+                value, mean = self._value_and_mean(critic)
+                found[critic.group.c].append(("later_learned", g, value.detach() - mean))
+        return found
 
     def _program(self, c: int) -> SiteProgramRuns:
         """Other values of the sites of a class, and what they cost."""

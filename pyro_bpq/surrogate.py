@@ -18,6 +18,7 @@ from pyro_bpq.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.critic_step import CriticRows, regression
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, at_step, initial_statistics
+from pyro_bpq.first_order import first_order_loss
 from pyro_bpq.layout import SiteClass
 from pyro_bpq.moments import Standardised
 from pyro_bpq.signals import Signals
@@ -38,13 +39,15 @@ class Learning:
         level_weight: Weight of the level against differences within a data point.
         slow: Whether targets are formed with slow copies of the critics.
         num_steps: Number of steps taken, for estimators with a schedule.
+        first_order: Weight of the slopes of critics against the gradient of the costs; 0 for values only.
     """
 
-    lam: float = 0.9
+    lam: float = 0.97
     gamma: float = 1.0
     level_weight: float = 0.1
     slow: bool = False
     num_steps: int = 0
+    first_order: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,9 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
         if build:
             _add_time(info, context.names, start)
     loss = _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info) if build else None
+    if build and learning.first_order > 0.0:
+        slopes = [first_order_loss(one, learning.first_order) for one in signals]
+        loss = sum(slopes, torch.zeros_like(slopes[0]) if loss is None else loss)
     if len(signals) > 1:
         # Particles, and sites of a family that shares a critic, each have a say.
         writes = average_writes(writes)

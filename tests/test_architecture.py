@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "critic_step",
         "learner",
         "signals",
+        "first_order",
         "surrogate",
     ),
     (

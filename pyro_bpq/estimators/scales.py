@@ -17,11 +17,19 @@ SIZE = 4  # control variates
 PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))
 # A running moment looks back on so many samples, however few there are in a step: rare values show in it.
 _SAMPLES = 1000
+# A scale of something learned is zero unless its gain is that many standard errors away from none.
+_ERRORS = 2.0
+_EXACT, _LATER = 0, 3  # the control variate that is known and not learned; that of the later sites
 
 
 def initial_statistics() -> Statistics:
-    """Gram matrix of the control variates, their products with the plain gradient, means, scales."""
-    return {"gram": (0.0,) * (len(PAIRS) + SIZE), "means": (0.0,) * 3, "scales": (1.0,) * SIZE}
+    """Gram matrix of the control variates, their products with the plain gradient, squares, means, scales."""
+    return {
+        "gram": (0.0,) * (len(PAIRS) + SIZE),
+        "squares": (0.0,) * SIZE,
+        "means": (0.0,) * 3,
+        "scales": (1.0,) * SIZE,
+    }
 
 
 @dataclass(frozen=True)
@@ -100,14 +108,24 @@ class ScaledTerms:
         if not present:
             # Nothing to scale.
             return {} if context.num_particles > 1 else means
-        elements = self.cost[0].numel()
-        decay = max(decay, 1.0 - elements / _SAMPLES)
-        gram = update_mean(old["gram"], self.moments(scales), count, decay)
-        solved = solve(gram, old["scales"], 3.0 / ((count + 1.0) * elements), max_scale, present)
-        return {**means, "gram": gram, "scales": solved}
+        moments, elements = context.joint(torch.cat(self.moments(scales), 1))
+        slow = 1.0 - elements / _SAMPLES
+        slow = slow.clamp(min=decay) if isinstance(slow, Tensor) else max(slow, decay)
+        gram, squares = (
+            update_mean(old[name], new, count, slow)
+            for name, new in zip(("gram", "squares"), moments.split((len(PAIRS) + SIZE, SIZE), 1), strict=True)
+        )
+        samples = elements * (count + 1.0).clamp(max=(1.0 + slow) / (1.0 - slow))
+        noise = None
+        if present != (_EXACT,):
+            noise = (squares - _partial(gram, scales).square()).clamp(min=0.0) / samples.unsqueeze(1)
+        solved = solve(gram, old["scales"], 3.0 / ((count + 1.0) * elements), max_scale, noise, present)
+        return {**means, "gram": gram, "squares": squares, "scales": solved}
 
-    def moments(self, scales: Tensor) -> Tensor:
-        """Mean products ``v_i·v_j`` and ``u·v_i``, shape ``(G, 14)``.
+    def moments(self, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean products ``v_i·v_j`` and ``u·v_i``, and mean squares of ``(u - Σ_{j≠i} a_j v_j)·v_i``.
+
+        Shapes ``(G, 14)`` and ``(G, 4)``. The squares of what is not learned are left at zero.
 
         Given all but the sampled value every ``v_i`` has mean zero. So a vector that does not read it may be taken
         from ``u``: with what is known of the gradient taken away, products are less noisy. Given all that the others
@@ -127,10 +145,26 @@ class ScaledTerms:
             vectors.append(vector)
         plain = self.cost[..., None, None] * self.score
         vectors.append(plain if known is None else plain - known)
-        rows = torch.stack([vector.expand_as(plain) for vector in vectors], 1).flatten(2)
-        products = (rows @ rows.mT).flatten(1) / self.cost[0].numel()
+        rows = torch.stack([vector.expand_as(plain) for vector in vectors], 1)
+        flat = rows.flatten(2)
+        products = (flat @ flat.mT).flatten(1) / self.cost[0].numel()
         kept, found = _entries(present, products.device)
-        return products.new_zeros(products.shape[0], len(PAIRS) + SIZE).index_copy_(1, kept, products[:, found])
+        gram = products.new_zeros(products.shape[0], len(PAIRS) + SIZE).index_copy_(1, kept, products[:, found])
+        return gram, self._squares(rows, present, scales)
+
+    def _squares(self, rows: Tensor, present: tuple[int, ...], scales: Tensor) -> Tensor:
+        squares = scales.new_zeros(scales.shape)
+        if present == (_EXACT,):
+            return squares
+        plain, scaled = rows[:, -1], [self.scale(scales, i)[..., None, None] for i in present]
+        rest = plain
+        for n, i in enumerate(present):
+            rest = rest if i == _LATER else rest - scaled[n] * rows[:, n]
+        for n, i in enumerate(present):
+            if i != _EXACT:
+                without = plain if i == _LATER else rest + scaled[n] * rows[:, n]
+                squares[:, i] = site_mean((without * rows[:, n]).sum((-1, -2)).square())
+        return squares
 
 
 @lru_cache(maxsize=32)
@@ -152,27 +186,52 @@ def _system(present: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
     return tuple(torch.tensor(entries, device=device) for entries in (square, right, present))  # type: ignore[return-value]
 
 
-def solve(
-    gram: Tensor, scales: Tensor, ridge: Tensor, max_scale: float, present: tuple[int, ...] = tuple(range(SIZE))
-) -> Tensor:
-    """Scales in ``[0, max_scale]`` that minimise ``|u - Σ a_i v_i|²``: coordinate descent, warm start.
+def _partial(gram: Tensor, scales: Tensor) -> Tensor:
+    """Means of ``(u - Σ_{j≠i} a_j v_j)·v_i``, ``(G, 4)``."""
+    at_square, at_right, _ = _system(tuple(range(SIZE)), gram.device)
+    square = gram[:, at_square]
+    own = torch.diagonal(square, dim1=1, dim2=2) * scales
+    return gram[:, at_right] - (square @ scales.unsqueeze(-1)).squeeze(-1) + own
 
-    A ridge towards 1 that fades with the number of samples steadies the first steps. Scales of control variates that
-    are not present stay.
+
+def solve(
+    gram: Tensor,
+    scales: Tensor,
+    ridge: Tensor,
+    max_scale: float,
+    noise: Tensor | None = None,
+    present: tuple[int, ...] = tuple(range(SIZE)),
+) -> Tensor:
+    r"""Scales in ``[0, max_scale]`` that minimise ``|u - Σ a_i v_i|²``: coordinate descent, warm start.
+
+    A ridge towards 1 that fades with the number of samples steadies the first steps. Where few rare samples make up
+    a moment, its minimum is that of noise, which does harm: scales of what is learned shrink, as ``b²/(b² + e²)`` would
+    but down to zero,
+
+        a_i ← a_i max(0, 1 - 4 e_i² / b_i²),   b_i = E[(u - Σ_{j≠i} a_j v_j)·v_i],   e_i its standard error.
+
+    Args:
+        gram: Running means of products, ``(G, 14)``.
+        scales: Scales of the last step, ``(G, 4)``.
+        ridge: Weight of the ridge, ``(G,)``.
+        max_scale: Upper end.
+        noise: ``e²``, ``(G, 4)``; ``None`` for none.
+        present: The control variates that there are; scales of others stay.
     """
     at_square, at_right, at = _system(present, gram.device)
     square, right = gram[:, at_square], gram[:, at_right]
     diagonal = torch.diagonal(square, dim1=1, dim2=2)
     prior = ridge.unsqueeze(1) * diagonal
-    below = (diagonal + prior).clamp(min=torch.finfo(gram.dtype).tiny)
-    start = (right + prior) / below
-    if len(present) == 1:
-        chosen = start.clamp(0.0, max_scale)
-    else:
-        chosen = scales[:, at]
-        others = (square - torch.diag_embed(diagonal)) / below.unsqueeze(2)
-        for _ in range(2):
-            for i in range(len(present)):
-                chosen[:, i] = (start[:, i] - torch.linalg.vecdot(others[:, i], chosen)).clamp(0.0, max_scale)
+    tiny = torch.finfo(gram.dtype).tiny
+    below = (diagonal + prior).clamp(min=tiny)
+    others = square - torch.diag_embed(diagonal)
+    chosen = scales[:, at]
+    for _ in range(2 if len(present) > 1 else 1):
+        for n, i in enumerate(present):
+            signal = right[:, n] - torch.linalg.vecdot(others[:, n], chosen)
+            found = ((signal + prior[:, n]) / below[:, n]).clamp(0.0, max_scale)
+            if noise is not None and i != _EXACT:
+                found = found * (1.0 - _ERRORS**2 * noise[:, i] / signal.square().clamp(min=tiny)).clamp(min=0.0)
+            chosen[:, n] = found
     # A control variate that is zero throughout leaves its scale where it was: 0/0 above gives 0.
     return scales.index_copy(1, at, torch.where(diagonal > 0, chosen, torch.ones_like(chosen)))
