@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critics import Critic, CriticShape
+from pyro_bpq.distributed import Ranks, joint_mean
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.joint_critics import JointCritic, JointOutput, SiteValue
@@ -255,6 +256,7 @@ def regression(
     level_weight: float,
     decay: float = 0.98,
     chosen: Tensor | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, list[Write], dict[str, Tensor]]:
     r"""Squared error of the critics, in units of their targets' spread.
 
@@ -269,15 +271,17 @@ def regression(
         level_weight: Weight ``w``.
         decay: Weight of the past in the running mean and spreads.
         chosen: Which Q-nodes learn, ``(Q,)`` of zeros and ones; ``None`` for all.
+        ranks: The processes that learn together: the mean of their losses is that of the joint batch.
 
     Returns:
         The loss (a scalar), the writes of the running statistics, and diagnostics per Q-node.
     """
-    particles = target.shape[1]
+    particles, samples = target.shape[1], value[0].numel()
     error, scaled = (value - target) / critic.unit, target / critic.unit
     read = critic.selection.read
     count, mean = read("count"), read("mean")
-    new_mean = update_mean(mean, site_mean(scaled), count, decay)
+    own_mean, total = joint_mean(ranks, site_mean(scaled), samples)
+    new_mean = update_mean(mean, own_mean, count, decay)
     lead = (-1, *(1,) * (target.dim() - 1))
     if particles > 1:
         row = scaled.mean(1, keepdim=True)
@@ -287,8 +291,9 @@ def regression(
         # Never the critic's own error: a scale that it moves itself feeds back.
         outer = scaled - new_mean.reshape(lead)
         inner = outer.square()
-    level = update_mean(read("spread_level").square(), site_mean(outer.square()), count, decay).sqrt()
-    step = update_mean(read("spread_advantage").square(), site_mean(inner), count, decay).sqrt()
+    squares, _ = joint_mean(ranks, torch.stack((site_mean(outer.square()), site_mean(inner))), samples)
+    level = update_mean(read("spread_level").square(), squares[0], count, decay).sqrt()
+    step = update_mean(read("spread_advantage").square(), squares[1], count, decay).sqrt()
     floor = 1e-3 * (new_mean.abs() + level) + torch.finfo(target.dtype).tiny
     step = torch.maximum(step, floor)
     # The mean over particles moves less than they do: in its own unit it would drown their differences.
@@ -301,14 +306,16 @@ def regression(
         *critic.selection.write("mean", new_mean),
         *critic.selection.write("spread_level", level),
         *critic.selection.write("spread_advantage", step),
-        *critic.selection.write("rows", torch.full_like(count, value[0].numel())),
+        *critic.selection.write("rows", torch.zeros_like(count) + total),
         *critic.selection.write("count", count + 1),
     ]
     with torch.no_grad():
         variance = site_mean(_centre(scaled).square())
         # Nothing can be said of a single particle and row.
         explained = torch.where(variance > 0, 1.0 - site_mean(_centre(error).square()) / variance, torch.nan)
-    return (loss * seen).sum(), writes, {"td_loss": loss.detach(), "explained": explained}
+    # The mean of the ranks' gradients counts all ranks alike; they may have different numbers of rows.
+    weight = 1.0 if ranks is None else samples * ranks.size / total
+    return (weight * loss * seen).sum(), writes, {"td_loss": loss.detach(), "explained": explained}
 
 
 def _loss(error: Tensor, level: Tensor, step: Tensor, weight: float) -> Tensor:

@@ -242,7 +242,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         value = loss.detach()
         warn_if_nan(value, "loss")
         surrogate = (differentiable + result.surrogate) / self.num_particles
-        if learning and bool(torch.isfinite(value)):
+        if result.learns:
             surrogate = self._prepare(surrogate, result)
         return value + (surrogate - surrogate.detach())
 
@@ -297,7 +297,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
             # One graph for all particles, or one for each.
             graphs = [one.layout.graph for one in signals] * (len(runs) // len(signals))
             costs = [differentiable_cost(*pair) for pair in zip(runs, graphs, strict=True)]
-        result = step(signals, self.critics, self.learning(), learning)
+        result = step(signals, self.critics, self.learning(), learning and self._may_learn(items, loss))
         if self.keeps_staged:
             self.staged = Transient([replace(item, result=result) for item in items])
         return loss, sum(costs, torch.zeros(())), result

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank
+from pyro_bpq.distributed import Ranks
 from pyro_bpq.errors import OptionError
 from pyro_bpq.replay import Replay
 from pyro_bpq.slow import SlowTracking, track
@@ -36,6 +37,8 @@ class CriticLearner:
         steps: Number of steps of the optimiser on the rollout of each training step.
         replay: How critics also learn from stored rollouts, or ``None``.
         slow: How targets track the critics slowly, or ``None`` for targets from the critics as they are.
+        ranks: The processes that train these critics together, where ``torch.distributed`` runs several; ``None`` for
+            critics and running statistics of each process's own.
     """
 
     lr: float | None = None
@@ -45,6 +48,7 @@ class CriticLearner:
     steps: int = 1
     replay: Replay | None = None
     slow: SlowTracking | None = None
+    ranks: Ranks | None = Ranks()
 
     def __post_init__(self) -> None:
         if self.lr is not None and not self.lr > 0:
@@ -55,6 +59,8 @@ class CriticLearner:
             raise OptionError(f"CriticLearner(replay={self.replay!r}): write Replay(capacity=...) or None.")
         if self.slow is not None and not isinstance(self.slow, SlowTracking):
             raise OptionError(f"CriticLearner(slow={self.slow!r}): write SlowTracking(rate=...) or None.")
+        if self.ranks is not None and not isinstance(self.ranks, Ranks):
+            raise OptionError(f"CriticLearner(ranks={self.ranks!r}): write Ranks(group) or None.")
         if self.clip is not None and not self.clip > 0:
             raise OptionError(f"CriticLearner(clip={self.clip!r}): write a positive number or None.")
 

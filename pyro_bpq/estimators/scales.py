@@ -95,9 +95,10 @@ class ScaledTerms:
         if all(part is None for part in (context.exact, context.level, context.learned, context.correction)):
             # Nothing to scale.
             return {} if context.num_particles > 1 else means
-        elements = self.cost[0].numel()
-        decay = max(decay, 1.0 - elements / _SAMPLES)
-        gram = update_mean(old["gram"], self.moments(scales), count, decay)
+        moments, elements = context.joint(self.moments(scales))
+        slow = 1.0 - elements / _SAMPLES
+        slow = slow.clamp(min=decay) if isinstance(slow, Tensor) else max(slow, decay)
+        gram = update_mean(old["gram"], moments, count, slow)
         solved = solve(gram, old["scales"], 3.0 / ((count + 1.0) * elements), max_scale)
         return {**means, "gram": gram, "scales": solved}
 
