@@ -201,10 +201,10 @@ def _standardised(context: Tensor, selection: Selection, decay: float = 0.95) ->
 
 def _site_value(group: QGroup, batch: SiteBatch) -> SiteValue:
     """Values and distributions of the sites of the Q-nodes of a group, rows flattened."""
-    sites, lead = list(group.sites), 1 + len(batch.batch_shape)
+    lead = 1 + len(batch.batch_shape)
 
     def flat(tensor: Tensor) -> Tensor:
-        return tensor[sites].flatten(1, lead - 1)
+        return group.pick(tensor).flatten(1, lead - 1)
 
     if batch.cls.spec.components is None:
         return SiteValue(powers=flat(batch.moments.powers))
@@ -230,8 +230,7 @@ def _units(
     layout: Layout, group: QGroup, batch: SiteBatch, selection: Selection
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scale of the sites, and mean and spreads of the targets in its unit."""
-    is_whole = layout.membership(group, group.nodes, batch.like) is None
-    unit = batch.scale if is_whole else batch.scale[list(group.sites)]
+    unit = group.pick(batch.scale)
     lead = (-1, *(1,) * len(batch.batch_shape))
     mean, spread, step = (selection.read(name).reshape(lead) for name in ("mean", "spread_level", "spread_advantage"))
     return unit, mean, spread, step
@@ -395,24 +394,27 @@ def _context(layout: Layout, group: QGroup, batches: Sequence[SiteBatch]) -> Ten
     batch, queries = batches[group.c], len(group.nodes)
     lead = (queries, *batch.batch_shape)
     parts = []
-    for plan in group.contexts:
+    for k, plan in enumerate(group.contexts):
         source = batches[plan.source]
         values = _pool(source.encoded, source, batch)
         padded = torch.cat((values, torch.zeros_like(values[:1])))
-        window = torch.as_tensor(plan.window, device=values.device)
+        window = group.constant(("window", k), plan.window, values.device, torch.long)
         parts += [padded[window[:, w]].expand(*lead, -1) for w in range(window.shape[1])]
         if plan.rest is not None:
-            rest = torch.as_tensor(plan.rest, dtype=values.dtype, device=values.device)
+            rest = group.constant(("rest", k), plan.rest, values.device, values.dtype)
             mixed = (rest @ values.flatten(1)).reshape(queries, *values.shape[1:])
             parts.append(mixed.expand(*lead, -1))
-    sites = list(group.sites)
     if batch.cls.spec.share is not None:
-        index = batch.like.new_tensor([_index_features(node.site) for node in group.nodes])
+
+        def index_features() -> list[tuple[float, float]]:
+            return [_index_features(node.site) for node in group.nodes]
+
+        index = group.constant("index", index_features, batch.like.device, batch.like.dtype)
         parts.append(index.reshape(queries, *(1,) * len(batch.batch_shape), -1).expand(*lead, -1))
     if batch.cls.spec.has_params and (batch.cls.spec.components is not None or batch.cls.spec.has_moments):
-        parts.append(batch.parameters[sites])
+        parts.append(group.pick(batch.parameters))
     if batch.cls.spec.context:
-        parts.append(batch.context[sites].to(batch.like.dtype))
+        parts.append(group.pick(batch.context).to(batch.like.dtype))
     rows = 1
     for size in batch.batch_shape:
         rows *= size
@@ -432,7 +434,7 @@ def _cells(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
     """Joint state of the rest of the scope, ``(Q, N)``."""
     batch, queries = batches[group.c], len(group.nodes)
     cell = torch.zeros((queries, *batch.batch_shape), dtype=torch.long, device=batch.like.device)
-    for plan in group.contexts:
+    for k, plan in enumerate(group.contexts):
         source = batches[plan.source]
         if any(plate not in batch.plates for plate in source.plates):
             raise OptionError(
@@ -440,7 +442,7 @@ def _cells(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
                 "write critic=MLPCritic() instead."
             )
         padded = torch.cat((source.index, torch.zeros_like(source.index[:1])))
-        window = torch.as_tensor(plan.window, device=cell.device)
+        window = group.constant(("window", k), plan.window, cell.device, torch.long)
         for w in range(window.shape[1]):
             for d in range(source.components.size):
                 cell = cell * source.components.cardinality + padded[window[:, w]][..., d]

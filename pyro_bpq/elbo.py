@@ -240,7 +240,8 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
             self._restore(mark)
             raise
         value = loss.detach()
-        warn_if_nan(value, "loss")
+        if not result.learns:  # what is learned from is finite
+            warn_if_nan(value, "loss")
         surrogate = (differentiable + result.surrogate) / self.num_particles
         if result.learns:
             surrogate = self._prepare(surrogate, result)
