@@ -7,7 +7,9 @@ binary data, 100 rows a step. The ELBOs take turns within one process, on the sa
 - ``Trace_ELBO`` and ``TraceGraph_ELBO`` without baselines;
 - ours with ``ScoreFunction()`` and no critics, once with the cached structure (``structure="auto"`` after its first
   looks) and once tracked at every step (``structure="dynamic"``): the price of the bookkeeping alone;
-- our default, with critics, their training and the extra run of the model.
+- our default, with critics, their training and the extra run of the model;
+- on chains ``by hand``, the score function in a plain torch loop without Pyro, and ``Storchastic`` (where it is
+  installed) with its score function: both are rivals of ``score, cached``, the same estimator.
 
 A ratio is the median over rounds of a step's CPU time over that of ``Trace_ELBO``'s step in the same round. Memory is
 the largest resident set (``VmHWM``) of a process of its own that takes some steps, less what it held after one step of
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import random
 import resource
@@ -50,10 +53,13 @@ ELBOS: dict[str, Callable[[], ELBO]] = {
     "score, tracked": lambda: TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None, structure="dynamic"),
     "default": TraceBackpropQ_ELBO,
 }
+BY_HAND, STORCHASTIC = "by hand", "Storchastic"
+RIVALS = (*ELBOS, BY_HAND, STORCHASTIC)
 # Steps ahead of the timed ones: structure="auto" tracks the first three and looks again ten later.
 WARM_UP = 15
 # TraceGraph_ELBO adds up n^2 / 2 costs: minutes a step from here on.
 LONGEST_FOR_TRACEGRAPH = 200
+LONGEST_FOR_STORCHASTIC = 50
 
 
 def chain(steps: int, is_observed: bool) -> Program:
@@ -148,14 +154,76 @@ QUICK = (
 )
 
 
+def chain_by_hand(steps: int, is_observed: bool) -> Callable[[], object]:
+    """One step of the score function on :func:`chain`: torch's distributions, a loop, Adam; no Pyro."""
+    bernoulli, normal = torch.distributions.Bernoulli, torch.distributions.Normal
+    start, step, means, posterior = (torch.zeros(n, requires_grad=True) for n in (2, 2, 2, steps))
+    slope = torch.tensor(0.5, requires_grad=True)
+    optimiser = torch.optim.Adam([start, step, means, posterior, slope], lr=1e-4)
+
+    def take() -> float:
+        optimiser.zero_grad()
+        z, log_q, log_p = torch.tensor(0.0), torch.tensor(0.0), torch.tensor(0.0)
+        for t, logit in enumerate(posterior.unbind()):
+            q = bernoulli(logits=logit + slope * z)
+            p = bernoulli(logits=step[0] + step[1] * z if t else start[0])
+            z = q.sample()
+            log_q, log_p = log_q + q.log_prob(z), log_p + p.log_prob(z)
+            if is_observed or t == steps - 1:
+                log_p = log_p + normal(means[0] + means[1] * z, 1.0).log_prob(_OBSERVED)
+        loss = log_q - log_p
+        (loss.detach() * log_q - log_p).backward()
+        optimiser.step()
+        return loss.item()
+
+    return take
+
+
+def chain_by_storchastic(steps: int, is_observed: bool) -> Callable[[], object]:
+    """The same in Storchastic, without a baseline."""
+    import storch
+
+    # It walks its graph recursively: from 50 sites on Python's limit is too low.
+    sys.setrecursionlimit(20_000)
+    bernoulli, normal = torch.distributions.Bernoulli, torch.distributions.Normal
+    start, step, means, posterior = (torch.zeros(n, requires_grad=True) for n in (2, 2, 2, steps))
+    slope = torch.tensor(0.5, requires_grad=True)
+    optimiser = torch.optim.Adam([start, step, means, posterior, slope], lr=1e-4)
+    methods = [storch.method.ScoreFunction(f"z_{t}", n_samples=1, baseline_factory=None) for t in range(steps)]
+
+    def take() -> float:
+        optimiser.zero_grad()
+        z = torch.tensor(0.0)
+        for t, logit in enumerate(posterior.unbind()):
+            q = bernoulli(logits=logit + slope * z)
+            p = bernoulli(logits=step[0] + step[1] * z if t else start[0])
+            z = methods[t](q)
+            storch.add_cost(q.log_prob(z) - p.log_prob(z), f"kl_{t}")
+            if is_observed or t == steps - 1:
+                storch.add_cost(-normal(means[0] + means[1] * z, 1.0).log_prob(_OBSERVED), f"x_{t}")
+        loss = storch.backward()
+        optimiser.step()
+        return float(loss)
+
+    return take
+
+
 def elbos_for(name: str) -> list[str]:
-    """The ELBOs that can serve a program in reasonable time."""
+    """The ELBOs, and other rivals, that can serve a program in reasonable time."""
     steps = next((int(word) for word in name.split() if word.isdigit()), 0)
-    return [elbo for elbo in ELBOS if elbo != "TraceGraph_ELBO" or steps <= LONGEST_FOR_TRACEGRAPH]
+    found = [elbo for elbo in ELBOS if elbo != "TraceGraph_ELBO" or steps <= LONGEST_FOR_TRACEGRAPH]
+    if "chain" in name:
+        found.append(BY_HAND)
+        if importlib.util.find_spec("storch") is not None and steps <= LONGEST_FOR_STORCHASTIC:
+            found.append(STORCHASTIC)
+    return found
 
 
-def stepper(program: Program, elbo: str) -> Callable[[], object]:
+def stepper(program: Program, elbo: str, name: str) -> Callable[[], object]:
     """One whole SVI step."""
+    if elbo in (BY_HAND, STORCHASTIC):
+        make = chain_by_hand if elbo == BY_HAND else chain_by_storchastic
+        return make(next(int(word) for word in name.split() if word.isdigit()), name.startswith("observed"))
     return SVI(*program, Adam({"lr": 1e-4}), ELBOS[elbo]()).step
 
 
@@ -188,9 +256,9 @@ def measure_time(name: str, rounds: int, seconds: float) -> list[Row]:
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     program = PROGRAMS[name]()
-    steps = {elbo: stepper(program, elbo) for elbo in elbos_for(name)}
+    steps = {elbo: stepper(program, elbo, name) for elbo in elbos_for(name)}
     for elbo, step in steps.items():
-        for _ in range(2 if elbo == "TraceGraph_ELBO" else WARM_UP):
+        for _ in range(2 if elbo in ("TraceGraph_ELBO", STORCHASTIC) else WARM_UP):
             step()
     taken = cpu_seconds(steps, rounds, seconds)
     return [
@@ -217,8 +285,8 @@ def resident(field: str) -> float:
 def measure_memory(name: str, elbo: str, steps: int) -> float:
     """Megabytes that steps need at their peak beyond one of ``Trace_ELBO``; for a process of its own."""
     program = PROGRAMS[name]()
-    stepper(program, BASE)()
-    step = stepper(program, elbo)
+    stepper(program, BASE, name)()
+    step = stepper(program, elbo, name)
     before = resident("VmRSS")
     for _ in range(steps):
         step()
@@ -244,7 +312,7 @@ def by_program(rows: list[Row], column: str) -> list[Row]:
     """One row per program, one column per ELBO."""
     found: dict[str, Row] = {}
     for row in rows:
-        line = found.setdefault(row["program"], {"program": row["program"], **dict.fromkeys(ELBOS, "")})
+        line = found.setdefault(row["program"], {"program": row["program"], **dict.fromkeys(RIVALS, "")})
         line[row["elbo"]] = row[column]
     return list(found.values())
 
@@ -261,7 +329,9 @@ def main() -> None:
     for name in progress(names, "programs"):
         found = measure_time(name, 200 if chosen.full else 40, 120.0 if chosen.full else 20.0)
         for row in found:
-            row["megabytes"] = memory_of(name, row["elbo"], 5 if row["elbo"] == "TraceGraph_ELBO" else WARM_UP)
+            row["megabytes"] = memory_of(
+                name, row["elbo"], 5 if row["elbo"] in ("TraceGraph_ELBO", STORCHASTIC) else WARM_UP
+            )
         rows += found
     write(chosen.output, rows, chosen.full)
 

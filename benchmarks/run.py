@@ -11,6 +11,7 @@ SCRIPTS = (
     "chains.py",
     "convergence.py",
     "networks.py",
+    "scaling.py",
     "overhead.py",
     "profile_step.py",
     "blackbox.py",

@@ -6,6 +6,7 @@ from pyro_bpq.cost_statement import cost as cost
 from pyro_bpq.critics import LinearCritic as LinearCritic
 from pyro_bpq.critics import MLPCritic as MLPCritic
 from pyro_bpq.critics import TabularCritic as TabularCritic
+from pyro_bpq.distributed import Ranks as Ranks
 from pyro_bpq.elbo import TraceBackpropQ_ELBO as TraceBackpropQ_ELBO
 from pyro_bpq.estimators import AllAction as AllAction
 from pyro_bpq.estimators import LambdaReturn as LambdaReturn
@@ -50,6 +51,7 @@ __all__ = [
     "ProximalSVI",
     "QProp",
     "QuadraticCritic",
+    "Ranks",
     "Replay",
     "RunningBaseline",
     "ScoreFunction",

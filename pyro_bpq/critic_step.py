@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critics import Critic, CriticShape
+from pyro_bpq.distributed import Ranks, joint_mean
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.joint_critics import JointCritic, JointOutput, SiteValue
@@ -200,10 +201,10 @@ def _standardised(context: Tensor, selection: Selection, decay: float = 0.95) ->
 
 def _site_value(group: QGroup, batch: SiteBatch) -> SiteValue:
     """Values and distributions of the sites of the Q-nodes of a group, rows flattened."""
-    sites, lead = list(group.sites), 1 + len(batch.batch_shape)
+    lead = 1 + len(batch.batch_shape)
 
     def flat(tensor: Tensor) -> Tensor:
-        return tensor[sites].flatten(1, lead - 1)
+        return group.pick(tensor).flatten(1, lead - 1)
 
     if batch.cls.spec.components is None:
         return SiteValue(powers=flat(batch.moments.powers))
@@ -229,8 +230,7 @@ def _units(
     layout: Layout, group: QGroup, batch: SiteBatch, selection: Selection
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scale of the sites, and mean and spreads of the targets in its unit."""
-    is_whole = layout.membership(group, group.nodes, batch.like) is None
-    unit = batch.scale if is_whole else batch.scale[list(group.sites)]
+    unit = group.pick(batch.scale)
     lead = (-1, *(1,) * len(batch.batch_shape))
     mean, spread, step = (selection.read(name).reshape(lead) for name in ("mean", "spread_level", "spread_advantage"))
     return unit, mean, spread, step
@@ -255,6 +255,7 @@ def regression(
     level_weight: float,
     decay: float = 0.98,
     chosen: Tensor | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, list[Write], dict[str, Tensor]]:
     r"""Squared error of the critics, in units of their targets' spread.
 
@@ -269,15 +270,17 @@ def regression(
         level_weight: Weight ``w``.
         decay: Weight of the past in the running mean and spreads.
         chosen: Which Q-nodes learn, ``(Q,)`` of zeros and ones; ``None`` for all.
+        ranks: The processes that learn together: the mean of their losses is that of the joint batch.
 
     Returns:
         The loss (a scalar), the writes of the running statistics, and diagnostics per Q-node.
     """
-    particles = target.shape[1]
+    particles, samples = target.shape[1], value[0].numel()
     error, scaled = (value - target) / critic.unit, target / critic.unit
     read = critic.selection.read
     count, mean = read("count"), read("mean")
-    new_mean = update_mean(mean, site_mean(scaled), count, decay)
+    own_mean, total = joint_mean(ranks, site_mean(scaled), samples)
+    new_mean = update_mean(mean, own_mean, count, decay)
     lead = (-1, *(1,) * (target.dim() - 1))
     if particles > 1:
         row = scaled.mean(1, keepdim=True)
@@ -287,8 +290,9 @@ def regression(
         # Never the critic's own error: a scale that it moves itself feeds back.
         outer = scaled - new_mean.reshape(lead)
         inner = outer.square()
-    level = update_mean(read("spread_level").square(), site_mean(outer.square()), count, decay).sqrt()
-    step = update_mean(read("spread_advantage").square(), site_mean(inner), count, decay).sqrt()
+    squares, _ = joint_mean(ranks, torch.stack((site_mean(outer.square()), site_mean(inner))), samples)
+    level = update_mean(read("spread_level").square(), squares[0], count, decay).sqrt()
+    step = update_mean(read("spread_advantage").square(), squares[1], count, decay).sqrt()
     floor = 1e-3 * (new_mean.abs() + level) + torch.finfo(target.dtype).tiny
     step = torch.maximum(step, floor)
     # The mean over particles moves less than they do: in its own unit it would drown their differences.
@@ -301,14 +305,16 @@ def regression(
         *critic.selection.write("mean", new_mean),
         *critic.selection.write("spread_level", level),
         *critic.selection.write("spread_advantage", step),
-        *critic.selection.write("rows", torch.full_like(count, value[0].numel())),
+        *critic.selection.write("rows", torch.zeros_like(count) + total),
         *critic.selection.write("count", count + 1),
     ]
     with torch.no_grad():
         variance = site_mean(_centre(scaled).square())
         # Nothing can be said of a single particle and row.
         explained = torch.where(variance > 0, 1.0 - site_mean(_centre(error).square()) / variance, torch.nan)
-    return (loss * seen).sum(), writes, {"td_loss": loss.detach(), "explained": explained}
+    # The mean of the ranks' gradients counts all ranks alike; they may have different numbers of rows.
+    weight = 1.0 if ranks is None else samples * ranks.size / total
+    return (weight * loss * seen).sum(), writes, {"td_loss": loss.detach(), "explained": explained}
 
 
 def _loss(error: Tensor, level: Tensor, step: Tensor, weight: float) -> Tensor:
@@ -388,24 +394,27 @@ def _context(layout: Layout, group: QGroup, batches: Sequence[SiteBatch]) -> Ten
     batch, queries = batches[group.c], len(group.nodes)
     lead = (queries, *batch.batch_shape)
     parts = []
-    for plan in group.contexts:
+    for k, plan in enumerate(group.contexts):
         source = batches[plan.source]
         values = _pool(source.encoded, source, batch)
         padded = torch.cat((values, torch.zeros_like(values[:1])))
-        window = torch.as_tensor(plan.window, device=values.device)
+        window = group.constant(("window", k), plan.window, values.device, torch.long)
         parts += [padded[window[:, w]].expand(*lead, -1) for w in range(window.shape[1])]
         if plan.rest is not None:
-            rest = torch.as_tensor(plan.rest, dtype=values.dtype, device=values.device)
+            rest = group.constant(("rest", k), plan.rest, values.device, values.dtype)
             mixed = (rest @ values.flatten(1)).reshape(queries, *values.shape[1:])
             parts.append(mixed.expand(*lead, -1))
-    sites = list(group.sites)
     if batch.cls.spec.share is not None:
-        index = batch.like.new_tensor([_index_features(node.site) for node in group.nodes])
+
+        def index_features() -> list[tuple[float, float]]:
+            return [_index_features(node.site) for node in group.nodes]
+
+        index = group.constant("index", index_features, batch.like.device, batch.like.dtype)
         parts.append(index.reshape(queries, *(1,) * len(batch.batch_shape), -1).expand(*lead, -1))
     if batch.cls.spec.has_params and (batch.cls.spec.components is not None or batch.cls.spec.has_moments):
-        parts.append(batch.parameters[sites])
+        parts.append(group.pick(batch.parameters))
     if batch.cls.spec.context:
-        parts.append(batch.context[sites].to(batch.like.dtype))
+        parts.append(group.pick(batch.context).to(batch.like.dtype))
     rows = 1
     for size in batch.batch_shape:
         rows *= size
@@ -425,7 +434,7 @@ def _cells(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
     """Joint state of the rest of the scope, ``(Q, N)``."""
     batch, queries = batches[group.c], len(group.nodes)
     cell = torch.zeros((queries, *batch.batch_shape), dtype=torch.long, device=batch.like.device)
-    for plan in group.contexts:
+    for k, plan in enumerate(group.contexts):
         source = batches[plan.source]
         if any(plate not in batch.plates for plate in source.plates):
             raise OptionError(
@@ -433,7 +442,7 @@ def _cells(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
                 "write critic=MLPCritic() instead."
             )
         padded = torch.cat((source.index, torch.zeros_like(source.index[:1])))
-        window = torch.as_tensor(plan.window, device=cell.device)
+        window = group.constant(("window", k), plan.window, cell.device, torch.long)
         for w in range(window.shape[1]):
             for d in range(source.components.size):
                 cell = cell * source.components.cardinality + padded[window[:, w]][..., d]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.bank import CriticBank
+from pyro_bpq.distributed import Ranks
 from pyro_bpq.errors import OptionError
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.local_objective import LocalObjective
@@ -123,6 +124,8 @@ class CriticTraining:
         done = 0
         for _ in range(updates):
             gradients = self._replayer.gradients(self, sites)
+            if self._ranks is not None:
+                gradients = self._ranks.average_found(gradients, self.critics.weights())
             self._optimizer.step(self.critics, gradients)
             done += bool(gradients)
         return done
@@ -155,7 +158,26 @@ class CriticTraining:
             slow=learner is not None and learner.slow is not None,
             num_steps=self.num_steps,
             first_order=0.0 if learner is None else learner.first_order,
+            ranks=self._ranks,
         )
+
+    @property
+    def _ranks(self) -> Ranks | None:
+        """The processes that learn together; ``None`` where there are no others."""
+        ranks = Ranks() if self.learner is None else self.learner.ranks
+        return None if ranks is None or ranks.size == 1 else ranks
+
+    def _may_learn(self, items: Sequence[Staged], loss: Tensor) -> bool:
+        """Whether there is something to learn from: a loss that is finite, on all ranks."""
+        is_finite, ranks = torch.isfinite(loss.detach()), self._ranks
+        if ranks is None:
+            return bool(is_finite)
+        structure = [f"step {self.num_steps}"]
+        for item in items:
+            one = item.signals
+            structure += [f"sites {one.layout.classes[c].names}" for c in one.active]
+            structure += [f"critics {critic.keys}" for critic in one.critics.values()]
+        return ranks.agree(structure, is_finite)
 
     def _learn_again(self) -> None:
         """More steps on the last rollout, then on stored ones."""
@@ -173,7 +195,8 @@ class CriticTraining:
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
         tensors = self.critics.weights()
         found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
-        return {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
+        gradients = {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
+        return gradients if self._ranks is None else self._ranks.average(gradients)
 
     def _register_for_pyro(self) -> None:
         """Shows the critics to SVI where the user's optimiser trains them: those of the first step too."""

@@ -245,9 +245,10 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
             self._restore(mark)
             raise
         value = loss.detach()
-        warn_if_nan(value, "loss")
+        if not result.learns:  # what is learned from is finite
+            warn_if_nan(value, "loss")
         surrogate = (differentiable + result.surrogate) / self.num_particles
-        if learning and bool(torch.isfinite(value)):
+        if result.learns:
             surrogate = self._prepare(surrogate, result)
         return value + (surrogate - surrogate.detach())
 
@@ -304,7 +305,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
             # One graph for all particles, or one for each.
             graphs = [one.layout.graph for one in signals] * (len(runs) // len(signals))
             costs = [differentiable_cost(*pair) for pair in zip(runs, graphs, strict=True)]
-        result = step(signals, self.critics, self.learning(), learning)
+        result = step(signals, self.critics, self.learning(), learning and self._may_learn(items, loss))
         self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
         if self.keeps_staged:
             self.staged = Transient([replace(item, result=result) for item in items])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyro
@@ -42,6 +42,18 @@ class FlipPlan:
     start: Mapping[str, int]
     rows: int
     costs: Mapping[str, tuple[str, ...]]
+    _steps: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def steps(self, name: str, split: Components, device: torch.device) -> Tensor:
+        """How far each row moves each component of a site, ``(rows, D)``: the same in every step."""
+        key = (name, split.size, split.cardinality, device)
+        if key not in self._steps:
+            others = split.cardinality - 1
+            step = torch.arange(split.size * others)
+            delta = torch.zeros(self.rows, split.size, dtype=torch.long if others >> 15 else torch.int16)
+            delta[self.start[name] + step, step // others] = (step % others + 1).to(delta.dtype)
+            self._steps[key] = delta.to(device)
+        return self._steps[key]
 
 
 def immediate_costs(graph: StochasticComputationGraph) -> dict[str, tuple[str, ...]]:
@@ -229,16 +241,11 @@ def _same(found: Sequence[Tensor], sampled: Sequence[Tensor]) -> bool:
 
 def _flip(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str, lead: int) -> Tensor:
     """Values ``(rows, 1.., batch, event)``: one component after the other set to its other values."""
-    others = split.cardinality - 1
-    steps = torch.arange(split.size * others, device=value.device)
-    flipped = torch.zeros(plan.rows, split.size, dtype=torch.bool, device=value.device)
-    flipped[plan.start[name] + steps, steps // others] = True
+    delta = plan.steps(name, split, value.device)
     if split.kind == "bernoulli":
         shape = (plan.rows, *(1,) * (lead + value.dim() - split.value_ndim), *split.event_shape)
-        return torch.where(flipped.reshape(shape), 1 - value, value)
+        return torch.where(delta.reshape(shape) > 0, 1 - value, value)
     index = split.index(value, fn)
-    delta = torch.zeros_like(flipped, dtype=torch.long)
-    delta[plan.start[name] + steps, steps // others] = steps % others + 1
     delta = delta.reshape(plan.rows, *(1,) * (lead + index.dim() - 1), split.size)
     return split.value((index + delta) % split.cardinality, fn).to(value.dtype)
 

@@ -362,6 +362,6 @@ class _Moments(nn.Module):
         assert site.powers is not None
         output = self.head(context, cells)
         # The table holds the factors of the two powers.
-        table = output[..., 1:].reshape(site.powers.shape) * output.new_tensor([1.0, 0.5])
+        table = output[..., 1:].reshape(site.powers.shape) / torch.arange(1, 3, device=output.device)
         value = (table * site.powers).sum((-1, -2))
         return JointOutput(output[..., 0], value, torch.zeros_like(value), value, value, table).packed()

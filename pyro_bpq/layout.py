@@ -7,7 +7,7 @@ nodes downstream of each of ``G`` sites is a ``G × costs`` matrix of zeros and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -130,6 +130,23 @@ class QGroup:
     nodes: tuple[QNode, ...]
     sites: tuple[int, ...]
     contexts: tuple[ContextPlan, ...]
+    _constants: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def constant(self, name: Any, given: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Numbers, or what a function gives, that are the same in every step.
+
+        They go to their device once: the host waits for such a copy.
+        """
+        key = (name, device, dtype)
+        if key not in self._constants:
+            self._constants[key] = torch.as_tensor(given() if callable(given) else given, dtype=dtype).to(device)
+        return self._constants[key]
+
+    def pick(self, tensor: Tensor) -> Tensor:
+        """Of a tensor with a leading axis of the class's sites, those of the Q-nodes."""
+        if self.sites == tuple(range(len(tensor))):
+            return tensor
+        return tensor[self.constant("sites", self.sites, tensor.device, torch.long)]
 
     def take(self, chosen: Sequence[int]) -> QGroup:
         """Some of its Q-nodes, by position."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank
+from pyro_bpq.distributed import Ranks
 from pyro_bpq.errors import OptionError
 from pyro_bpq.replay import Replay
 from pyro_bpq.slow import SlowTracking, track
@@ -42,6 +43,8 @@ class CriticLearner:
         first_order: Weight of the slopes of critics of Bernoulli and OneHotCategorical sites, which then also match the
             gradient of the costs with respect to the value (:mod:`pyro_bpq.first_order`), once for every rollout; one
             more run of the program per such site. Other sites fit values only.
+        ranks: The processes that train these critics together, where ``torch.distributed`` runs several; ``None`` for
+            critics and running statistics of each process's own.
 
     Raises:
         OptionError: If an option is out of range.
@@ -55,6 +58,7 @@ class CriticLearner:
     replay: Replay | None = None
     slow: SlowTracking | None = None
     first_order: float = 0.0
+    ranks: Ranks | None = Ranks()
 
     def __post_init__(self) -> None:
         if self.lr is not None and not self.lr > 0:
@@ -67,6 +71,8 @@ class CriticLearner:
             raise OptionError(f"CriticLearner(slow={self.slow!r}): write SlowTracking(rate=...) or None.")
         if not self.first_order >= 0.0:
             raise OptionError(f"CriticLearner(first_order={self.first_order!r}): write a number that is not negative.")
+        if self.ranks is not None and not isinstance(self.ranks, Ranks):
+            raise OptionError(f"CriticLearner(ranks={self.ranks!r}): write Ranks(group) or None.")
         if self.clip is not None and not self.clip > 0:
             raise OptionError(f"CriticLearner(clip={self.clip!r}): write a positive number or None.")
 

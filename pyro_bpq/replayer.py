@@ -3,7 +3,7 @@ r"""Critic updates from rollouts of the past: what a step leaves behind, and how
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -191,7 +191,8 @@ class Replayer:
             self.buffer.drop(stored)
             return []
         names = coparents(network, site) if form == "expected" else ()
-        learning = host.learning()
+        # Other processes have stored other rollouts; the gradients are averaged.
+        learning = replace(host.learning(), ranks=None)
         if form == "redrawn":
             chosen = {n for n in trainable(network, held) if sites is None or network.q_node(n).site in sites}
         else:

@@ -101,8 +101,10 @@ def _solve(
     weight = costs.new_ones(len(order))
     where = {}
     for g, value in values.items():
-        where[g] = [order[node.name] for node in groups[g].nodes]
-        learned[where[g]], mean[where[g]], weight[where[g]] = value, ahead[g], lam
+        places = [order[node.name] for node in groups[g].nodes]
+        rows = groups[g].constant("order", places, costs.device, torch.long)
+        learned[rows], mean[rows] = value, ahead[g]
+        where[g], weight = rows, weight.index_fill(0, rows, lam)
     returns = lambda_return_solve(
         rule, gamma * matrix(root, costs), mean + matrix(immediate, costs), learned, weight, gamma
     )

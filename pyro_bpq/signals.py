@@ -271,8 +271,8 @@ class Signals:
             return critic.joint.value, critic.joint.mean
         if critic.advantage is None:
             return critic.level, critic.level.detach()
-        batch, sites = self.batches[critic.group.c], list(critic.group.sites)
-        index, probs = batch.index[sites].unsqueeze(-1), batch.probs[sites]
+        batch, pick = self.batches[critic.group.c], critic.group.pick
+        index, probs = pick(batch.index).unsqueeze(-1), pick(batch.probs)
         value = critic.level + critic.advantage.gather(-1, index).squeeze(-1).sum(-1)
         mean = critic.level.detach() + (probs * critic.advantage.detach()).sum((-1, -2))
         return value, mean
@@ -283,9 +283,13 @@ class Signals:
         exact = self.exact[group.c]
         if exact is None:
             return mean
-        whole = [float(set(node.immediate) >= set(tabled[node.site])) for node in group.nodes]
-        centred = self.batches[group.c].centred(exact)[list(group.sites)]
-        return mean - centred * mean.new_tensor(whole).reshape(-1, *(1,) * (mean.dim() - 1))
+
+        def is_whole() -> list[bool]:
+            return [set(node.immediate) >= set(tabled[node.site]) for node in group.nodes]
+
+        whole = group.constant("whole", is_whole, mean.device, mean.dtype)
+        centred = group.pick(self.batches[group.c].centred(exact))
+        return mean - centred * whole.reshape(-1, *(1,) * (mean.dim() - 1))
 
 
 def _expand(tensor: Tensor | None, shape: Sequence[int]) -> Tensor | None:

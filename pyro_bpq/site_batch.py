@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from pyro_bpq.errors import PlateError, UnsupportedSiteError
 from pyro_bpq.features import Components, encode_real
@@ -126,7 +125,9 @@ class SiteBatch:
         if self.components.cardinality == 2:
             return 2.0 * self.index.to(self.probs.dtype) - 1.0
         cardinality = self.components.cardinality
-        return (one_hot(self.index, cardinality).to(self.probs.dtype) - 1.0 / cardinality).flatten(-2)
+        # one_hot() would look at the values.
+        hot = self.index.unsqueeze(-1) == torch.arange(cardinality, device=self.index.device)
+        return (hot.to(self.probs.dtype) - 1.0 / cardinality).flatten(-2)
 
     @cached_property
     def parameters(self) -> Tensor:
@@ -190,8 +191,10 @@ class SiteBatch:
         like = self.like
         if any(isinstance(scale, Tensor) and scale.dim() for scale in scales):
             return self.stack(lambda site: torch.as_tensor(pick(site)).to(like), 0)
-        tensor = torch.tensor([float(scale) for scale in scales], dtype=like.dtype).to(like.device)
-        return tensor.reshape(-1, *(1,) * len(self.batch_shape))
+        lead, numbers = (1,) * len(self.batch_shape), [float(scale) for scale in scales]
+        if numbers == numbers[:1] * len(numbers):
+            return like.new_full((len(numbers), *lead), numbers[0])
+        return torch.tensor(numbers, dtype=like.dtype).to(like.device).reshape(-1, *lead)
 
     def _weighted(self, table: Tensor, scale: Tensor, mask: Callable[[SiteRecord], Any]) -> Tensor:
         first = self.rollout.runs[0].sites
@@ -213,4 +216,6 @@ def _context(site: SiteRecord) -> Tensor:
 
 
 def _mask(mask: Tensor | bool | None, like: Tensor) -> Tensor:
-    return torch.as_tensor(True if mask is None else mask, device=like.device).to(like.dtype)
+    if mask is None:
+        return like.new_ones(())
+    return torch.as_tensor(mask, device=like.device).to(like.dtype)

@@ -113,7 +113,8 @@ class StructureCache:
         if self.mode == "dense":
             return self._dense(traced, learn)
         known, agreements = self.reads.get(traced.key, ({}, 0))
-        merged = {name: sources | known.get(name, frozenset()) for name, sources in reads.items()}
+        # Equal sets are the same object: a program that reads all that came before has n² / 2 names in them.
+        merged = {name: _union(known.get(name, frozenset()), sources) for name, sources in reads.items()}
         changed = bool(known) and merged != known
         if changed:
             self._contradicted(traced, known, merged)
@@ -170,3 +171,9 @@ class StructureCache:
     def _store(self, key: Any, graph: StochasticComputationGraph) -> StochasticComputationGraph:
         self.graphs[key] = graph
         return graph
+
+
+def _union(known: frozenset[str], new: frozenset[str]) -> frozenset[str]:
+    if new <= known:
+        return known
+    return known | new if known else new

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from pyro_bpq.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.critic_step import CriticRows, regression
+from pyro_bpq.distributed import Ranks
+from pyro_bpq.distributed import average_writes as average_over_ranks
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, at_step, initial_statistics
 from pyro_bpq.first_order import first_order_loss
@@ -40,6 +42,7 @@ class Learning:
         slow: Whether targets are formed with slow copies of the critics.
         num_steps: Number of steps taken, for estimators with a schedule.
         first_order: Weight of the slopes of critics against the gradient of the costs; 0 for values only.
+        ranks: The processes that learn together; ``None`` where there are no others.
     """
 
     lam: float = 0.97
@@ -48,6 +51,7 @@ class Learning:
     slow: bool = False
     num_steps: int = 0
     first_order: float = 0.0
+    ranks: Ranks | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class StepResult:
         writes: New running statistics, to be committed after the step.
         info: Detached diagnostics, by name of site, and its ``"estimator"``.
         terms: The summands of the surrogate: names of the sites and a tensor, as the estimator returned it.
+        learns: Whether the step teaches anything.
     """
 
     surrogate: Tensor
@@ -67,6 +72,7 @@ class StepResult:
     writes: list[Write] = field(default_factory=list)
     info: dict[str, dict[str, Any]] = field(default_factory=dict)
     terms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
+    learns: bool = False
 
 
 def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build: bool) -> StepResult:
@@ -87,7 +93,7 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
         classes = [cls for one in signals for cls in one.layout.classes]
         info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
     number, terms = learning.num_steps, []
-    for cls, context in _contexts(signals):
+    for cls, context in _contexts(signals, learning.ranks if build else None):
         start = time.perf_counter()
         term = _estimate(cls, at_step(cls.spec.estimator, number), context, bank, build, writes, info)
         terms.append((context.names, term))
@@ -101,7 +107,7 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
         # Particles, and sites of a family that shares a critic, each have a say.
         writes = average_writes(writes)
     sums = [term.sum() for _, term in terms]
-    return StepResult(sum(sums[1:], sums[0]) if sums else torch.zeros(()), loss, writes, info, tuple(terms))
+    return StepResult(sum(sums[1:], sums[0]) if sums else torch.zeros(()), loss, writes, info, tuple(terms), build)
 
 
 def _add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: float) -> None:
@@ -115,15 +121,15 @@ def _add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: floa
 # Estimators.
 
 
-def _contexts(signals: Sequence[Signals]) -> list[tuple[SiteClass, SiteContext]]:
+def _contexts(signals: Sequence[Signals], ranks: Ranks | None) -> list[tuple[SiteClass, SiteContext]]:
     """What each estimator call sees: classes of sites, or single sites of those particles that have them."""
     if len(signals) == 1:
         (only,) = signals
-        return [(only.layout.classes[c], only.context(c)) for c in only.active]
+        return [(only.layout.classes[c], replace(only.context(c), ranks=ranks)) for c in only.active]
     found: dict[Any, list[SiteContext]] = {}
     for one in signals:
         for c in one.active:
-            spec, context = one.layout.classes[c].spec, one.context(c)
+            spec, context = one.layout.classes[c].spec, replace(one.context(c), ranks=ranks)
             for i, name in enumerate(context.names):
                 found.setdefault((name, spec, context.cost.shape[2:]), []).append(_row(context, i))
     return [(SiteClass(spec, (name,)), _join(contexts)) for (name, spec, _), contexts in found.items()]
@@ -175,8 +181,8 @@ def _estimate(
     except UnsupportedSiteError as error:
         raise error.at(*context.names) from error
     if selection is not None and build:
-        for name, value in term.statistics.items():
-            writes += selection.write(name, value)
+        new = [write for name, value in term.statistics.items() for write in selection.write(name, value)]
+        writes += average_over_ranks(context.ranks, new, context.cost[0].numel())
         writes += selection.write("count", statistics["count"] + 1)
     if build:
         for i, name in enumerate(context.names):
@@ -302,7 +308,7 @@ def _regress(
     for one, pairs in rollouts:
         for g, (value, target) in pairs.items():
             critic = one.critics[g]
-            writes += critic.writes
+            writes += average_over_ranks(learning.ranks, critic.writes, value[0].numel())
             weight = learning.level_weight if one.layout.classes[critic.group.c].spec.has_params else 1.0
             learns = [chosen is None or node.name in chosen for node in critic.group.nodes]
             if len(rollouts) == 1:
@@ -322,7 +328,7 @@ def _regress(
         rows = parts[0][0] if len(parts) == 1 else CriticRows.join([part[0] for part in parts])
         value, target = (torch.cat([part[k] for part in parts], 1) for k in (1, 2))  # type: ignore[misc]
         mask = None if all(learns) else value.new_tensor(learns)
-        loss, wrote, diagnostics = regression(rows, value, target, weight, chosen=mask)
+        loss, wrote, diagnostics = regression(rows, value, target, weight, chosen=mask, ranks=learning.ranks)
         losses.append(loss)
         writes += wrote
         for i, site in enumerate(rows.sites):

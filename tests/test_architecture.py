@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("graph", "network", "reductions", "validation", "sequence", "replay_plan"),
     ("rollout", "targets", "provenance", "advantages", "algorithm1"),
-    ("features", "critics", "bank", "replay", "moments", "joint_critics", "slow"),
+    ("features", "critics", "bank", "replay", "moments", "joint_critics", "slow", "distributed"),
     ("estimators",),
     (
         "layout",

@@ -4,10 +4,14 @@
 # `elbo(model, guide)` is a `torch.nn.Module` whose call gives a loss, so `DistributedDataParallel` can wrap it: each
 # process takes its share of the data, gradients are averaged.
 #
-# Critics are not part of that. Each process trains its own, on its own data; a critic changes the variance of the
-# gradient and not its mean, so nothing goes wrong if they differ. (They cost no communication.)
+# Critics, baselines and scales learn together as well: what they learn in a step is that of the joint batch, so they
+# are the same in all processes. That happens by itself wherever `torch.distributed` has more than one process;
+# `learner=CriticLearner(ranks=None)` switches it off, and each process trains critics of its own on its own data (the
+# gradient's mean is the same).
 #
-# Processes need a file to start from, so this tutorial writes one. On several machines: the same file under `torchrun`.
+# Processes need a file to start from, so this tutorial writes one. Under `torchrun`, on one machine or several, the
+# same file needs `distributed.init_process_group("gloo")` only; with GPUs `"nccl"`, and model, guide and data on each
+# process's own.
 
 # %%
 import os
@@ -29,7 +33,7 @@ import torch.distributed as distributed
 from pyro.nn import PyroModule
 from torch.nn.parallel import DistributedDataParallel
 
-from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq import RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
 
 rank, processes, steps, store = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
@@ -62,9 +66,8 @@ class Guide(PyroModule):
 
 
 torch.manual_seed(0)
-loss = TraceBackpropQ_ELBO()(Model(), Guide())
-loss(share)  # so that all that is built on first use exists
-parallel = DistributedDataParallel(loss, broadcast_buffers=False)
+loss = TraceBackpropQ_ELBO(estimator=ScoreFunction(RunningBaseline()))(Model(), Guide())
+parallel = DistributedDataParallel(loss)
 torch.manual_seed(rank)  # from here on every process draws its own latents
 optimiser = torch.optim.Adam([p for p in loss.parameters() if p.requires_grad], lr=0.05)
 for _ in range(steps):
@@ -73,13 +76,17 @@ for _ in range(steps):
     value.backward()
     optimiser.step()
 means = [round(v, 2) for v in loss.model.means.tolist()]
-print(f"process {rank}: {len(share)} rows, loss {value.item() / len(share):.2f} nats per row, means {means}")
+baselines = [round(float(v), 6) for name, v in loss.elbo.critics.state_dict().items() if name.endswith(".baseline")]
+print(
+    f"process {rank}: {len(share)} rows, loss {value.item() / len(share):.2f} nats per row, "
+    f"means {means}, baselines {baselines}"
+)
 distributed.destroy_process_group()
 """
 
 # %% [markdown]
-# The worker's script is above; here it is started twice. Both print the same means: their gradients were averaged at
-# every step.
+# The worker's script is above; here it is started twice. Both print the same means and baselines: gradients and
+# running statistics were averaged at every step.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +104,13 @@ with tempfile.TemporaryDirectory() as folder:
 print("\n".join(printed))
 assert all(process.returncode == 0 for process in started)
 assert len({line.split("means")[1] for line in printed}) == 1
+assert "baselines []" not in printed[0]
 
 # %% [markdown]
 # The rows of a plate are independent, so a process with half the rows sees half of the loss; `DistributedDataParallel`
-# averages, which changes the length of a gradient step and not its direction (with Adam it changes next to nothing).
+# averages, which changes the length of a gradient step and not its direction (with Adam it changes next to nothing). A
+# subsampled plate, `pyro.plate("rows", 1000, subsample_size=len(x))`, scales each process's rows to the whole: the
+# average then is the estimate of the joint batch, where all processes have as many rows.
+#
+# Processes take their training steps together: one with a batch more than the others would wait for them for ever.
+# Batches of unequal size are weighed by their rows. Evaluate with `loss.eval()`, on any one process.

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from pyro_bpq.distributed import Ranks, joint_mean
 from pyro_bpq.features import Components
 from pyro_bpq.moments import Standardised
 
@@ -125,6 +126,7 @@ class SiteContext:
         count: Number of steps behind the statistics, ``(G,)``.
         baseline: The user's own prediction of ``cost``, with its gradient, or ``None``.
         program: Costs at other values, for an estimator with ``needs_program = True``; else ``None``.
+        ranks: The processes that learn together, or ``None``.
     """
 
     names: tuple[str, ...]
@@ -144,6 +146,18 @@ class SiteContext:
     count: Tensor | None = None
     baseline: Tensor | None = None
     program: SiteProgram | None = None
+    ranks: Ranks | None = None
+
+    def joint(self, mean: Tensor) -> tuple[Tensor, Tensor | int]:
+        """A mean over the samples of this step, and their number, with those of other processes.
+
+        Running statistics are averaged over processes in any case. Those that are not linear in such means, such as a
+        ratio of two, are right only if they are made from joint ones.
+
+        Args:
+            mean: Mean over particles and plate rows of this process.
+        """
+        return joint_mean(self.ranks, mean, self.cost[0].numel())
 
 
 class SiteTerm(NamedTuple):
@@ -214,7 +228,7 @@ def initial_statistics(estimator: Estimator, num_particles: int, width: int) -> 
     return {**estimator.statistics(num_particles), **({} if sized is None else sized(width))}
 
 
-def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float) -> Tensor:
+def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float | Tensor) -> Tensor:
     """Running mean: the plain mean of the first steps, exponential with ``decay`` afterwards."""
     weight = (1.0 / (count + 1.0)).clamp(min=1.0 - decay)
     return old + weight.reshape(-1, *(1,) * (new.dim() - 1)) * (new - old)

@@ -84,9 +84,9 @@ def update_scale(scale: Scale, context: SiteContext, plain: Tensor, variate: Ten
     assert context.count is not None
     last = tuple(range(context.cost.dim(), plain.dim()))
     pairs = [(plain * variate).sum(last), variate.square().sum(last)] if last else [plain * variate, variate.square()]
-    new = torch.stack([site_mean(pair) for pair in pairs], 1)
+    new, samples = context.joint(torch.stack([site_mean(pair) for pair in pairs], 1))
     products = update_mean(context.statistics["products"], new, context.count, scale.decay)
-    ridge = 3.0 / ((context.count + 1.0) * context.cost[0].numel())
+    ridge = 3.0 / ((context.count + 1.0) * samples)
     square = products[:, 1]
     found = (products[:, 0] + ridge * square) / ((1.0 + ridge) * square).clamp(min=torch.finfo(square.dtype).tiny)
     found = torch.where(square > 0, found.clamp(0.0, scale.max_scale), torch.ones_like(found))

@@ -91,5 +91,5 @@ def _terms(context: SiteContext) -> ScaledTerms:
         # Nothing to weigh the moments with but the residual.
         return ScaledTerms.of(context, torch.ones_like(context.cost)[..., None, None], context.level, None, None, None)
     # The table's second entry is h/2, and d/dlogσ of ½ h σ² / s² is h.
-    critic = context.learned * context.learned.new_tensor([1.0, 2.0])
+    critic = context.learned * torch.arange(1, 3, device=context.learned.device)
     return ScaledTerms.of(context, context.moments.powers, context.level, context.own, critic, None)

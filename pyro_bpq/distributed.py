@@ -1,0 +1,126 @@
+r"""Data-parallel processes: running statistics and critics' gradients over all of them.
+
+Every process ("rank") runs its own rows of data. What is learned from them is a mean over rows, so that of the joint
+batch is the mean of the ranks' own weighted by their numbers of rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyro_bpq.errors import UnsupportedProgramError
+
+__all__ = ["Ranks", "average_writes", "joint_mean"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    r"""The processes that train one set of critics together, each on its own share of the data.
+
+    Wherever ``torch.distributed`` is initialised with more than one process, what critics and running statistics
+    learn in a step is that of the joint batch, on every rank,
+
+    .. math:: \bar x = \sum_r n_r x_r \Big/ \sum_r n_r
+
+    for every running moment ``x_r`` over the ``n_r`` samples (particles times plate rows) of rank ``r``, and for
+    the critics' gradients. Their state is then the same on all ranks. All ranks take their training steps together and
+    come to the same sites; the shares need not be equal. Gradients of model and guide are averaged by
+    ``DistributedDataParallel``.
+
+    Args:
+        group: A process group; ``None`` for all processes. An ELBO that holds one cannot be pickled or copied.
+    """
+
+    group: Any = None
+
+    @property
+    def size(self) -> int:
+        """Number of processes, 1 where there are no others."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return 1
+        # -1 in a process outside the group.
+        return max(dist.get_world_size(self.group), 1)
+
+    @torch.no_grad()
+    def mean(self, value: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+        """Mean over all ranks' samples, and their number, a scalar.
+
+        Args:
+            value: Mean over the samples of this rank.
+            samples: Their number.
+        """
+        sent = torch.cat((value.detach().reshape(-1) * samples, value.new_full((1,), samples)))
+        dist.all_reduce(sent, group=self.group)
+        return (sent[:-1] / sent[-1]).reshape(value.shape), sent[-1]
+
+    def average(self, tensors: Mapping[Any, Tensor], samples: int = 1) -> dict[Any, Tensor]:
+        """The means of several tensors, with one exchange for each dtype."""
+        alike: dict[Any, list[Any]] = {}
+        for name, tensor in tensors.items():
+            alike.setdefault((tensor.device, tensor.dtype), []).append(name)
+        found: dict[Any, Tensor] = {}
+        for names in alike.values():
+            parts = [tensors[name] for name in names]
+            joint, _ = self.mean(torch.cat([part.detach().reshape(-1) for part in parts]), samples)
+            split = torch.split(joint, [part.numel() for part in parts])
+            found |= {name: new.reshape(part.shape) for name, new, part in zip(names, split, parts, strict=True)}
+        return {name: found[name] for name in tensors}
+
+    def average_found(self, found: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The mean of each tensor over those ranks that have it.
+
+        Args:
+            found: Tensors of this rank.
+            known: Tensors of the same shapes for all names, known to all ranks in the same order.
+        """
+        if not known:
+            return {}
+        like = next(iter(known.values()))
+        has = like.new_tensor([float(name in found) for name in known])
+        total = self.average({"": has, **{n: found.get(n, torch.zeros_like(like)) for n, like in known.items()}})
+        shares = dict(zip(known, total[""].tolist(), strict=True))
+        return {name: total[name] / share for name, share in shares.items() if share}
+
+    def agree(self, structure: Iterable[str], is_finite: Tensor) -> bool:
+        """Whether all ranks have a finite loss; what they exchange next matches only if their structure does.
+
+        Args:
+            structure: What this rank is about to learn from.
+            is_finite: Whether its loss is.
+
+        Raises:
+            UnsupportedProgramError: If the structures differ, on all ranks.
+        """
+        # 48 bits, which float64 holds exactly.
+        digest = float(int(hashlib.sha256("\n".join(structure).encode()).hexdigest()[:12], 16))
+        sent = torch.tensor([digest, -digest, 1.0], dtype=torch.float64).to(is_finite.device)
+        sent[2] = is_finite
+        dist.all_reduce(sent, dist.ReduceOp.MIN, group=self.group)
+        least, most, finite = sent.tolist()
+        if least != -most:
+            raise UnsupportedProgramError(
+                "The processes of this group are about to learn from different sites, critics or numbers of steps. All "
+                "must take the same training steps, from the same state; where sampled values or data decide which "
+                "sites there are, write learner=CriticLearner(ranks=None): each process then has critics of its own."
+            )
+        return bool(finite)
+
+
+def joint_mean(ranks: Ranks | None, value: Tensor, samples: int) -> tuple[Tensor, Tensor | int]:
+    """``ranks.mean(...)``, or what is given where there are no others."""
+    return (value, samples) if ranks is None else ranks.mean(value, samples)
+
+
+def average_writes(ranks: Ranks | None, writes: Sequence[Any], samples: int) -> list[Any]:
+    """Writes to a bank with the mean of their values over all ranks' samples."""
+    if ranks is None or not writes:
+        return list(writes)
+    values = ranks.average({i: write[-1] for i, write in enumerate(writes)}, samples)
+    return [(*write[:-1], values[i]) for i, write in enumerate(writes)]

@@ -1,0 +1,118 @@
+"""Two processes, each with its share of the rows, learn what one learns from the joint batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import distributed_worker as worker
+import pytest
+import torch
+from steps import assert_equal, is_equal
+from torch import Tensor
+
+from pyro_bpq import CriticLearner
+from pyro_bpq.distributed import Ranks
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.scales import PAIRS, SIZE
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", worker.__file__]
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def differences(left: Any, right: Any, path: str = "") -> dict[str, float]:
+    """Largest relative difference of each tensor of nested states of equal structure."""
+    if isinstance(left, Tensor):
+        assert left.shape == right.shape, path
+        scale = right.double().abs().max().item() + 1e-3 if right.numel() else 1.0
+        return {path: (left.double() - right.double()).abs().max().item() / scale if left.numel() else 0.0}
+    found: dict[str, float] = {}
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), path
+        for key in left:
+            found |= differences(left[key], right[key], f"{path}/{key}")
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right), path
+        for i, pair in enumerate(zip(left, right, strict=True)):
+            found |= differences(*pair, f"{path}/{i}")
+    else:
+        assert left == right, path
+    return found
+
+
+def without_idle_scales(state: dict[str, Any]) -> dict[str, Any]:
+    """The scale of a control variate that is zero throughout, or rounding noise, follows that noise."""
+    state = dict(state)
+    for key in [key for key in state if key.endswith(".scales")]:
+        gram = state[key.removesuffix("scales") + "gram"]
+        diagonal = gram[:, [PAIRS.index((i, i)) for i in range(SIZE)]]
+        state[key] = state[key].where(diagonal > 1e-20, 1.0)
+    # What waits to be written has such scales too, without their names.
+    extra = next(key for key in state if key.endswith("_extra_state") and "critics" not in key)
+    state[extra] = {**state[extra], "waiting": None}
+    return state
+
+
+@pytest.mark.parametrize("name", list(worker.CASES))
+def test_state_is_that_of_one_process_with_the_joint_batch(name: str, ranks: list[dict[str, Any]]) -> None:
+    joint = worker.train(name, None)
+    start = worker.state_of(worker.make(worker.CASES[name][0]))
+    moved = [key for key in start if "elbo" not in key and not torch.equal(start[key], joint[key])]
+    assert moved
+    for state in ranks:
+        found = differences(without_idle_scales(state["exact"][name]), without_idle_scales(joint))
+        far = {key: value for key, value in found.items() if value > 1e-9}
+        assert not far, far
+
+
+@pytest.mark.parametrize("name", list(worker.RANDOM_CASES))
+def test_state_is_the_same_on_all_ranks(name: str, ranks: list[dict[str, Any]]) -> None:
+    left, right = (state["random"][name] for state in ranks)
+    assert_equal(left, right)
+    assert any(".blocks." in key for key in left)
+
+
+def test_buffers_that_ddp_broadcasts_are_the_same_already(ranks: list[dict[str, Any]]) -> None:
+    assert_equal(ranks[0]["broadcast"], ranks[0]["random"]["default"])
+    assert_equal(ranks[1]["broadcast"], ranks[0]["broadcast"])
+
+
+def test_critics_of_each_process_s_own(ranks: list[dict[str, Any]]) -> None:
+    left, right = (state["apart"] for state in ranks)
+    assert not is_equal(left, right)
+
+
+def test_processes_that_take_other_steps_raise(ranks: list[dict[str, Any]]) -> None:
+    for state in ranks:
+        assert state["collide"].startswith("UnsupportedProgramError: The processes of this group")
+        assert "ranks=None" in state["collide"]
+
+
+def test_a_loss_that_is_not_finite_teaches_no_rank(ranks: list[dict[str, Any]]) -> None:
+    left, right = (state["skip"] for state in ranks)
+    assert_equal(left, right)
+    (extra,) = (value for key, value in left.items() if key.endswith("elbo._extra_state"))
+    assert extra["num_steps"] == 4
+
+
+def test_one_process_is_alone() -> None:
+    assert Ranks().size == 1
+
+
+def test_ranks_option_is_checked() -> None:
+    with pytest.raises(OptionError, match="ranks"):
+        CriticLearner(ranks=2)  # type: ignore[arg-type]

@@ -1,0 +1,124 @@
+"""A cached step asks the device for few numbers, and sends it none: what the host of a GPU would wait for."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyro_bpq import FlipCritic, TraceBackpropQ_ELBO
+
+# What reads numbers of a tensor, or makes one whose size depends on them.
+READS = frozenset(
+    f"aten.{name}" for name in "_local_scalar_dense allclose equal is_nonzero masked_select nonzero _unique2".split()
+)
+# A tensor from numbers of Python or numpy; on a GPU it is copied there.
+SENDS = frozenset({"aten.lift_fresh"})
+
+
+class Watch(TorchDispatchMode):
+    """Counts the functions of this package in which the host waits; generators' states lie on the host anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).rsplit(".", 1)[0]
+        masks = args[1] if name in ("aten.index", "aten.index_put_", "aten.index_put") else ()
+        is_masked = any(isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8) for mask in masks)
+        is_state = name == "aten.equal" and args[0].dtype == torch.uint8
+        if (name in READS or name in SENDS or is_masked) and not is_state:
+            frame: Any = sys._getframe(1)
+            while frame is not None and f"{torch.__name__}/" in frame.f_code.co_filename.replace("\\", "/"):
+                frame = frame.f_back
+            if frame is not None and "pyro_bpq" in frame.f_globals.get("__name__", ""):
+                self.found[frame.f_code.co_name] += 1
+            elif frame is not None and frame.f_code.co_name == "warn_if_nan":
+                self.found["warn_if_nan"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def chain() -> tuple[Callable[[], None], Callable[[], None]]:
+    def model() -> None:
+        z = torch.zeros(())
+        with pyro.plate("rows", 3):
+            for t in range(4):
+                z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=0.3 * z + torch.zeros(3)))
+                pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=torch.ones(3))
+
+    def guide() -> None:
+        slope, z = pyro.param("slope", torch.tensor(0.5)), torch.zeros(())
+        with pyro.plate("rows", 3):
+            for t in range(4):
+                z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=slope * (z + torch.ones(3))))
+
+    return model, guide
+
+
+def mixed() -> tuple[Callable[[], None], Callable[[], None]]:
+    def sites(rate: Tensor) -> Tensor:
+        total = torch.zeros(())
+        z = pyro.sample("real", dist.Normal(rate, 1.0))
+        for t in range(7):  # more than a critic sees as they are
+            logits = torch.stack((z, -z, rate + total), -1)
+            total = total + pyro.sample(f"k_{t}", dist.Categorical(logits=logits)).to(z)
+        bits = pyro.sample("bits", dist.Bernoulli(logits=torch.stack((z, total), -1)).to_event(1))
+        return total + bits.sum(-1) + pyro.sample("count", dist.Poisson(rate.exp()))
+
+    def model() -> None:
+        with pyro.plate("rows", 100, subsample_size=3):
+            pyro.sample("x", dist.Normal(sites(torch.zeros(3)), 1.0), obs=torch.ones(3))
+
+    def guide() -> None:
+        with pyro.plate("rows", 100, subsample_size=3):
+            sites(pyro.param("rate", torch.zeros(3)))
+
+    return model, guide
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_particles": 2},
+        {"critic": FlipCritic()},
+        {"learner": None},
+        {"reduction": "per_cost"},
+    ],
+    ids=["default", "two particles", "flips", "no learner", "per cost"],
+)
+@pytest.mark.parametrize("program", [chain, mixed])
+def test_a_cached_step_reads_two_numbers(program: Any, options: dict[str, Any]) -> None:
+    model, guide = program()
+    elbo = TraceBackpropQ_ELBO(**options)
+    with pyro.validation_enabled(False):
+        for _ in range(14):
+            elbo.loss_and_grads(model, guide)
+        with Watch() as watch:
+            for _ in range(2):
+                elbo.differentiable_loss(model, guide).backward()
+    # Whether the loss is finite; whether the extra run of the model had the costs of the first.
+    assert watch.found.pop("_may_learn") == 2
+    assert watch.found.pop("_same", 0) <= 2 * options.get("num_particles", 1)
+    assert not watch.found
+
+
+def test_the_watch_sees_what_it_is_for() -> None:
+    function = eval("lambda x: (x.sum().item(), x[x > 0], torch.tensor([1.0, 2.0]), x[[0, 1]])", globals_of_package())
+    with Watch() as watch:
+        function(torch.ones(3))
+    assert watch.found == {"<lambda>": 4}
+
+
+def globals_of_package() -> dict[str, Any]:
+    return {"torch": torch, "__name__": "pyro_bpq.somewhere"}
