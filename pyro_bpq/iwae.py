@@ -15,6 +15,7 @@ from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.errors import OptionError, PlateError, UnsupportedSiteError
 from pyro_bpq.estimators import Estimator, Pathwise, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.options import check_not_traced
 from pyro_bpq.tracing import TracedRun, trace_run
 
 __all__ = ["TraceBackpropQ_IWAE", "multi_sample_bound"]
@@ -124,6 +125,7 @@ class TraceBackpropQ_IWAE(ELBO, nn.Module):
         Returns:
             A scalar: minus the bound, in nats.
         """
+        check_not_traced()
         runs = list(self._get_traces(model, guide, args, kwargs))
         rows = [self._rows(run) for run in runs]
         drawn = [run.subsamples[self.plate] for run in runs if self.plate in run.subsamples]
