@@ -154,7 +154,7 @@ class TraceBackpropQ_IWAE(ELBO, nn.Module):
         dim, scale = (None, 1.0) if self.plate is None else _row_dim(traced, self.plate)
         costs = list(traced.run.costs.values())
         scores = [record.score for record in traced.run.sites.values() if record.score is not None]
-        log_w = -sum((self._reduce(cost, dim) for cost in costs), torch.zeros((1, 1), dtype=costs[0].dtype)) / scale
+        log_w = -sum((self._reduce(cost, dim) for cost in costs), costs[0].new_zeros((1, 1))) / scale
         score = sum((self._reduce(log_q, dim) for log_q in scores), torch.zeros_like(log_w.detach()))
         return log_w, score.expand_as(log_w), scale
 

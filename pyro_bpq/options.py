@@ -38,7 +38,7 @@ def check_not_traced() -> None:
     A trace would keep critics, scales and baselines of one step as constants; and sizes are tensors in it, so that
     no cached structure fits.
     """
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise UnsupportedProgramError(
             "torch.jit.trace would turn what Python sees, the structure of the program, and all that is learned "
             "(critics, scales, baselines) into constants. "
