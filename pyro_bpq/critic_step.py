@@ -337,7 +337,9 @@ def _keys(group: QGroup, share: str | None) -> tuple[str, ...]:
 
 
 def _kind(critic: Critic | None, shape: CriticShape) -> str:
-    return f"critic {critic} {shape.features} {shape.components} {shape.cardinality} {shape.cells}"
+    # torch.compile does not find a formatted string in a dict.
+    sizes = (shape.features, shape.components, shape.cardinality, shape.cells)
+    return " ".join(("critic", repr(critic), *map(str, sizes)))
 
 
 def _builder(

@@ -182,7 +182,7 @@ class Perceptron(nn.Module):
         self.weights = nn.ParameterList()
         self.biases = nn.ParameterList()
         for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
-            weight = torch.zeros(shape.sites, fan_in, fan_out)
+            weight = torch.zeros(shape.sites, fan_in, fan_out, device="cpu")
             if i < len(hidden):
                 weight.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / fan_in))
             self.weights.append(nn.Parameter(weight))

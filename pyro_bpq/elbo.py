@@ -29,7 +29,7 @@ from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.network import BackpropQNetwork, Reduction
-from pyro_bpq.options import check_options
+from pyro_bpq.options import check_not_traced, check_options
 from pyro_bpq.plan import Plan, Planner, check_gradients
 from pyro_bpq.replayer import Replayer, Staged, Transient
 from pyro_bpq.reruns import Reruns
@@ -235,6 +235,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         Returns:
             A scalar: minus the ELBO, in nats.
         """
+        check_not_traced()
         learning = self.training and torch.is_grad_enabled()
         if learning:
             self._learn()

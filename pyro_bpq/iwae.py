@@ -15,6 +15,7 @@ from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.errors import OptionError, PlateError, UnsupportedSiteError
 from pyro_bpq.estimators import Estimator, Pathwise, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.options import check_not_traced
 from pyro_bpq.tracing import TracedRun, trace_run
 
 __all__ = ["TraceBackpropQ_IWAE", "multi_sample_bound"]
@@ -124,6 +125,7 @@ class TraceBackpropQ_IWAE(ELBO, nn.Module):
         Returns:
             A scalar: minus the bound, in nats.
         """
+        check_not_traced()
         runs = list(self._get_traces(model, guide, args, kwargs))
         rows = [self._rows(run) for run in runs]
         drawn = [run.subsamples[self.plate] for run in runs if self.plate in run.subsamples]
@@ -152,7 +154,7 @@ class TraceBackpropQ_IWAE(ELBO, nn.Module):
         dim, scale = (None, 1.0) if self.plate is None else _row_dim(traced, self.plate)
         costs = list(traced.run.costs.values())
         scores = [record.score for record in traced.run.sites.values() if record.score is not None]
-        log_w = -sum((self._reduce(cost, dim) for cost in costs), torch.zeros((1, 1), dtype=costs[0].dtype)) / scale
+        log_w = -sum((self._reduce(cost, dim) for cost in costs), costs[0].new_zeros((1, 1))) / scale
         score = sum((self._reduce(log_q, dim) for log_q in scores), torch.zeros_like(log_w.detach()))
         return log_w, score.expand_as(log_w), scale
 

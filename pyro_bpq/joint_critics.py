@@ -249,7 +249,7 @@ class _Quadratic(nn.Module):
         super().__init__()
         self.shape = shape
         self.head = Perceptron(shape, hidden if shape.features else (), generator, shape.outputs + rank)
-        table = torch.empty(shape.sites, rank, shape.components, shape.cardinality)
+        table = torch.empty(shape.sites, rank, shape.components, shape.cardinality, device="cpu")
         self.factors = nn.Parameter(table.normal_(generator=generator) / math.sqrt(shape.components))
 
     def forward(self, context: Tensor, cells: Tensor | None, site: SiteValue) -> Tensor:
@@ -286,18 +286,15 @@ class _ValuePerceptron(nn.Module):
         self.head = Perceptron(shape, hidden if shape.features else (), generator, 1)
         first = hidden[0]
         bound = math.sqrt(3.0 / (shape.features + shape.components))
-        self.rows = nn.Parameter(
-            torch.empty(shape.sites, shape.components, shape.cardinality, first).uniform_(-1, 1, generator=generator)
-            * bound
-        )
-        self.columns = nn.Parameter(
-            torch.empty(shape.sites, shape.features, first).uniform_(-1, 1, generator=generator) * bound
-        )
+        rows = torch.empty(shape.sites, shape.components, shape.cardinality, first, device="cpu")
+        self.rows = nn.Parameter(rows.uniform_(-1, 1, generator=generator) * bound)
+        columns = torch.empty(shape.sites, shape.features, first, device="cpu")
+        self.columns = nn.Parameter(columns.uniform_(-1, 1, generator=generator) * bound)
         self.bias = nn.Parameter(torch.zeros(shape.sites, 1, first))
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         sizes = [*hidden, 1]
         for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
-            weight = torch.zeros(shape.sites, fan_in, fan_out)
+            weight = torch.zeros(shape.sites, fan_in, fan_out, device="cpu")
             if i < len(hidden) - 1:
                 weight.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / fan_in))
             self.weights.append(nn.Parameter(weight))

@@ -1,15 +1,17 @@
-r"""Checks the options of an objective."""
+r"""Checks the options of an objective, and how it is called."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from pyro_bpq.critics import Critic
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import OptionError, UnsupportedProgramError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.learner import CriticLearner
 
-__all__ = ["check_options"]
+__all__ = ["check_not_traced", "check_options"]
 
 _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 
@@ -28,3 +30,18 @@ def check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: 
         raise OptionError(f"gamma={gamma!r}: write a number in (0, 1] or a function of the step.")
     if learner is not None and not isinstance(learner, CriticLearner):
         raise OptionError(f"learner={learner!r} is not a learner; write CriticLearner(lr=...) or None.")
+
+
+def check_not_traced() -> None:
+    """Raises :class:`UnsupportedProgramError` inside ``torch.jit.trace``.
+
+    A trace would keep critics, scales and baselines of one step as constants; and sizes are tensors in it, so that
+    no cached structure fits.
+    """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise UnsupportedProgramError(
+            "torch.jit.trace would turn what Python sees, the structure of the program, and all that is learned "
+            "(critics, scales, baselines) into constants. "
+            "Call the loss untraced; vectorize_particles=True, pyro.plate instead of Python loops and "
+            "pyro.enable_validation(False) make a step cheaper. Networks of the model may be traced on their own."
+        )

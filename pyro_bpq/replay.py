@@ -118,7 +118,7 @@ class ReplayBuffer:
         """Draws rollouts uniformly, with replacement; none where nothing is stored."""
         if not self._rollouts:
             return []
-        chosen = torch.randint(len(self._rollouts), (number,), generator=generator)
+        chosen = torch.randint(len(self._rollouts), (number,), generator=generator, device="cpu")
         return [self._rollouts[i] for i in chosen.tolist()]
 
     def drop(self, rollout: StoredRollout) -> None:

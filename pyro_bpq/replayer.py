@@ -155,7 +155,7 @@ class Replayer:
         losses = []
         for stored in self.buffer.draw(self.replay.batch_size, generator):
             candidates = [site for site in learned_sites(stored.network) if sites is None or site in sites]
-            first, second = torch.randint(1 << 31, (2,), generator=generator).tolist()
+            first, second = torch.randint(1 << 31, (2,), generator=generator, device="cpu").tolist()
             if not candidates:
                 continue
             losses += self._loss(host, stored, candidates[first % len(candidates)], sites, second)

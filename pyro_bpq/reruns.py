@@ -82,7 +82,7 @@ class Reruns:
         values.update(traced.subsamples)
         own = sites[name].value
         values[name] = value.reshape(own.shape).to(own.dtype if not value.requires_grad else value.dtype)
-        seed = int(torch.randint(1 << 62, (), generator=self.generator))
+        seed = int(torch.randint(1 << 62, (), generator=self.generator, device="cpu"))
         self.num_runs += 1
         relaxed = frozenset({name}) if value.requires_grad else frozenset()
         with Sandbox(seed), pyro.validation_enabled(False), torch.set_grad_enabled(value.requires_grad):

@@ -206,7 +206,8 @@ def _statistics(
         return Block(kind, keys, None, buffers).to(like.device, like.dtype)
 
     sizes = "".join(f" {tuple(v.shape)}" for v in initial.values() if isinstance(v, Tensor))
-    kind = f"statistics {type(estimator).__name__} {tuple(initial)}{sizes}"
+    # Not a formatted string: torch.compile does not find it in a dict.
+    kind = " ".join(("statistics", type(estimator).__name__, str(tuple(initial)))) + sizes
     selection = bank.select(kind, context.names, make if build else None)
     if selection is not None:
         return selection, {name: selection.read(name) for name in (*initial, "count")}

@@ -65,11 +65,11 @@ class NetworkVariate:
         generator = torch.Generator().manual_seed(self.seed)
         parts = []
         for i, (fan_in, fan_out) in enumerate(self._layers(inputs)):
-            weight = torch.zeros(fan_in, fan_out, dtype=torch.float64)
+            weight = torch.zeros(fan_in, fan_out, dtype=torch.float64, device="cpu")
             if i < len(self.hidden):
                 weight.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / fan_in))
-            parts += [weight.flatten(), torch.zeros(fan_out, dtype=torch.float64)]
-        flat = torch.cat([*parts, torch.tensor(extra, dtype=torch.float64)])
+            parts += [weight.flatten(), torch.zeros(fan_out, dtype=torch.float64, device="cpu")]
+        flat = torch.cat([*parts, torch.tensor(extra, dtype=torch.float64, device="cpu")])
         zero = torch.zeros_like(flat)
         return {"phi": flat, "first": zero, "second": zero, "spread": 1.0, "square": 0.0, **means_statistics()}
 
