@@ -236,7 +236,8 @@ def trust_region(case: Case, number: int = 200, **options: Any) -> TrustRegionSV
 @pytest.mark.parametrize("name", MONOTONE)
 def test_exact_objective_does_not_rise(name: str) -> None:
     case = BY_NAME[name]
-    svi = trust_region(case)
+    # Close to the optimum one standard error lets a rise of 1e-5 through.
+    svi = trust_region(case, confidence=3.0)
     losses, accepted = [float(exact_loss(case.model, case.guide, *case.args))], 0
     for _ in range(12):
         svi.step(*case.args)
