@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 SCRIPTS = (
+    "toy.py",
     "chains.py",
     "convergence.py",
     "networks.py",
@@ -15,6 +16,9 @@ SCRIPTS = (
     "profile_step.py",
     "blackbox.py",
     "vae_variance.py",
+    "vae.py",
+    "sbn.py",
+    "chorales.py",
     "schedules.py",
     "bias.py",
 )
