@@ -11,7 +11,7 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -349,20 +349,24 @@ def plot(races: Sequence[Race], path: Any) -> None:
     plt.close(figure)
 
 
-def report(output: Any, stem: str, title: str, about: str, races: Sequence[Race]) -> None:
+def report(
+    output: Any, stem: str, title: str, about: str, races: Sequence[Race], more: Mapping[str, str] | None = None
+) -> None:
     """Prints the tables; writes ``<stem>.csv``, ``<stem>.md`` and ``<stem>.png``."""
     size = races[0].size
     how = (
         f"Held-out figures in nats per {races[0].task.unit}: ELBO with one sample and importance bound with "
         f"{size.samples} samples, on fixed data; medians over {size.seeds} seed(s), lowest and highest bound beside. "
         f"{size.seconds:g} s of CPU time a run, in {size.slices} turns; Adam with the rate of {size.rates} that does "
-        "best on validation data with the first seed. Times to a bound are read off the curve, whose points are averaged "
-        "over three turns. *default* is `TraceBackpropQ_ELBO()` as it comes."
+        "best on validation data with the first seed. Times to a bound are read off the curve, whose points are "
+        "averaged over three turns. *default* is `TraceBackpropQ_ELBO()` as it comes."
     )
     parts = [about, how]
     for race in races:
-        parts += [f"## {race.task.name}", table(headlines(race)), table(summary(race))]
-        print("\n\n".join(parts[-3:]), flush=True)
+        found = [f"## {race.task.name}", table(headlines(race)), table(summary(race))]
+        found += [more[race.task.name]] if more else []
+        print("\n\n".join(found), flush=True)
+        parts += found
     plot(races, output / f"{stem}.png")
     write_csv(output / f"{stem}.csv", [row for race in races for row in curves(race)])
     write_markdown(output / f"{stem}.md", title, [*parts, f"![Held-out bound over CPU time]({stem}.png)"])
