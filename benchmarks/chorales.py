@@ -220,8 +220,8 @@ def main() -> None:
     race = run_race(task, METHODS if options.full or options.smoke else FEW, size)
     about = (
         "Markov model with discrete states and nets on Bach chorales (one frame a quarter note, 88 keys; not the "
-        f"published JSB files, whose figures do not compare), batches of {BATCH}. TraceEnum sums the states out and has "
-        "no guide, so its figure is exact. "
+        f"published JSB files, whose figures do not compare), batches of {BATCH}. TraceEnum sums the states out and "
+        "has no guide, so its figure is exact. "
         + ("" if options.full else "Quick run: short chorales, some of the methods.")
     )
     report(

@@ -1,4 +1,4 @@
-"""The races of ``benchmarks/``: their arithmetic by hand, their programs against exact figures, their scripts briefly."""
+"""The races of ``benchmarks/``: their arithmetic by hand, programs against exact figures, scripts briefly."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
     finally:
         sys.path.remove(FOLDER)
         torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def single_precision() -> Iterator[None]:
+    """The scripts run in torch's default precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
 
 
 @pytest.fixture
@@ -73,7 +82,7 @@ def test_bounds_of_a_coin(scripts: dict[str, ModuleType]) -> None:
     q = coin.logit.sigmoid().item()
     log_p, expected = [], []
     for value in (0.0, 1.0):
-        joint = [p * (l if value else 1.0 - l) for p, l in ((0.6, 0.2), (0.4, 0.7))]
+        joint = [p * (one if value else 1.0 - one) for p, one in ((0.6, 0.2), (0.4, 0.7))]
         log_p.append(math.log(sum(joint)))
         expected.append(sum(w * math.log(j / w) for w, j in zip((1.0 - q, q), joint, strict=True)))
     assert bound == pytest.approx(sum(log_p) / 2, abs=3e-3)
@@ -174,14 +183,14 @@ def test_exact_likelihood_is_that_of_enumeration(scripts: dict[str, ModuleType],
     pyro.set_rng_seed(0)
     nets = chorales.programs("enumerate")
     loss = TraceEnum_ELBO(max_plate_nesting=1).loss(nets.model, nets.guide, rolls, lengths)
-    exact = nets.log_likelihood(rolls, lengths)
+    exact = nets.log_likelihood(rolls, lengths).detach()
     assert float(exact.sum()) == pytest.approx(-loss, rel=1e-5)
     assert scripts["chorales"].exact_figure(nets, (rolls, lengths)) == pytest.approx(
         -loss / float(lengths.sum()), rel=1e-5
     )
     # What comes after the end counts for nothing.
     noise = torch.where((torch.arange(4) >= lengths[:, None])[..., None], 1.0 - rolls, rolls)
-    torch.testing.assert_close(nets.log_likelihood(noise, lengths), exact)
+    torch.testing.assert_close(nets.log_likelihood(noise, lengths).detach(), exact)
     pyro.clear_param_store()
 
 
