@@ -51,7 +51,7 @@ class Size:
     seeds: int
 
 
-QUICK = Size(rows=200, calls=5, warm_up=50, steps=300, rates=(0.1, 0.3), seeds=1)
+QUICK = Size(rows=50, calls=20, warm_up=50, steps=300, rates=(0.1, 0.3), seeds=1)
 FULL = Size(rows=1000, calls=20, warm_up=500, steps=3000, rates=(0.01, 0.03, 0.1, 0.3), seeds=5)
 SMOKE = Size(rows=4, calls=2, warm_up=2, steps=3, rates=(0.1, 0.3), seeds=2)
 
