@@ -23,7 +23,7 @@ import torch
 from common import Row, arguments, median, table
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO, TraceGraph_ELBO
-from race import Data, Method, Race, Size, bounds, report, run_race
+from race import Data, Method, Race, Size, bounds, plain_leave_one_out, report, run_race
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
@@ -181,7 +181,7 @@ FEW = (
     Method("default", TraceBackpropQ_ELBO, group="ours"),
     Method("default, context shown", TraceBackpropQ_ELBO, "context", "ours"),
     Method("TraceGraph, decaying average", TraceGraph_ELBO, "average", "TraceGraph"),
-    *(leave_one_out(2), leave_one_out(8)),
+    *(leave_one_out(2), leave_one_out(8), plain_leave_one_out(8)),
     Method("ReinMax", lambda: ours(ReinMax()), "onehot", "biased"),
     Method("TraceEnum", lambda: TraceEnum_ELBO(max_plate_nesting=1), "enumerate", "exact"),
 )
