@@ -271,20 +271,20 @@ def plain_leave_one_out(particles: int) -> Method:
 # Reporting.
 
 
-def ratio(ours: Runner, rival: Runner) -> float:
-    """Our time to the best bound of a rival over its own; not a number if it was best before it was trained."""
-    goal, own = rival.best()
-    return ours.reach(goal) / own if own > 0.0 else math.nan
+def ratio(chaser: Runner, leader: Runner) -> float:
+    """Time of one run to the best bound of another over its own; not a number if that was before all training."""
+    goal, own = leader.best()
+    return chaser.reach(goal) / own if own > 0.0 else math.nan
 
 
-def ratios(race: Race, name: str, ours: str) -> str:
-    """Median and range over seeds of :func:`ratio`; ``> x`` where the bound was not reached within our time."""
-    pairs = list(zip(race.runs[ours], race.runs[name], strict=True))
+def ratios(race: Race, chaser: str, leader: str) -> str:
+    """Median and range over seeds of :func:`ratio`; ``> x`` where the leader's bound was not reached in time."""
+    pairs = list(zip(race.runs[chaser], race.runs[leader], strict=True))
     found = [ratio(*pair) for pair in pairs]
     if any(math.isnan(value) for value in found):
         return "-"
     if not math.isfinite(median(found)):
-        least = median(race.size.seconds / rival.best()[1] for _, rival in pairs)
+        least = median(race.size.seconds / run.best()[1] for _, run in pairs)
         return f"not reached, > {least:.2f}"
     text = f"{median(found):.2f}"
     return text if len(found) == 1 else f"{text} ({min(found):.2f} to {max(found):.2f})"
@@ -305,7 +305,8 @@ def summary(race: Race) -> list[Row]:
                 "bound": f"{median(bound for _, bound in test):.2f}",
                 "lowest": f"{min(bound for _, bound in test):.2f}",
                 "highest": f"{max(bound for _, bound in test):.2f}",
-                "default's time to its best bound / its own": "" if name == ours else ratios(race, name, ours),
+                "default's time to its best bound / its own": "" if name == ours else ratios(race, ours, name),
+                "its time to default's best bound / default's own": "" if name == ours else ratios(race, name, ours),
             }
         )
     return sorted(rows, key=lambda row: -float(row["bound"]))
@@ -328,8 +329,9 @@ def headlines(race: Race) -> list[Row]:
         rivals = [name for name, runs in race.runs.items() if runs[0].method.group in names]
         if rivals:
             best = max(rivals, key=lambda name: median(run.best()[0] for run in race.runs[name]))
-            took = ratios(race, best, our_name(race))
-            found.append({"against": text, "which is": best, "default's time / its own": took, "target": target})
+            took = ratios(race, our_name(race), best)
+            row = {"against": text, "which is": best, "default's time / its own": took, "target": target}
+            found.append(row | {"its time to default's best / default's own": ratios(race, best, our_name(race))})
     return found
 
 

@@ -14,18 +14,18 @@ from dataclasses import replace
 import torch
 from common import arguments
 from race import Size, plain_leave_one_out, report, run_race
-from vae import AVERAGE, DEFAULT, DISARM, LATENTS, NET, REINMAX, STRAIGHT, leave_one_out, load_digits
+from vae import AVERAGE, DEFAULT, DEFAULT_TWO, DISARM, LATENTS, NET, REINMAX, STRAIGHT, leave_one_out, load_digits
 
-QUICK = Size(rates=(1e-3, 3e-3), seeds=1, seconds=9.0, slices=18)
-FULL = Size(rates=(3e-4, 1e-3, 3e-3), seeds=3, seconds=300.0, slices=60)
+QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=9.0, slices=18)
+FULL = Size(rates=(3e-4, 1e-3, 3e-3, 1e-2), seeds=3, seconds=300.0, slices=60)
 SMOKE = Size(rates=(1e-3, 3e-3), seeds=2, seconds=0.01, slices=2, samples=3)
 
 METHODS = (
-    *(DEFAULT, AVERAGE, NET, DISARM, REINMAX, STRAIGHT),
+    *(DEFAULT, DEFAULT_TWO, AVERAGE, NET, DISARM, REINMAX, STRAIGHT),
     *(leave_one_out(2), leave_one_out(4), leave_one_out(8)),
     *(plain_leave_one_out(particles) for particles in (2, 4, 8)),
 )
-FEW = (DEFAULT, AVERAGE, leave_one_out(2), plain_leave_one_out(4), DISARM, REINMAX)
+FEW = (DEFAULT, DEFAULT_TWO, AVERAGE, leave_one_out(2), plain_leave_one_out(4), DISARM, REINMAX)
 
 
 def main() -> None:
