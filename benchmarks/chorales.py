@@ -32,7 +32,7 @@ from pyro_bpq.estimators import DisARMTree, ReinMax
 
 KEYS, HIDDEN, BATCH = 88, 64, 20
 QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=14.0, slices=14)
-FULL = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=600.0, slices=60)
+FULL = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=300.0, slices=40)
 SMOKE = Size(rates=(3e-3, 1e-2), seeds=1, seconds=0.01, slices=1, samples=3)
 
 

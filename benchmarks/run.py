@@ -27,7 +27,7 @@ SCRIPTS = (
 def main() -> int:
     """Runs every script; the exit status is the number of those that failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true", help="all lengths and seeds; takes hours")
+    parser.add_argument("--full", action="store_true", help="all lengths and seeds; takes more than a day")
     options = parser.parse_args()
     arguments = ["--full"] if options.full else []
     folder = Path(__file__).parent

@@ -16,8 +16,8 @@ from common import arguments
 from race import Size, plain_leave_one_out, report, run_race
 from vae import AVERAGE, DEFAULT, DEFAULT_TWO, DISARM, LATENTS, NET, REINMAX, STRAIGHT, leave_one_out, load_digits
 
-QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=9.0, slices=18)
-FULL = Size(rates=(3e-4, 1e-3, 3e-3, 1e-2), seeds=3, seconds=300.0, slices=60)
+QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=8.0, slices=16)
+FULL = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=120.0, slices=40)
 SMOKE = Size(rates=(1e-3, 3e-3), seeds=2, seconds=0.01, slices=2, samples=3)
 
 METHODS = (

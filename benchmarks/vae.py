@@ -31,7 +31,7 @@ from pyro_bpq.estimators import ARMS, RELAX, RODEO, DisARM, DoubleCV, Estimator,
 
 BATCH = 100
 QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=11.0, slices=22)
-FULL = Size(rates=(3e-4, 1e-3, 3e-3, 1e-2), seeds=5, seconds=180.0, slices=60)
+FULL = Size(rates=(3e-4, 1e-3, 3e-3, 1e-2), seeds=5, seconds=120.0, slices=40)
 SMOKE = Size(rates=(1e-3, 3e-3), seeds=2, seconds=0.01, slices=2, samples=3)
 
 
