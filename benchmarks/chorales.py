@@ -31,7 +31,7 @@ from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.estimators import DisARMTree, ReinMax
 
 KEYS, HIDDEN, BATCH = 88, 64, 20
-QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=14.0, slices=14)
+QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=10.0, slices=10)
 FULL = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=300.0, slices=40)
 SMOKE = Size(rates=(3e-3, 1e-2), seeds=1, seconds=0.01, slices=1, samples=3)
 
