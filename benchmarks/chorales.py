@@ -31,8 +31,8 @@ from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.estimators import DisARMTree, ReinMax
 
 KEYS, HIDDEN, BATCH = 88, 64, 20
-QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=10.0, slices=10)
-FULL = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=300.0, slices=40)
+QUICK = Size(rates=(1e-2, 3e-2), seeds=1, seconds=10.0, slices=10)
+FULL = Size(rates=(3e-3, 1e-2, 3e-2), seeds=3, seconds=300.0, slices=40)
 SMOKE = Size(rates=(3e-3, 1e-2), seeds=1, seconds=0.01, slices=1, samples=3)
 
 
@@ -44,9 +44,10 @@ class MarkovModel(nn.Module):
         program: ``"enumerate"`` for sites that are summed out, ``"onehot"`` for one-hot sites, ``"average"`` for
             Pyro's decaying-average baseline, ``"context"`` for sites that show the recurrent net's state to critics,
             else ``""``.
+        mean: How often each key sounds, ``(88,)``.
     """
 
-    def __init__(self, states: int, program: str) -> None:
+    def __init__(self, states: int, program: str, mean: Tensor) -> None:
         super().__init__()
         self.states, self.program = states, program
         self.transition = nn.Sequential(nn.Linear(states, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, states))
@@ -54,7 +55,7 @@ class MarkovModel(nn.Module):
         self.reader = nn.GRU(KEYS, HIDDEN, batch_first=True)
         self.state, self.last = nn.Linear(HIDDEN, states), nn.Linear(states, states, bias=False)
         with torch.no_grad():
-            self.emission[-1].bias.fill_(-3.0)
+            self.emission[-1].bias.copy_(torch.logit(mean.clamp(0.001, 0.999)))
 
     def draw(self, t: int, logits: Tensor, context: Tensor | None = None) -> Tensor:
         """A state, one-hot."""
@@ -123,7 +124,8 @@ class Chorales:
 
     def programs(self, program: str) -> MarkovModel:
         """Nets with the weights that the global seed gives."""
-        return MarkovModel(self.states, program)
+        rolls, lengths = self.splits["train"]
+        return MarkovModel(self.states, program, rolls.sum((0, 1)) / lengths.sum())
 
     def batch(self, generator: torch.Generator) -> Data:
         """Some chorales."""
