@@ -28,10 +28,11 @@ def arguments(description: str | None) -> argparse.Namespace:
         description: Text of ``--help``.
 
     Returns:
-        ``full``, ``seeds``, ``output``.
+        ``full``, ``smoke``, ``seeds``, ``output``.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the published figures instead of the quick check")
+    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     parser.add_argument("--seeds", type=int, default=None, help="number of seeds")
     parser.add_argument("--output", type=Path, default=RESULTS)
     return parser.parse_args()

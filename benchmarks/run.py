@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 SCRIPTS = (
+    "toy.py",
     "chains.py",
     "convergence.py",
     "networks.py",
@@ -16,6 +17,9 @@ SCRIPTS = (
     "profile_step.py",
     "blackbox.py",
     "vae_variance.py",
+    "vae.py",
+    "sbn.py",
+    "chorales.py",
     "schedules.py",
     "bias.py",
 )
@@ -24,7 +28,7 @@ SCRIPTS = (
 def main() -> int:
     """Runs every script; the exit status is the number of those that failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true", help="all lengths and seeds; takes hours")
+    parser.add_argument("--full", action="store_true", help="all lengths and seeds; takes more than a day")
     options = parser.parse_args()
     arguments = ["--full"] if options.full else []
     folder = Path(__file__).parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -15,12 +16,18 @@ def _below(text: str) -> str:
 
 
 def write_benchmarks() -> None:
-    """``benchmarks.md``: how to read the figures, then every result file."""
+    """``benchmarks.md``: how to read the figures, then every result file; its plots in ``benchmark_plots``."""
+    plots = ROOT / "docs" / "benchmark_plots"
+    shutil.rmtree(plots, ignore_errors=True)
+    plots.mkdir()
+    for path in (ROOT / "benchmarks" / "results").glob("*.png"):
+        shutil.copy(path, plots)
     results = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
     readme = (ROOT / "benchmarks" / "README.md").read_text()
     parts = [readme, "# Results", *(_below(path.read_text()) for path in results)]
     first, *rest = parts
     text = "\n\n".join([first, *(_below(part) for part in rest)])
+    text = re.sub(r"(?<=\]\()(?=\w+\.png\))", "benchmark_plots/", text)
     (ROOT / "docs" / "benchmarks.md").write_text(text + "\n")
 
 

@@ -1,0 +1,240 @@
+r"""A deep Markov model with 16 discrete states on Bach chorales, against exact enumeration.
+
+``z_t ~ Categorical(net(z_{t-1}))``, every one of 88 keys ``x_t ~ Bernoulli(net(z_t))``; the guide draws ``z_t`` given
+``z_{t-1}`` and a recurrent net that reads the chorale backwards. One frame is a quarter note; longer chorales are cut
+after the first frames, shorter ones masked. ``TraceEnum_ELBO`` sums the states of the same model out, exactly and with
+no guide: a reference, no rival. Besides the bound, the exact log-likelihood of each learned model is reported.
+
+The chorales are those of ``jsb.npz`` in the folder that the environment variable PYRO_BPQ_DATA names.
+
+    python benchmarks/chorales.py [--full | --smoke] [--seeds N] [--output DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import torch
+from common import Row, arguments, median, table
+from pyro import poutine
+from pyro.infer import TraceEnum_ELBO, TraceGraph_ELBO
+from race import Data, Method, Race, Size, bounds, plain_leave_one_out, report, run_race
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.estimators import DisARMTree, ReinMax
+
+KEYS, HIDDEN, BATCH = 88, 64, 20
+QUICK = Size(rates=(1e-2, 3e-2), seeds=1, seconds=10.0, slices=10)
+FULL = Size(rates=(3e-3, 1e-2, 3e-2), seeds=3, seconds=300.0, slices=40)
+SMOKE = Size(rates=(3e-3, 1e-2), seeds=1, seconds=0.01, slices=1, samples=3)
+
+
+class MarkovModel(nn.Module):
+    """Model and guide.
+
+    Args:
+        states: Number of states.
+        program: ``"enumerate"`` for sites that are summed out, ``"onehot"`` for one-hot sites, ``"average"`` for
+            Pyro's decaying-average baseline, ``"context"`` for sites that show the recurrent net's state to critics,
+            else ``""``.
+        mean: How often each key sounds, ``(88,)``.
+    """
+
+    def __init__(self, states: int, program: str, mean: Tensor) -> None:
+        super().__init__()
+        self.states, self.program = states, program
+        self.transition = nn.Sequential(nn.Linear(states, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, states))
+        self.emission = nn.Sequential(nn.Linear(states, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, KEYS))
+        self.reader = nn.GRU(KEYS, HIDDEN, batch_first=True)
+        self.state, self.last = nn.Linear(HIDDEN, states), nn.Linear(states, states, bias=False)
+        with torch.no_grad():
+            self.emission[-1].bias.copy_(torch.logit(mean.clamp(0.001, 0.999)))
+
+    def draw(self, t: int, logits: Tensor, context: Tensor | None = None) -> Tensor:
+        """A state, one-hot."""
+        if self.program == "onehot":
+            return pyro.sample(f"z_{t}", dist.OneHotCategorical(logits=logits))
+        infer: dict[str, object] = {}
+        if self.program == "enumerate":
+            infer = {"enumerate": "parallel"}
+        elif context is not None and self.program == "context":
+            infer = {"bpq": {"context": context, "share": "z"}}
+        elif self.program == "average":
+            infer = {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
+        return one_hot(pyro.sample(f"z_{t}", dist.Categorical(logits=logits), infer=infer), self.states).float()
+
+    def model(self, rolls: Tensor, lengths: Tensor) -> None:
+        """States and keys."""
+        pyro.module("nets", self)
+        z = torch.zeros(self.states)
+        with pyro.plate("rows", len(rolls), dim=-1):
+            for t in pyro.markov(range(rolls.shape[1])):
+                with poutine.mask(mask=t < lengths):
+                    z = self.draw(t, self.transition(z))
+                    keys = dist.Bernoulli(logits=self.emission(z)).to_event(1)
+                    pyro.sample(f"x_{t}", keys, obs=rolls[:, t])
+
+    def guide(self, rolls: Tensor, lengths: Tensor) -> None:
+        """States given the future; none where they are summed out."""
+        pyro.module("nets", self)
+        if self.program == "enumerate":
+            return
+        # Frames after the end are silent.
+        read = self.reader(rolls.flip(1))[0].flip(1)
+        z = torch.zeros(self.states)
+        with pyro.plate("rows", len(rolls), dim=-1):
+            for t in range(rolls.shape[1]):
+                with poutine.mask(mask=t < lengths):
+                    z = self.draw(t, self.state(read[:, t]) + self.last(z), read[:, t])
+
+    def log_likelihood(self, rolls: Tensor, lengths: Tensor) -> Tensor:
+        """Exact ``log p(x)`` of each row, by the forward recursion."""
+        eye = torch.eye(self.states)
+        step, keys = self.transition(eye).log_softmax(-1), self.emission(eye)
+        # log p(x_t | z_t), (rows, frames, states)
+        seen = rolls @ keys.T - nn.functional.softplus(keys).sum(-1)
+        alpha = self.transition(torch.zeros(self.states)).log_softmax(-1) + seen[:, 0]
+        for t in range(1, rolls.shape[1]):
+            ahead = (alpha.unsqueeze(-1) + step).logsumexp(-2) + seen[:, t]
+            alpha = torch.where((t < lengths).unsqueeze(-1), ahead, alpha)
+        return alpha.logsumexp(-1)
+
+
+@dataclass(frozen=True)
+class Chorales:
+    """The task.
+
+    Args:
+        name: Name in tables.
+        states: Number of states.
+        splits: Rolls ``(rows, frames, 88)`` and lengths by split.
+    """
+
+    name: str
+    states: int
+    splits: dict[str, Data]
+    unit: str = "frame"
+
+    def programs(self, program: str) -> MarkovModel:
+        """Nets with the weights that the global seed gives."""
+        rolls, lengths = self.splits["train"]
+        return MarkovModel(self.states, program, rolls.sum((0, 1)) / lengths.sum())
+
+    def batch(self, generator: torch.Generator) -> Data:
+        """Some chorales."""
+        rows = torch.randperm(len(self.splits["train"][0]), generator=generator)[:BATCH]
+        return tuple(part[rows] for part in self.splits["train"])
+
+    def held_out(self, split: str) -> Data:
+        """Chorales."""
+        return self.splits[split]
+
+    def measure(self, programs: nn.Module, data: Data, samples: int) -> tuple[float, float]:
+        """Both bounds per frame; where states are summed out, the exact log-likelihood twice."""
+        frames = float(data[1].sum())
+        if programs.program == "enumerate":
+            exact = exact_figure(programs, data)
+            return exact, exact
+        return tuple(value * len(data[0]) / frames for value in bounds(programs, data, samples))
+
+
+@torch.no_grad()
+def exact_figure(programs: MarkovModel, data: Data) -> float:
+    """Exact log-likelihood, nats per frame."""
+    return float(programs.log_likelihood(*data).sum() / data[1].sum())
+
+
+def load_chorales(frames: int, states: int) -> Chorales | None:
+    """The data set, cut after so many frames; ``None`` where the file is missing."""
+    path = Path(os.environ.get("PYRO_BPQ_DATA", "")) / "jsb.npz"
+    if "PYRO_BPQ_DATA" not in os.environ or not path.exists():
+        return None
+    with np.load(path) as file:
+        rolls = torch.from_numpy(np.unpackbits(file["rolls"], axis=-1)[:, :frames, :KEYS]).float()
+        lengths, split = torch.from_numpy(file["lengths"]).clamp(max=frames), file["split"]
+    found = {
+        name: (rolls[rows], lengths[rows])
+        for name in ("train", "valid", "test")
+        if len(rows := np.flatnonzero(split == name))
+    }
+    return Chorales(f"{frames} frames, {states} states", states, found | {"curve": found["test"]})
+
+
+def ours(estimator: object, particles: int = 1) -> TraceBackpropQ_ELBO:
+    """One of our estimators at all sites, without critics."""
+    many = {"vectorize_particles": True, "max_plate_nesting": 1} if particles > 1 else {}
+    return TraceBackpropQ_ELBO(particles, estimator=estimator, critic=None, **many)
+
+
+def leave_one_out(particles: int) -> Method:
+    """Leave-one-out with so many samples."""
+    score = ScoreFunction(LeaveOneOut())
+    return Method(f"leave-one-out, {particles}", lambda: ours(score, particles), group="leave-one-out")
+
+
+FEW = (
+    Method("default", TraceBackpropQ_ELBO, group="ours"),
+    Method("default, context shown", TraceBackpropQ_ELBO, "context", "ours"),
+    Method("TraceGraph, decaying average", TraceGraph_ELBO, "average", "TraceGraph"),
+    *(leave_one_out(2), leave_one_out(8), plain_leave_one_out(8)),
+    Method("ReinMax", lambda: ours(ReinMax()), "onehot", "biased"),
+    Method("TraceEnum", lambda: TraceEnum_ELBO(max_plate_nesting=1), "enumerate", "exact"),
+)
+METHODS = (*FEW, leave_one_out(4), leave_one_out(16), Method("DisARM-Tree", lambda: ours(DisARMTree())))
+
+
+def gaps(race: Race) -> list[Row]:
+    """Exact log-likelihood of the learned models, and distances from enumeration; medians over seeds."""
+    data, rows = race.task.held_out("test"), []
+    exact = median(exact_figure(run.programs, data) for run in race.runs["TraceEnum"])
+    for name, runs in race.runs.items():
+        likelihood = median(exact_figure(run.programs, data) for run in runs)
+        bound = median(run.figures("test", race.size.samples)[1] for run in runs)
+        rows.append(
+            {
+                "method": name,
+                "exact log-likelihood": f"{likelihood:.3f}",
+                "bound": f"{bound:.3f}",
+                "bound below TraceEnum": f"{exact - bound:.3f}",
+                "within 0.05": "yes" if exact - bound <= 0.05 else "no",
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Races, prints, writes ``chorales.csv``, ``chorales.md`` and ``chorales.png``."""
+    options = arguments(__doc__)
+    torch.set_num_threads(1)
+    size = FULL if options.full else SMOKE if options.smoke else QUICK
+    size = replace(size, seeds=options.seeds or size.seeds)
+    task = load_chorales(60 if options.full else 3 if options.smoke else 16, 16)
+    if task is None:
+        print("chorales.py: skipped, PYRO_BPQ_DATA names no folder with jsb.npz")
+        return
+    race = run_race(task, METHODS if options.full or options.smoke else FEW, size)
+    about = (
+        "Markov model with discrete states and nets on Bach chorales (one frame a quarter note, 88 keys; not the "
+        f"published JSB files, whose figures do not compare), batches of {BATCH}. TraceEnum sums the states out and "
+        "has no guide, so its figure is exact. "
+        + ("" if options.full else "Quick run: short chorales, some of the methods.")
+    )
+    report(
+        options.output,
+        "chorales",
+        "Discrete deep Markov model on chorales",
+        about.strip(),
+        [race],
+        {task.name: table(gaps(race))},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+r"""Sigmoid belief networks of 2, 4, 8 and 16 layers: who reaches which held-out bound in which CPU time.
+
+Layers of 200 Bernoulli latents above binary images of 784 pixels, one affine layer between each, and a guide of the
+same shape; otherwise as in ``vae.py``. DisARM and its like take one more run of the programs for every layer.
+References that are biased (ReinMax, straight-through) are shown and no rivals.
+
+    python benchmarks/sbn.py [--full | --smoke] [--seeds N] [--output DIRECTORY]
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from common import arguments
+from race import Size, plain_leave_one_out, report, run_race
+from vae import AVERAGE, DEFAULT, DEFAULT_TWO, DISARM, LATENTS, NET, REINMAX, STRAIGHT, leave_one_out, load_digits
+
+QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=8.0, slices=16)
+FULL = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=120.0, slices=40)
+SMOKE = Size(rates=(1e-3, 3e-3), seeds=2, seconds=0.01, slices=2, samples=3)
+
+METHODS = (
+    *(DEFAULT, DEFAULT_TWO, AVERAGE, NET, DISARM, REINMAX, STRAIGHT),
+    *(leave_one_out(2), leave_one_out(4), leave_one_out(8)),
+    *(plain_leave_one_out(particles) for particles in (2, 4, 8)),
+)
+FEW = (DEFAULT, DEFAULT_TWO, AVERAGE, leave_one_out(2), plain_leave_one_out(4), DISARM, REINMAX)
+
+
+def main() -> None:
+    """Races, prints, writes ``sbn.csv``, ``sbn.md`` and ``sbn.png``."""
+    options = arguments(__doc__)
+    torch.set_num_threads(1)
+    size = FULL if options.full else SMOKE if options.smoke else QUICK
+    size = replace(size, seeds=options.seeds or size.seeds)
+    number = 10_000 if options.full else 500
+    digits = load_digits({"curve": 500 if options.full else 100, "valid": min(number, 1000), "test": number})
+    if digits is None:
+        print("sbn.py: skipped, PYRO_BPQ_DATA names no folder with mnist.npz")
+        return
+    depths, methods = ((2, 4, 8, 16), METHODS) if options.full else ((2, 4), METHODS) if options.smoke else ((4,), FEW)
+    races = [run_race(replace(digits, name=f"{depth} layers", depth=depth), methods, size) for depth in depths]
+    about = (
+        f"Sigmoid belief networks with {LATENTS} Bernoulli latents a layer, affine nets between layers, a fair prior, "
+        f"on MNIST binarised afresh at every visit; held-out images binarised once ({number} test images). "
+        + ("" if methods is METHODS else "Quick run: one depth, some of the methods.")
+    )
+    report(options.output, "sbn", "Sigmoid belief networks on MNIST", about.strip(), races)
+
+
+if __name__ == "__main__":
+    main()

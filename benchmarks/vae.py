@@ -1,0 +1,205 @@
+r"""A 784-200-784 VAE of Bernoulli latents: who reaches which held-out bound in which CPU time.
+
+``linear``: one affine layer either way; ``nonlinear``: with two hidden layers of 200 LeakyReLU(0.3) units. Fair prior,
+MNIST binarised afresh at every visit, batches of 100; test and validation images are binarised once. 50,000 images
+train, 10,000 choose the learning rate, 10,000 test.
+
+The images are those of ``mnist.npz`` in the folder that the environment variable PYRO_BPQ_DATA names.
+
+    python benchmarks/vae.py [--full | --smoke] [--seeds N] [--output DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import torch
+from common import arguments
+from pyro.infer import TraceGraph_ELBO
+from race import Data, Method, Size, bounds, plain_leave_one_out, report, run_race
+from torch import Tensor, nn
+from vae_variance import LATENTS, PIXELS, layers
+
+from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.estimators import ARMS, RELAX, RODEO, DisARM, DoubleCV, Estimator, ReinMax, StraightThrough
+
+BATCH = 100
+QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=11.0, slices=22)
+FULL = Size(rates=(3e-4, 1e-3, 3e-3, 1e-2), seeds=5, seconds=120.0, slices=40)
+SMOKE = Size(rates=(1e-3, 3e-3), seeds=2, seconds=0.01, slices=2, samples=3)
+
+
+def baseline_net() -> nn.Sequential:
+    """Images to a number."""
+    return nn.Sequential(nn.Linear(PIXELS, 100), nn.Tanh(), nn.Linear(100, 1), nn.Flatten(-2))
+
+
+class BeliefNet(nn.Module):
+    """Layers of Bernoulli latents above binary images, and a guide of the same shape.
+
+    Args:
+        kind: ``"linear"`` or ``"nonlinear"``: the nets between layers.
+        depth: Number of layers of latents.
+        mean: Mean image, ``(784,)``.
+        program: ``"average"`` or ``"net"`` for Pyro's baselines at the sites, ``""`` for none.
+    """
+
+    def __init__(self, kind: str, depth: int, mean: Tensor, program: str) -> None:
+        super().__init__()
+        sizes = [PIXELS, *[LATENTS] * depth]
+        self.up = nn.ModuleList(layers(a, b, kind) for a, b in itertools.pairwise(sizes))
+        self.down = nn.ModuleList(layers(b, a, kind) for a, b in itertools.pairwise(sizes))
+        self.register_buffer("mean", mean)
+        with torch.no_grad():
+            self.down[0][-1].bias.copy_(torch.logit(mean.clamp(0.001, 0.999)))
+        self.program = program
+        if program == "net":
+            nets = (
+                nn.Sequential(nn.Linear(PIXELS, 100), nn.Tanh(), nn.Linear(100, 1), nn.Flatten(-2)) for _ in self.up
+            )
+            self.baseline = nn.ModuleList(nets)
+
+    def options(self, layer: int, x: Tensor) -> dict[str, object]:
+        """Options for ``TraceGraph_ELBO``'s baselines."""
+        if self.program == "average":
+            return {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
+        if self.program == "net":
+            return {"baseline": {"nn_baseline": self.baseline[layer], "nn_baseline_input": x - self.mean}}
+        return {}
+
+    def guide(self, x: Tensor) -> None:
+        """Latents from the images up."""
+        pyro.module("nets", self)
+        with pyro.plate("rows", len(x), dim=-1):
+            value = x - self.mean
+            for i, net in enumerate(self.up):
+                units = dist.Bernoulli(logits=net(value)).to_event(1)
+                value = 2.0 * pyro.sample(f"z_{i}", units, infer=self.options(i, x)) - 1.0
+
+    def model(self, x: Tensor) -> None:
+        """Fair latents at the top, down to the images."""
+        with pyro.plate("rows", len(x), dim=-1):
+            logits = torch.zeros(LATENTS)
+            for i in reversed(range(len(self.down))):
+                value = 2.0 * pyro.sample(f"z_{i}", dist.Bernoulli(logits=logits).to_event(1)) - 1.0
+                logits = self.down[i](value)
+            pyro.sample("x", dist.Bernoulli(logits=logits).to_event(1), obs=x)
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Belief nets on MNIST.
+
+    Args:
+        name: Name in tables.
+        kind: ``"linear"`` or ``"nonlinear"``.
+        depth: Number of layers of latents.
+        train: Grey training images.
+        splits: Binary images by split.
+    """
+
+    name: str
+    kind: str
+    depth: int
+    train: Tensor
+    splits: dict[str, Tensor]
+    unit: str = "image"
+
+    def programs(self, program: str) -> BeliefNet:
+        """Nets with the weights that the global seed gives."""
+        return BeliefNet(self.kind, self.depth, self.train.mean(0), program)
+
+    def batch(self, generator: torch.Generator) -> Data:
+        """Images, binarised afresh."""
+        rows = torch.randint(len(self.train), (BATCH,), generator=generator)
+        return (torch.bernoulli(self.train[rows], generator=generator),)
+
+    def held_out(self, split: str) -> Data:
+        """Fixed binary images."""
+        return (self.splits[split],)
+
+    def measure(self, programs: nn.Module, data: Data, samples: int) -> tuple[float, float]:
+        """Both bounds."""
+        return bounds(programs, data, samples)
+
+
+def load_digits(images: dict[str, int]) -> Digits | None:
+    """MNIST, with so many images of each held-out split; ``None`` where the file is missing."""
+    path = Path(os.environ.get("PYRO_BPQ_DATA", "")) / "mnist.npz"
+    if "PYRO_BPQ_DATA" not in os.environ or not path.exists():
+        return None
+    with np.load(path) as file:
+        grey, test = (
+            torch.from_numpy(file[name]).reshape(-1, PIXELS).float() / 255.0 for name in ("x_train", "x_test")
+        )
+    # The last sixth of the training images is for validation.
+    train, valid = grey.split([5 * len(grey) // 6, len(grey) - 5 * len(grey) // 6])
+    generator = torch.Generator().manual_seed(0)
+    fixed = {"test": torch.bernoulli(test, generator=generator), "valid": torch.bernoulli(valid, generator=generator)}
+    splits = {split: fixed["valid" if split == "valid" else "test"][:number] for split, number in images.items()}
+    return Digits("", "linear", 1, train, splits)
+
+
+def ours(estimator: Estimator, particles: int = 1) -> TraceBackpropQ_ELBO:
+    """One of our estimators at all sites, without critics."""
+    many = {"vectorize_particles": True, "max_plate_nesting": 1} if particles > 1 else {}
+    return TraceBackpropQ_ELBO(particles, estimator=estimator, critic=None, **many)
+
+
+def leave_one_out(particles: int) -> Method:
+    """Leave-one-out with so many samples."""
+    score = ScoreFunction(LeaveOneOut())
+    return Method(f"leave-one-out, {particles}", lambda: ours(score, particles), group="leave-one-out")
+
+
+DEFAULT = Method("default", TraceBackpropQ_ELBO, group="ours")
+TWO = {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 1}
+DEFAULT_TWO = Method("default, 2 particles", lambda: TraceBackpropQ_ELBO(**TWO), group="ours")
+AVERAGE = Method("TraceGraph, decaying average", TraceGraph_ELBO, "average", "TraceGraph")
+NET = Method("TraceGraph, nn_baseline", TraceGraph_ELBO, "net", "TraceGraph")
+DISARM = Method("DisARM", lambda: ours(DisARM()))
+REINMAX = Method("ReinMax", lambda: ours(ReinMax()), group="biased")
+STRAIGHT = Method("straight-through", lambda: ours(StraightThrough()), group="biased")
+
+METHODS = (
+    *(DEFAULT, DEFAULT_TWO, AVERAGE, NET, leave_one_out(2), leave_one_out(4), leave_one_out(8), DISARM),
+    Method("ARMS, 4", lambda: ours(ARMS(4))),
+    Method("double CV, 2", lambda: ours(DoubleCV(), 2)),
+    Method("RODEO, 2", lambda: ours(RODEO(), 2)),
+    Method("RELAX", lambda: ours(RELAX(uses_cost=True))),
+    *(REINMAX, STRAIGHT),
+    *(plain_leave_one_out(particles) for particles in (2, 4, 8)),
+)
+FEW = (DEFAULT, DEFAULT_TWO, AVERAGE, leave_one_out(2), plain_leave_one_out(4), DISARM, REINMAX)
+
+
+def main() -> None:
+    """Races, prints, writes ``vae.csv``, ``vae.md`` and ``vae.png``."""
+    options = arguments(__doc__)
+    torch.set_num_threads(1)
+    size = FULL if options.full else SMOKE if options.smoke else QUICK
+    size = replace(size, seeds=options.seeds or size.seeds)
+    number = 10_000 if options.full else 500
+    digits = load_digits({"curve": 500 if options.full else 100, "valid": min(number, 1000), "test": number})
+    if digits is None:
+        print("vae.py: skipped, PYRO_BPQ_DATA names no folder with mnist.npz")
+        return
+    kinds = ("linear", "nonlinear") if options.full or options.smoke else ("linear",)
+    methods = METHODS if options.full or options.smoke else FEW
+    races = [run_race(replace(digits, name=f"{kind} VAE", kind=kind), methods, size) for kind in kinds]
+    about = (
+        f"784-{LATENTS}-784 VAE of Bernoulli latents with a fair prior on MNIST, binarised afresh at every visit; "
+        f"held-out images binarised once ({number} test images, those of the curve are the first of them). "
+        + ("Every method." if methods is METHODS else "Quick run: the linear VAE, some of the methods.")
+    )
+    report(options.output, "vae", "Discrete VAE on MNIST", about, races)
+
+
+if __name__ == "__main__":
+    main()
