@@ -18,7 +18,7 @@ MAX_LINES = 500
 # of its modules. Which layer a new module belongs to is a decision: add it here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("graph", "network", "reductions", "validation", "sequence", "replay_plan"),
+    ("graph", "network", "reductions", "validation", "sequence", "replay_plan", "off_policy"),
     ("rollout", "targets", "provenance", "advantages", "algorithm1"),
     ("features", "critics", "bank", "replay", "moments", "joint_critics", "slow"),
     ("estimators",),
@@ -56,6 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "analytic",
         "redraw",
         "replayer",
+        "imagined",
     ),
     (
         "elbo",
@@ -68,6 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "iwae",
         "local_objective",
         "critic_training",
+        "actor_critic",
     ),
     ("__init__",),
 )
