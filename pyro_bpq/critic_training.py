@@ -132,10 +132,12 @@ class CriticTraining:
             done += bool(gradients)
         return done
 
-    def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def bootstrapped_loss(
+        self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any
+    ) -> Tensor:
         r"""A loss that takes critics for costs: it calls the function of no cost statement, and nothing learns from it.
 
-            S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x)),   new values of all sites from the present guide
+            S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   new values of all sites from the present guide
 
         Its gradient is **biased** by the errors of the critics; with exact ones it is that of the loss, as
         far as that comes through the guide's probabilities. Values are drawn from a generator of the ELBO's own.
@@ -144,6 +146,8 @@ class CriticTraining:
             model: The model.
             guide: The guide.
             *args: Their arguments, not necessarily those of a rollout.
+            entropy: Weight ``α`` of the sites' negative entropies, in nats of cost per nat. A guide that is nearly
+                deterministic tells critics nothing more of other values.
             **kwargs: Their keyword arguments.
 
         Returns:
@@ -159,7 +163,7 @@ class CriticTraining:
             alike = all(run.key == runs[0].key for run in runs) and not self._structure.is_dynamic(runs[0])
             members = [list(range(len(runs)))] if alike else [[i] for i in range(len(runs))]
             items = [self.stage([runs[i] for i in ids], [programs[i] for i in ids]) for ids in members]
-        return bootstrapped_surrogate([item.signals for item in items]) / self.num_particles
+        return bootstrapped_surrogate([item.signals for item in items], entropy) / self.num_particles
 
     @property
     def replay_buffer(self) -> ReplayBuffer | None:

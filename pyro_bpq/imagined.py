@@ -13,13 +13,14 @@ from pyro_bpq.signals import Signals
 __all__ = ["bootstrapped_surrogate"]
 
 
-def bootstrapped_surrogate(signals: Sequence[Signals]) -> Tensor:
+def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0) -> Tensor:
     r"""The sum of what critics expect at every site, as a function of the site's own probabilities.
 
-        S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x)),   I and Q detached
+        S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   I and Q detached
 
     Args:
         signals: One for all particles; or one for each, where sampled values steer the program.
+        entropy: Weight ``α`` of the negative entropy of every site.
 
     Returns:
         A scalar, summed over particles; only its gradient has meaning. Sites whose critics have not been built yet
@@ -41,5 +42,6 @@ def bootstrapped_surrogate(signals: Sequence[Signals]) -> Tensor:
             if learned is not None and learned.table is not None:
                 table = learned.table if table is None else table + learned.table
             if table is not None:
-                terms.append((one.batches[c].log_probs.exp() * table).sum())
+                log_q = one.batches[c].log_probs
+                terms.append((log_q.exp() * (table + entropy * log_q if entropy else table)).sum())
     return torch.stack(terms).sum() if terms else torch.zeros(())
