@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("graph", "network", "reductions", "validation", "sequence", "replay_plan", "off_policy"),
     ("rollout", "targets", "provenance", "advantages", "algorithm1"),
-    ("features", "critics", "bank", "replay", "moments", "joint_critics", "slow"),
+    ("features", "critics", "context_critic", "bank", "replay", "moments", "joint_critics", "slow"),
     ("estimators",),
     (
         "layout",
