@@ -100,11 +100,13 @@ class Policy(nn.Module):
         entropy: Weight of the entropy, for those methods that use it, in units of the cost.
         advantage: Hidden layers of our critics' advantages.
         replayed: Number of rollouts in an update of our critics.
+        rounds: Number of our updates of critics and policy after each rollout.
     """
 
     entropy: float = 0.0
     advantage: tuple[int, ...] = (64,)
     replayed: int = 4
+    rounds: int = 4
 
     def act(self, name: str, logits: Tensor, context: Tensor) -> Tensor:
         """Samples a site."""
@@ -120,7 +122,7 @@ class Transduction(Policy):
     """Reverses pairs, shifts every symbol by one and drops the highest."""
 
     # What a token is worth is linear in the indicators of the symbols that are wanted nearby.
-    advantage = ()
+    advantage, entropy, replayed, rounds = (), 0.03, 2, 8
 
     def __init__(self, steps: int, symbols: int = 6) -> None:
         super().__init__()
@@ -286,7 +288,7 @@ class Ours(Method):
     a step of the policy along the critics on new inputs, which calls none either.
     """
 
-    rounds, warm_up, inputs = 4, 10, 4
+    warm_up, inputs, decay = 10, 4, 0.97
 
     def __init__(self, policy: Policy, lr: float) -> None:
         super().__init__(policy, lr, 1)
@@ -301,13 +303,14 @@ class Ours(Method):
 
     def step(self, batch: tuple[Tensor, ...]) -> None:
         self.loss.loss_and_grads(None, self.policy, *batch)
-        for _ in range(self.rounds):
+        entropy = self.policy.entropy * self.decay**self.loss.num_steps
+        for _ in range(self.policy.rounds):
             self.loss.replay()
             self.optimizer.zero_grad()
             if self.loss.num_steps > self.warm_up:
                 parts = [self.policy.batch(self.generator, BATCH) for _ in range(self.inputs)]
                 inputs = [torch.cat(part) for part in zip(*parts, strict=True)]
-                loss = self.loss.bootstrapped_loss(None, self.policy, *inputs, entropy=self.policy.entropy)
+                loss = self.loss.bootstrapped_loss(None, self.policy, *inputs, entropy=entropy)
                 (loss / len(inputs[0])).backward()
                 self.optimizer.step()
 
@@ -406,6 +409,7 @@ class Size:
         budgets: Calls of the cost by task.
         rates: Learning rates that are tried.
         samples: Numbers of samples that leave-one-out tries.
+        ppo: Numbers of epochs and weights of the entropy that PPO tries.
         sleep: Whether the simulator sleeps.
     """
 
@@ -414,16 +418,26 @@ class Size:
     budgets: dict[str, int]
     rates: tuple[float, ...]
     samples: tuple[int, ...]
+    ppo: tuple[tuple[int, float], ...]
     sleep: bool
 
 
-QUICK = Size((10,), 1, {"transduction": 16_000, "attention": 24_000, "simulator": 6_400}, (3e-3, 1e-2), (2, 4), False)
+QUICK = Size(
+    (10,),
+    1,
+    {"transduction": 16_000, "attention": 24_000, "simulator": 6_400},
+    (1e-2, 3e-3),
+    (2, 4),
+    ((4, 0.0), (4, 0.01)),
+    False,
+)
 FULL = Size(
     (10, 20, 30),
     3,
     {"transduction": 400_000, "attention": 300_000, "simulator": 50_000},
     (1e-3, 3e-3, 1e-2),
     (2, 4, 8, 16),
+    ((4, 0.0), (4, 0.01), (10, 0.0), (10, 0.01)),
     True,
 )
 
@@ -440,7 +454,7 @@ def methods(size: Size) -> dict[str, list[tuple[str, Callable[[Policy], Method]]
         for m in size.samples:
             found["leave-one-out"].append((f"lr={lr}, M={m}", lambda p, lr=lr, m=m: LeaveOneOut(p, lr, m)))
         found["neural baseline"].append((f"lr={lr}", lambda p, lr=lr: NeuralBaseline(p, lr, 1)))
-        for epochs, entropy in ((4, 0.0), (4, 0.01), (10, 0.01)):
+        for epochs, entropy in size.ppo:
             text = f"lr={lr}, {epochs} epochs, entropy {entropy}"
             found["PPO"].append((text, lambda p, lr=lr, n=epochs, h=entropy: PPO(p, lr, 1, n, h)))
     return found
@@ -521,7 +535,9 @@ def main() -> None:
                     if any(row.items() >= key.items() for row in curves):
                         continue
                     allowed = int(SHARE * budget) if method == "ours" else budget
-                    curves += [key | r for r in train(make, build, seed, allowed, f"{task}: {method} {text} seed={seed}")]
+                    curves += [
+                        key | r for r in train(make, build, seed, allowed, f"{task}: {method} {text} seed={seed}")
+                    ]
                     write_csv(path, curves)
     results = []
     for task, seed in dict.fromkeys((row["task"], row["seed"]) for row in curves):

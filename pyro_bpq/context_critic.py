@@ -43,7 +43,9 @@ class ContextCritic:
         for name in ("hidden", "advantage"):
             sizes = getattr(self, name)
             if not isinstance(sizes, tuple) or not all(isinstance(h, int) and h > 0 for h in sizes):
-                raise OptionError(f"ContextCritic({name}={sizes!r}): write a tuple of positive layer sizes, e.g. (32,).")
+                raise OptionError(
+                    f"ContextCritic({name}={sizes!r}): write a tuple of positive layer sizes, e.g. (32,)."
+                )
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the perceptrons.

@@ -132,9 +132,7 @@ class CriticTraining:
             done += bool(gradients)
         return done
 
-    def bootstrapped_loss(
-        self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any
-    ) -> Tensor:
+    def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:
         r"""A loss that takes critics for costs: it calls the function of no cost statement, and nothing learns from it.
 
             S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   new values of all sites from the present guide

@@ -35,8 +35,8 @@ def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0) -> 
             cls = one.layout.classes[c]
             if cls.spec.components is None or (cls.spec.critic is None and not cls.spec.tabled):
                 raise UnsupportedSiteError(
-                    f"Sites {', '.join(map(repr, cls.names))} cannot learn from critics alone: that takes finite values "
-                    "and a critic, as of Categorical sites with critic=MLPCritic(). Use pyro.infer.SVI."
+                    f"Sites {', '.join(map(repr, cls.names))} cannot learn from critics alone: that takes finite "
+                    "values and a critic, as of Categorical sites with critic=MLPCritic(). Use pyro.infer.SVI."
                 )
             learned, table = one.learned.get(c), one.exact[c]
             if learned is not None and learned.table is not None:

