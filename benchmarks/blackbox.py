@@ -100,12 +100,14 @@ class Policy(nn.Module):
         entropy: Weight of the entropy, for those methods that use it, in units of the cost.
         advantage: Hidden layers of our critics' advantages.
         replayed: Number of rollouts in an update of our critics.
+        capacity: Number of rollouts that our replay keeps.
         rounds: Number of our updates of critics and policy after each rollout.
     """
 
     entropy: float = 0.0
     advantage: tuple[int, ...] = (64,)
     replayed: int = 4
+    capacity: int = 10_000
     rounds: int = 4
 
     def act(self, name: str, logits: Tensor, context: Tensor) -> Tensor:
@@ -122,7 +124,7 @@ class Transduction(Policy):
     """Reverses pairs, shifts every symbol by one and drops the highest."""
 
     # What a token is worth is linear in the indicators of the symbols that are wanted nearby.
-    advantage, entropy, replayed, rounds = (), 0.03, 2, 8
+    advantage, entropy, capacity = (), 0.03, 24
 
     def __init__(self, steps: int, symbols: int = 6) -> None:
         super().__init__()
@@ -295,7 +297,7 @@ class Ours(Method):
         learner = CriticLearner(
             lr=3e-3,
             optimizer=torch.optim.Adam,
-            replay=Replay(capacity=10_000, batch_size=policy.replayed, updates_per_step=0, costs="stored"),
+            replay=Replay(capacity=policy.capacity, batch_size=policy.replayed, updates_per_step=0, costs="stored"),
         )
         critic = ContextCritic(hidden=(64,), advantage=policy.advantage)
         self.loss = ExpectedCost(critic=critic, learner=learner)
