@@ -21,20 +21,24 @@ RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 
 
-def arguments(description: str | None) -> argparse.Namespace:
+def arguments(description: str | None, resumes: bool = False) -> argparse.Namespace:
     """Options of every benchmark: quick by default.
 
     Args:
         description: Text of ``--help``.
+        resumes: Whether the benchmark can leave out what a result file already has.
 
     Returns:
-        ``full``, ``smoke``, ``seeds``, ``output``.
+        ``full``, ``smoke``, ``seeds``, ``output``; ``resume`` and ``only``.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the published figures instead of the quick check")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     parser.add_argument("--seeds", type=int, default=None, help="number of seeds")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    if resumes:
+        parser.add_argument("--resume", action="store_true", help="keep the runs that the result file has")
+        parser.add_argument("--only", default="", help="beginning of the tasks to measure")
     return parser.parse_args()
 
 
@@ -94,6 +98,23 @@ def flat(gradients: Iterable[Tensor]) -> Tensor:
 def progress(items: Sequence[Any], text: str) -> Iterable[Any]:
     """A progress bar."""
     return tqdm(items, desc=text, leave=False, mininterval=1.0)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """Rows of a file, numbers as such; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [{name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

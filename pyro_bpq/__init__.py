@@ -1,6 +1,8 @@
 """Backprop-Q for Pyro: train models with discrete latent variables by swapping one line."""
 
+from pyro_bpq.actor_critic import ActorCriticSVI as ActorCriticSVI
 from pyro_bpq.config import config_bpq as config_bpq
+from pyro_bpq.context_critic import ContextCritic as ContextCritic
 from pyro_bpq.cost_statement import CostCounter as CostCounter
 from pyro_bpq.cost_statement import cost as cost
 from pyro_bpq.critics import LinearCritic as LinearCritic
@@ -34,8 +36,10 @@ from pyro_bpq.svi import TrustRegionSVI as TrustRegionSVI
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActorCriticSVI",
     "AllAction",
     "BackpropQNetwork",
+    "ContextCritic",
     "CostCounter",
     "CostNode",
     "CriticLearner",

@@ -6,8 +6,8 @@ Pyro's own ELBOs count it too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyro
@@ -21,7 +21,17 @@ from torch.distributions import constraints
 
 from pyro_bpq.errors import OptionError
 
-__all__ = ["CALL", "CostCounter", "CostOptions", "SkipCosts", "cost", "cost_options"]
+__all__ = [
+    "CALL",
+    "CostCounter",
+    "CostOptions",
+    "GiveCosts",
+    "Given",
+    "SkipCosts",
+    "cost",
+    "cost_options",
+    "given_costs",
+]
 
 # Type of the message that calls a cost's function.
 CALL = "bpq_cost"
@@ -40,7 +50,8 @@ class CostOptions:
 
     exact: bool = False
     is_function: bool = False
-    size: int = 0
+    # It is no part of what the cost is: two runs of a structure may differ in whether the function was called.
+    size: int = field(default=0, compare=False)
     in_guide: bool = False
 
 
@@ -84,10 +95,11 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
         found = _call(name, exact, value, *args, name=name, infer={"exact": exact})
     else:
         found = _tensor(name, exact, value, ())
-    # A handler has left the function out.
-    tensor = torch.zeros(()) if found is None else found
+    # A handler has left the function out, or knows what it once returned.
+    is_called = isinstance(found, Tensor)
+    tensor = torch.zeros(()) if found is None else found if isinstance(found, Tensor) else found.value
     if am_i_wrapped():
-        size = 0 if found is None else tensor.numel()
+        size = tensor.numel() if is_called else 0
         pyro.sample(
             name,
             _Cost(tensor),
@@ -97,8 +109,15 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
     return tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What stands for a call that was not made."""
+
+    value: Tensor
+
+
 @effectful(type=CALL)
-def _call(site: str, exact: bool, function: Callable[..., Any], *args: Any) -> Tensor:
+def _call(site: str, exact: bool, function: Callable[..., Any], *args: Any) -> Any:
     # Its own memory: what is noted about the result must not be noted about a tensor or an array of the program.
     return _tensor(site, exact, function(*args), args).clone()
 
@@ -174,6 +193,35 @@ class SkipCosts(Messenger):  # type: ignore[misc]
     def _pyro_bpq_cost(self, msg: Any) -> None:
         if not (self.exact and msg["infer"]["exact"]):
             msg["done"] = True
+
+
+class GiveCosts(Messenger):  # type: ignore[misc]
+    """Gives the functions of costs values that they once returned instead of calling them.
+
+    Args:
+        values: Value of each cost, by name; a function that is not named is called.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+    def __repr__(self) -> str:
+        return f"GiveCosts({', '.join(self.values)})"
+
+    def _pyro_bpq_cost(self, msg: Any) -> None:
+        if msg["name"] in self.values:
+            msg["value"], msg["done"] = Given(self.values[msg["name"]].clone()), True
+
+
+def given_costs(trace: Any) -> dict[str, Tensor]:
+    """What the functions of costs returned in a trace, by name of the statement, detached."""
+    found = {}
+    for name, site in trace.nodes.items():
+        options = cost_options(site) if site["type"] == "sample" else None
+        if options is not None and options.is_function and options.size:
+            found[name] = site["fn"].value.detach()
+    return found
 
 
 class CostCounter(Messenger):  # type: ignore[misc]

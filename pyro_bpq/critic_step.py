@@ -156,6 +156,7 @@ def evaluate_critics(
         components=components,
         cardinality=cardinality,
         cells=layout.cells(group) if spec.critic is not None and spec.critic.uses_cells else 0,
+        context=spec.context,
     )
     kind, keys = _kind(spec.critic, shape), _keys(group, spec.share)
     selection = bank.select(kind, keys, _builder(spec.critic, shape, bank, batch.like) if build else None)
@@ -348,7 +349,7 @@ def _builder(
     assert critic is not None
 
     def make(keys: tuple[str, ...]) -> Block:
-        own = CriticShape(len(keys), shape.features, shape.components, shape.cardinality, shape.cells)
+        own = replace(shape, sites=len(keys))
         try:
             module = critic.build(own, bank.generator(_kind(critic, shape), keys))
         except OptionError as error:

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.bank import CriticBank
+from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.distributed import Ranks
 from pyro_bpq.errors import OptionError
+from pyro_bpq.imagined import bootstrapped_surrogate
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.local_objective import LocalObjective
+from pyro_bpq.redraw import isolated
 from pyro_bpq.registration import register_critics
 from pyro_bpq.replay import ReplayBuffer
 from pyro_bpq.replayer import Replayer, Staged, Transient
@@ -42,6 +45,8 @@ class CriticTraining:
     _learn: Any
     _mark: Any
     _restore: Any
+    _noise: Any
+    _arguments: Any
     differentiable_loss: Any
     retain_graph: bool | None
     num_particles: int
@@ -129,6 +134,37 @@ class CriticTraining:
             self._optimizer.step(self.critics, gradients)
             done += bool(gradients)
         return done
+
+    def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:
+        r"""A loss that takes critics for costs: it calls the function of no cost statement, and nothing learns from it.
+
+            S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   new values of all sites from the present guide
+
+        Its gradient is **biased** by the errors of the critics; with exact ones it is that of the loss, as
+        far as that comes through the guide's probabilities. Values are drawn from a generator of the ELBO's own.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments, not necessarily those of a rollout.
+            entropy: Weight ``α`` of the sites' negative entropies, in nats of cost per nat. A guide that is nearly
+                deterministic tells critics nothing more of other values.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            A scalar, the mean over particles; only its gradient has meaning.
+
+        Raises:
+            UnsupportedSiteError: If a site has no finite values, or no critic by choice.
+        """
+        seed = int(torch.randint(1 << 31, (), generator=self._noise()))
+        with isolated(seed, hides_params=False), SkipCosts():
+            programs = self._arguments(model, guide, args, kwargs)
+            runs = [self.run_program(program) for program in programs]
+            alike = all(run.key == runs[0].key for run in runs) and not self._structure.is_dynamic(runs[0])
+            members = [list(range(len(runs)))] if alike else [[i] for i in range(len(runs))]
+            items = [self.stage([runs[i] for i in ids], [programs[i] for i in ids]) for ids in members]
+        return bootstrapped_surrogate([item.signals for item in items], entropy) / self.num_particles
 
     @property
     def replay_buffer(self) -> ReplayBuffer | None:

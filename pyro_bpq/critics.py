@@ -60,6 +60,7 @@ class CriticShape:
         components: Number of finite components ``D`` of the site, 0 if it has none.
         cardinality: Values ``K`` of a component.
         cells: Joint states of the rest of the scope, 0 where they are not finite.
+        context: How many of the features, the last ones, are the user's own.
     """
 
     sites: int
@@ -67,6 +68,7 @@ class CriticShape:
     components: int
     cardinality: int
     cells: int = 0
+    context: int = 0
 
     @property
     def outputs(self) -> int:

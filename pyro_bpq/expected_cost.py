@@ -28,8 +28,9 @@ class ExpectedCost(TraceBackpropQ_ELBO):
       gradients reach their parameters.
 
     A cost's function is called once per particle and step, in one call for vectorised particles, and never
-    otherwise unless ``exact=True`` is said of the cost. Every run of ``evaluate_loss`` and every replayed rollout
-    (:class:`~pyro_bpq.Replay`) calls it too; further epochs of :class:`~pyro_bpq.ProximalSVI` do not.
+    otherwise unless ``exact=True`` is said of the cost. Every run of ``evaluate_loss`` and, unless
+    ``Replay(costs="stored")`` is chosen, every replayed rollout calls it too; further epochs of
+    :class:`~pyro_bpq.ProximalSVI` do not.
 
     Raises:
         OptionError: If an option is out of range.

@@ -179,11 +179,11 @@ def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int
 
 
 @contextlib.contextmanager
-def isolated(seed: int) -> Iterator[None]:
+def isolated(seed: int, hides_params: bool = True) -> Iterator[None]:
     """Runs programs from a seed of their own, without a trace in generators, module buffers or captured parameters."""
     others = random.getstate(), np.random.get_state()
     try:
-        with Sandbox(seed), poutine.block(hide_types=["param"]):
+        with Sandbox(seed), poutine.block(hide_types=["param"] if hides_params else []):
             random.seed(seed)
             np.random.seed(seed % (1 << 32))
             yield

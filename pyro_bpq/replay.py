@@ -21,10 +21,12 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.network import BackpropQNetwork
+from pyro_bpq.off_policy import OffPolicyPlan
 
 __all__ = ["Replay", "ReplayBuffer", "StoredRollout"]
 
 _COPARENTS = ("redrawn", "expected", "stored")
+_COSTS = ("called", "stored")
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,11 @@ class Replay:
 
         (x, a) ~ Uniform(buffer),   rest ~ q(· | x, a),   min (target(x, a, rest) - Q_X(x, a))²
 
-    Each rollout of a batch runs guide and model once more (twice where immediate costs are evaluated at all values), so
-    replay saves no evaluations of a cost: it saves steps. Where sampled values steer the program, all that came
-    before ``X`` is held and all later sites are redrawn, whichever those then are.
+    Each rollout of a batch runs guide and model once more (twice where immediate costs are evaluated at all values).
+    With ``costs="called"`` that evaluates the costs again: replay then saves steps, and no evaluations. With
+    ``costs="stored"`` the functions of :func:`~pyro_bpq.cost` statements are not called again, see
+    :mod:`pyro_bpq.off_policy`. Where sampled values steer the program, all that came before ``X`` is held and all later
+    sites are redrawn, whichever those then are.
 
     Args:
         capacity: Number of rollouts that are kept, the most recent ones; a rollout is all particles of a step.
@@ -48,6 +52,11 @@ class Replay:
             guide. ``"expected"``: summed over, which needs finite sites in no plate that ``X`` is outside of.
             ``"stored"``: held as well, the paper's form; they come from an older guide, so that the critic
             is biased when the guide has moved.
+        costs: ``"called"``: the functions of cost statements are called again, at what was redrawn. ``"stored"``: never
+            again; all sites are held and every cost keeps its value, which is exact as long as the function reads
+            sampled values and arguments of the program alone. Later sites enter by their expectation under the
+            current guide. Critics whose children have parents that are not known at ``X`` bootstrap from
+            redrawn values, and learn from new rollouts only where such a child is a cost.
         max_assignments: Largest number of joint values of co-parents that ``"expected"`` sums over.
 
     Raises:
@@ -61,6 +70,7 @@ class Replay:
     batch_size: int = 4
     updates_per_step: int = 1
     coparents: str = "redrawn"
+    costs: str = "called"
     max_assignments: int = 64
 
     def __post_init__(self) -> None:
@@ -70,6 +80,12 @@ class Replay:
                 raise OptionError(f"Replay({name}={value!r}): write a whole number of at least {least}.")
         if self.coparents not in _COPARENTS:
             raise OptionError(f"Replay(coparents={self.coparents!r}): write one of {', '.join(map(repr, _COPARENTS))}.")
+        if self.costs not in _COSTS:
+            raise OptionError(f"Replay(costs={self.costs!r}): write one of {', '.join(map(repr, _COSTS))}.")
+        if self.costs == "stored" and self.coparents != "redrawn":
+            raise OptionError(
+                f'Replay(costs="stored", coparents={self.coparents!r}): stored costs go with coparents="redrawn".'
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +98,8 @@ class StoredRollout:
         values: Detached values of sites, and indices of subsampled plates, by name; one mapping for each run.
         programs: Model, guide, arguments and keyword arguments of each run, by reference.
         is_steered: Whether sampled values may steer the program: what comes after a site need not be as it was.
+        costs: What the functions of costs returned, by name of the statement; one mapping for each run.
+        plan: What learns from it where these costs are not evaluated again, or ``None``.
     """
 
     key: Hashable
@@ -89,11 +107,13 @@ class StoredRollout:
     values: tuple[Mapping[str, Tensor], ...]
     programs: tuple[Any, ...]
     is_steered: bool = False
+    costs: tuple[Mapping[str, Tensor], ...] = ()
+    plan: OffPolicyPlan | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the stored values; arguments are references and not counted."""
-        return sum(v.numel() * v.element_size() for values in self.values for v in values.values())
+        return sum(v.numel() * v.element_size() for part in (*self.values, *self.costs) for v in part.values())
 
 
 class ReplayBuffer:

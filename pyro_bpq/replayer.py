@@ -2,6 +2,7 @@ r"""Critic updates from rollouts of the past: what a step leaves behind, and how
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.bank import CriticBank
+from pyro_bpq.cost_statement import GiveCosts, SkipCosts, given_costs
 from pyro_bpq.features import finite_components
+from pyro_bpq.layout import Layout
 from pyro_bpq.learner import CriticLearner
+from pyro_bpq.off_policy import OffPolicyPlan, off_policy_plan
 from pyro_bpq.redraw import (
     Hold,
     assignments,
@@ -132,6 +136,8 @@ class Replayer:
         form = "redrawn" if layout.is_steered else self.replay.coparents
         values = tuple(stored_values(network, traced, form) for traced in staged.traced)
         stored = StoredRollout(staged.traced[0].key, network, values, staged.programs, layout.is_steered)
+        if self.replay.costs == "stored":
+            stored = replace(stored, **_with_costs(staged, layout))
         self.buffer.add(stored)
         slow = self.learner.slow
         if slow is not None and slow.guide:
@@ -180,6 +186,8 @@ class Replayer:
     def _loss(
         self, host: Host, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
     ) -> list[Tensor]:
+        if stored.plan is not None:
+            return self._loss_of_stored(host, stored, stored.plan, site, sites, seed)
         form = "redrawn" if stored.is_steered else self.replay.coparents
         held = held_sites(stored.network, site, form)
         values = [_kept(each, stored, held) for each in stored.values]
@@ -205,6 +213,9 @@ class Replayer:
             loss = expected_critic_loss(weighted, host.critics, learning, chosen)
         else:
             loss = critic_loss([staged.signals], host.critics, learning, chosen)
+        return self._checked(loss, stored)
+
+    def _checked(self, loss: Tensor | None, stored: StoredRollout) -> list[Tensor]:
         if loss is None:
             return []
         if not bool(torch.isfinite(loss)):
@@ -212,6 +223,34 @@ class Replayer:
             self.buffer.drop(stored)
             return []
         return [loss]
+
+    def _loss_of_stored(
+        self,
+        host: Host,
+        stored: StoredRollout,
+        plan: OffPolicyPlan,
+        site: str,
+        sites: Collection[str] | None,
+        seed: int,
+    ) -> list[Tensor]:
+        """The loss of a rollout whose costs are not called again; all Q-nodes that learn by holding do so at once."""
+        network, learning = stored.network, host.learning()
+        own = {node.name for node in network.q_nodes(site)}
+        whole = not own & plan.redrawn
+        held = known_sites(network, site)
+        values = stored.values if whole else [_kept(each, stored, held) for each in stored.values]
+        staged = self._rerun(host, stored, values, seed)
+        if staged is None:
+            return []
+        found = staged.signals.layout.network
+        if found is None or (whole and found != network) or not (whole or _reaches(staged, site, held)):
+            self.buffer.drop(stored)
+            return []
+        if whole:
+            chosen = {n for n in plan.held if sites is None or network.q_node(n).site in sites}
+        else:
+            chosen, learning = own & plan.redrawn, replace(learning, lam=0.0)
+        return self._checked(critic_loss([staged.signals], host.critics, learning, chosen) if chosen else None, stored)
 
     def _expected(
         self,
@@ -234,15 +273,22 @@ class Replayer:
             yield each
 
     def _rerun(
-        self, host: Host, stored: StoredRollout, values: Sequence[Mapping[str, Tensor]], seed: int
+        self,
+        host: Host,
+        stored: StoredRollout,
+        values: Sequence[Mapping[str, Tensor]],
+        seed: int,
     ) -> Staged | None:
         """Runs the programs again; drops a rollout whose structure is no more."""
         slow = self.slow_guide
+        costs: Sequence[Mapping[str, Tensor]] = stored.costs or [{}] * len(values)
+        # Where nothing may be called, neither may be a function that was not reached before.
+        skip = contextlib.nullcontext() if stored.plan is None else SkipCosts()
         with isolated(seed), torch.enable_grad():
             traced = []
-            for program, held in zip(stored.programs, values, strict=True):
+            for program, held, paid in zip(stored.programs, values, costs, strict=True):
                 try:
-                    with swapped(self._leaves, slow), Hold(held):
+                    with swapped(self._leaves, slow), Hold(held), skip, GiveCosts(paid):
                         run = host.run_program(program)
                 except Exception:
                     # Whatever a program raises that ran before: the stored values do not fit it any more.
@@ -252,6 +298,22 @@ class Replayer:
                     return None
                 traced.append(run)
             return host.stage(traced, stored.programs)
+
+
+def _with_costs(staged: Staged, layout: Layout) -> dict[str, Any]:
+    """What else is stored where costs are not called again: all values, the costs, what learns from them."""
+    assert layout.network is not None
+    values, costs, names = [], [], set[str]()
+    for traced in staged.traced:
+        own = {name: record.value.detach().clone() for name, record in traced.run.sites.items()}
+        values.append({**own, **{name: index.clone() for name, index in traced.subsamples.items()}})
+        costs.append(given_costs(traced.guide_trace) | given_costs(traced.model_trace))
+        names |= {name for name, options in traced.user_costs.items() if options.is_function}
+    expected = {
+        name for cls in layout.classes if cls.spec.components and cls.spec.critic is not None for name in cls.names
+    }
+    plan = off_policy_plan(layout.network, expected, layout.tabled, names)
+    return {"values": tuple(values), "costs": tuple(costs), "plan": plan}
 
 
 def _kept(values: Mapping[str, Tensor], stored: StoredRollout, held: Collection[str]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_bpq.config import SiteOptions, site_options
 from pyro_bpq.contained import ContainedCalls
+from pyro_bpq.cost_statement import Given
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo, at_step
 from pyro_bpq.features import finite_components
@@ -117,7 +118,8 @@ class Watch(Messenger):  # type: ignore[misc]
     def _pyro_post_bpq_cost(self, msg: Any) -> None:
         # A cost that is to be evaluated row by row must not look at values: there they are those of all rows.
         if self.calls is not None and not msg["infer"]["exact"]:
-            self.calls.close(msg["args"][2], msg["args"][3:], msg["value"])
+            value = msg["value"]
+            self.calls.close(msg["args"][2], msg["args"][3:], value.value if isinstance(value, Given) else value)
 
     def _enumerate(self, msg: Any) -> None:
         """Follows the values of an enumerated site, to tell where they must not go."""

@@ -18,9 +18,9 @@ MAX_LINES = 500
 # of its modules. Which layer a new module belongs to is a decision: add it here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("graph", "network", "reductions", "validation", "sequence", "replay_plan"),
+    ("graph", "network", "reductions", "validation", "sequence", "replay_plan", "off_policy"),
     ("rollout", "targets", "provenance", "advantages", "algorithm1"),
-    ("features", "critics", "bank", "replay", "moments", "joint_critics", "slow", "distributed"),
+    ("features", "critics", "context_critic", "bank", "replay", "moments", "joint_critics", "slow", "distributed"),
     ("estimators",),
     (
         "layout",
@@ -57,6 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "analytic",
         "redraw",
         "replayer",
+        "imagined",
     ),
     (
         "elbo",
@@ -69,6 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "iwae",
         "local_objective",
         "critic_training",
+        "actor_critic",
     ),
     ("__init__",),
 )
