@@ -32,6 +32,9 @@ class ContextCritic:
     Args:
         hidden: Sizes of the hidden layers of ``V``, which sees everything.
         advantage: Those of ``A``, which sees the site's context only; none for a linear map.
+
+    Raises:
+        OptionError: If a layer size is not a positive integer.
     """
 
     hidden: tuple[int, ...] = (32,)

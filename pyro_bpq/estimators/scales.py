@@ -113,7 +113,7 @@ class ScaledTerms:
         slow = slow.clamp(min=decay) if isinstance(slow, Tensor) else max(slow, decay)
         gram, squares = (
             update_mean(old[name], new, count, slow)
-            for name, new in zip(("gram", "squares"), torch.split(moments, (len(PAIRS) + SIZE, SIZE), 1), strict=True)
+            for name, new in zip(("gram", "squares"), torch.split(moments, [len(PAIRS) + SIZE, SIZE], 1), strict=True)
         )
         samples = elements * (count + 1.0).clamp(max=(1.0 + slow) / (1.0 - slow))
         noise = None
