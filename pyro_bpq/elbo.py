@@ -375,7 +375,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         if reruns and (plan.needs_program or is_first_order) and not kind[0]:
             generator = self._noise()
             rerun = Reruns(self._trace, programs, traced, graph, generator)
-        signals = Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator)
+        signals = Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator, self.keeps_staged)
         return Staged(tuple(traced), tuple(programs), signals)
 
     def _noise(self) -> torch.Generator:

@@ -12,7 +12,7 @@ from pyro_bpq.cost_statement import CostOptions
 from pyro_bpq.critic_options import checked_critic, default_critic
 from pyro_bpq.critics import Critic
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators import AllAction, Estimator, LeaveOneOut, Pathwise, RunningBaseline, ScoreFunction
+from pyro_bpq.estimators import AllAction, DisARM, Estimator, LeaveOneOut, Pathwise, RunningBaseline, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo, needs_program
 from pyro_bpq.features import Components, finite_components
 from pyro_bpq.graph import StochasticComputationGraph
@@ -175,6 +175,7 @@ class Planner:
         estimators = {name: self._estimator(traced, name) for name in traced.run.sites}
         immediate = {name: () for name in estimators} if is_dynamic else immediate_costs(graph)
         flips, components = self._flips(traced, graph, estimators) if can_flip and not is_dynamic else (None, {})
+        plain = [name for name in estimators if name not in components and self._is_plain(traced, name)]
         specs, tabled, known = {}, {}, set()
         for name in traced.run.sites:
             kinds = self._tabled_kinds(traced, name, graph, estimators[name], immediate[name])
@@ -185,8 +186,11 @@ class Planner:
             tabled[name] = tuple(cost for kind in sorted(kinds) for cost in costs[kind])
             critic = self._critic(traced, name, estimators[name])
             info = traced.infos[name]
-            if critic is None and name not in components and self._is_plain(traced, name):
-                estimators[name], tabled[name], kinds = score_function(traced, name), (), set()
+            if critic is None and name in plain:
+                tabled[name], kinds = (), set()
+                # One more run of the program serves one site.
+                is_paired = len(plain) == 1 and not is_dynamic and _is_comparable(traced, name)
+                estimators[name] = DisARM() if is_paired else score_function(traced, name)
             # Many components at once: what they cost right away is for the extra run, where there is one.
             if critic is None or (info.components is not None and info.components.size > 1 and name in components):
                 known |= set(immediate[name])
@@ -312,6 +316,13 @@ class Planner:
             context=0 if options.context is None else options.context.shape[-1],
             share=options.share,
         )
+
+
+def _is_comparable(traced: TracedRun, name: str) -> bool:
+    """Whether another run of the program gives a site something to compare with that it has not got."""
+    info = traced.infos[name]
+    is_single = info.num_particles == 1 and traced.options[name].baseline is None and name not in traced.untraced
+    return is_single and not traced.user_costs and DisARM().unsupported(info) is None
 
 
 def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:

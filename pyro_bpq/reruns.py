@@ -8,6 +8,9 @@ from typing import Any
 
 import pyro
 import torch
+from pyro import poutine
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError
@@ -15,7 +18,8 @@ from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.rollout import Run
 from pyro_bpq.sandbox import Sandbox
 from pyro_bpq.substitute import Substitute
-from pyro_bpq.tracing import TracedRun, cost_of_guide
+from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_site
+from pyro_bpq.watch import samples
 
 __all__ = ["Reruns"]
 
@@ -87,8 +91,11 @@ class Reruns:
         relaxed = frozenset({name}) if value.requires_grad else frozenset()
         with Sandbox(seed), pyro.validation_enabled(False), torch.set_grad_enabled(value.requires_grad):
             put = Substitute(values, relaxed)
-            again = self.trace(put(model), put(guide), args, kwargs, track=False)
-        costs = dict(again.run.costs)
+            if not value.requires_grad and self._is_last(name, traced):
+                again = _model_run(name, values[name], poutine.trace(put(model)).get_trace(*args, **kwargs), traced)
+            else:
+                again = self.trace(put(model), put(guide), args, kwargs, track=False).run
+        costs = dict(again.costs)
         for site in traced.untraced:
             costs.setdefault(cost_of_guide(site), traced.run.costs[cost_of_guide(site)])
         if costs.keys() != traced.run.costs.keys():
@@ -97,4 +104,25 @@ class Reruns:
                 f"Site {name!r}: at another value of it the program has other costs ({', '.join(changed)}), so its "
                 "estimator cannot compare them; use AllAction() or ScoreFunction(RunningBaseline()) at this site."
             )
-        return replace(again.run, costs=costs)
+        return replace(again, costs=costs)
+
+    def _is_last(self, name: str, traced: TracedRun) -> bool:
+        """Whether nothing else of the guide depends on a site."""
+        if traced.only_costs or traced.elimination is not None or self.graph.descendants(name):
+            return False
+        others = {cost_of_guide(other) for other in traced.run.sites if other != name}
+        others |= {cost_of_site(site, True) for site in samples(traced.guide_trace).values() if site["is_observed"]}
+        return others.isdisjoint(self.graph.downstream_costs(name))
+
+
+def _model_run(name: str, value: Tensor, trace: Any, traced: TracedRun) -> Run:
+    """The run with a site at another value, from a run of the model alone."""
+    trace = prune_subsample_sites(trace)
+    trace.compute_log_prob()
+    record, costs = traced.run.sites[name], dict(traced.run.costs)
+    if name not in traced.untraced:
+        site = traced.guide_trace.nodes[name]
+        costs[cost_of_guide(name)] = scale_and_mask(record.fn.log_prob(value), site["scale"], site["mask"])
+    for model_site in samples(trace).values():
+        costs[cost_of_site(model_site, False)] = -model_site["log_prob"]
+    return replace(traced.run, sites={**traced.run.sites, name: replace(record, value=value)}, costs=costs)

@@ -36,7 +36,10 @@ class Sandbox:
         self._devices = list(range(torch.cuda.device_count())) if is_cuda_used else []
         self._states = self._generators()
         if isinstance(self._start, int):
-            torch.manual_seed(self._start)
+            # torch.manual_seed() formats the call stack for every kind of device that is not there.
+            torch.default_generator.manual_seed(self._start)
+            if is_cuda_used:
+                torch.cuda.manual_seed_all(self._start)
         else:
             torch.set_rng_state(self._start)
         self.before = self._generators()

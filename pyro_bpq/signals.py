@@ -15,7 +15,7 @@ from pyro_bpq.bank import CriticBank
 from pyro_bpq.cost_to_go import cost_to_go, stack_costs, sum_costs
 from pyro_bpq.critic_step import CriticBatch, Learned, evaluate_critics
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.estimators.base import SiteContext, needs_program
+from pyro_bpq.estimators.base import SiteContext, needs_program, needs_table
 from pyro_bpq.estimators.lambda_return import LambdaReturn
 from pyro_bpq.estimators.pyro_baseline import PyroBaseline
 from pyro_bpq.layout import Layout, matrix
@@ -39,6 +39,7 @@ class Signals:
         build: Whether missing critics may be built.
         rerun: Runs the program again with a site at another value, or ``None`` where that cannot be done.
         generator: Noise of the estimators.
+        by_value: Whether all gradients come by way of ``log q`` of every value, or only where an estimator needs it.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class Signals:
         build: bool,
         rerun: Rerun | None = None,
         generator: torch.Generator | None = None,
+        by_value: bool = True,
     ) -> None:
         self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
         self.rerun, self.generator = rerun, generator
-        self.batches = [SiteBatch(cls, rollout) for cls in layout.classes]
+        self.batches = [SiteBatch(cls, rollout, by_value or needs_table(cls.spec.estimator)) for cls in layout.classes]
         self.costs = stack_costs(layout, rollout)
         self.active = [c for c, cls in enumerate(layout.classes) if not cls.spec.estimator.is_pathwise]
         # A reparameterised site with a critic corrects the sites before it.
@@ -102,7 +104,7 @@ class Signals:
         cls, batch = self.layout.classes[c], self.batches[c]
         estimator = cls.spec.estimator
         shape = (len(cls.names), *batch.batch_shape)
-        finite = cls.spec.components is not None
+        finite = cls.spec.components is not None and (batch.by_value or estimator.is_pathwise)
         uses = estimator.uses_critic
         learned = self.learned.get(c) if uses else None
         exact = self.exact[c] if uses else None

@@ -24,10 +24,12 @@ class SiteBatch:
     Args:
         cls: The class of sites.
         rollout: The runs.
+        by_value: Whether the gradient comes by way of ``log q`` of every value, where there are finitely many.
     """
 
-    def __init__(self, cls: SiteClass, rollout: Rollout) -> None:
+    def __init__(self, cls: SiteClass, rollout: Rollout, by_value: bool = True) -> None:
         self.cls, self.rollout = cls, rollout
+        self.by_value = by_value and cls.spec.components is not None and not cls.spec.estimator.is_pathwise
         self.plates = cls.spec.plates
         self.batch_shape = rollout.batch_shape(self.plates)
 
@@ -106,15 +108,12 @@ class SiteBatch:
     @cached_property
     def score(self) -> Tensor:
         """``log q`` of the sample, ``(G, M, plates)``, neither scaled nor masked, with gradient."""
-        if self.cls.spec.components is not None and not self.cls.spec.estimator.is_pathwise:
-            return self.sampled(self.log_probs).sum(-1)
-        return self.stack(_score, 0)
+        return self.sampled(self.log_probs).sum(-1) if self.by_value else self.stack(_score, 0)
 
     @property
     def log_q(self) -> Tensor:
         """``log q`` of all values where they are finite, else of the sample, with gradient."""
-        finite = self.cls.spec.components is not None and not self.cls.spec.estimator.is_pathwise
-        return self.log_probs if finite else self.score
+        return self.log_probs if self.by_value else self.score
 
     @cached_property
     def encoded(self) -> Tensor:

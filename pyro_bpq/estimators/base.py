@@ -23,6 +23,7 @@ __all__ = [
     "at_step",
     "initial_statistics",
     "needs_program",
+    "needs_table",
     "update_mean",
 ]
 
@@ -185,7 +186,9 @@ class Estimator(Protocol):
     a method ``sized_statistics(width)``, where ``width`` counts the numbers that a value is encoded by: one for a real
     or binary component, ``K`` for one of ``K > 2`` values.
 
-    An estimator that compares values has the attribute ``needs_program = True`` and reads ``context.program``.
+    An estimator that compares values has the attribute ``needs_program = True`` and reads ``context.program``. One with
+    ``needs_table = False`` reads neither ``context.log_probs`` nor ``context.index``, which are then ``None`` unless
+    something else needs them.
     An estimator that lets the value of a site without ``rsample`` carry a gradient, as straight-through does, has
     ``is_pathwise = True`` and a method ``attach(fn, value, generator)`` from the distribution and the drawn value to
     the value that the program sees; it is then never called. Where that gradient is not all of it, a method
@@ -215,6 +218,11 @@ class Estimator(Protocol):
 def needs_program(estimator: Estimator) -> bool:
     """Whether an estimator reads ``context.program``."""
     return bool(getattr(estimator, "needs_program", False))
+
+
+def needs_table(estimator: Estimator) -> bool:
+    """Whether an estimator may read ``context.log_probs`` and ``context.index``."""
+    return bool(getattr(estimator, "needs_table", True))
 
 
 def at_step(estimator: Any, step: int) -> Any:

@@ -37,6 +37,7 @@ class ScoreFunction:
     is_unbiased: ClassVar[bool] = True
     is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = False
+    needs_table: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         given = self.baseline
