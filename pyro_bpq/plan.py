@@ -188,8 +188,9 @@ class Planner:
             info = traced.infos[name]
             if critic is None and name in plain:
                 tabled[name], kinds = (), set()
-                # One more run of the program serves one site.
-                is_paired = len(plain) == 1 and not is_dynamic and _is_comparable(traced, name)
+                # Another run of the model serves one site, and draws nothing where no site depends on it.
+                is_paired = len(plain) == 1 and not is_dynamic and not graph.descendants(name)
+                is_paired = is_paired and _is_comparable(traced, name)
                 estimators[name] = DisARM() if is_paired else score_function(traced, name)
             # Many components at once: what they cost right away is for the extra run, where there is one.
             if critic is None or (info.components is not None and info.components.size > 1 and name in components):

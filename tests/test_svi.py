@@ -144,9 +144,10 @@ def test_first_epoch_is_a_plain_step(name: str, number: int) -> None:
         svi = make(case.model, case.guide, Adam({"lr": 0.05}), TraceBackpropQ_ELBO(**particles(case, number)))
         losses = [svi.step(*case.args) for _ in range(5)]
         ends.append((losses, values()))
-    assert ends[0][0] == ends[1][0]
+    # Without epochs to come, the score function takes log q as it is and not from a table: equal but for rounding.
+    assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-12)
     for key, value in ends[0][1].items():
-        assert torch.equal(value, ends[1][1][key])
+        torch.testing.assert_close(value, ends[1][1][key], rtol=1e-12, atol=1e-13)
 
 
 def proximal(case: Case, lr: float = 0.05, **options: Any) -> ProximalSVI:

@@ -222,7 +222,8 @@ def needs_program(estimator: Estimator) -> bool:
 
 def needs_table(estimator: Estimator) -> bool:
     """Whether an estimator may read ``context.log_probs`` and ``context.index``."""
-    return bool(getattr(estimator, "needs_table", True))
+    # Not inherited: a subclass may read what its base does not.
+    return bool(vars(type(estimator)).get("needs_table", True))
 
 
 def at_step(estimator: Any, step: int) -> Any:

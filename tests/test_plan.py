@@ -1,0 +1,105 @@
+"""Which estimator serves a site that nobody chose one for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
+from pyro_bpq.estimators import AllAction, DisARM, Estimator
+
+DATA = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+MEAN = ScoreFunction(RunningBaseline())
+AVERAGE = {"baseline": {"use_decaying_avg_baseline": True}}
+
+
+def bits(name: str, logits: Tensor, **options: Any) -> Tensor:
+    return pyro.sample(name, dist.Bernoulli(logits=logits).to_event(1), **options)
+
+
+def faces(name: str, logits: Tensor) -> Tensor:
+    table = torch.stack((logits, -logits, 0.5 * logits), -1)
+    return pyro.sample(name, dist.Categorical(logits=table).to_event(1)).to(logits.dtype)
+
+
+def flat(draw: Callable[..., Tensor] = bits, **options: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+    def guide() -> None:
+        with pyro.plate("rows", 2):
+            draw("z", pyro.param("q", torch.tensor([0.5, -0.3, 0.2])).expand(2, 3), **options)
+
+    def model() -> None:
+        with pyro.plate("rows", 2):
+            z = draw("z", torch.zeros(2, 3))
+            logits = (z - 0.5) @ pyro.param("w", torch.tensor([[1.0, -1.0], [0.5, 2.0], [-2.0, 0.3]]))
+            pyro.sample("x", dist.Bernoulli(logits=logits * logits.sum(-1, keepdim=True)).to_event(1), obs=DATA)
+
+    return model, guide
+
+
+def stack() -> tuple[Callable[[], None], Callable[[], None]]:
+    def guide() -> None:
+        with pyro.plate("rows", 2):
+            bits("y", bits("z", pyro.param("q", torch.zeros(3)).expand(2, 3))[..., :2])
+
+    def model() -> None:
+        with pyro.plate("rows", 2):
+            z = bits("z", bits("y", torch.zeros(2, 2)) @ torch.ones(2, 3))
+            bits("x", z[..., :2], obs=DATA)
+
+    return model, guide
+
+
+def charged() -> tuple[Callable[[], None], Callable[[], None]]:
+    model, guide = flat()
+
+    def dear() -> None:
+        model()
+        cost("dear", 0.3)
+
+    return dear, guide
+
+
+def chosen(
+    program: tuple[Callable[[], None], Callable[[], None]], site: str, max_elements: int, **options: Any
+) -> Estimator:
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(**options)
+    elbo.planner = replace(elbo.planner, max_elements=max_elements)
+    elbo.loss_and_grads(*program)
+    return elbo.info[site]["estimator"]
+
+
+@pytest.mark.parametrize(
+    ("program", "site", "options", "expected"),
+    [
+        (flat(), "z", {}, DisARM()),
+        (flat(), "z", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
+        (flat(faces), "z", {}, MEAN),
+        (stack(), "z", {}, MEAN),
+        (stack(), "y", {}, MEAN),
+        (stack(), "y", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
+        # Its values may be dear: a cost statement is passed once.
+        (charged(), "z", {}, MEAN),
+        (flat(), "z", {"estimator": AllAction()}, AllAction()),
+    ],
+    ids=["flat", "particles", "categorical", "below", "top", "stack of particles", "cost statement", "own choice"],
+)
+def test_many_components_without_the_extra_run(program: Any, site: str, options: Any, expected: Estimator) -> None:
+    assert chosen(program, site, 0, **options) == expected
+
+
+def test_many_components_keep_pyros_baseline() -> None:
+    assert chosen(flat(infer=AVERAGE), "z", 0) == ScoreFunction(RunningBaseline(decay=0.9))
+
+
+def test_the_extra_run_tells_all_of_a_flat_site_and_too_little_of_a_stack() -> None:
+    assert chosen(flat(), "z", 1 << 21) == AllAction()
+    assert chosen(flat(faces), "z", 1 << 21) == AllAction()
+    assert chosen(stack(), "z", 1 << 21) == MEAN
