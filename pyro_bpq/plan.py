@@ -30,7 +30,9 @@ def default_estimator(site: SiteInfo, max_support: int) -> Estimator:
     """The estimator of a site for which nobody chose one.
 
     Reparameterised: :class:`Pathwise`. Finite components of at most ``max_support`` values: :class:`AllAction`. Else
-    the score function, with leave-one-out from two particles on, with a running baseline for one.
+    the score function, with leave-one-out from two particles on, with a running baseline for one. Sites of many
+    components keep :class:`AllAction` only with a critic, or with an extra run of the model that tells all of their costs
+    (:meth:`Planner.plan`).
 
     Args:
         site: The site.
