@@ -12,7 +12,16 @@ from pyro_bpq.cost_statement import CostOptions
 from pyro_bpq.critic_options import checked_critic, default_critic
 from pyro_bpq.critics import Critic
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators import AllAction, DisARM, Estimator, LeaveOneOut, Pathwise, RunningBaseline, ScoreFunction
+from pyro_bpq.estimators import (
+    AllAction,
+    DisARM,
+    Estimator,
+    LeaveOneOut,
+    Pathwise,
+    RunningBaseline,
+    ScoreFunction,
+    SecondRun,
+)
 from pyro_bpq.estimators.base import SiteInfo, needs_program
 from pyro_bpq.features import Components, finite_components
 from pyro_bpq.graph import StochasticComputationGraph
@@ -31,8 +40,8 @@ def default_estimator(site: SiteInfo, max_support: int) -> Estimator:
 
     Reparameterised: :class:`Pathwise`. Finite components of at most ``max_support`` values: :class:`AllAction`. Else
     the score function, with leave-one-out from two particles on, with a running baseline for one. Sites of many
-    components keep :class:`AllAction` only with a critic, or with an extra run of the model that tells all of their costs
-    (:meth:`Planner.plan`).
+    components keep :class:`AllAction` only with a critic, or with an extra run of the model that tells all of their
+    costs (:meth:`Planner.plan`).
 
     Args:
         site: The site.
@@ -190,10 +199,12 @@ class Planner:
             info = traced.infos[name]
             if critic is None and name in plain:
                 tabled[name], kinds = (), set()
-                # Another run of the model serves one site, and draws nothing where no site depends on it.
-                is_paired = len(plain) == 1 and not is_dynamic and not graph.descendants(name)
-                is_paired = is_paired and _is_comparable(traced, name)
-                estimators[name] = DisARM() if is_paired else score_function(traced, name)
+                # Another run of the model serves one site, a second run of both programs all of them.
+                is_last = len(plain) == 1 and not graph.descendants(name)
+                estimators[name] = score_function(traced, name)
+                if not is_dynamic and _is_comparable(traced, name):
+                    is_paired = is_last and DisARM().unsupported(traced.infos[name]) is None
+                    estimators[name] = DisARM() if is_paired else SecondRun()
             # Many components at once: what they cost right away is for the extra run, where there is one.
             if critic is None or (info.components is not None and info.components.size > 1 and name in components):
                 known |= set(immediate[name])
@@ -325,7 +336,7 @@ def _is_comparable(traced: TracedRun, name: str) -> bool:
     """Whether another run of the program gives a site something to compare with that it has not got."""
     info = traced.infos[name]
     is_single = info.num_particles == 1 and traced.options[name].baseline is None and name not in traced.untraced
-    return is_single and not traced.user_costs and DisARM().unsupported(info) is None
+    return is_single and not traced.user_costs
 
 
 def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:

@@ -52,6 +52,7 @@ class Reruns:
         self.trace, self.programs, self.traced = trace, programs, traced
         self.graph, self.generator = graph, generator
         self.num_runs = 0
+        self._fresh: tuple[Run, ...] | None = None
 
     def __repr__(self) -> str:
         return f"Reruns({len(self.programs)} programs, {self.num_runs} runs so far)"
@@ -86,8 +87,7 @@ class Reruns:
         values.update(traced.subsamples)
         own = sites[name].value
         values[name] = value.reshape(own.shape).to(own.dtype if not value.requires_grad else value.dtype)
-        seed = int(torch.randint(1 << 62, (), generator=self.generator, device="cpu"))
-        self.num_runs += 1
+        seed = self._seed()
         relaxed = frozenset({name}) if value.requires_grad else frozenset()
         with Sandbox(seed), pyro.validation_enabled(False), torch.set_grad_enabled(value.requires_grad):
             put = Substitute(values, relaxed)
@@ -95,16 +95,30 @@ class Reruns:
                 again = _model_run(name, values[name], poutine.trace(put(model)).get_trace(*args, **kwargs), traced)
             else:
                 again = self.trace(put(model), put(guide), args, kwargs, track=False).run
-        costs = dict(again.costs)
-        for site in traced.untraced:
-            costs.setdefault(cost_of_guide(site), traced.run.costs[cost_of_guide(site)])
-        if costs.keys() != traced.run.costs.keys():
-            changed = sorted(costs.keys() ^ traced.run.costs.keys())
-            raise UnsupportedProgramError(
-                f"Site {name!r}: at another value of it the program has other costs ({', '.join(changed)}), so its "
-                "estimator cannot compare them; use AllAction() or ScoreFunction(RunningBaseline()) at this site."
-            )
-        return replace(again, costs=costs)
+        return _with_all_costs(again, traced, name)
+
+    def fresh(self) -> tuple[Run, ...]:
+        """Runs the program once more per run of the step, with every site drawn afresh; at the first call only.
+
+        Returns:
+            The runs.
+
+        Raises:
+            UnsupportedProgramError: If the program then has other sites.
+        """
+        if self._fresh is None:
+            runs = []
+            for (model, guide, args, kwargs), traced in zip(self.programs, self.traced, strict=True):
+                seed, put = self._seed(), Substitute(traced.subsamples)
+                with Sandbox(seed), pyro.validation_enabled(False), torch.no_grad():
+                    again = self.trace(put(model), put(guide), args, kwargs, track=False).run
+                runs.append(_with_all_costs(again, traced, next(iter(traced.run.sites))))
+            self._fresh = tuple(runs)
+        return self._fresh
+
+    def _seed(self) -> int:
+        self.num_runs += 1
+        return int(torch.randint(1 << 62, (), generator=self.generator, device="cpu"))
 
     def _is_last(self, name: str, traced: TracedRun) -> bool:
         """Whether nothing else of the guide depends on a site."""
@@ -113,6 +127,20 @@ class Reruns:
         others = {cost_of_guide(other) for other in traced.run.sites if other != name}
         others |= {cost_of_site(site, True) for site in samples(traced.guide_trace).values() if site["is_observed"]}
         return others.isdisjoint(self.graph.downstream_costs(name))
+
+
+def _with_all_costs(again: Run, traced: TracedRun, name: str) -> Run:
+    """A run with the costs that the first run had, compared for a site."""
+    costs = dict(again.costs)
+    for site in traced.untraced:
+        costs.setdefault(cost_of_guide(site), traced.run.costs[cost_of_guide(site)])
+    if costs.keys() != traced.run.costs.keys():
+        changed = sorted(costs.keys() ^ traced.run.costs.keys())
+        raise UnsupportedProgramError(
+            f"Site {name!r}: at another value of it the program has other costs ({', '.join(changed)}), so its "
+            "estimator cannot compare them; use AllAction() or ScoreFunction(RunningBaseline()) at this site."
+        )
+    return replace(again, costs=costs)
 
 
 def _model_run(name: str, value: Tensor, trace: Any, traced: TracedRun) -> Run:

@@ -27,6 +27,10 @@ class Rerun(Protocol):
         """The runs."""
         ...
 
+    def fresh(self) -> tuple[Run, ...]:
+        """Runs that draw every site afresh, the same ones at every call."""
+        ...
+
 
 class SiteProgramRuns:
     """A :class:`~pyro_bpq.estimators.base.SiteProgram` that runs the program again, site after site.
@@ -65,6 +69,10 @@ class SiteProgramRuns:
         runs = [self.rerun(name, value[i], self.downstream[i]) for i, name in enumerate(self.names)]
         return torch.stack([self._costs(i, found) for i, found in enumerate(runs)])
 
+    def independent(self) -> Tensor:
+        """Costs-to-go of a run that draws every site afresh, detached."""
+        return self._cost_to_go(self.rerun.fresh())
+
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Costs-to-go at other values, and the gradient of all costs downstream; zero where there is none."""
         costs, gradients = [], []
@@ -100,8 +108,11 @@ class SiteProgramRuns:
         return self.batch.stack(lambda site: pick(site.fn), event_ndim)
 
     def _costs(self, i: int, runs: tuple[Run, ...]) -> Tensor:
+        return self._cost_to_go(runs)[i]
+
+    def _cost_to_go(self, runs: tuple[Run, ...]) -> Tensor:
         old = self.batch.rollout
         rollout = Rollout(runs, old.num_particles, old.plate_sizes, old.plate_ndim, old.is_vectorized)
         costs = stack_costs(self.layout, rollout)
         like = costs[0].new_zeros(len(self.names), *self.batch.batch_shape)
-        return cost_to_go(self.layout, costs, self.c, like)[i]
+        return cost_to_go(self.layout, costs, self.c, like)

@@ -38,6 +38,7 @@ from pyro_bpq.estimators.relax import RELAX as RELAX
 from pyro_bpq.estimators.relax import RELAXQ as RELAXQ
 from pyro_bpq.estimators.relaxation import Annealed as Annealed
 from pyro_bpq.estimators.score_function import ScoreFunction as ScoreFunction
+from pyro_bpq.estimators.second_run import SecondRun as SecondRun
 from pyro_bpq.estimators.straight_through import StraightThrough as StraightThrough
 from pyro_bpq.estimators.sum_and_sample import SumAndSample as SumAndSample
 from pyro_bpq.estimators.unordered_set import UnorderedSet as UnorderedSet
@@ -81,6 +82,7 @@ __all__ = [
     "RotationCopula",
     "RunningBaseline",
     "ScoreFunction",
+    "SecondRun",
     "SiteContext",
     "SiteTerm",
     "StraightThrough",

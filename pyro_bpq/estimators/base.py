@@ -78,6 +78,10 @@ class SiteProgram(Protocol):
         """The same, and the gradient ``(G, M, plates, event)`` of all costs downstream; detached."""
         ...
 
+    def independent(self) -> Tensor:
+        """Costs-to-go ``(G, M, plates)`` in nats, detached, of one run that draws every site afresh."""
+        ...
+
     def from_index(self, index: Tensor) -> Tensor:
         """Values ``(G, M, plates, event)`` from the indices ``(G, M, plates, D)`` of finite components."""
         ...
