@@ -107,14 +107,20 @@ class Reruns:
             UnsupportedProgramError: If the program then has other sites.
         """
         if self._fresh is None:
-            runs = []
-            for (model, guide, args, kwargs), traced in zip(self.programs, self.traced, strict=True):
-                seed, put = self._seed(), Substitute(traced.subsamples)
-                with Sandbox(seed), pyro.validation_enabled(False), torch.no_grad():
-                    again = self.trace(put(model), put(guide), args, kwargs, track=False).run
-                runs.append(_with_all_costs(again, traced, next(iter(traced.run.sites))))
-            self._fresh = tuple(runs)
+            pairs = zip(self.programs, self.traced, strict=True)
+            self._fresh = tuple(self._fresh_run(program, traced) for program, traced in pairs)
         return self._fresh
+
+    def _fresh_run(self, program: Any, traced: TracedRun) -> Run:
+        (model, guide, args, kwargs), put = program, Substitute(traced.subsamples)
+        with Sandbox(self._seed()), pyro.validation_enabled(False), torch.no_grad():
+            if traced.only_costs or traced.elimination is not None:
+                again = self.trace(put(model), put(guide), args, kwargs, track=False).run
+            else:
+                first = poutine.trace(put(guide)).get_trace(*args, **kwargs)
+                second = poutine.trace(poutine.replay(put(model), trace=first)).get_trace(*args, **kwargs)
+                again = replace(traced.run, costs={**_costs(first, True), **_costs(second, False)})
+        return _with_all_costs(again, traced, next(iter(traced.run.sites)))
 
     def _seed(self) -> int:
         self.num_runs += 1
@@ -145,12 +151,16 @@ def _with_all_costs(again: Run, traced: TracedRun, name: str) -> Run:
 
 def _model_run(name: str, value: Tensor, trace: Any, traced: TracedRun) -> Run:
     """The run with a site at another value, from a run of the model alone."""
-    trace = prune_subsample_sites(trace)
-    trace.compute_log_prob()
     record, costs = traced.run.sites[name], dict(traced.run.costs)
     if name not in traced.untraced:
         site = traced.guide_trace.nodes[name]
         costs[cost_of_guide(name)] = scale_and_mask(record.fn.log_prob(value), site["scale"], site["mask"])
-    for model_site in samples(trace).values():
-        costs[cost_of_site(model_site, False)] = -model_site["log_prob"]
+    costs.update(_costs(trace, False))
     return replace(traced.run, sites={**traced.run.sites, name: replace(record, value=value)}, costs=costs)
+
+
+def _costs(trace: Any, is_guide: bool) -> dict[str, Tensor]:
+    trace = prune_subsample_sites(trace)
+    trace.compute_log_prob()
+    sign = 1.0 if is_guide else -1.0
+    return {cost_of_site(site, is_guide): sign * site["log_prob"] for site in samples(trace).values()}
