@@ -44,6 +44,14 @@ class DoubleNet(nn.Sequential):
         return super().forward(inputs.double())
 
 
+class ScalarNet(nn.Sequential):
+    """A net whose output has no dimension of its own."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The net's output."""
+        return super().forward(inputs).squeeze(-1)
+
+
 class Chain(nn.Module):
     """A guide with one small net for all steps, its model, and its exact loss by dynamic programming.
 
@@ -59,7 +67,7 @@ class Chain(nn.Module):
         self.steps = steps
         generator = torch.Generator().manual_seed(seed)
         self.net = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, outputs))
-        self.baseline = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1), nn.Flatten(-2))
+        self.baseline = ScalarNet(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
         with torch.no_grad():
             for parameter in self.net.parameters():
                 bound = parameter.shape[-1] ** -0.5
@@ -72,7 +80,9 @@ class Chain(nn.Module):
         if self.pyro_baseline == "average":
             return {"baseline": {"use_decaying_avg_baseline": True, "baseline_beta": 0.9}}
         if self.pyro_baseline == "net":
-            return {"baseline": {"nn_baseline": self.baseline, "nn_baseline_input": inputs}}
+            # The first site reads nothing that particles differ in.
+            every = inputs.expand(PARTICLES, inputs.shape[-1])
+            return {"baseline": {"nn_baseline": self.baseline, "nn_baseline_input": every}}
         return {}
 
     def gradient(self) -> Tensor:

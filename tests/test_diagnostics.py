@@ -61,9 +61,7 @@ def train(elbo: Any, case: Case, steps: int) -> Any:
 # Moments.
 
 
-@pytest.mark.parametrize(
-    "name", ["chain", "plate_subsample", "discrete_above_reparam", "python_branch", "vector_layers"]
-)
+@pytest.mark.parametrize("name", ["chain", "plate_subsample", "discrete_above_reparam", "python_branch", "vector"])
 def test_moments_are_those_of_the_step(name: str) -> None:
     case = BY_NAME[name]
     elbo = train(TraceBackpropQ_ELBO(), case, 20)
