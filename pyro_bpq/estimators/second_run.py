@@ -29,8 +29,7 @@ class SecondRun:
         OptionError: If an option is out of range.
 
     References:
-        | Buy 4 REINFORCE samples, get a baseline for free (Kool et al., 2019), for a baseline of independent samples
-        | Variance reduction by control variates, of which ``C'`` is one
+        Buy 4 REINFORCE samples, get a baseline for free (Kool et al., 2019)
     """
 
     decay: float = 0.99
