@@ -29,6 +29,8 @@ PARTS: Mapping[tuple[str, str], str] = {
     ("structure.py", "graph"): "graph and plan (cached)",
     ("elbo.py", "_plan"): "graph and plan (cached)",
     ("immediate.py", "flipped_costs"): "extra run of the model",
+    ("reruns.py", "_fresh_run"): "runs at other values",
+    ("reruns.py", "_run"): "runs at other values",
     ("critic_step.py", "evaluate_critics"): "evaluate critics",
     ("surrogate.py", "step"): "returns, control variates, surrogate",
     ("surrogate.py", "critic_loss"): "critics' loss",
@@ -65,6 +67,7 @@ def by_part(stats: pstats.Stats) -> dict[str, float]:
 
 INSIDE = {
     "evaluate critics": "returns, control variates, surrogate",
+    "runs at other values": "returns, control variates, surrogate",
     "critics' loss": "returns, control variates, surrogate",
 }
 
