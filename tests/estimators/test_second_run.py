@@ -1,0 +1,79 @@
+"""A second run as the baseline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_bpq import RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators import Estimator, SecondRun
+from pyro_bpq.testing import expected_moments
+
+DATA = torch.tensor([10.0, 0.0])
+
+
+class Layers:
+    """Two layers of coins; what a row costs depends on the row as much as ``spread`` says."""
+
+    def __init__(self, spread: float) -> None:
+        self.spread, self.runs = spread, 0
+
+    def model(self) -> None:
+        self.runs += 1
+        with pyro.plate("rows", 2):
+            y = pyro.sample("y", dist.Bernoulli(logits=torch.zeros(2)))
+            z = pyro.sample("z", dist.Bernoulli(logits=y - 0.5))
+            pyro.sample("x", dist.Normal(z + 0.5, 1.0), obs=0.5 + self.spread * DATA)
+
+    def guide(self) -> None:
+        with pyro.plate("rows", 2):
+            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("qz", torch.zeros(())).expand(2)))
+            pyro.sample("y", dist.Bernoulli(logits=pyro.param("qy", torch.zeros(())) + z))
+
+    def trained(self, estimator: Estimator, steps: int = 300) -> TraceBackpropQ_ELBO:
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        elbo = TraceBackpropQ_ELBO(estimator=estimator, critic=None)
+        for _ in range(steps):
+            elbo.loss_and_grads(self.model, self.guide)
+        return elbo.eval()
+
+    def variance(self, estimator: Estimator) -> float:
+        moments = expected_moments(self.trained(estimator), self.model, self.guide)
+        return float(sum(v.sum() for v in moments.variance.values()))
+
+
+def test_one_run_serves_all_sites() -> None:
+    layers = Layers(1.0)
+    elbo = layers.trained(SecondRun(), 20)
+    layers.runs = 0
+    elbo.loss_and_grads(layers.model, layers.guide)
+    assert layers.runs == 2
+
+
+@pytest.mark.parametrize(("spread", "low", "high"), [(0.0, -0.3, 0.3), (1.0, 0.9, 1.0)])
+def test_the_scale_is_the_share_of_the_data(spread: float, low: float, high: float) -> None:
+    state = Layers(spread).trained(SecondRun()).state_dict()
+    found = {name: next(v for k, v in state.items() if name in k) for name in ("mean", "square", "product")}
+    variance, covariance = (found[name] - found["mean"].square() for name in ("square", "product"))
+    # The site below reads the data, the one above only what is below it.
+    share = float((covariance / variance).flatten()[0])
+    assert low <= share <= high
+
+
+def test_variance_is_below_that_of_a_running_mean_where_rows_differ() -> None:
+    mean = ScoreFunction(RunningBaseline())
+    assert Layers(1.0).variance(SecondRun()) < 0.3 * Layers(1.0).variance(mean)
+    # And next to nothing is lost where they do not.
+    assert Layers(0.0).variance(SecondRun()) < 1.1 * Layers(0.0).variance(mean)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0])
+def test_decay_out_of_range(decay: Any) -> None:
+    with pytest.raises(OptionError, match=r"SecondRun\(decay="):
+        SecondRun(decay=decay)
