@@ -389,3 +389,11 @@ def test_outcomes_are_counted(case: Case) -> None:
 def test_diagnose_refuses_other_elbos() -> None:
     with pytest.raises(OptionError, match="Trace_ELBO"):
         diagnose(Trace_ELBO(), CHAIN.model, CHAIN.guide)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, {"second run"}), (2, set())])
+def test_a_second_run_is_hinted_at(number: int, expected: set[str]) -> None:
+    case = BY_NAME["vector_layers"]
+    elbo = train(TraceBackpropQ_ELBO(num_particles=number), case, 3)
+    found = {f.kind for f in diagnose(elbo, case.model, case.guide, *case.args, num_samples=5).findings}
+    assert found & {"second run", "one particle"} == expected

@@ -15,7 +15,8 @@ from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.diagnostics.text import number
 from pyro_bpq.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators import ScoreFunction
+from pyro_bpq.estimators import ScoreFunction, SecondRun
+from pyro_bpq.estimators.base import needs_program
 from pyro_bpq.signals import Signals
 from pyro_bpq.tracing import TracedRun
 
@@ -310,8 +311,19 @@ def _variance(look: _Look) -> Iterator[Finding]:
 
 def _particles(look: _Look) -> Iterator[Finding]:
     specs = _specs(look)
-    sites = [name for name, spec in specs.items() if not spec.estimator.is_pathwise]
-    if look.elbo.num_particles == 1 and sites:
+    if look.elbo.num_particles > 1:
+        return
+    again = [name for name, spec in specs.items() if isinstance(spec.estimator, SecondRun)]
+    if again:
+        yield Finding(
+            "second run",
+            "hint",
+            f"The baseline of {_listed(again)} is a second run of guide and model, without gradients.",
+            "num_particles=2, vectorize_particles=True takes about as long, and both runs then have gradients.",
+            tuple(again),
+        )
+    sites = [n for n, spec in specs.items() if not (spec.estimator.is_pathwise or needs_program(spec.estimator))]
+    if sites:
         yield Finding(
             "one particle",
             "hint",
