@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyro
+import pytest
 import torch
 from pyro.infer import Trace_ELBO
 
@@ -29,3 +30,29 @@ def test_program_of_the_readme() -> None:
     before = judge.loss(names["model"], names["guide"], names["x"])
     assert after < before - 10.0 and bool(weights.isfinite().all())
     assert "z" in names["elbo"].info and repr(names["elbo"].graph)
+
+
+ROOT = README.parent
+PAGES = (README, *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md")
+LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+PATH = re.compile(r"`((?:docs|tests|tutorials|benchmarks|demo)/[\w./*-]*)`")
+
+
+def missing(page: Path) -> list[str]:
+    """Links and paths of a page that lead nowhere."""
+    text = page.read_text()
+    # The pages of the notebooks are made with the documentation, which checks links among its pages itself.
+    places = (page.parent, ROOT) if page.parent.name == "docs" else (page.parent,)
+    links = [link for link in LINK.findall(text) if not any((place / link).exists() for place in places)]
+    links = [link for link in links if link != "tutorials/index"]
+    return links + [path for path in PATH.findall(text) if not list(ROOT.glob(path.rstrip("/")))]
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(PAGES), ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    assert missing(page) == []
+
+
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("[a](none.md), [b](https://example.org), `docs/none.md`, `docs/choosing.md`")
+    assert missing(tmp_path / "page.md") == ["none.md", "docs/none.md"]
