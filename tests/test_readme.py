@@ -44,8 +44,8 @@ def missing(page: Path) -> list[str]:
     # The pages of the notebooks are made with the documentation, which checks links among its pages itself.
     places = (page.parent, ROOT) if page.parent.name == "docs" else (page.parent,)
     links = [link for link in LINK.findall(text) if not any((place / link).exists() for place in places)]
-    links = [link for link in links if link != "tutorials/index"]
-    return links + [path for path in PATH.findall(text) if not list(ROOT.glob(path.rstrip("/")))]
+    paths = [path for path in PATH.findall(text) if not list(ROOT.glob(path.rstrip("/")))]
+    return [dead for dead in (*links, *paths) if dead != "tutorials/index"]
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(PAGES), ids=lambda page: page.name)
