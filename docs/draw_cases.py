@@ -19,12 +19,20 @@ CASES: dict[str, tuple[StochasticComputationGraph, Reduction]] = {
         graph_of({"x1": [], "x2": ["x1"], "x3": ["x2"], "x4": ["x3"]}, {"fa": ["x2", "x3"], "fb": ["x3", "x4"]}),
         "chain",
     ),
+    "case_6": (graph_of({"x": [], "y1": ["x"], "y2": ["x"]}, {"f1": ["y1"], "f2": ["y2"]}), "merged"),
+    "case_7": (
+        graph_of(
+            {"a": [], "b1": [], "b2": [], "x": ["a"], "y1": ["x", "b1"], "y2": ["x", "a", "b2"]},
+            {"f1": ["y1"], "f2": ["y2"]},
+        ),
+        "chain",
+    ),
     "case_5": (graph_of(LAYERS, {f"f_{name}": [name] for name in LAYERS}), "chain"),
 }
 
 
 def main() -> None:
-    """Writes one SVG per case to ``_static``; the last with exact immediate costs, the others with all learned."""
+    """Writes one SVG per case to ``_static``; the fifth with exact immediate costs, the others with all learned."""
     for name, (graph, reduction) in CASES.items():
         network = BackpropQNetwork.build(graph, reduction, immediate="exact" if name == "case_5" else "learned")
         render_network(network).save(Path(__file__).parent / "_static" / f"{name}.svg")
