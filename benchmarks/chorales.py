@@ -23,11 +23,11 @@ import torch
 from common import Row, arguments, median, table
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO, TraceGraph_ELBO
-from race import Data, Method, Race, Size, bounds, plain_leave_one_out, report, run_race
+from race import Data, Method, Race, Size, bounds, leave_one_out, ours, plain_leave_one_out, report, run_race
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.estimators import DisARMTree, ReinMax
 
 KEYS, HIDDEN, BATCH = 88, 64, 20
@@ -165,18 +165,6 @@ def load_chorales(frames: int, states: int) -> Chorales | None:
         if len(rows := np.flatnonzero(split == name))
     }
     return Chorales(f"{frames} frames, {states} states", states, found | {"curve": found["test"]})
-
-
-def ours(estimator: object, particles: int = 1) -> TraceBackpropQ_ELBO:
-    """One of our estimators at all sites, without critics."""
-    many = {"vectorize_particles": True, "max_plate_nesting": 1} if particles > 1 else {}
-    return TraceBackpropQ_ELBO(particles, estimator=estimator, critic=None, **many)
-
-
-def leave_one_out(particles: int) -> Method:
-    """Leave-one-out with so many samples."""
-    score = ScoreFunction(LeaveOneOut())
-    return Method(f"leave-one-out, {particles}", lambda: ours(score, particles), group="leave-one-out")
 
 
 FEW = (

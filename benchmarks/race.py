@@ -23,6 +23,9 @@ from pyro.infer import ELBO
 from pyro.infer.enum import get_importance_trace
 from torch import Tensor, nn
 
+from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.estimators import Estimator
+
 Data = tuple[Tensor, ...]
 CHUNK = 5000  # rows times samples that are evaluated at once
 
@@ -266,6 +269,18 @@ def turns(lanes: Sequence[Runner], size: Size, text: str) -> None:
 def plain_leave_one_out(particles: int) -> Method:
     """The lean rival with so many samples."""
     return Method(f"plain leave-one-out, {particles}", lambda: PlainLeaveOneOut(particles), group="leave-one-out")
+
+
+def ours(estimator: Estimator, particles: int = 1) -> TraceBackpropQ_ELBO:
+    """One of our estimators at all sites, without critics."""
+    many = {"vectorize_particles": True, "max_plate_nesting": 1} if particles > 1 else {}
+    return TraceBackpropQ_ELBO(particles, estimator=estimator, critic=None, **many)
+
+
+def leave_one_out(particles: int) -> Method:
+    """Leave-one-out with so many samples."""
+    score = ScoreFunction(LeaveOneOut())
+    return Method(f"leave-one-out, {particles}", lambda: ours(score, particles), group="leave-one-out")
 
 
 # Reporting.

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from common import arguments
-from race import Size, plain_leave_one_out, report, run_race
-from vae import AVERAGE, DEFAULT, DEFAULT_TWO, DISARM, LATENTS, NET, REINMAX, STRAIGHT, leave_one_out, load_digits
+from race import Size, leave_one_out, plain_leave_one_out, report, run_race
+from vae import AVERAGE, DEFAULT, DEFAULT_TWO, DISARM, LATENTS, NET, REINMAX, STRAIGHT, begin
 
 QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=8.0, slices=16)
 FULL = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=120.0, slices=40)
@@ -31,13 +30,8 @@ FEW = (DEFAULT, DEFAULT_TWO, AVERAGE, leave_one_out(2), plain_leave_one_out(4), 
 def main() -> None:
     """Races, prints, writes ``sbn.csv``, ``sbn.md`` and ``sbn.png``."""
     options = arguments(__doc__)
-    torch.set_num_threads(1)
-    size = FULL if options.full else SMOKE if options.smoke else QUICK
-    size = replace(size, seeds=options.seeds or size.seeds)
-    number = 10_000 if options.full else 500
-    digits = load_digits({"curve": 500 if options.full else 100, "valid": min(number, 1000), "test": number})
+    size, digits, number = begin(options, (QUICK, FULL, SMOKE), "sbn.py")
     if digits is None:
-        print("sbn.py: skipped, PYRO_BPQ_DATA names no folder with mnist.npz")
         return
     depths, methods = ((2, 4, 8, 16), METHODS) if options.full else ((2, 4), METHODS) if options.smoke else ((4,), FEW)
     races = [run_race(replace(digits, name=f"{depth} layers", depth=depth), methods, size) for depth in depths]

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import itertools
 import os
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,12 +24,12 @@ import pyro.distributions as dist
 import torch
 from common import arguments
 from pyro.infer import TraceGraph_ELBO
-from race import Data, Method, Size, bounds, plain_leave_one_out, report, run_race
+from race import Data, Method, Size, bounds, leave_one_out, ours, plain_leave_one_out, report, run_race
 from torch import Tensor, nn
 from vae_variance import LATENTS, PIXELS, layers
 
-from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.estimators import ARMS, RELAX, RODEO, DisARM, DoubleCV, Estimator, ReinMax, StraightThrough
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.estimators import ARMS, RELAX, RODEO, DisARM, DoubleCV, ReinMax, StraightThrough
 
 BATCH = 100
 QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=11.0, slices=22)
@@ -146,18 +148,6 @@ def load_digits(images: dict[str, int]) -> Digits | None:
     return Digits("", "linear", 1, train, splits)
 
 
-def ours(estimator: Estimator, particles: int = 1) -> TraceBackpropQ_ELBO:
-    """One of our estimators at all sites, without critics."""
-    many = {"vectorize_particles": True, "max_plate_nesting": 1} if particles > 1 else {}
-    return TraceBackpropQ_ELBO(particles, estimator=estimator, critic=None, **many)
-
-
-def leave_one_out(particles: int) -> Method:
-    """Leave-one-out with so many samples."""
-    score = ScoreFunction(LeaveOneOut())
-    return Method(f"leave-one-out, {particles}", lambda: ours(score, particles), group="leave-one-out")
-
-
 DEFAULT = Method("default", TraceBackpropQ_ELBO, group="ours")
 TWO = {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 1}
 DEFAULT_TWO = Method("default, 2 particles", lambda: TraceBackpropQ_ELBO(**TWO), group="ours")
@@ -179,16 +169,29 @@ METHODS = (
 FEW = (DEFAULT, DEFAULT_TWO, AVERAGE, leave_one_out(2), plain_leave_one_out(4), DISARM, REINMAX)
 
 
-def main() -> None:
-    """Races, prints, writes ``vae.csv``, ``vae.md`` and ``vae.png``."""
-    options = arguments(__doc__)
+def begin(options: Namespace, sizes: Sequence[Size], script: str) -> tuple[Size, Digits | None, int]:
+    """The size of a race, its images if there are any, and the number of test images.
+
+    Args:
+        options: The command line's.
+        sizes: Those of the quick, the full and the smoke run.
+        script: Name of the script, which says so where there are no images.
+    """
     torch.set_num_threads(1)
-    size = FULL if options.full else SMOKE if options.smoke else QUICK
-    size = replace(size, seeds=options.seeds or size.seeds)
+    quick, full, smoke = sizes
+    size = full if options.full else smoke if options.smoke else quick
     number = 10_000 if options.full else 500
     digits = load_digits({"curve": 500 if options.full else 100, "valid": min(number, 1000), "test": number})
     if digits is None:
-        print("vae.py: skipped, PYRO_BPQ_DATA names no folder with mnist.npz")
+        print(f"{script}: skipped, PYRO_BPQ_DATA names no folder with mnist.npz")
+    return replace(size, seeds=options.seeds or size.seeds), digits, number
+
+
+def main() -> None:
+    """Races, prints, writes ``vae.csv``, ``vae.md`` and ``vae.png``."""
+    options = arguments(__doc__)
+    size, digits, number = begin(options, (QUICK, FULL, SMOKE), "vae.py")
+    if digits is None:
         return
     kinds = ("linear", "nonlinear") if options.full or options.smoke else ("linear",)
     methods = METHODS if options.full or options.smoke else FEW

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.util import zero_grads
-from torch import Tensor
 
 from pyro_bpq.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError
+from pyro_bpq.svi import captured_leaves, descend
 
 __all__ = ["ActorCriticSVI"]
 
@@ -98,7 +97,7 @@ class ActorCriticSVI(SVI):
         """
         with poutine.trace(param_only=True) as capture:
             loss = self.elbo.loss_and_grads(self.model, self.guide, *args, **kwargs)
-        parameters = _leaves(capture)
+        parameters = captured_leaves(capture)
         if self.unbiased_step and self.elbo.num_steps > self.warm_up:
             self.optim(set(parameters))
         zero_grads(parameters)
@@ -120,18 +119,7 @@ class ActorCriticSVI(SVI):
             *_, args, kwargs = drawn[0].programs[0]
         with poutine.trace(param_only=True) as capture:
             objective = self.elbo.bootstrapped_loss(model, guide, *args, entropy=self.entropy, **kwargs)
-        leaves = _leaves(capture)
+        leaves = captured_leaves(capture)
         if not objective.requires_grad or not leaves:
             return
-        found = torch.autograd.grad(objective, leaves, allow_unused=True)
-        moved = [leaf for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None]
-        for leaf, gradient in zip(leaves, found, strict=True):
-            if gradient is not None:
-                leaf.grad = gradient
-        self.optim(set(moved))
-        zero_grads(moved)
-
-
-def _leaves(capture: Any) -> list[Tensor]:
-    found = {id(leaf): leaf for leaf in (site["value"].unconstrained() for site in capture.trace.nodes.values())}
-    return list(found.values())
+        descend(self.optim, objective, leaves)

@@ -54,15 +54,17 @@ def default_estimator(site: SiteInfo, max_support: int) -> Estimator:
         return Pathwise()
     if site.components is not None and site.components.cardinality <= max_support:
         return AllAction()
+    return _plain_score(site)
+
+
+def _plain_score(site: SiteInfo) -> Estimator:
     return ScoreFunction(LeaveOneOut() if site.num_particles > 1 else RunningBaseline())
 
 
 def score_function(traced: TracedRun, name: str) -> Estimator:
     """The score function with the site's own baseline, else leave-one-out or, with one particle, a running mean."""
     baseline = traced.options[name].baseline
-    if baseline is not None:
-        return baseline.estimator()
-    return ScoreFunction(LeaveOneOut() if traced.infos[name].num_particles > 1 else RunningBaseline())
+    return _plain_score(traced.infos[name]) if baseline is None else baseline.estimator()
 
 
 def check_gradients(traced: TracedRun) -> None:

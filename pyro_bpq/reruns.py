@@ -91,7 +91,7 @@ class Reruns:
         relaxed = frozenset({name}) if value.requires_grad else frozenset()
         with Sandbox(seed), pyro.validation_enabled(False), torch.set_grad_enabled(value.requires_grad):
             put = Substitute(values, relaxed)
-            if not value.requires_grad and self._is_last(name, traced):
+            if not value.requires_grad and len(fresh) == 1 and self._is_last(name, traced):
                 again = _model_run(name, values[name], poutine.trace(put(model)).get_trace(*args, **kwargs), traced)
             else:
                 again = self.trace(put(model), put(guide), args, kwargs, track=False).run
@@ -127,8 +127,8 @@ class Reruns:
         return int(torch.randint(1 << 62, (), generator=self.generator, device="cpu"))
 
     def _is_last(self, name: str, traced: TracedRun) -> bool:
-        """Whether nothing else of the guide depends on a site."""
-        if traced.only_costs or traced.elimination is not None or self.graph.descendants(name):
+        """Whether no cost of the guide but its own depends on a site that no other site descends from."""
+        if traced.only_costs or traced.elimination is not None:
             return False
         others = {cost_of_guide(other) for other in traced.run.sites if other != name}
         others |= {cost_of_site(site, True) for site in samples(traced.guide_trace).values() if site["is_observed"]}

@@ -104,7 +104,6 @@ class Signals:
         cls, batch = self.layout.classes[c], self.batches[c]
         estimator = cls.spec.estimator
         shape = (len(cls.names), *batch.batch_shape)
-        finite = cls.spec.components is not None and (batch.by_value or estimator.is_pathwise)
         uses = estimator.uses_critic
         learned = self.learned.get(c) if uses else None
         exact = self.exact[c] if uses else None
@@ -115,8 +114,8 @@ class Signals:
             score=batch.score,
             cost=cost if shift is None else cost + shift,
             num_particles=self.rollout.num_particles,
-            log_probs=batch.log_probs if finite else None,
-            index=batch.index if finite else None,
+            log_probs=batch.log_probs if batch.by_value else None,
+            index=batch.index if batch.by_value else None,
             exact=exact,
             exact_cost=None if exact is None else _expand(sum_costs(self.layout, self.costs, "tabled", c), shape),
             learned=None if learned is None else learned.table,

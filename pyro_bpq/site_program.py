@@ -57,11 +57,19 @@ class SiteProgramRuns:
         self.rerun, self.generator = rerun, generator
         self.names = layout.classes[c].names
         self.downstream = [None] * len(self.names) if downstream is None else downstream
-        self.value = batch.value
-        self.rows_meet = any(layout.rows_meet(name) for name in self.names)
 
     def __repr__(self) -> str:
         return f"SiteProgramRuns({', '.join(self.names)})"
+
+    @property
+    def value(self) -> Tensor:
+        """The sampled values, detached."""
+        return self.batch.value
+
+    @property
+    def rows_meet(self) -> bool:
+        """Whether a cost of one plate row reads another."""
+        return any(self.layout.rows_meet(name) for name in self.names)
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go at other values, detached."""

@@ -57,12 +57,12 @@ class _ControlledSVI(SVI):
         """Loss, local objective, and parameters, whose ``.grad`` is that of a plain step."""
         with poutine.trace(param_only=True) as capture:
             loss, items = self.elbo.loss_and_signals(self.model, self.guide, args, kwargs)
-        return loss, items, _leaves(capture)
+        return loss, items, captured_leaves(capture)
 
     def _nearby(self, objective: LocalObjective) -> tuple[Nearby, list[Tensor]]:
         with poutine.trace(param_only=True) as capture:
             found = objective.nearby()
-        return found, _leaves(capture)
+        return found, captured_leaves(capture)
 
 
 class ProximalSVI(_ControlledSVI):
@@ -139,13 +139,7 @@ class ProximalSVI(_ControlledSVI):
             stopped = self.target_kl is not None and float(nearby.total_kl.detach()) > self.target_kl
             if stopped or done == self.epochs or not value.requires_grad:
                 break
-            found = torch.autograd.grad(value, leaves, allow_unused=True)
-            moved = [leaf for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None]
-            for leaf, gradient in zip(leaves, found, strict=True):
-                if gradient is not None:
-                    leaf.grad = gradient
-            self.optim(set(moved))
-            zero_grads(moved)
+            descend(self.optim, value, leaves)
             done += 1
         improvement = start / self.elbo.num_particles - float(objective.value(nearby).detach().mean())
         self.last = _report(loss, nearby, done, improvement, stopped and done < self.epochs)
@@ -301,7 +295,20 @@ def _report(loss: float, nearby: Nearby, epochs: int, improvement: float, stoppe
     return ControlledStep(loss, kl, sum(kl.values()), epochs, improvement, stopped)
 
 
-def _leaves(capture: Any) -> list[Tensor]:
+def descend(optim: Any, objective: Tensor, leaves: Sequence[Tensor]) -> None:
+    """One step of a Pyro optimiser along the gradient of an objective; leaves that it does not read stay."""
+    found = torch.autograd.grad(objective, leaves, allow_unused=True)
+    moved = []
+    for leaf, gradient in zip(leaves, found, strict=True):
+        if gradient is not None:
+            leaf.grad = gradient
+            moved.append(leaf)
+    optim(set(moved))
+    zero_grads(moved)
+
+
+def captured_leaves(capture: Any) -> list[Tensor]:
+    """The unconstrained parameters that a trace of parameters holds, each once."""
     found = {id(leaf): leaf for leaf in (site["value"].unconstrained() for site in capture.trace.nodes.values())}
     return list(found.values())
 

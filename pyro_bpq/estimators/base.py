@@ -60,15 +60,23 @@ class SiteProgram(Protocol):
     downstream of it is drawn afresh and independently, everything else keeps its value.
 
     Attributes:
-        value: The sampled values, ``(G, M, plates, event)``, detached.
         generator: Noise for what the estimator draws itself; on the CPU.
-        rows_meet: Whether a cost of one plate row reads another: then all rows at another value cost something else
-            than one of them.
     """
 
-    value: Tensor
     generator: torch.Generator
-    rows_meet: bool
+
+    @property
+    def value(self) -> Tensor:
+        """The sampled values, ``(G, M, plates, event)``, detached."""
+        ...
+
+    @property
+    def rows_meet(self) -> bool:
+        """Whether a cost of one plate row reads another.
+
+        Then all rows at another value cost something else than one of them.
+        """
+        ...
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go ``(G, M, plates)`` in nats at other values ``(G, M, plates, event)``, detached."""
