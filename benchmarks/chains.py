@@ -9,7 +9,7 @@ error of one step's gradient is measured. A rival gets the time of our step: as 
 leaves a difference its error is scaled by the ratio of the times. Time is that of the processor: all run in one
 thread, so that on a machine of one's own the wall clock shows the same.
 
-    python benchmarks/chains.py [--full] [--seeds N] [--output DIRECTORY]
+    python benchmarks/chains.py [--full] [--seeds N] [--resume] [--only CHAIN] [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -24,7 +24,19 @@ from pathlib import Path
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Row, arguments, flat, interleaved, median, progress, quartiles, table, write_csv, write_markdown
+from common import (
+    Row,
+    arguments,
+    flat,
+    interleaved,
+    median,
+    progress,
+    quartiles,
+    read_csv,
+    table,
+    write_csv,
+    write_markdown,
+)
 from pyro.infer import ELBO, TraceGraph_ELBO
 from pyro.infer.enum import get_importance_trace
 from torch import Tensor, nn
@@ -488,16 +500,21 @@ def write_page(rows: list[Row], folder: Path, *remarks: str) -> None:
 
 def main() -> None:
     """Measures, prints, writes ``chains.csv`` and ``chains.md``."""
-    options = arguments(__doc__)
+    options = arguments(__doc__, resumes=True)
     size = FULL if options.full else QUICK
     warnings.filterwarnings("ignore", module="pyro")
     pyro.enable_validation(False)
-    rows: list[Row] = []
-    for steps in size.lengths:
-        for kind in (Markov, Count):
-            for seed in range(options.seeds or size.seeds):
-                rows += train(kind, steps, seed, size)
-                write_csv(options.output / "chains.csv", rows)
+    rows: list[Row] = read_csv(options.output / "chains.csv") if options.resume else []
+    done = {(row["chain"], row["T"], row["seed"]) for row in rows}
+    for seed in range(options.seeds or size.seeds):
+        for steps in size.lengths:
+            for kind in (Markov, Count):
+                name = kind.__name__.lower()
+                if name.startswith(options.only) and (name, steps, seed) not in done:
+                    rows += train(kind, steps, seed, size)
+                    write_csv(options.output / "chains.csv", rows)
+    rows.sort(key=lambda row: (row["T"], row["chain"] != "markov", row["seed"]))
+    write_csv(options.output / "chains.csv", rows)
     write_page(rows, options.output)
 
 
