@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.layout import Layout, matrix
-from pyro_bpq.rollout import Rollout, sum_to_plates
+from pyro_bpq.rollout import Rollout, Run, sum_to_plates
 
-__all__ = ["cost_to_go", "stack_costs", "sum_costs"]
+__all__ = ["component_cost_to_go", "cost_to_go", "stack_costs", "sum_costs"]
 
 
 def stack_costs(layout: Layout, rollout: Rollout) -> list[Tensor]:
@@ -48,3 +48,25 @@ def cost_to_go(layout: Layout, costs: Sequence[Tensor], c: int, like: Tensor) ->
         term = sum_costs(layout, costs, kind, c)
         total = total if term is None else total + term
     return total
+
+
+def component_cost_to_go(layout: Layout, rollout: Rollout, c: int, joint: Tensor) -> Tensor:
+    """The cost-to-go of each component of every site of a class.
+
+    Args:
+        layout: The layout.
+        rollout: The runs, whose costs are charged to components as far as possible.
+        c: Position of the class of sites.
+        joint: The costs that all components of a site have in common, ``(G, M, plates)``, in nats.
+
+    Returns:
+        Shape ``(G, M, plates, D)``, in nats.
+    """
+    cls = layout.classes[c]
+
+    def own(run: Run, name: str) -> Tensor:
+        charged = run.sites[name].charged
+        assert charged is not None
+        return charged
+
+    return joint.unsqueeze(-1) + rollout.stack(own, cls.names, cls.spec.plates, 1)

@@ -178,7 +178,9 @@ class CriticTraining:
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Any]) -> Staged:
         """Prepares runs of a known structure as a step does; nothing learns."""
         last = self._last_plan
-        kind = (self._structure.is_dynamic(traced[0]), all(self._structure.cuts_plates(each) for each in traced))
+        is_dynamic = self._structure.is_dynamic(traced[0])
+        patterns = frozenset() if is_dynamic else self._structure.patterns_of(traced)
+        kind = (is_dynamic, all(self._structure.cuts_plates(each) for each in traced), patterns)
         graph = self._structure.graph(traced[0], False)
         staged = self._stage(list(traced), graph, list(programs), False, kind, reruns=False)
         self._last_plan = last

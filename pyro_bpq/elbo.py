@@ -23,18 +23,15 @@ from pyro_bpq.critic_training import CriticTraining
 from pyro_bpq.critics import Critic, MLPCritic
 from pyro_bpq.elimination import eliminate
 from pyro_bpq.enumeration import enumerated_programs
-from pyro_bpq.errors import BPQError, BPQWarning, OptionError, UnsupportedProgramError
+from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
-from pyro_bpq.network import BackpropQNetwork, Reduction
+from pyro_bpq.network import Reduction
 from pyro_bpq.options import check_not_traced, check_options
 from pyro_bpq.plan import Plan, Planner, check_gradients
-from pyro_bpq.replayer import Replayer, Staged, Transient
-from pyro_bpq.reruns import Reruns
-from pyro_bpq.rollout import Rollout
-from pyro_bpq.signals import Signals
+from pyro_bpq.replayer import Replayer, Transient
+from pyro_bpq.staging import Staging
 from pyro_bpq.structure import StructureCache
 from pyro_bpq.surrogate import StepResult, step
 from pyro_bpq.tracing import TracedRun, trace_run
@@ -47,7 +44,7 @@ _NOTHING_ENUMERATED = (
 )
 
 
-class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
+class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
     r"""ELBO whose gradients through non-reparameterised sites come from Backprop-Q.
 
     Each latent site of the guide gets a gradient estimator that fits it. By default: reparameterised sites the
@@ -87,7 +84,8 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
 
     Attributes:
         info: After each training step what is known of each site, by name; tensors are detached and on their device.
-            ``estimator``: its gradient estimator. ``cost_to_go``: ``(M, plates)``, in nats.
+            ``estimator``: its gradient estimator. ``cost_to_go``: ``(M, plates)``, in nats; ``(M, plates, D)`` where
+            each component has one of its own.
             ``baseline``: the running mean of ``RunningBaseline``, in nats. ``scales``: those of ``AllAction``, ``(4,)``
             for exact costs, level and differences of the critic, and later sites. ``td_loss``: squared error of the
             critic in units of its targets' spread. ``explained``: share of the targets' variance that the critic
@@ -277,6 +275,7 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
                 noise=self._noise,
                 step=self.num_steps,
                 only_costs=self._only_costs,
+                components=self._structure.follows_components and self.enumeration == "sample",
             )
 
         if self.enumeration == "exact":
@@ -311,106 +310,6 @@ class TraceBackpropQ_ELBO(CriticTraining, ELBO, nn.Module):
         if self.keeps_staged:
             self.staged = Transient([replace(item, result=result) for item in items])
         return loss, sum(costs, torch.zeros(())), result
-
-    def _observe(
-        self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
-    ) -> tuple[list[TracedRun], list[Staged]]:
-        """The runs of a step, and what their sites are told."""
-        track = self._structure.wants_tracking()
-        programs = self._arguments(model, guide, args, kwargs)
-        runs = [self._trace(*program, track=track) for program in programs]
-        graphs = [self._structure.graph(traced, learning) for traced in runs]
-        is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
-        scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())
-        if is_dynamic and scored and self.vectorize_particles and self.num_particles > 1:
-            raise UnsupportedProgramError(
-                "A sampled value left torch (as by .item(), int(), if, .numpy()) while several particles ran at once, "
-                "so that particles may steer each other; write vectorize_particles=False."
-            )
-        kind = (is_dynamic, all(self._structure.cuts_plates(traced) for traced in runs))
-        is_alike = all(run.key == runs[0].key for run in runs)
-        if not is_dynamic and is_alike and any(graph != graphs[0] for graph in graphs[1:]):
-            graphs = [self._structure.merge(runs[0], graphs)] * len(runs)
-        # A baseline from those particles that happen to have the same structure would depend on the value of the
-        # site that it is for: either all particles are stacked or each is on its own.
-        members = [list(range(len(runs)))] if is_alike and not is_dynamic else [[i] for i in range(len(runs))]
-        items = [
-            self._stage([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
-            for ids in members
-        ]
-        return runs, items
-
-    def _stage(
-        self,
-        traced: list[TracedRun],
-        graph: Any,
-        programs: list[Any],
-        learning: bool,
-        kind: tuple[bool, bool],
-        reruns: bool = True,
-    ) -> Staged:
-        model, guide, args, kwargs = programs[0]
-        plan = self._plan(traced[0], graph, kind)
-        is_vectorized = self.vectorize_particles and self.num_particles > 1
-        rollout = Rollout(
-            tuple(t.run for t in traced),
-            self.num_particles if is_vectorized else len(traced),
-            traced[0].plate_sizes,
-            # Particles lie to the left of as many dimensions as plates may have, whether there are plates or not.
-            int(self.max_plate_nesting) - 1 if is_vectorized else traced[0].plate_ndim,
-            is_vectorized,
-        )
-        tables = {}
-        if plan.flips is not None:
-            again = guide if self._only_costs else model
-            found = flipped_costs(plan.flips, plan.components, traced, rollout, again, args, kwargs, graph)
-            if found is None:
-                self._cannot_flip.add(traced[0].key)
-                self._plans.clear()
-                self._last_plan = None
-                plan = self._plan(traced[0], graph, kind)
-            tables = found or {}
-        rerun = generator = None
-        is_first_order = learning and self.learner is not None and self.learner.first_order > 0.0
-        if reruns and (plan.needs_program or is_first_order) and not kind[0]:
-            generator = self._noise()
-            rerun = Reruns(self._trace, programs, traced, graph, generator)
-        signals = Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator, self.keeps_staged)
-        return Staged(tuple(traced), tuple(programs), signals)
-
-    def _noise(self) -> torch.Generator:
-        """Noise for what estimators draw themselves; the global generator is left alone."""
-        self.num_noises += 1
-        return torch.Generator().manual_seed((self.critics.seed * 7919 + 1) * 1_000_003 + self.num_noises)
-
-    def _plan(self, traced: TracedRun, graph: Any, kind: tuple[bool, bool]) -> Plan:
-        last = self._last_plan
-        # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
-        if last is not None and last[1] is graph and last[2] == kind and last[0] == traced.key:
-            return last[3]
-        key = (traced.key, graph, kind)
-        if key not in self._plans:
-            if len(self._plans) >= 64:
-                self._plans.clear()
-            self._plans[key] = self.planner.plan(traced, graph, traced.key not in self._cannot_flip, *kind)
-        self._last_plan = (traced.key, graph, kind, self._plans[key])
-        return self._plans[key]
-
-    @property
-    def graph(self) -> StochasticComputationGraph:
-        """The stochastic computation graph of the last step.
-
-        Raises:
-            BPQError: If no step has been taken.
-        """
-        if self._last_plan is None:
-            raise BPQError("There is no graph yet: take a step first, e.g. svi.step(...).")
-        return self._last_plan[3].graph
-
-    @property
-    def network(self) -> BackpropQNetwork | None:
-        """The Backprop-Q network of the last step; ``None`` if no site has a critic."""
-        return None if self._last_plan is None else self._last_plan[3].layout.network
 
     def _mean(self, losses: list[Tensor]) -> Tensor:
         return sum(losses[1:], losses[0]) / self.num_particles

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class SiteSpec:
         has_params: Whether the critic sees the parameters of the site's distribution.
         context: Number of context features given by the user.
         share: Name under which the critic is shared, or ``None``; it then sees the index in the site's name.
+        by_component: Whether each component is told its own cost-to-go.
         has_moments: Whether mean and variance stand for components that it lacks: its critic's values are
             functions of the two centred powers of each element.
     """
@@ -55,6 +57,7 @@ class SiteSpec:
     context: int = 0
     share: str | None = None
     has_moments: bool = False
+    by_component: bool = False
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -171,6 +174,7 @@ class Layout:
             site or cost is reached through a node outside of the plate this is never assumed.
         is_steered: Whether sampled values may steer the program. What critics there are, what they see and which of
             them correct a site must then follow from what was sampled before.
+        charged: For each site the costs that are charged to single components of it, and sum into no cost-to-go here.
     """
 
     def __init__(
@@ -182,11 +186,12 @@ class Layout:
         window: int = 4,
         cuts_plates: bool = True,
         is_steered: bool = False,
+        charged: Mapping[str, frozenset[str]] = MappingProxyType({}),
     ) -> None:
         self.cuts_plates, self.is_steered = cuts_plates, is_steered
         self._crossing_bits: dict[tuple[Plate, ...], list[int]] = {}
         self.graph, self.network, self.specs, self.window = graph, network, specs, window
-        self.tabled = tabled
+        self.tabled, self.charged = tabled, charged
         by_spec: dict[SiteSpec, list[str]] = {}
         for node in graph.nodes:
             by_spec.setdefault(specs[node.name], []).append(node.name)
@@ -222,12 +227,17 @@ class Layout:
         return self._tensors[key]
 
     def _downstream(self, row: int, column: int) -> np.ndarray:
-        bits = [self.graph.downstream_bits[self.graph.index[n]] & ~self._crossed(n) for n in self.classes[row].names]
+        downstream, index = self.graph.downstream_bits, self.graph.index
+        bits = [downstream[index[n]] & ~self._crossed(n) & ~self._charged(n) for n in self.classes[row].names]
         return _bit_matrix(bits, [self.graph.cost_index[c] for c in self.cost_classes[column].names])
 
     def _crossing(self, row: int, column: int) -> np.ndarray:
-        bits = [self._crossed(name) for name in self.classes[row].names]
+        bits = [self._crossed(name) & ~self._charged(name) for name in self.classes[row].names]
         return _bit_matrix(bits, [self.graph.cost_index[c] for c in self.cost_classes[column].names])
+
+    def _charged(self, name: str) -> int:
+        """The costs, as bits, that are charged to single components of a site."""
+        return sum(1 << self.graph.cost_index[cost] for cost in self.charged.get(name, ()))
 
     def _crossed(self, name: str) -> int:
         """The costs, as bits, of which a row of a site may reach the other rows."""

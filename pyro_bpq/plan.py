@@ -3,10 +3,11 @@ r"""Decides per site what is done: its estimator, its critic, and which of its c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from pyro_bpq.component_costs import Pattern, Patterns
 from pyro_bpq.config import SiteOptions
 from pyro_bpq.cost_statement import CostOptions
 from pyro_bpq.critic_options import checked_critic, default_critic
@@ -22,7 +23,7 @@ from pyro_bpq.estimators import (
     ScoreFunction,
     SecondRun,
 )
-from pyro_bpq.estimators.base import SiteInfo, needs_program
+from pyro_bpq.estimators.base import SiteInfo, needs_program, tells_components
 from pyro_bpq.features import Components, finite_components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
@@ -95,12 +96,14 @@ class Plan:
         layout: The batching of sites and costs.
         flips: The extra run of the model, or ``None``.
         components: Finite components of the sites that it flips.
+        patterns: What components of sites read, by site and cost, where costs are charged to components.
     """
 
     graph: StochasticComputationGraph
     layout: Layout
     flips: FlipPlan | None
     components: dict[str, Components]
+    patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
 
     @cached_property
     def needs_program(self) -> bool:
@@ -167,6 +170,7 @@ class Planner:
         can_flip: bool,
         is_dynamic: bool = False,
         cuts_plates: bool = True,
+        patterns: Patterns = frozenset(),
     ) -> Plan:
         """Plans the steps on a structure.
 
@@ -181,6 +185,7 @@ class Planner:
             can_flip: Whether the model has not failed to run with an extra dimension.
             is_dynamic: Whether sampled values may steer the program.
             cuts_plates: Whether rows of a plate stay apart.
+            patterns: Which component of a site each element of a cost reads, by site and cost.
 
         Returns:
             The plan.
@@ -189,6 +194,7 @@ class Planner:
         immediate = {name: () for name in estimators} if is_dynamic else immediate_costs(graph)
         flips, components = self._flips(traced, graph, estimators) if can_flip and not is_dynamic else (None, {})
         plain = [name for name in estimators if name not in components and self._is_plain(traced, name)]
+        known_patterns, charged = dict(patterns), {}
         specs, tabled, known = {}, {}, set()
         for name in traced.run.sites:
             kinds = self._tabled_kinds(traced, name, graph, estimators[name], immediate[name])
@@ -205,13 +211,17 @@ class Planner:
                 is_last = len(plain) == 1 and not graph.descendants(name)
                 estimators[name] = score_function(traced, name)
                 if not is_dynamic and _is_comparable(traced, name):
-                    is_paired = is_last and DisARM().unsupported(traced.infos[name]) is None
+                    is_told = bool(_charged(graph, name, SecondRun(), (), known_patterns))
+                    is_paired = is_last and not is_told and DisARM().unsupported(traced.infos[name]) is None
                     estimators[name] = DisARM() if is_paired else SecondRun()
             # Many components at once: what they cost right away is for the extra run, where there is one.
             if critic is None or (info.components is not None and info.components.size > 1 and name in components):
                 known |= set(immediate[name])
             known |= set(tabled[name])
             spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds))
+            if critic is None:
+                charged[name] = _charged(graph, name, estimators[name], evaluated, known_patterns)
+                spec = replace(spec, by_component=bool(charged[name]))
             specs[name] = replace(spec, has_params=True) if is_dynamic else spec
         network = None
         if any(spec.critic is not None for spec in specs.values()):
@@ -219,8 +229,9 @@ class Planner:
                 network = sequence_network(graph, tabled)
             else:
                 network = BackpropQNetwork.build(graph, self.reduction, immediate=frozenset(known))
-        layout = Layout(graph, network, specs, tabled, cuts_plates=cuts_plates, is_steered=is_dynamic)
-        return Plan(graph, layout, flips, components)
+        layout = Layout(graph, network, specs, tabled, cuts_plates=cuts_plates, is_steered=is_dynamic, charged=charged)
+        used = {pair: pattern for pair, pattern in known_patterns.items() if pair[1] in charged.get(pair[0], ())}
+        return Plan(graph, layout, flips, components, used)
 
     def _estimator(self, traced: TracedRun, name: str) -> Estimator:
         estimator = self.choose(traced.infos[name], traced.options[name])
@@ -332,6 +343,20 @@ class Planner:
             context=0 if options.context is None else options.context.shape[-1],
             share=options.share,
         )
+
+
+def _charged(
+    graph: StochasticComputationGraph,
+    name: str,
+    estimator: Estimator,
+    evaluated: tuple[str, ...],
+    patterns: Mapping[tuple[str, str], Pattern],
+) -> frozenset[str]:
+    """The costs that are charged to single components of a site, if there are any but its own log-probabilities."""
+    if not tells_components(estimator):
+        return frozenset()
+    found = {cost for cost in graph.downstream_costs(name) if (name, cost) in patterns and cost not in evaluated}
+    return frozenset(found) if found - {cost_of_guide(name), cost_of_model(name)} else frozenset()
 
 
 def _is_comparable(traced: TracedRun, name: str) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache
@@ -24,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pyro_bpq.ledger import NO_STORAGE, OWN, Ledger, memory_of
+
 __all__ = ["LIBRARIES", "DependencyTracker"]
 
 LIBRARIES = ("torch.distributions.", "pyro.distributions.", "pyro.poutine.", "pyro.util", "pyro.primitives")
@@ -32,7 +33,6 @@ LIBRARIES = ("torch.distributions.", "pyro.distributions.", "pyro.poutine.", "py
 _storage = Tensor.untyped_storage
 _LIFT = torch.ops.aten.lift_fresh.default  # seen for torch.from_numpy
 _NOT_READ = MappingProxyType({"tensor_split": 1, "tensordot": 2, "ctc_loss": 2})  # operators follow the first
-_NO_STORAGE = (NotImplementedError, RuntimeError)  # raised for sparse tensors and inside torch.func
 _MASKS = (torch.bool, torch.uint8)  # types of tensors that select in an index, and do not count
 
 _Args = tuple[Any, ...]
@@ -68,7 +68,7 @@ class DependencyTracker:
     """
 
     def __init__(self, libraries: tuple[str, ...] = LIBRARIES) -> None:
-        self._ledger = _Ledger(libraries)
+        self._ledger = Ledger(libraries)
         self._stack: ExitStack | None = None
 
     def __enter__(self) -> DependencyTracker:
@@ -94,6 +94,11 @@ class DependencyTracker:
         """Sources whose value has left torch so far: all that is sampled or scored later depends on them."""
         return self._ledger.names(self._ledger.escaped)
 
+    @property
+    def ledger(self) -> Ledger:
+        """All that is known, for those that follow more of a source than its name."""
+        return self._ledger
+
     def source(self, name: str, value: Any) -> Any:
         """Returns ``value``, from now on depending on the source ``name`` and on nothing else.
 
@@ -118,7 +123,7 @@ class DependencyTracker:
         with torch._C.DisableTorchFunction():
             ledger.origins[name] = ledger.origins.get(name, 0) | ledger.mask(value) & ~bit
             value = value if ledger.owns(value, bit) else value.clone()
-            for storage in _storages(value):
+            for storage in memory_of(value):
                 entry = ledger.entry(storage)
                 entry.mask = entry.source = bit
         return value
@@ -135,145 +140,6 @@ class DependencyTracker:
         leaves = value if isinstance(value, Tensor) else tree_leaves(value)
         with torch._C.DisableTorchFunction():
             return self._ledger.names(self._ledger.mask(leaves))
-
-
-class _Entry(weakref.ref[torch.UntypedStorage]):
-    """What is known about one storage; vanishes with it, so that a reused address starts clean.
-
-    ``views`` is filled once a source has chosen a view (``table[z]``): what each view depends on because of
-    *which* view it is. A view that was not seen to be made counts with all of ``chosen``.
-    """
-
-    key: int
-    mask: int
-    source: int = 0  # the bit of the source that this storage is
-    shared: bool = False  # visible to Python objects outside torch
-    chosen: int = 0
-    views: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
-
-    def mask_of(self, view: Tensor) -> int:
-        if self.views is None:
-            return self.mask
-        known = self.views.get(id(view))
-        return self.mask | (known[1] if known is not None and known[0]() is view else self.chosen)
-
-    def add(self, view: Tensor, mask: int) -> None:
-        self.views = self.views or {}
-        known = self.views.get(id(view))
-        if known is not None and known[0]() is view:
-            mask |= known[1]
-        self.views[id(view)] = (weakref.ref(view), mask)
-        self.chosen |= mask
-
-
-class _Ledger:
-    """All that a tracker knows: a bit for each source, a mask of bits for each storage."""
-
-    def __init__(self, libraries: tuple[str, ...]) -> None:
-        self.libraries = libraries
-        self.entries: dict[int, _Entry] = {}
-        self.bits: dict[str, int] = {}
-        self.origins: dict[str, int] = {}
-        self.escaped = 0
-        self.reads = 0
-        self.positions = 0  # sources that have chosen a view
-        self.deferred: int | None = None  # not None: scalars read now are positions, collected here
-        entries = self.entries
-        self._expire: Callable[[Any], Any] = lambda entry: entries.pop(entry.key, None)
-
-    def names(self, mask: int) -> frozenset[str]:
-        return frozenset(name for name, bit in self.bits.items() if mask & bit) if mask else frozenset()
-
-    def entry(self, storage: torch.UntypedStorage, mask: int = 0) -> _Entry:
-        """The entry of a storage; a new one if nothing is known about it, with the sources ``mask``."""
-        key = id(storage)
-        entry = self.entries.get(key)
-        if entry is None:
-            entry = self.entries[key] = _Entry(storage, self._expire)
-            entry.key, entry.mask = key, mask
-        return entry
-
-    def mask(self, value: object) -> int:
-        """Sources of a tensor, or of all tensors in nested lists and tuples."""
-        mask = 0
-        if isinstance(value, Tensor):
-            storages = _storages(value)
-            for storage in storages:
-                entry = self.entries.get(id(storage))
-                if entry is not None:
-                    mask |= entry.mask_of(value)
-            return mask if storages else (1 << len(self.bits)) - 1
-        if isinstance(value, (list, tuple)):
-            for item in value:
-                mask |= self.mask(item)
-        return mask
-
-    def taint(self, value: object, mask: int, *, written: bool = False) -> None:
-        """Adds sources to the tensors in a result; ``written`` if their memory took in something new."""
-        if isinstance(value, Tensor):
-            for storage in _storages(value):
-                entry = self.entries.get(id(storage))
-                if entry is None:
-                    if mask:
-                        self.entry(storage, mask)
-                elif entry.views is not None and not written:
-                    entry.add(value, mask)
-                else:
-                    entry.mask |= mask
-                    if entry.shared:
-                        self.read(mask, check=False)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                self.taint(item, mask, written=written)
-
-    def owns(self, value: Tensor, bit: int) -> bool:
-        """Whether the memory of ``value`` is all its own, so that it may become the source ``bit``."""
-        storages = _storages(value)
-        if value._base is not None or (value.is_leaf and value.requires_grad) or len(storages) != 1:
-            return False
-        entry = self.entries.get(id(storages[0]))
-        if entry is not None and (entry.shared or entry.views is not None or entry.source not in (0, bit)):
-            return False
-        return value.layout is torch.strided and storages[0].nbytes() == value.numel() * value.element_size()
-
-    def choose(self, base: object, result: object, mask: int) -> None:
-        """Notes that ``result`` was taken from ``base`` at a position that depends on ``mask``."""
-        storages = _storages(result) if isinstance(result, Tensor) else ()
-        if not isinstance(base, Tensor) or len(storages) != 1 or storages != _storages(base):
-            return self.taint(result, mask, written=True)
-        entry = self.entry(storages[0])
-        before = entry.mask_of(base) & ~entry.mask
-        entry.add(base, before)
-        entry.add(result, before | mask)  # type: ignore[arg-type]
-
-    def read(self, mask: int, *, check: bool) -> None:
-        """Notes that a value left torch; ``check`` if it is one that libraries may look at."""
-        if mask & ~self.escaped and not (check and self._is_library_check()):
-            self.escaped |= mask
-
-    def _is_library_check(self) -> bool:
-        """Whether the nearest caller outside of torch's internals is one of the libraries."""
-        frame: Any = sys._getframe(2)
-        while frame is not None:
-            module = frame.f_globals.get("__name__") or ""
-            if module.startswith(self.libraries):
-                return bool(frame.f_code.co_name != "__eq__")  # its answer goes on to whoever compares
-            if module not in ("torch", __name__) and not module.startswith("torch."):
-                return False
-            frame = frame.f_back
-        return False
-
-
-def _storages(value: Tensor) -> tuple[torch.UntypedStorage, ...]:
-    """The memory that holds the data of a tensor; empty if it cannot be reached."""
-    try:
-        return (_storage(value),)
-    except _NO_STORAGE:
-        if torch._C._functorch.is_functorch_wrapped_tensor(value):
-            return _storages(torch._C._functorch.get_unwrapped(value))
-        if value.layout is torch.sparse_coo:
-            return _storages(value._indices()) + _storages(value._values())
-        return ()
 
 
 class _Plan(NamedTuple):
@@ -326,7 +192,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, ledger: _Ledger) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
         self._find = ledger.entries.get
@@ -345,7 +211,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         mask |= entry.mask if entry.views is None else entry.mask_of(arg)
                 elif isinstance(arg, (list, tuple)):
                     mask |= ledger.mask(arg)
-        except _NO_STORAGE:
+        except NO_STORAGE:
             mask = ledger.mask(args)
         if kwargs:
             mask |= ledger.mask([*kwargs.values()])
@@ -393,7 +259,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Calls(TorchFunctionMode):
     """Sees the calls that no operator reports, and those whose operators tell less than the call."""
 
-    def __init__(self, ledger: _Ledger) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
         self._find = _handlers().get
@@ -422,9 +288,9 @@ class _Calls(TorchFunctionMode):
 
     def expose(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
         """The memory of the argument is handed to Python."""
-        if sys._getframe(2).f_globals is globals():  # the ledger looks up a storage
+        if sys._getframe(2).f_globals.get("__name__") in OWN:  # the ledger looks up a storage
             return func(*args, **kwargs)
-        for storage in _storages(args[0]):
+        for storage in memory_of(args[0]):
             self._ledger.entry(storage).shared = True  # whatever is written into it later escapes at once
         return self.leave(func, args, kwargs)
 

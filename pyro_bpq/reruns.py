@@ -2,8 +2,9 @@ r"""Runs a program again with a site at another value, for estimators that compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pyro
@@ -13,6 +14,7 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
+from pyro_bpq.component_costs import Pattern, charge_sites
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.rollout import Run
@@ -39,6 +41,7 @@ class Reruns:
         traced: The runs of the step.
         graph: Their graph.
         generator: Source of the fresh draws.
+        patterns: Patterns of the costs that components are charged with.
     """
 
     def __init__(
@@ -48,9 +51,10 @@ class Reruns:
         traced: Sequence[TracedRun],
         graph: StochasticComputationGraph,
         generator: torch.Generator,
+        patterns: Mapping[tuple[str, str], Pattern] = MappingProxyType({}),
     ) -> None:
         self.trace, self.programs, self.traced = trace, programs, traced
-        self.graph, self.generator = graph, generator
+        self.graph, self.generator, self.patterns = graph, generator, patterns
         self.num_runs = 0
         self._fresh: tuple[Run, ...] | None = None
 
@@ -120,6 +124,7 @@ class Reruns:
                 first = poutine.trace(put(guide)).get_trace(*args, **kwargs)
                 second = poutine.trace(poutine.replay(put(model), trace=first)).get_trace(*args, **kwargs)
                 again = replace(traced.run, costs={**_costs(first, True), **_costs(second, False)})
+                again = charged(again, self.patterns, first, second)
         return _with_all_costs(again, traced, next(iter(traced.run.sites)))
 
     def _seed(self) -> int:
@@ -157,6 +162,15 @@ def _model_run(name: str, value: Tensor, trace: Any, traced: TracedRun) -> Run:
         costs[cost_of_guide(name)] = scale_and_mask(record.fn.log_prob(value), site["scale"], site["mask"])
     costs.update(_costs(trace, False))
     return replace(traced.run, sites={**traced.run.sites, name: replace(record, value=value)}, costs=costs)
+
+
+def charged(run: Run, patterns: Mapping[tuple[str, str], Pattern], guide_trace: Any, model_trace: Any) -> Run:
+    """A run whose components are charged with the costs for which there are patterns."""
+    if not patterns:
+        return run
+    signed = ((guide_trace, True, 1.0), (model_trace, False, -1.0))
+    sites = {cost_of_site(s, g): (sign, s) for trace, g, sign in signed for s in samples(trace).values()}
+    return replace(run, sites=charge_sites(run.sites, patterns, sites))
 
 
 def _costs(trace: Any, is_guide: bool) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ class SiteRecord:
         prior_mask: Mask of the model's site.
         context: Features of the user, ``infer={"bpq": {"context": ...}}``, or ``None``.
         baseline: Gives the user's own prediction of the cost-to-go, with its gradient; or ``None``.
+        charged: Costs that single components are charged with, ``batch_shape + (D,)``, in nats, detached; or ``None``.
     """
 
     fn: Any
@@ -51,6 +52,7 @@ class SiteRecord:
     prior_mask: Tensor | bool | None = None
     context: Tensor | None = None
     baseline: Callable[[], Tensor] | None = None
+    charged: Tensor | None = None
 
 
 @dataclass(frozen=True)

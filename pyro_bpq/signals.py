@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.bank import CriticBank
-from pyro_bpq.cost_to_go import cost_to_go, stack_costs, sum_costs
+from pyro_bpq.cost_to_go import component_cost_to_go, cost_to_go, stack_costs, sum_costs
 from pyro_bpq.critic_step import CriticBatch, Learned, evaluate_critics
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.estimators.base import SiteContext, needs_program, needs_table
@@ -103,6 +103,8 @@ class Signals:
         """What the estimator of a class of sites sees, but for its running statistics."""
         cls, batch = self.layout.classes[c], self.batches[c]
         estimator = cls.spec.estimator
+        if cls.spec.by_component:
+            return self._component_context(c)
         shape = (len(cls.names), *batch.batch_shape)
         uses = estimator.uses_critic
         learned = self.learned.get(c) if uses else None
@@ -124,6 +126,24 @@ class Signals:
             moments=batch.moments if uses and cls.spec.has_moments else None,
             correction=_expand(self._correction(c), shape) if uses and shift is None else None,
             baseline=batch.baseline if isinstance(estimator, PyroBaseline) else None,
+            program=self._program(c) if needs_program(estimator) else None,
+        )
+
+    def _component_context(self, c: int) -> SiteContext:
+        """The same where each component is told its own cost-to-go: as if components were a further plate."""
+        cls, batch = self.layout.classes[c], self.batches[c]
+        estimator = cls.spec.estimator
+        joint = batch.component_score.detach().new_zeros((len(cls.names), *batch.batch_shape))
+        exact = self.exact[c] if estimator.uses_critic else None
+        return SiteContext(
+            names=cls.names,
+            score=batch.component_score,
+            cost=component_cost_to_go(self.layout, self.rollout, c, cost_to_go(self.layout, self.costs, c, joint)),
+            num_particles=self.rollout.num_particles,
+            log_probs=batch.log_probs.unsqueeze(-2) if batch.by_value else None,
+            index=batch.index.unsqueeze(-1) if batch.by_value else None,
+            exact=None if exact is None else exact.unsqueeze(-2),
+            exact_cost=None if exact is None else batch.sampled(exact),
             program=self._program(c) if needs_program(estimator) else None,
         )
 

@@ -110,6 +110,13 @@ class SiteBatch:
         """``log q`` of the sample, ``(G, M, plates)``, neither scaled nor masked, with gradient."""
         return self.sampled(self.log_probs).sum(-1) if self.by_value else self.stack(_score, 0)
 
+    @cached_property
+    def component_score(self) -> Tensor:
+        """``log q`` of each component of the sample, ``(G, M, plates, D)``, with gradient."""
+        if self.by_value:
+            return self.sampled(self.log_probs)
+        return self.stack(_component_score, 1)
+
     @property
     def log_q(self) -> Tensor:
         """``log q`` of all values where they are finite, else of the sample, with gradient."""
@@ -207,6 +214,13 @@ class SiteBatch:
 def _score(site: SiteRecord) -> Tensor:
     assert site.score is not None
     return site.score
+
+
+def _component_score(site: SiteRecord) -> Tensor:
+    log_prob = site.fn.base_dist.log_prob(site.value.detach())
+    lead = site.value.shape[: site.value.dim() - len(site.fn.event_shape)]
+    joined: Tensor = log_prob.reshape(*lead, -1)
+    return joined
 
 
 def _context(site: SiteRecord) -> Tensor:

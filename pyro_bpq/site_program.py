@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pyro_bpq.cost_to_go import cost_to_go, stack_costs
+from pyro_bpq.cost_to_go import component_cost_to_go, cost_to_go, stack_costs
 from pyro_bpq.layout import Layout
 from pyro_bpq.rollout import Rollout, Run
 from pyro_bpq.site_batch import SiteBatch
@@ -78,8 +78,12 @@ class SiteProgramRuns:
         return torch.stack([self._costs(i, found) for i, found in enumerate(runs)])
 
     def independent(self) -> Tensor:
-        """Costs-to-go of a run that draws every site afresh, detached."""
-        return self._cost_to_go(self.rerun.fresh())
+        """Costs-to-go of a run that draws every site afresh, detached; of each component where they are told apart."""
+        runs = self.rerun.fresh()
+        total = self._cost_to_go(runs)
+        if not self.layout.classes[self.c].spec.by_component:
+            return total
+        return component_cost_to_go(self.layout, self._rollout(runs), self.c, total)
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Costs-to-go at other values, and the gradient of all costs downstream; zero where there is none."""
@@ -119,8 +123,10 @@ class SiteProgramRuns:
         return self._cost_to_go(runs)[i]
 
     def _cost_to_go(self, runs: tuple[Run, ...]) -> Tensor:
-        old = self.batch.rollout
-        rollout = Rollout(runs, old.num_particles, old.plate_sizes, old.plate_ndim, old.is_vectorized)
-        costs = stack_costs(self.layout, rollout)
+        costs = stack_costs(self.layout, self._rollout(runs))
         like = costs[0].new_zeros(len(self.names), *self.batch.batch_shape)
         return cost_to_go(self.layout, costs, self.c, like)
+
+    def _rollout(self, runs: tuple[Run, ...]) -> Rollout:
+        old = self.batch.rollout
+        return Rollout(runs, old.num_particles, old.plate_sizes, old.plate_ndim, old.is_vectorized)

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pyro_bpq.component_costs import Patterns
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.program_graph import build_graph, dense_graph
@@ -50,6 +51,7 @@ class StructureCache:
         self.next_look = 10
         self.reads: OrderedDict[Any, tuple[dict[str, frozenset[str]], int]] = OrderedDict()
         self.graphs: dict[Any, StochasticComputationGraph] = {}
+        self.patterns: dict[Any, Patterns] = {}
 
     def __repr__(self) -> str:
         return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
@@ -64,6 +66,20 @@ class StructureCache:
     def always_tracks(self) -> bool:
         """Whether every run is tracked, those of stored rollouts too."""
         return self.mode == "dynamic" or (self.escapes and self.mode == "auto")
+
+    @property
+    def follows_components(self) -> bool:
+        """Whether tracked runs follow which components of a site a cost reads."""
+        return self.mode in ("auto", "static") and not self.escapes
+
+    def patterns_of(self, runs: Sequence[TracedRun]) -> Patterns:
+        """Which components of sites costs read, as far as all runs of that structure, and these, agree."""
+        first, *others = runs
+        found = self.patterns.get(first.key)
+        if found is None:
+            found = frozenset(first.patterns.items()).intersection(*(run.patterns.items() for run in others))
+        lost = frozenset(pair for pair in found if not pair[1].fits(first.run.costs[pair[0][1]].shape))
+        return found - lost if lost else found
 
     def is_dynamic(self, traced: TracedRun) -> bool:
         """Whether Python may have steered by sampled values, so that the next run may differ in structure.
@@ -122,9 +138,11 @@ class StructureCache:
             return build_graph(traced, merged) if changed or not known else self.graphs[traced.key]
         agreements = 1 if changed else agreements + 1
         self.reads[traced.key] = (merged, agreements)
+        self._learn_patterns(traced)
         if len(self.reads) > _CAPACITY:
             forgotten, _ = self.reads.popitem(last=False)
             self.graphs.pop(forgotten, None)
+            self.patterns.pop(forgotten, None)
         self.unknown = self.mode == "auto" and agreements < _AGREEMENTS
         if self.untracked_steps >= self.next_look:
             self.next_look = min(10 * self.next_look, 1000)
@@ -132,6 +150,21 @@ class StructureCache:
         if changed or traced.key not in self.graphs:
             return self._store(traced.key, build_graph(traced, merged))
         return self.graphs[traced.key]
+
+    def _learn_patterns(self, traced: TracedRun) -> None:
+        """Keeps the patterns that every run has shown."""
+        new = frozenset(traced.patterns.items())
+        known = self.patterns.get(traced.key, new)
+        lost = sorted({pair for pair, _ in known - new})
+        self.patterns[traced.key] = known & new if lost else known
+        if lost and self.untracked_steps:
+            warnings.warn(
+                f"Which components of a site a cost reads changed within the last {self.untracked_steps} steps: "
+                f"{', '.join(f'{cost} of {site}' for site, cost in lost)}. From now on these costs count as reading "
+                'all of them; write structure="dynamic" to track every step.',
+                BPQWarning,
+                stacklevel=2,
+            )
 
     def _dense(self, traced: TracedRun, learn: bool) -> StochasticComputationGraph:
         if traced.key in self.graphs:

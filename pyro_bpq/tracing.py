@@ -19,6 +19,7 @@ from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_site_shape
 from torch import Tensor
 
+from pyro_bpq.component_costs import ElementWatch, Pattern
 from pyro_bpq.config import SiteOptions, site_options
 from pyro_bpq.cost_statement import CostOptions, cost_options
 from pyro_bpq.errors import OptionError, PlateError, SiteNotFoundError, UnsupportedProgramError
@@ -84,6 +85,7 @@ class TracedRun:
         elimination: How they were summed out of the costs, see :mod:`pyro_bpq.elimination`.
         user_costs: What every cost statement says of itself, by name of the cost.
         only_costs: Whether cost statements are all that counts.
+        patterns: By site and cost, which component of the site each element of the cost reads; tracked runs only.
     """
 
     key: tuple[Any, ...]
@@ -106,6 +108,7 @@ class TracedRun:
     elimination: Any = None
     user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
     only_costs: bool = False
+    patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
 
     @property
     def plate_ndim(self) -> int:
@@ -139,6 +142,7 @@ def trace_run(
     noise: Callable[[], torch.Generator] = torch.Generator,
     only_costs: bool = False,
     step: int = 0,
+    components: bool = False,
 ) -> TracedRun:
     """Runs the guide, replays the model against it, and records both.
 
@@ -155,6 +159,7 @@ def trace_run(
         noise: Makes the generator that such estimators draw from.
         only_costs: Whether cost statements are all that counts; the guide is then the whole program.
         step: Number of steps taken, for those with a schedule.
+        components: Whether to track which components of a site a cost reads, too.
 
     Returns:
         The traced run.
@@ -164,8 +169,12 @@ def trace_run(
         PlateError: If shapes do not fit plates, or those of guide and model differ.
     """
     tracker = DependencyTracker() if track else None
-    watch = Watch(tracker, choose, num_particles, attach, noise, step)
-    with tracker if tracker is not None else contextlib.nullcontext(), watch:
+    elements = ElementWatch(tracker) if tracker is not None and components and not only_costs else None
+    watch = Watch(tracker, choose, num_particles, attach, noise, step, elements)
+    with contextlib.ExitStack() as stack:
+        for mode in (tracker, None if elements is None else elements.elements, watch):
+            if mode is not None:
+                stack.enter_context(mode)
         try:
             if only_costs:
                 model_trace, guide_trace = Trace(), _program_trace(watch.guide(guide), args, kwargs, max_plate_nesting)
@@ -179,11 +188,23 @@ def trace_run(
         if tracker is not None:
             reads = _reads(tracker, guide_sites, watch.escaped, True)
             reads |= _reads(tracker, samples(model_trace), watch.escaped, False)
+        patterns = {} if elements is None else elements.patterns(_scored(guide_sites, samples(model_trace)))
     escaped = frozenset() if tracker is None else tracker.escaped
     rng = (watch.model_start, torch.get_rng_state())
     traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
     traced = replace(traced, enumerated=frozenset(watch.enumerated), leaked=escaped & watch.enumerated)
+    traced = replace(traced, patterns=patterns)
     return _only_costs(traced) if only_costs else traced
+
+
+def _scored(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The sites whose log-probabilities are costs, by name of the cost."""
+    found = [(site, True) for site in guide_sites.values()] + [(site, False) for site in model_sites.values()]
+    return [
+        (cost_of_site(site, is_guide), site)
+        for site, is_guide in found
+        if cost_options(site) is None and not (is_guide and _is_untraced(site))
+    ]
 
 
 def _reads(

@@ -14,6 +14,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
+from pyro_bpq.component_costs import ElementWatch
 from pyro_bpq.config import SiteOptions, site_options
 from pyro_bpq.contained import ContainedCalls
 from pyro_bpq.cost_statement import Given
@@ -44,6 +45,7 @@ class Watch(Messenger):  # type: ignore[misc]
         attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
         noise: Makes the generator that such estimators draw from.
         step: Number of steps taken, for those with a schedule.
+        elements: Follows the components of sites, or ``None``.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class Watch(Messenger):  # type: ignore[misc]
         attach: Attach | None,
         noise: Callable[[], torch.Generator],
         step: int = 0,
+        elements: ElementWatch | None = None,
     ) -> None:
         super().__init__()
-        self.step = step
+        self.step, self.elements = step, elements
         self.tracker, self.choose, self.particles = tracker, choose, particles
         self.attach, self.noise = attach, functools.lru_cache(noise)
         self.attached: dict[str, Any] = {}
@@ -108,6 +111,8 @@ class Watch(Messenger):  # type: ignore[misc]
                 return
         if self.tracker is not None and isinstance(msg["value"], Tensor):
             msg["value"] = self.tracker.source(msg["name"], msg["value"])
+            if self.elements is not None:
+                self.elements.drawn(msg["name"], msg["fn"], msg["value"])
         if score is not None:
             self._keep(msg, score)
 

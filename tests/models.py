@@ -223,6 +223,34 @@ def layers_guide() -> None:
     pyro.sample("top", dist.Bernoulli(logits=low @ p("qtop") + 0.2).to_event(1))
 
 
+def component_plate_model(data: Tensor) -> None:
+    with pyro.plate("rows", len(data)):
+        z = pyro.sample("z", dist.Bernoulli(logits=p("pz")).to_event(1))
+        w = coin("w", p("pw") + z[..., 0])
+        with poutine.mask(mask=data > 0), poutine.scale(scale=1.5):
+            mean = torch.stack([p("mean")[0] * z[..., 1], w - 2.0 * z[..., 1]], -1)
+            pyro.sample("x", dist.Normal(mean, 0.8).to_event(1), obs=torch.stack([data, -data], -1))
+        observe("y", z.exp().flip(-1)[..., 0] * p("mean")[1], data)
+
+
+def component_plate_guide(data: Tensor) -> None:
+    with pyro.plate("rows", len(data)):
+        z = pyro.sample("z", dist.Bernoulli(logits=p("qz")).to_event(1))
+        coin("w", p("qw")[z[..., 1].long()])
+
+
+def component_chain_model() -> None:
+    z = pyro.sample("z", dist.Bernoulli(logits=p("pz")).to_event(1))
+    y = pyro.sample("y", dist.Bernoulli(logits=p("py") * z - 0.3).to_event(1))
+    pyro.sample("x", dist.Normal(y * p("mean"), 0.8).to_event(1), obs=real(0.9, -0.4))
+    observe("both", y.sum(-1) * p("pair"), 0.9)
+
+
+def component_chain_guide() -> None:
+    z = pyro.sample("z", dist.Bernoulli(logits=p("qz")).to_event(1))
+    pyro.sample("y", dist.Bernoulli(logits=p("qy") * (2.0 * z - 0.7)).to_event(1))
+
+
 def onehot_model() -> None:
     z = pyro.sample("z", dist.OneHotCategorical(logits=p("pz")))
     y = coin("y", (z * p("py")).sum(-1))
@@ -413,6 +441,21 @@ CASES = [
         12,
         (ROWS,),
         has_subsample=True,
+    ),
+    Case(
+        "component_plate",
+        component_plate_model,
+        component_plate_guide,
+        {"pz": (2, 2), "pw": (), "mean": (2,), "qz": (2, 2), "qw": (2,)},
+        64,
+        (real(0.7, -0.5),),
+    ),
+    Case(
+        "component_chain",
+        component_chain_model,
+        component_chain_guide,
+        {"pz": (2,), "py": (2,), "mean": (2,), "pair": (), "qz": (2,), "qy": (2,)},
+        16,
     ),
     Case(
         "discrete_above_reparam",

@@ -19,7 +19,7 @@ MAX_LINES = 500
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("graph", "network", "reductions", "validation", "sequence", "replay_plan", "off_policy"),
-    ("rollout", "targets", "provenance", "advantages", "algorithm1"),
+    ("rollout", "targets", "ledger", "provenance", "elements", "advantages", "algorithm1"),
     ("features", "critics", "context_critic", "bank", "replay", "moments", "joint_critics", "slow", "distributed"),
     ("estimators",),
     (
@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "baseline_options",
+        "component_costs",
         "watch",
         "tracing",
         "config",
@@ -45,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "sandbox",
         "substitute",
         "reruns",
+        "staging",
         "registration",
         "enumeration",
         "factors",

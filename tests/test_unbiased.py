@@ -75,7 +75,7 @@ NOT_TABULAR: frozenset[str] = frozenset()
 QUICK = frozenset(
     [
         *("chain", "diamond", "plate_subsample", "global_local", "discrete_above_reparam"),
-        *("vector_layers", "mask_scale", "python_branch", "dynamic_sites"),
+        *("vector_layers", "mask_scale", "python_branch", "dynamic_sites", "component_chain"),
     ]
 )
 QUICK_OPTIONS = frozenset(

@@ -58,6 +58,7 @@ class AllAction:
     is_unbiased: ClassVar[bool] = True
     is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
+    by_component: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.exact not in (True, False, "auto"):

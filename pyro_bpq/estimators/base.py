@@ -200,7 +200,7 @@ class Estimator(Protocol):
 
     An estimator that compares values has the attribute ``needs_program = True`` and reads ``context.program``. One with
     ``needs_table = False`` reads neither ``context.log_probs`` nor ``context.index``, which are then ``None`` unless
-    something else needs them.
+    something else needs them. One with ``by_component = True`` treats further dimensions of a site as it treats plates.
     An estimator that lets the value of a site without ``rsample`` carry a gradient, as straight-through does, has
     ``is_pathwise = True`` and a method ``attach(fn, value, generator)`` from the distribution and the drawn value to
     the value that the program sees; it is then never called. Where that gradient is not all of it, a method
@@ -236,6 +236,13 @@ def needs_table(estimator: Estimator) -> bool:
     """Whether an estimator may read ``context.log_probs`` and ``context.index``."""
     # Not inherited: a subclass may read what its base does not.
     return bool(vars(type(estimator)).get("needs_table", True))
+
+
+def tells_components(estimator: Estimator) -> bool:
+    """Whether each component of a site may be told its own cost-to-go, in a dimension behind those of the plates."""
+    # Not inherited: a subclass may sum where its base does not.
+    told = vars(type(estimator)).get("by_component", False)
+    return bool(told.__get__(estimator) if isinstance(told, property) else told)
 
 
 def at_step(estimator: Any, step: int) -> Any:

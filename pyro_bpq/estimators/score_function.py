@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
-from pyro_bpq.estimators.baselines import Baseline
+from pyro_bpq.estimators.baselines import Baseline, ConstantBaseline
 
 __all__ = ["ScoreFunction"]
 
@@ -43,6 +43,11 @@ class ScoreFunction:
         given = self.baseline
         if given is not None and (isinstance(given, type) or not isinstance(given, Baseline)):
             raise OptionError(f"ScoreFunction(baseline={given!r}): write LeaveOneOut(), RunningBaseline() or None.")
+
+    @property
+    def by_component(self) -> bool:
+        """Whether the baseline is the same for a component as for the site: one that the user knows is not."""
+        return not isinstance(self.baseline, ConstantBaseline)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Serves every site that its baseline serves."""

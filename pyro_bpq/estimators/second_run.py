@@ -39,6 +39,7 @@ class SecondRun:
     uses_critic: ClassVar[bool] = False
     needs_program: ClassVar[bool] = True
     needs_table: ClassVar[bool] = False
+    by_component: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.decay < 1.0:

@@ -1,0 +1,148 @@
+"""From the programs of a step to its runs, their plans, and what their sites are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pyro_bpq.bank import CriticBank
+from pyro_bpq.errors import BPQError, UnsupportedProgramError
+from pyro_bpq.graph import StochasticComputationGraph
+from pyro_bpq.immediate import flipped_costs
+from pyro_bpq.learner import CriticLearner
+from pyro_bpq.network import BackpropQNetwork
+from pyro_bpq.plan import Plan, Planner
+from pyro_bpq.replayer import Staged
+from pyro_bpq.reruns import Reruns, charged
+from pyro_bpq.rollout import Rollout
+from pyro_bpq.signals import Signals
+from pyro_bpq.structure import StructureCache
+from pyro_bpq.tracing import TracedRun
+
+__all__ = ["Staging"]
+
+
+class Staging:
+    """The part of an objective that runs the programs of a step and plans what is done on their structure."""
+
+    critics: CriticBank
+    learner: CriticLearner | None
+    planner: Planner
+    max_plate_nesting: float
+    num_particles: int
+    num_noises: int
+    vectorize_particles: bool
+    keeps_staged: bool
+    _structure: StructureCache
+    _plans: dict[Any, Plan]
+    _last_plan: Any
+    _cannot_flip: set[Any]
+    _only_costs: bool
+    _arguments: Any
+    _trace: Any
+
+    def __repr__(self) -> str:
+        # That of a module, which every objective is; this class stands before it among the bases.
+        return super().__repr__()
+
+    def _observe(
+        self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
+    ) -> tuple[list[TracedRun], list[Staged]]:
+        """The runs of a step, and what their sites are told."""
+        track = self._structure.wants_tracking()
+        programs = self._arguments(model, guide, args, kwargs)
+        runs = [self._trace(*program, track=track) for program in programs]
+        graphs = [self._structure.graph(traced, learning) for traced in runs]
+        is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
+        scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())
+        if is_dynamic and scored and self.vectorize_particles and self.num_particles > 1:
+            raise UnsupportedProgramError(
+                "A sampled value left torch (as by .item(), int(), if, .numpy()) while several particles ran at once, "
+                "so that particles may steer each other; write vectorize_particles=False."
+            )
+        is_alike = all(run.key == runs[0].key for run in runs)
+        patterns = frozenset() if is_dynamic or not is_alike else self._structure.patterns_of(runs)
+        kind = (is_dynamic, all(self._structure.cuts_plates(traced) for traced in runs), patterns)
+        if not is_dynamic and is_alike and any(graph != graphs[0] for graph in graphs[1:]):
+            graphs = [self._structure.merge(runs[0], graphs)] * len(runs)
+        # A baseline from those particles that happen to have the same structure would depend on the value of the
+        # site that it is for: either all particles are stacked or each is on its own.
+        members = [list(range(len(runs)))] if is_alike and not is_dynamic else [[i] for i in range(len(runs))]
+        items = [
+            self._stage([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
+            for ids in members
+        ]
+        return runs, items
+
+    def _stage(
+        self,
+        traced: list[TracedRun],
+        graph: Any,
+        programs: list[Any],
+        learning: bool,
+        kind: tuple[Any, ...],
+        reruns: bool = True,
+    ) -> Staged:
+        model, guide, args, kwargs = programs[0]
+        plan = self._plan(traced[0], graph, kind)
+        is_vectorized = self.vectorize_particles and self.num_particles > 1
+        rollout = Rollout(
+            tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced),
+            self.num_particles if is_vectorized else len(traced),
+            traced[0].plate_sizes,
+            # Particles lie to the left of as many dimensions as plates may have, whether there are plates or not.
+            int(self.max_plate_nesting) - 1 if is_vectorized else traced[0].plate_ndim,
+            is_vectorized,
+        )
+        tables = {}
+        if plan.flips is not None:
+            again = guide if self._only_costs else model
+            found = flipped_costs(plan.flips, plan.components, traced, rollout, again, args, kwargs, graph)
+            if found is None:
+                self._cannot_flip.add(traced[0].key)
+                self._plans.clear()
+                self._last_plan = None
+                plan = self._plan(traced[0], graph, kind)
+            tables = found or {}
+        rerun = generator = None
+        is_first_order = learning and self.learner is not None and self.learner.first_order > 0.0
+        if reruns and (plan.needs_program or is_first_order) and not kind[0]:
+            generator = self._noise()
+            rerun = Reruns(self._trace, programs, traced, graph, generator, plan.patterns)
+        signals = Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator, self.keeps_staged)
+        return Staged(tuple(traced), tuple(programs), signals)
+
+    def _noise(self) -> torch.Generator:
+        """Noise for what estimators draw themselves; the global generator is left alone."""
+        self.num_noises += 1
+        return torch.Generator().manual_seed((self.critics.seed * 7919 + 1) * 1_000_003 + self.num_noises)
+
+    def _plan(self, traced: TracedRun, graph: Any, kind: tuple[Any, ...]) -> Plan:
+        last = self._last_plan
+        # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
+        if last is not None and last[1] is graph and last[2] == kind and last[0] == traced.key:
+            return last[3]
+        key = (traced.key, graph, kind)
+        if key not in self._plans:
+            if len(self._plans) >= 64:
+                self._plans.clear()
+            self._plans[key] = self.planner.plan(traced, graph, traced.key not in self._cannot_flip, *kind)
+        self._last_plan = (traced.key, graph, kind, self._plans[key])
+        return self._plans[key]
+
+    @property
+    def graph(self) -> StochasticComputationGraph:
+        """The stochastic computation graph of the last step.
+
+        Raises:
+            BPQError: If no step has been taken.
+        """
+        if self._last_plan is None:
+            raise BPQError("There is no graph yet: take a step first, e.g. svi.step(...).")
+        return self._last_plan[3].graph
+
+    @property
+    def network(self) -> BackpropQNetwork | None:
+        """The Backprop-Q network of the last step; ``None`` if no site has a critic."""
+        return None if self._last_plan is None else self._last_plan[3].layout.network

@@ -1,0 +1,193 @@
+"""Credit per component: each component of a site is charged with the costs that depend on it, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME, Case
+from pyro.infer import SVI
+from pyro.optim import Adam
+from torch import Tensor
+
+from pyro_bpq import AllAction, LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import elements as elements_module
+from pyro_bpq.errors import BPQWarning
+from pyro_bpq.testing import assert_unbiased, expected_moments
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "score_function": {"estimator": ScoreFunction()},
+    "running_baseline": {"estimator": ScoreFunction(RunningBaseline())},
+    "all_action": {"estimator": AllAction(exact=False), "critic": None},
+}
+
+
+def _trained(case: Case, **options: Any) -> TraceBackpropQ_ELBO:
+    """An ELBO with running statistics of 20 steps, at the case's own parameters."""
+    case.params()
+    elbo = TraceBackpropQ_ELBO(**options)
+    svi = SVI(case.model, case.guide, Adam({"lr": 0.02}), loss=elbo)
+    for _ in range(20):
+        svi.step(*case.args)
+    case.params()
+    return elbo.eval()
+
+
+def _charged(elbo: TraceBackpropQ_ELBO) -> dict[str, set[str]]:
+    assert elbo._last_plan is not None
+    return {name: set(costs) for name, costs in elbo._last_plan[3].layout.charged.items() if costs}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ["component_plate", "component_chain"])
+def test_charging_components_is_exactly_unbiased(name: str, options: str) -> None:
+    case = BY_NAME[name]
+    elbo = _trained(case, **OPTIONS[options])
+    assert_unbiased(elbo, case.model, case.guide, *case.args)
+    charged = _charged(elbo)
+    if name == "component_chain":
+        # What sums over all components is charged to none of them.
+        assert "-log p(x)" in charged["z"]
+        assert "-log p(both)" not in charged["z"]
+    else:
+        assert charged["z"] >= {"-log p(x)", "-log p(y)", "log q(w)"}
+
+
+def test_leave_one_out_by_component_is_exactly_unbiased() -> None:
+    case = BY_NAME["component_chain"]
+    options = {"estimator": ScoreFunction(LeaveOneOut()), "num_particles": 2, "vectorize_particles": True}
+    elbo = _trained(case, **options)
+    assert_unbiased(elbo, case.model, case.guide)
+    assert _charged(elbo)["z"] >= {"-log p(x)"}
+
+
+def test_a_wrong_charge_is_a_bias_that_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BY_NAME["component_plate"]
+    plan = elements_module._plan(torch.ops.aten.flip.default)
+    monkeypatch.setattr(plan, "rule", lambda find, tensor, dims: find(tensor))
+    elbo = _trained(case, estimator=ScoreFunction())
+    with pytest.raises(AssertionError, match="is biased"):
+        assert_unbiased(elbo, case.model, case.guide, *case.args)
+
+
+NUMBER = 6
+
+
+def _joined_guide(data: Tensor) -> None:
+    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q")).to_event(1))
+
+
+def _joined_model(data: Tensor) -> None:
+    z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(NUMBER, dtype=data.dtype)).to_event(1))
+    pyro.sample("x", dist.Normal(3.0 * z, 1.0).to_event(1), obs=data)
+
+
+def _apart_guide(data: Tensor) -> None:
+    q = pyro.param("q")
+    for i in range(NUMBER):
+        pyro.sample(f"z_{i}", dist.Bernoulli(logits=q[i]))
+
+
+def _apart_model(data: Tensor) -> None:
+    for i in range(NUMBER):
+        z = pyro.sample(f"z_{i}", dist.Bernoulli(logits=torch.zeros((), dtype=data.dtype)))
+        pyro.sample(f"x_{i}", dist.Normal(3.0 * z, 1.0), obs=data[i])
+
+
+def test_joined_components_vary_as_little_as_separate_sites() -> None:
+    data = torch.linspace(-1.0, 3.0, NUMBER, dtype=torch.float64)
+    variance = {}
+    for name, model, guide, structure in (
+        ("apart", _apart_model, _apart_guide, "auto"),
+        ("joined", _joined_model, _joined_guide, "auto"),
+        ("as one", _joined_model, _joined_guide, "dense"),
+    ):
+        pyro.clear_param_store()
+        pyro.param("q", torch.linspace(-0.5, 0.8, NUMBER, dtype=torch.float64))
+        elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction(), structure=structure).eval()
+        variance[name] = float(expected_moments(elbo, model, guide, data).variance["q"].sum())
+    assert variance["joined"] == pytest.approx(variance["apart"], rel=1e-9)
+    assert variance["as one"] > 10.0 * variance["joined"]
+
+
+class Picks:
+    """A model whose observations read components that the data choose."""
+
+    def guide(self, index: Tensor, data: Tensor) -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))).to_event(1))
+
+    def model(self, index: Tensor, data: Tensor) -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
+        with pyro.plate("rows", len(data)):
+            pyro.sample("x", dist.Normal(z[index], 1.0), obs=data)
+        pyro.sample("first", dist.Normal(z[0], 1.0), obs=torch.tensor(0.3))
+
+
+def test_components_chosen_by_data_are_not_told_apart() -> None:
+    picks, elbo = Picks(), TraceBackpropQ_ELBO(estimator=ScoreFunction())
+    elbo.loss_and_grads(picks.model, picks.guide, torch.tensor([2, 0]), torch.zeros(2))
+    assert _charged(elbo)["z"] == {"-log p(first)", "log q(z)", "-log p(z)"}
+
+
+def _rows_guide(data: Tensor) -> None:
+    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))).to_event(1))
+
+
+def _rows_model(data: Tensor) -> None:
+    z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
+    with pyro.plate("rows", len(data)):
+        pyro.sample("x", dist.Normal(z[: len(data)], 1.0), obs=data)
+
+
+def test_fewer_rows_are_charged_anew() -> None:
+    elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction())
+    for _ in range(4):
+        elbo.loss_and_grads(_rows_model, _rows_guide, torch.zeros(3))
+    assert "-log p(x)" in _charged(elbo)["z"]
+    # No longer tracked: which of the components two rows read is not known.
+    elbo.loss_and_grads(_rows_model, _rows_guide, torch.zeros(2))
+    assert not _charged(elbo)
+    elbo.loss_and_grads(_rows_model, _rows_guide, torch.zeros(3))
+    assert "-log p(x)" in _charged(elbo)["z"]
+
+
+class Turns:
+    """A model whose observation reads another component after some steps."""
+
+    component = 0
+
+    def guide(self) -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))).to_event(1))
+
+    def model(self) -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
+        pyro.sample("x", dist.Normal(z[self.component], 1.0), obs=torch.tensor(0.3))
+
+
+def test_a_changed_reader_is_told_and_then_charged_to_all() -> None:
+    turns, elbo = Turns(), TraceBackpropQ_ELBO(estimator=ScoreFunction())
+    for _ in range(5):
+        elbo.loss_and_grads(turns.model, turns.guide)
+    assert "-log p(x)" in _charged(elbo)["z"]
+    turns.component = 2
+    with pytest.warns(BPQWarning, match=r"-log p\(x\) of z"):
+        for _ in range(20):
+            elbo.loss_and_grads(turns.model, turns.guide)
+    assert not _charged(elbo)
+
+
+def test_counts_are_charged_too() -> None:
+    def guide() -> None:
+        pyro.sample("z", dist.Poisson(pyro.param("rate", torch.ones(4)).exp()).to_event(1))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Poisson(torch.ones(4)).to_event(1))
+        pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=torch.arange(4.0))
+
+    elbo = TraceBackpropQ_ELBO()
+    elbo.loss_and_grads(model, guide)
+    assert _charged(elbo)["z"] >= {"-log p(x)", "log q(z)"}
+    assert elbo.info["z"]["cost_to_go"].shape == (1, 4)

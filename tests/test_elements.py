@@ -1,0 +1,138 @@
+"""Which element of a source each element of a tensor depends on: against differences, one element at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from pyro_bpq.elements import MANY, NONE, ElementTracker
+from pyro_bpq.provenance import DependencyTracker
+
+SHAPE = (2, 3)
+
+
+def _in_place(z: Tensor) -> Tensor:
+    buffer = torch.zeros(2, 4)
+    buffer[:, 0] = z[:, 2]
+    buffer[:, 1:3] = z[:, :2]
+    buffer[:, 1].mul_(3.0)
+    return buffer
+
+
+def _overwritten(z: Tensor) -> Tensor:
+    buffer = torch.zeros(2, 3)
+    buffer.copy_(z)
+    view = buffer[:, 0]
+    view.copy_(z.sum(-1))
+    return buffer
+
+
+KEPT: dict[str, Callable[[Tensor], Tensor]] = {
+    "elementwise": lambda z: (2.0 * z - 1.0).exp().sigmoid() + torch.arange(3.0),
+    "where": lambda z: torch.where(z > 0.5, z * z, torch.zeros(())),
+    "views": lambda z: z.t()[1:].reshape(-1).unsqueeze(0).expand(3, -1),
+    "stack": lambda z: torch.stack([z[..., i] * i for i in range(1, 3)], -1),
+    "cat": lambda z: torch.cat([torch.zeros(2, 1), z[:, 1:], z[:, :1]], -1),
+    "flip": lambda z: z.flip(-1),
+    "repeat": lambda z: z.repeat(2, 2),
+    "in_place": _in_place,
+    "row_sum_of_one": lambda z: z[:, 1:2].sum(-1),
+    "pairs": lambda z: z[:, :1] + z,
+    "product": lambda z: (z.unsqueeze(-1) * torch.ones(3, 4)).sum(-1),
+    "one_hot_rows": lambda z: torch.stack([z, 1.0 - z], -1) @ torch.tensor([[0.3, -1.0], [0.7, 2.0]]),
+    "softmax": lambda z: torch.stack([z, 1.0 - z], -1).log_softmax(-1),
+    "bernoulli": lambda z: torch.distributions.Bernoulli(logits=z).log_prob(torch.ones(2, 3)),
+    "normal": lambda z: torch.distributions.Normal(z, 1.3).log_prob(torch.zeros(2, 3)),
+    "embedding": lambda z: torch.nn.functional.embedding(z.long(), torch.arange(8.0).reshape(4, 2)),
+    "table": lambda z: torch.arange(1.0, 9.0).reshape(4, 2)[z.long()],
+}
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda z: z.sum(-1),
+    "matmul": lambda z: z @ torch.ones(3, 2),
+    "softmax": lambda z: z.softmax(-1),
+    "cumsum": lambda z: z.cumsum(-1),
+    "sort": lambda z: z.sort(-1).values,
+    "gather": lambda z: z[:, torch.tensor([2, 0, 1])],
+    "one_hot": lambda z: one_hot(z.long(), 2).float(),
+    "overwritten": lambda z: _overwritten(z)[:, 0],
+    "own_rows": lambda z: z - z.mean(0),
+}
+
+
+def _source() -> Tensor:
+    return torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
+
+
+def _positions(function: Callable[[Tensor], Tensor]) -> np.ndarray | None:
+    tracker = DependencyTracker()
+    elements = ElementTracker(tracker.ledger)
+    with tracker, elements:
+        z = tracker.source("z", _source())
+        elements.follow("z", z, np.arange(6, dtype=np.int32).reshape(SHAPE))
+        found = elements.positions("z", function(z))
+    assert not tracker.escaped
+    return found
+
+
+def _truth(function: Callable[[Tensor], Tensor]) -> np.ndarray:
+    """``[i, ...]``: whether element ``i`` of the source makes a difference, at any of a few values."""
+    moves = []
+    for i in range(6):
+        moved = []
+        for start in (_source(), torch.zeros(SHAPE), torch.ones(SHAPE)):
+            other = start.clone()
+            other.view(-1)[i] = 1.0 - other.view(-1)[i]
+            moved.append((function(other) != function(start)).numpy())
+        moves.append(np.any(moved, 0))
+    return np.stack(moves)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_elements_are_kept_apart(name: str) -> None:
+    found, truth = _positions(KEPT[name]), _truth(KEPT[name])
+    assert found is not None
+    for index in np.ndindex(found.shape):
+        readers = np.flatnonzero(truth[(slice(None), *index)])
+        if len(readers) > 1:
+            assert found[index] == MANY
+        elif len(readers) == 1:
+            assert found[index] == readers[0]
+        else:
+            assert found[index] == NONE
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_elements_that_may_mix_are_not_told_apart(name: str) -> None:
+    found = _positions(MIXED[name])
+    assert found is None or (found == MANY).all()
+
+
+@pytest.mark.parametrize("name", [*KEPT, *MIXED])
+def test_nothing_is_missed(name: str) -> None:
+    function = {**KEPT, **MIXED}[name]
+    found, truth = _positions(function), _truth(function)
+    if found is None:
+        return
+    for i, index in np.argwhere(truth.reshape(6, -1)):
+        assert found.reshape(-1)[index] in (i, MANY)
+
+
+def test_independent_tensors_read_nothing() -> None:
+    found = _positions(lambda z: torch.arange(4.0) + 1.0)
+    assert found is not None
+    assert (found == NONE).all()
+
+
+def test_a_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyro_bpq import elements
+
+    monkeypatch.setattr(elements, "_flip", None)
+    plan = elements._plan(torch.ops.aten.flip.default)
+    monkeypatch.setattr(plan, "rule", lambda find, tensor, dims: find(tensor))
+    with pytest.raises(AssertionError):
+        test_nothing_is_missed("flip")
