@@ -159,6 +159,7 @@ class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
         self._plans: dict[Any, Plan] = {}
         self._last_plan: tuple[Any, StochasticComputationGraph, tuple[bool, bool], Plan] | None = None
         self._cannot_flip: set[Any] = set()
+        self._slopes: dict[Any, bool] = {}
         # What the last step taught, and of what was loaded the part for blocks that are yet to be built.
         self._waiting: tuple[list[Write], dict[str, Tensor]] | None = None
         self._late: tuple[list[Write], dict[str, Tensor]] = ([], {})

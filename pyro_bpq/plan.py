@@ -15,6 +15,7 @@ from pyro_bpq.critics import Critic
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import (
     AllAction,
+    DebiasedStraightThrough,
     DisARM,
     Estimator,
     LeaveOneOut,
@@ -110,6 +111,12 @@ class Plan:
         """Whether an estimator compares the costs of other values."""
         return any(needs_program(cls.spec.estimator) for cls in self.layout.classes)
 
+    @cached_property
+    def sloped(self) -> tuple[str, ...]:
+        """Sites whose estimator is poor where costs have no gradient to their values."""
+        kinds = {name: cls.spec.estimator for cls in self.layout.classes for name in cls.names}
+        return tuple(name for name, kind in kinds.items() if isinstance(kind, DebiasedStraightThrough))
+
 
 @dataclass(frozen=True)
 class Planner:
@@ -171,6 +178,7 @@ class Planner:
         is_dynamic: bool = False,
         cuts_plates: bool = True,
         patterns: Patterns = frozenset(),
+        has_slopes: bool = True,
     ) -> Plan:
         """Plans the steps on a structure.
 
@@ -186,6 +194,7 @@ class Planner:
             is_dynamic: Whether sampled values may steer the program.
             cuts_plates: Whether rows of a plate stay apart.
             patterns: Which component of a site each element of a cost reads, by site and cost.
+            has_slopes: Whether costs are not known to be without gradients to the values of sites.
 
         Returns:
             The plan.
@@ -207,13 +216,10 @@ class Planner:
             info = traced.infos[name]
             if critic is None and name in plain:
                 tabled[name], kinds = (), set()
-                # Another run of the model serves one site, a second run of both programs all of them.
-                is_last = len(plain) == 1 and not graph.descendants(name)
                 estimators[name] = score_function(traced, name)
                 if not is_dynamic and _is_comparable(traced, name):
                     is_told = bool(_charged(graph, name, SecondRun(), (), known_patterns))
-                    is_paired = is_last and not is_told and DisARM().unsupported(traced.infos[name]) is None
-                    estimators[name] = DisARM() if is_paired else SecondRun()
+                    estimators[name] = _compared(traced, graph, name, len(plain) == 1 and not is_told, has_slopes)
             # Many components at once: what they cost right away is for the extra run, where there is one.
             if critic is None or (info.components is not None and info.components.size > 1 and name in components):
                 known |= set(immediate[name])
@@ -360,10 +366,25 @@ def _charged(
 
 
 def _is_comparable(traced: TracedRun, name: str) -> bool:
-    """Whether another run of the program gives a site something to compare with that it has not got."""
-    info = traced.infos[name]
-    is_single = info.num_particles == 1 and traced.options[name].baseline is None and name not in traced.untraced
-    return is_single and not traced.user_costs
+    """Whether other runs of the program may serve a site."""
+    return traced.options[name].baseline is None and name not in traced.untraced and not traced.user_costs
+
+
+def _compared(
+    traced: TracedRun, graph: StochasticComputationGraph, name: str, is_alone: bool, has_slopes: bool
+) -> Estimator:
+    """The estimator of a site of many components, whose costs may be compared with those of other runs.
+
+    Other values serve a single site whose rows of plates stay apart; a second run of both programs serves all sites.
+    """
+    info, plates = traced.infos[name], set(graph.node(name).plates)
+    rows_meet = any(not plates <= set(graph.cost(cost).plates) for cost in graph.downstream_costs(name))
+    if is_alone and not graph.descendants(name) and not rows_meet and traced.elimination is None:
+        if has_slopes and DebiasedStraightThrough().unsupported(info) is None:
+            return DebiasedStraightThrough()
+        if info.num_particles == 1 and DisARM().unsupported(info) is None:
+            return DisARM()
+    return SecondRun() if info.num_particles == 1 else score_function(traced, name)
 
 
 def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:

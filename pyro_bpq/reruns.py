@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pyro_bpq.component_costs import Pattern, charge_sites
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.rollout import Run
+from pyro_bpq.graph import Plate, StochasticComputationGraph
+from pyro_bpq.rollout import Rollout, Run
 from pyro_bpq.sandbox import Sandbox
 from pyro_bpq.substitute import Substitute
-from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_site
+from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model, cost_of_site
 from pyro_bpq.watch import samples
 
 __all__ = ["Reruns"]
@@ -76,9 +76,11 @@ class Reruns:
             UnsupportedProgramError: If the program then has other sites.
         """
         fresh = {name, *self.graph.descendants(name)}
-        single = len(self.traced) > 1
+        # Estimators ask without recording gradients: a view made so would not lead back to the value.
+        with torch.set_grad_enabled(value.requires_grad):
+            values = value.split(1) if len(self.traced) > 1 else (value,)
         return tuple(
-            self._run(name, value[i : i + 1] if single else value, fresh, None if held is None else held[i], *pair)
+            self._run(name, values[i], fresh, None if held is None else held[i], *pair)
             for i, pair in enumerate(zip(self.programs, self.traced, strict=True))
         )
 
@@ -90,16 +92,31 @@ class Reruns:
             values.update({site: record.value.detach() for site, record in held.sites.items() if site in fresh})
         values.update(traced.subsamples)
         own = sites[name].value
-        values[name] = value.reshape(own.shape).to(own.dtype if not value.requires_grad else value.dtype)
+        with torch.set_grad_enabled(value.requires_grad):
+            values[name] = value.reshape(own.shape).to(own.dtype if not value.requires_grad else value.dtype)
         seed = self._seed()
         relaxed = frozenset({name}) if value.requires_grad else frozenset()
         with Sandbox(seed), pyro.validation_enabled(False), torch.set_grad_enabled(value.requires_grad):
             put = Substitute(values, relaxed)
-            if not value.requires_grad and len(fresh) == 1 and self._is_last(name, traced):
+            if len(fresh) == 1 and self._is_last(name, traced):
                 again = _model_run(name, values[name], poutine.trace(put(model)).get_trace(*args, **kwargs), traced)
             else:
                 again = self.trace(put(model), put(guide), args, kwargs, track=False).run
         return _with_all_costs(again, traced, name)
+
+    def has_slope(self, name: str, rollout: Rollout, plates: Sequence[Plate]) -> bool:
+        """Whether any cost but its own log-probabilities has a gradient to the value of a site."""
+        ndim = len(self.traced[0].run.sites[name].fn.event_shape)
+        value = rollout.stack(lambda run, site: run.sites[site].value.detach(), [name], plates, ndim)[0]
+        leaf = value.clone().requires_grad_()
+        runs = self(name, leaf)
+        with torch.enable_grad():
+            read = [c for c in self.graph.downstream_costs(name) if c not in (cost_of_guide(name), cost_of_model(name))]
+            total = sum((run.costs[cost].sum() for run in runs for cost in read), leaf.new_zeros(()))
+        if not total.requires_grad:
+            return False
+        (slope,) = torch.autograd.grad(total, leaf, allow_unused=True)
+        return slope is not None and bool((slope != 0).any())
 
     def fresh(self) -> tuple[Run, ...]:
         """Runs the program once more per run of the step, with every site drawn afresh; at the first call only.

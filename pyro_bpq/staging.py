@@ -38,6 +38,7 @@ class Staging:
     _plans: dict[Any, Plan]
     _last_plan: Any
     _cannot_flip: set[Any]
+    _slopes: dict[Any, bool]
     _only_costs: bool
     _arguments: Any
     _trace: Any
@@ -110,8 +111,20 @@ class Staging:
         if reruns and (plan.needs_program or is_first_order) and not kind[0]:
             generator = self._noise()
             rerun = Reruns(self._trace, programs, traced, graph, generator, plan.patterns)
+            if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
+                plan = self._plan(traced[0], graph, kind)
         signals = Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator, self.keeps_staged)
         return Staged(tuple(traced), tuple(programs), signals)
+
+    def _has_slopes(self, rerun: Reruns, key: Any, plan: Plan, rollout: Rollout) -> bool:
+        """Looks, once for each structure, whether costs have gradients to the values of the sites that need some."""
+        if key in self._slopes:
+            return True
+        self._slopes[key] = all(rerun.has_slope(name, rollout, plan.graph.node(name).plates) for name in plan.sloped)
+        if not self._slopes[key]:
+            self._plans.clear()
+            self._last_plan = None
+        return self._slopes[key]
 
     def _noise(self) -> torch.Generator:
         """Noise for what estimators draw themselves; the global generator is left alone."""
@@ -127,7 +140,9 @@ class Staging:
         if key not in self._plans:
             if len(self._plans) >= 64:
                 self._plans.clear()
-            self._plans[key] = self.planner.plan(traced, graph, traced.key not in self._cannot_flip, *kind)
+            self._plans[key] = self.planner.plan(
+                traced, graph, traced.key not in self._cannot_flip, *kind, self._slopes.get(traced.key, True)
+            )
         self._last_plan = (traced.key, graph, kind, self._plans[key])
         return self._plans[key]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
-from pyro_bpq.estimators import AllAction, DisARM, Estimator, SecondRun
+from pyro_bpq.estimators import AllAction, DebiasedStraightThrough, DisARM, Estimator, SecondRun
 
 DATA = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 MEAN = ScoreFunction(RunningBaseline())
@@ -41,6 +41,11 @@ def flat(draw: Callable[..., Tensor] = bits, **options: Any) -> tuple[Callable[[
             pyro.sample("x", dist.Bernoulli(logits=logits * logits.sum(-1, keepdim=True)).to_event(1), obs=DATA)
 
     return model, guide
+
+
+def stepped() -> tuple[Callable[[], None], Callable[[], None]]:
+    """Costs without a slope."""
+    return flat(lambda name, logits: (bits(name, logits) > 0.5).to(logits.dtype))
 
 
 def stack() -> tuple[Callable[[], None], Callable[[], None]]:
@@ -79,8 +84,10 @@ def chosen(
 @pytest.mark.parametrize(
     ("program", "site", "options", "expected"),
     [
-        (flat(), "z", {}, DisARM()),
-        (flat(), "z", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
+        (flat(), "z", {}, DebiasedStraightThrough()),
+        (flat(), "z", {"num_particles": 2}, DebiasedStraightThrough()),
+        (stepped(), "z", {}, DisARM()),
+        (stepped(), "z", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
         (flat(faces), "z", {}, SecondRun()),
         (stack(), "z", {}, SecondRun()),
         (stack(), "y", {}, SecondRun()),
@@ -89,7 +96,18 @@ def chosen(
         (charged(), "z", {}, MEAN),
         (flat(), "z", {"estimator": AllAction()}, AllAction()),
     ],
-    ids=["flat", "particles", "categorical", "below", "top", "stack of particles", "cost statement", "own choice"],
+    ids=[
+        "flat",
+        "particles",
+        "no slope",
+        "no slope, particles",
+        "categorical",
+        "below",
+        "top",
+        "stack of particles",
+        "cost statement",
+        "own choice",
+    ],
 )
 def test_many_components_without_the_extra_run(program: Any, site: str, options: Any, expected: Estimator) -> None:
     assert chosen(program, site, 0, **options) == expected

@@ -10,6 +10,7 @@ from pyro_bpq.estimators.base import SiteTerm as SiteTerm
 from pyro_bpq.estimators.baselines import ConstantBaseline as ConstantBaseline
 from pyro_bpq.estimators.baselines import LeaveOneOut as LeaveOneOut
 from pyro_bpq.estimators.baselines import RunningBaseline as RunningBaseline
+from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough as DebiasedStraightThrough
 from pyro_bpq.estimators.disarm import ARM as ARM
 from pyro_bpq.estimators.disarm import DisARM as DisARM
 from pyro_bpq.estimators.disarm_tree import DisARMTree as DisARMTree
@@ -57,6 +58,7 @@ __all__ = [
     "Concrete",
     "ConstantBaseline",
     "CriticBaseline",
+    "DebiasedStraightThrough",
     "DirichletCopula",
     "DisARM",
     "DisARMTree",

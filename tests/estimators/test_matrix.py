@@ -25,6 +25,7 @@ from pyro_bpq.estimators import (
     RODEO,
     AllAction,
     CriticBaseline,
+    DebiasedStraightThrough,
     DisARM,
     DisARMTree,
     DoubleCV,
@@ -148,6 +149,7 @@ EXACT: list[tuple[int, Any]] = [
 # Those with noise of their own.
 NOISY: list[Any] = [
     ARM(),
+    DebiasedStraightThrough(),
     DisARM(),
     ARMS(samples=3),
     DisARMTree(),

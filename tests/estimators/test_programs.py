@@ -18,6 +18,7 @@ from pyro_bpq.estimators import (
     ARM,
     ARMS,
     RODEO,
+    DebiasedStraightThrough,
     DisARM,
     DisARMTree,
     DoubleCV,
@@ -121,6 +122,7 @@ def test_expected_gradient_is_exact_with_vectorised_particles(estimator: Any) ->
 
 NOISY: list[Any] = [
     ARM(),
+    DebiasedStraightThrough(),
     DisARM(),
     ARMS(samples=3),
     ARMS(samples=3, copula=RotationCopula()),

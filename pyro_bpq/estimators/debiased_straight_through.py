@@ -1,0 +1,165 @@
+r"""Straight-through differences of all components, made exact by the true difference of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.noise import uniform
+from pyro_bpq.estimators.requirements import needs_float_value
+from pyro_bpq.estimators.substitution import cost_per_row
+
+__all__ = ["DebiasedStraightThrough"]
+
+
+@dataclass(frozen=True)
+class DebiasedStraightThrough:
+    r"""Predicts what each other value of each component costs, and corrects one prediction by the truth.
+
+        g = Σ_{d,k} ∇q_d(k) (Δ̂_{dk} + 1[(d,k) = S] (Δ_{dk} - Δ̂_{dk}) / π_{dk}),
+        Δ_{dk} = f(x with x_d = k) - f(x),   Δ̂_{dk} = f'(x)·(e_k - x_d) + h_{dk}
+
+    ``f`` is the cost-to-go in nats. The sum with ``Δ`` for ``Δ̂`` is the local expectation gradient, exact given the
+    other components; one entry ``S``, drawn with probability ``π`` for each row, makes up for what straight-through's
+    first order lacks. ``h`` is the running mean of that error, the curvature; ``π`` follows its running size times the
+    size of ``∇q``. Unbiased for any ``f'``, ``h`` and ``π > 0``; where costs have no slope it is poor. Needs two more
+    runs of guide and model for every site and particle, one with a backward pass to the value; sites downstream are
+    drawn afresh. For Bernoulli and OneHotCategorical, also in ``to_event``.
+
+    Args:
+        decay: Weight of the past in the running moments of the errors, in ``[0, 1)``.
+        mixture: Share of ``π`` that does not follow the errors, in ``(0, 1]``.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | Local expectation gradients for black box variational inference (Titsias and Lázaro-Gredilla, 2015)
+        | Estimating or propagating gradients through stochastic neurons (Bengio et al., 2013)
+    """
+
+    decay: float = 0.99
+    mixture: float = 0.2
+
+    is_unbiased: ClassVar[bool] = True
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = False
+    needs_program: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decay < 1.0:
+            raise OptionError(f"DebiasedStraightThrough(decay={self.decay!r}): write a number in [0, 1).")
+        if not 0.0 < self.mixture <= 1.0:
+            raise OptionError(f"DebiasedStraightThrough(mixture={self.mixture!r}): write a number in (0, 1].")
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs values that can carry a gradient."""
+        return needs_float_value("DebiasedStraightThrough", site)
+
+    def statistics(self, num_particles: int) -> Statistics:
+        """Those of the entries only."""
+        return {}
+
+    def sized_statistics(self, width: int) -> Statistics:
+        """By entry: how often it was drawn, the sum of its errors, and of their squares."""
+        return {name: torch.zeros(width) for name in ("drawn", "errors", "squares")}
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """Weights every log-probability with its predicted difference, the drawn one with the corrected one."""
+        assert context.program is not None and context.index is not None
+        program = context.program
+        log_q, allowed = _entries(context)
+        with torch.no_grad():
+            q = log_q.exp()
+            mean, size = self._errors(context.statistics, q)
+            predicted = _first_order(context) + mean
+            chance = self._chances(q, size, allowed)
+            chosen = _draw(chance, program.generator)
+            cost = cost_per_row(program, _moved(context, chosen), context.cost.dim())
+            # What the drawn entry adds to its own prediction; its chance is not zero.
+            drawn, expected = ((chosen * tensor).sum((-1, -2)) for tensor in (chance, predicted))
+            error = cost - context.cost - expected
+            table = predicted + chosen * (error / drawn)[..., None, None]
+            table = table if allowed is None else table * allowed
+            statistics = self._updated(context.statistics, chosen, error, mean)
+        return SiteTerm(q * table * log_q, statistics)
+
+    def _errors(self, statistics: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean error of the first order, and typical size of what is left, of each entry."""
+        drawn, errors, squares = (statistics[name] for name in ("drawn", "errors", "squares"))
+        shape = (len(drawn), *(1,) * (like.dim() - 3), *like.shape[-2:])
+        typical = squares.sum(1, keepdim=True) / drawn.sum(1, keepdim=True).clamp(min=1.0)
+        # An entry that was seldom drawn is taken for a typical one, without an error of its own.
+        size = ((squares + typical) / (drawn + 1.0)).sqrt()
+        return (errors / (drawn + 1.0)).reshape(shape), size.reshape(shape)
+
+    def _chances(self, q: Tensor, size: Tensor, allowed: Tensor | None) -> Tensor:
+        """Probability of drawing each entry: in part by the size of its gradient, in part by that of its error too."""
+        # Above zero for every entry that is allowed, were its probability zero up to rounding.
+        weight = q * (1.0 - q) + 1e-6
+        weight = weight if allowed is None else weight * allowed
+        by_error = weight * size
+        even, followed = (tensor / tensor.sum((-1, -2), keepdim=True).clamp(min=1e-30) for tensor in (weight, by_error))
+        is_known = by_error.sum((-1, -2), keepdim=True) > 0.0
+        return torch.where(is_known, torch.lerp(followed, even, self.mixture), even)
+
+    def _updated(
+        self, statistics: Mapping[str, Tensor], chosen: Tensor, error: Tensor, mean: Tensor
+    ) -> dict[str, Tensor]:
+        """Running sums over what was drawn: how often, errors of the first order, squares of what is left."""
+        rest = chosen * error[..., None, None]
+        new = {"drawn": chosen, "errors": rest + chosen * mean, "squares": rest.square()}
+        return {
+            name: self.decay * statistics[name] + tensor.flatten(1, -3).sum(1).flatten(1)
+            for name, tensor in new.items()
+        }
+
+
+# An entry is another value of a component: (..., D, K), or (..., D, 1), the only other one, if there are two.
+
+
+def _entries(context: SiteContext) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of the entries, with gradient, and which are other values than the sampled ones."""
+    assert context.log_probs is not None and context.index is not None
+    index = context.index.unsqueeze(-1)
+    if context.log_probs.shape[-1] == 2:
+        return context.log_probs.gather(-1, 1 - index), None
+    return context.log_probs, torch.ones_like(context.log_probs).scatter_(-1, index, 0.0)
+
+
+def _first_order(context: SiteContext) -> Tensor:
+    """``f'(x)·(e_k - x_d)`` of each entry; zero where the slope is not finite."""
+    assert context.log_probs is not None and context.index is not None and context.program is not None
+    index, value = context.index.unsqueeze(-1), context.program.value
+    _, slope = context.program.gradient(value)
+    slope = torch.where(slope.isfinite(), slope, torch.zeros_like(slope))
+    if context.log_probs.shape[-1] > 2 or slope.numel() == context.log_probs.numel():
+        table = slope.reshape(context.log_probs.shape)
+        first = table - table.gather(-1, index)
+        return first if context.log_probs.shape[-1] > 2 else first.gather(-1, 1 - index)
+    return slope.reshape(index.shape) * (1 - 2 * index)
+
+
+def _moved(context: SiteContext, chosen: Tensor) -> Tensor:
+    """The value with the drawn entry of each row in place of the sampled one."""
+    assert context.log_probs is not None and context.index is not None and context.program is not None
+    index, value = context.index, context.program.value
+    if context.log_probs.shape[-1] == 2:
+        other = torch.where(chosen.squeeze(-1) > 0, 1 - index, index)
+    else:
+        other = torch.where(chosen.sum(-1) > 0, chosen.argmax(-1), index)
+    return context.program.from_index(other).reshape(value.shape)
+
+
+def _draw(chance: Tensor, generator: torch.Generator) -> Tensor:
+    """One entry of each row, by a one, ``(..., D, K)``."""
+    bounds = chance.flatten(-2).cumsum(-1)
+    u = uniform(bounds[..., :1], generator) * bounds[..., -1:]
+    at = (bounds <= u).sum(-1, keepdim=True).clamp(max=bounds.shape[-1] - 1)
+    return torch.zeros_like(bounds).scatter_(-1, at, 1.0).reshape(chance.shape)
