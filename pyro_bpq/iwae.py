@@ -2,15 +2,15 @@ r"""``TraceBackpropQ_IWAE``: the importance-weighted bound, with leave-one-out s
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from pyro.infer import ELBO
 from torch import Tensor, nn
 
+from pyro_bpq.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.critics import Critic
 from pyro_bpq.errors import OptionError, PlateError
@@ -25,9 +25,7 @@ from pyro_bpq.signals import Signals
 from pyro_bpq.surrogate import StepResult, step
 from pyro_bpq.tracing import TracedRun, trace_run
 
-__all__ = ["TraceBackpropQ_IWAE", "leave_one_out_signal", "multi_sample_bound"]
-
-_MEANS = ("geometric", "arithmetic", None)
+__all__ = ["TraceBackpropQ_IWAE"]
 
 
 class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
@@ -100,7 +98,7 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
         nn.Module.__init__(self)
         if num_particles < 1 or num_outer < 1:
             raise OptionError(f"num_particles={num_particles!r}, num_outer={num_outer!r}: write positive numbers.")
-        if baseline not in _MEANS:
+        if baseline not in MEANS:
             raise OptionError(f'baseline={baseline!r}: write "geometric", "arithmetic" or None.')
         check_options(None, critic, "single", lam, 1.0, learner)
         if learner is not None and (learner.replay is not None or learner.first_order > 0.0):
@@ -114,7 +112,9 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
             vectorize_particles=vectorize_particles,
         )
         self.num_inner, self.num_outer, self.plate, self.baseline = num_particles, num_outer, plate, baseline
-        self.planner = BoundPlanner(None, critic, "single", num_bounds=num_outer)
+        self.planner = BoundPlanner(
+            None, critic, "single", num_bounds=num_outer, num_features=2 if num_particles > 1 else 0
+        )
         self.lam, self.gamma = lam, 1.0
         self._start(learner, seed)
         self._layouts: dict[Any, tuple[Layout, Plate | None]] = {}
@@ -167,21 +167,17 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
             loss, surrogate = multi_sample_bound(log_w, score, self.baseline)
             return scale * loss / self.num_outer, scale * surrogate, StepResult(torch.zeros(()), None)
         loss, surrogate = multi_sample_bound(log_w, torch.zeros_like(score), self.baseline)
-        signals = self._signals(layout, rows, runs, scale * leave_one_out_signal(log_w, self.baseline), learning)
+        is_vectorized = self.vectorize_particles and self.num_particles > 1
+        ndim = int(self.max_plate_nesting) - 1 if is_vectorized else runs[0].plate_ndim
+        told = scale * leave_one_out_signal(log_w, self.baseline), features_of_others(log_w)
+        rollout = bound_rollout(runs, *told, rows, ndim, is_vectorized)
+        signals = Signals(layout, rollout, {}, self.critics, learning)
         staged = Staged(tuple(runs), (), signals)
         if self.learner is not None and self.learner.steps > 1:
             self.staged = Transient([staged])
         result = step([signals], self.critics, self.learning(), learning and self._may_learn([staged], loss))
         self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
         return scale * loss / self.num_outer, scale * surrogate, result
-
-    def _signals(
-        self, layout: Layout, rows: Plate | None, runs: Sequence[TracedRun], signal: Tensor, learning: bool
-    ) -> Signals:
-        """What the sites of the samples are told, with critics."""
-        is_vectorized = self.vectorize_particles and self.num_particles > 1
-        ndim = int(self.max_plate_nesting) - 1 if is_vectorized else runs[0].plate_ndim
-        return Signals(layout, bound_rollout(runs, signal, rows, ndim, is_vectorized), {}, self.critics, learning)
 
     def _layout(self, traced: TracedRun) -> tuple[Layout, Plate | None]:
         """The batching of the sites of a run, and the plate of its rows."""
@@ -217,52 +213,6 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
         if dim is not None:
             return value.movedim(dim, 1).reshape(value.shape[0], value.shape[dim], -1).sum(-1)
         return value.reshape(value.shape[0], -1).sum(1, keepdim=True)
-
-
-def multi_sample_bound(log_w: Tensor, score: Tensor, baseline: str | None) -> tuple[Tensor, Tensor]:
-    r"""Minus the bound, and what has its gradient in expectation.
-
-    Args:
-        log_w: Log-weights ``(outer, K, rows)`` in nats, with gradient.
-        score: ``log q`` of the sites that are not reparameterised, same shape, with gradient.
-        baseline: ``"geometric"``, ``"arithmetic"`` or ``None``.
-
-    Returns:
-        The sum over outer samples and rows, detached, and the surrogate, a scalar.
-    """
-    bound, signal = _bound(log_w), leave_one_out_signal(log_w, baseline)
-    return -bound.detach().sum(), -(signal * score).sum() - bound.sum()
-
-
-@torch.no_grad()
-def leave_one_out_signal(log_w: Tensor, baseline: str | None) -> Tensor:
-    """What the sites of each sample see: ``L̂ - L̂_-k``, or ``L̂`` alone.
-
-    Args:
-        log_w: Log-weights ``(outer, K, rows)`` in nats.
-        baseline: ``"geometric"``, ``"arithmetic"`` or ``None``.
-
-    Returns:
-        Signals of the same shape, detached.
-    """
-    signal = _bound(log_w).unsqueeze(1).expand_as(log_w)
-    return signal if baseline is None or log_w.shape[1] == 1 else signal - _without_each(log_w, baseline)
-
-
-def _bound(log_w: Tensor) -> Tensor:
-    return log_w.logsumexp(1) - math.log(log_w.shape[1])
-
-
-def _without_each(log_w: Tensor, baseline: str) -> Tensor:
-    """``L̂_-k`` of every sample."""
-    number = log_w.shape[1]
-    own = torch.eye(number, dtype=torch.bool, device=log_w.device).unsqueeze(-1)
-    # (outer, k, samples, rows)
-    others = log_w.unsqueeze(1).expand(-1, number, -1, -1)
-    if baseline == "arithmetic":
-        return others.masked_fill(own, -math.inf).logsumexp(2) - math.log(number - 1)
-    mean = others.masked_fill(own, 0.0).sum(2, keepdim=True) / (number - 1)
-    return torch.where(own, mean, others).logsumexp(2) - math.log(number)
 
 
 def _row_plate(traced: TracedRun, plate: str) -> Plate:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyro_bpq.config import SiteOptions
@@ -21,7 +22,7 @@ from pyro_bpq.graph import CostNode, Plate, StochasticComputationGraph, Stochast
 from pyro_bpq.layout import Layout
 from pyro_bpq.network import Average, BackpropQNetwork, QNode
 from pyro_bpq.plan import Planner
-from pyro_bpq.rollout import Rollout, Run
+from pyro_bpq.rollout import Rollout, Run, SiteRecord
 from pyro_bpq.tracing import TracedRun
 
 __all__ = ["BoundPlanner", "BoundRollout", "bound_rollout", "is_plain"]
@@ -54,17 +55,23 @@ class BoundRollout(Rollout):
         """Stacks one tensor of each named site or cost, ``(len(names), bounds, samples, plate dims..., event...)``."""
         total = self.num_particles * self.num_samples
         flat = Rollout(self.runs, total, self.plate_sizes, self.plate_ndim, self.is_vectorized)
-        return flat.stack(pick, names, plates, event_ndim).unflatten(1, (self.num_particles, self.num_samples))
+        return flat.stack(pick, names, plates, event_ndim).unflatten(1, (self.num_particles, self.num_samples))  # type: ignore[no-untyped-call]
 
 
 def bound_rollout(
-    traced: Sequence[TracedRun], signal: Tensor, rows: Plate | None, plate_ndim: int, is_vectorized: bool
+    traced: Sequence[TracedRun],
+    signal: Tensor,
+    others: Tensor,
+    rows: Plate | None,
+    plate_ndim: int,
+    is_vectorized: bool,
 ) -> BoundRollout:
     """The runs of some bounds, with minus the signal as their only cost.
 
     Args:
         traced: One run per sample, or a single vectorised one.
         signal: What the sites of each sample see, ``(bounds, samples, rows)`` in nats, detached.
+        others: What critics see of the other samples of the bound, ``(bounds, samples, rows, features)``, detached.
         rows: Plate of the rows, or ``None`` where there is one.
         plate_ndim: Number of plate dimensions.
         is_vectorized: Whether the one run holds all samples.
@@ -83,11 +90,25 @@ def bound_rollout(
     shape = [1] * plate_ndim
     if rows is not None:
         shape[rows.dim] = signal.shape[-1]
-    cost = -signal.reshape(-1, *shape)
-    parts = [cost] if is_vectorized else list(cost.unbind(0))
-    runs = tuple(replace(one.run, costs={_SIGNAL: part}) for one, part in zip(traced, parts, strict=True))
+    total = signal.shape[0] * signal.shape[1]
+    cost, seen = -signal.reshape(total, *shape), others.reshape(total, *shape, others.shape[-1])
+    parts = [(cost, seen)] if is_vectorized else list(zip(cost.unbind(0), seen.unbind(0), strict=True))
+    runs = tuple(_run(one.run, *part) for one, part in zip(traced, parts, strict=True))
     sizes: Mapping[Plate, int] = traced[0].plate_sizes
     return BoundRollout(runs, signal.shape[0], sizes, plate_ndim, is_vectorized, signal.shape[1])
+
+
+def _run(run: Run, cost: Tensor, others: Tensor) -> Run:
+    """A run with one cost, whose sites tell critics of the other samples."""
+
+    def context(record: SiteRecord) -> Tensor:
+        if record.context is None:
+            return others
+        lead = torch.broadcast_shapes(record.context.shape[:-1], others.shape[:-1])  # type: ignore[no-untyped-call]
+        return torch.cat([part.expand(*lead, -1) for part in (record.context.to(others.dtype), others)], -1)
+
+    sites = {name: replace(record, context=context(record)) for name, record in run.sites.items()}
+    return replace(run, sites=sites, costs={_SIGNAL: cost})
 
 
 @dataclass(frozen=True)
@@ -96,9 +117,11 @@ class BoundPlanner(Planner):
 
     Args:
         num_bounds: Number of independent bounds.
+        num_features: Number of features of the other samples that critics see.
     """
 
     num_bounds: int = 1
+    num_features: int = 0
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site: its own option, else by whether it is reparameterised and has a critic.
@@ -161,7 +184,8 @@ class BoundPlanner(Planner):
                 # Partly reparameterised (rejection sampling): the rest of its gradient is a score-function term.
                 estimator = ScoreFunction()
             critic = self._critic(traced, name, estimator)
-            specs[name] = replace(self._spec(traced, name, estimator, critic, frozenset()), has_params=True)
+            spec = self._spec(traced, name, estimator, critic, frozenset())
+            specs[name] = replace(spec, has_params=True, context=spec.context + self.num_features)
         has_critics = any(spec.critic is not None for spec in specs.values())
         return Layout(graph, _network(graph) if has_critics else None, specs, {}, is_steered=True)
 

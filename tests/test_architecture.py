@@ -19,7 +19,7 @@ MAX_LINES = 500
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("graph", "network", "reductions", "validation", "sequence", "replay_plan", "off_policy"),
-    ("rollout", "targets", "provenance", "advantages", "algorithm1"),
+    ("rollout", "targets", "provenance", "advantages", "algorithm1", "bound_signals"),
     ("features", "critics", "context_critic", "bank", "replay", "moments", "joint_critics", "slow", "distributed"),
     ("estimators",),
     (
