@@ -14,18 +14,18 @@ MEANS = ("geometric", "arithmetic", None)
 _LOWEST = -1e4
 
 
-def multi_sample_bound(log_w: Tensor, score: Tensor, baseline: str | None) -> tuple[Tensor, Tensor]:
+def multi_sample_bound(log_w: Tensor, score: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
     r"""Minus the bound, and what has its gradient in expectation.
 
     Args:
         log_w: Log-weights ``(outer, K, rows)`` in nats, with gradient.
         score: ``log q`` of the sites that are not reparameterised, same shape, with gradient.
-        baseline: ``"geometric"``, ``"arithmetic"`` or ``None``.
+        signal: What they see, same shape, detached, see :func:`leave_one_out_signal`.
 
     Returns:
         The sum over outer samples and rows, detached, and the surrogate, a scalar.
     """
-    bound, signal = _bound(log_w), leave_one_out_signal(log_w, baseline)
+    bound = _bound(log_w)
     return -bound.detach().sum(), -(signal * score).sum() - bound.sum()
 
 

@@ -73,16 +73,18 @@ class CriticTraining(LearnedState):
 
         Raises:
             OptionError: If nothing is stored by choice: ``CriticLearner(replay=None)``.
+            BusyError: If another thread takes a step or replays.
         """
         if self._replayer is None or self._optimizer is None:
             raise OptionError("replay(...) needs stored rollouts: learner=CriticLearner(replay=Replay(capacity=...)).")
         done = 0
-        for _ in range(updates):
-            gradients = self._replayer.gradients(self, sites)
-            if self._ranks is not None:
-                gradients = self._ranks.average_found(gradients, self.critics.weights())
-            self._optimizer.step(self.critics, gradients)
-            done += bool(gradients)
+        with self._turn:
+            for _ in range(updates):
+                gradients = self._replayer.gradients(self, sites)
+                if self._ranks is not None:
+                    gradients = self._ranks.average_found(gradients, self.critics.weights())
+                self._optimizer.step(self.critics, gradients)
+                done += bool(gradients)
         return done
 
     def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:

@@ -39,8 +39,9 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
     the geometric mean of the other weights, or leaves it out (arithmetic mean); it does not depend on ``z_k``.
     The first sum runs over the sites that are not reparameterised, the others have pathwise gradients.
 
-    With critics the signal of a sample is the cost-to-go ``C_k = L̂_-k - L̂`` of each of its sites: a critic ``Q_s`` of a
-    site learns it from the values sampled so far, and corrects it as in :class:`~pyro_bpq.AllAction`,
+    With critics the sites of a sample have the cost-to-go ``C_k = w̃_k - (L̂ - L̂_-k)``, all that multiplies their
+    ``∇ log q``: a critic ``Q_s`` of a site learns it from the values sampled so far and the other samples' weights, and
+    corrects it as in :class:`~pyro_bpq.AllAction`,
 
     .. math::
         (C_k - Q_s(z_{ks}) - \textstyle\sum_{t > s} A_t)\,\nabla\log q(z_{ks}) + \nabla E_q[Q_s],\quad
@@ -164,13 +165,16 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
         log_w, score = (torch.cat([part[n] for part in parts]).reshape(shape) for n in (0, 1))
         ready = time.perf_counter()
         if all(is_plain(each) for each, _ in found) or not torch.is_grad_enabled():
-            loss, surrogate = multi_sample_bound(log_w, score, self.baseline)
+            signal = leave_one_out_signal(log_w, self.baseline)
+            loss, surrogate = multi_sample_bound(log_w, score, signal)
             return scale * loss / self.num_outer, scale * surrogate, StepResult(torch.zeros(()), None)
-        loss, surrogate = multi_sample_bound(log_w, torch.zeros_like(score), self.baseline)
+        # What the weights' own gradient holds of the scores goes to the critics too: it nearly cancels the signals.
+        weights, signal = log_w.detach().softmax(1), leave_one_out_signal(log_w, self.baseline)
+        loss, surrogate = multi_sample_bound(log_w, score, weights)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
         ndim = int(self.max_plate_nesting) - 1 if is_vectorized else runs[0].plate_ndim
-        told = scale * leave_one_out_signal(log_w, self.baseline), features_of_others(log_w)
-        rollout = bound_rollout(runs, *told, rows, ndim, is_vectorized)
+        costs, features = scale * (weights - signal), features_of_others(log_w)
+        rollout = bound_rollout(runs, costs, features, rows, ndim, is_vectorized)
         signals = Signals(layout, rollout, {}, self.critics, learning)
         staged = Staged(tuple(runs), (), signals)
         if self.learner is not None and self.learner.steps > 1:

@@ -18,6 +18,7 @@ from pyro_bpq.options import check_not_traced
 from pyro_bpq.registration import register_critics
 from pyro_bpq.replayer import Staged, Transient
 from pyro_bpq.surrogate import Learning, StepResult, critic_loss
+from pyro_bpq.turn import Turn
 
 __all__ = ["LearnedState"]
 
@@ -44,6 +45,7 @@ class LearnedState:
     _waiting: tuple[list[Write], dict[str, Tensor]] | None
     _late: tuple[list[Write], dict[str, Tensor]]
     _evaluate: Callable[..., tuple[Tensor, Tensor, StepResult]]
+    _turn: Turn
     _replayer: Any = None
 
     def __repr__(self) -> str:
@@ -54,7 +56,7 @@ class LearnedState:
         """Sets up what is learned; called by the objective when it is a module already."""
         self.learner = learner
         self.critics = CriticBank(seed, learner is not None, learner is not None and learner.slow is not None)
-        self.staged = Transient()
+        self.staged, self._turn = Transient(), Turn()
         self.num_steps = self.num_noises = 0
         self.info, self.ms = {}, {}
         self._optimizer = None if learner is None else CriticOptimizer(learner)
@@ -78,21 +80,25 @@ class LearnedState:
 
         Returns:
             The loss, in nats: minus the bound.
+
+        Raises:
+            BusyError: If another thread takes a step or replays.
         """
-        if self.training and torch.is_grad_enabled():
-            self._learn()
-        mark = self._mark()
-        loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        self._register_for_pyro()
-        if loss.requires_grad:
-            try:
-                loss.backward(retain_graph=self.retain_graph)
-            except BaseException:
-                self._restore(mark)
-                raise
-        if self.training and torch.is_grad_enabled():
-            self._learn()
-        return float(loss.item())
+        with self._turn:
+            if self.training and torch.is_grad_enabled():
+                self._learn()
+            mark = self._mark()
+            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+            self._register_for_pyro()
+            if loss.requires_grad:
+                try:
+                    loss.backward(retain_graph=self.retain_graph)
+                except BaseException:
+                    self._restore(mark)
+                    raise
+            if self.training and torch.is_grad_enabled():
+                self._learn()
+            return float(loss.item())
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss, whose ``backward`` gives the gradient estimate.
@@ -107,25 +113,29 @@ class LearnedState:
             **kwargs: Their keyword arguments.
 
         Returns:
-            A scalar: in nats: minus the bound.
+            A scalar: minus the bound, in nats.
+
+        Raises:
+            BusyError: If another thread takes a step or replays.
         """
         check_not_traced()
-        learning = self.training and torch.is_grad_enabled()
-        if learning:
-            self._learn()
-        mark = self._mark()
-        try:
-            loss, differentiable, result = self._evaluate(model, guide, args, kwargs, learning)
-        except BaseException:
-            self._restore(mark)
-            raise
-        value = loss.detach()
-        if not result.learns:  # what is learned from is finite
-            warn_if_nan(value, "loss")
-        surrogate = (differentiable + result.surrogate) / self._num_draws
-        if result.learns:
-            surrogate = self._prepare(surrogate, result)
-        return value + (surrogate - surrogate.detach())
+        with self._turn:
+            learning = self.training and torch.is_grad_enabled()
+            if learning:
+                self._learn()
+            mark = self._mark()
+            try:
+                loss, differentiable, result = self._evaluate(model, guide, args, kwargs, learning)
+            except BaseException:
+                self._restore(mark)
+                raise
+            value = loss.detach()
+            if not result.learns:  # what is learned from is finite
+                warn_if_nan(value, "loss")
+            surrogate = (differentiable + result.surrogate) / self._num_draws
+            if result.learns:
+                surrogate = self._prepare(surrogate, result)
+            return value + (surrogate - surrogate.detach())
 
     def warm_up(self, model: Any, guide: Any, *args: Any, steps: int, **kwargs: Any) -> float:
         """Trains critics and running statistics on new rollouts; model and guide stay as they are.

@@ -1,8 +1,9 @@
-r"""The samples of a multi-sample bound as a rollout with one cost each: minus the signal that a sample's sites see.
+r"""The samples of a multi-sample bound as a rollout with one cost each, which their sites share.
 
-All samples of a bound share their signals, so none of them may be another's baseline: a rollout has one particle for
-each independent bound, and its samples lie in a dimension between particles and plates. The one cost comes after
-the last site, and what a critic sees follows from what was sampled before its site, whatever the program does later.
+All samples of a bound have a say in each cost, so none of them may be another's baseline: a rollout has one
+particle for each independent bound, and its samples lie in a dimension between particles and plates. The one cost
+comes after the last site, and what a critic sees follows from what was sampled before its site, whatever the program
+does later.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pyro_bpq.tracing import TracedRun
 
 __all__ = ["BoundPlanner", "BoundRollout", "bound_rollout", "is_plain"]
 
-_SIGNAL = "signal"
+_COST = "bound"
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,17 @@ class BoundRollout(Rollout):
 
 def bound_rollout(
     traced: Sequence[TracedRun],
-    signal: Tensor,
+    costs: Tensor,
     others: Tensor,
     rows: Plate | None,
     plate_ndim: int,
     is_vectorized: bool,
 ) -> BoundRollout:
-    """The runs of some bounds, with minus the signal as their only cost.
+    """The runs of some bounds, with one cost each.
 
     Args:
         traced: One run per sample, or a single vectorised one.
-        signal: What the sites of each sample see, ``(bounds, samples, rows)`` in nats, detached.
+        costs: Cost-to-go of the sites of each sample, ``(bounds, samples, rows)`` in nats, detached.
         others: What critics see of the other samples of the bound, ``(bounds, samples, rows, features)``, detached.
         rows: Plate of the rows, or ``None`` where there is one.
         plate_ndim: Number of plate dimensions.
@@ -89,13 +90,13 @@ def bound_rollout(
         )
     shape = [1] * plate_ndim
     if rows is not None:
-        shape[rows.dim] = signal.shape[-1]
-    total = signal.shape[0] * signal.shape[1]
-    cost, seen = -signal.reshape(total, *shape), others.reshape(total, *shape, others.shape[-1])
+        shape[rows.dim] = costs.shape[-1]
+    total = costs.shape[0] * costs.shape[1]
+    cost, seen = costs.reshape(total, *shape), others.reshape(total, *shape, others.shape[-1])
     parts = [(cost, seen)] if is_vectorized else list(zip(cost.unbind(0), seen.unbind(0), strict=True))
     runs = tuple(_run(one.run, *part) for one, part in zip(traced, parts, strict=True))
     sizes: Mapping[Plate, int] = traced[0].plate_sizes
-    return BoundRollout(runs, signal.shape[0], sizes, plate_ndim, is_vectorized, signal.shape[1])
+    return BoundRollout(runs, costs.shape[0], sizes, plate_ndim, is_vectorized, costs.shape[1])
 
 
 def _run(run: Run, cost: Tensor, others: Tensor) -> Run:
@@ -108,7 +109,7 @@ def _run(run: Run, cost: Tensor, others: Tensor) -> Run:
         return torch.cat([part.expand(*lead, -1) for part in (record.context.to(others.dtype), others)], -1)
 
     sites = {name: replace(record, context=context(record)) for name, record in run.sites.items()}
-    return replace(run, sites=sites, costs={_SIGNAL: cost})
+    return replace(run, sites=sites, costs={_COST: cost})
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class BoundPlanner(Planner):
                 "TraceBackpropQ_IWAE(critic=MLPCritic()), or ScoreFunction()"
             )
         if reason is None and isinstance(chosen, AllAction) and chosen.exact is True:
-            reason = "a signal has no costs that one more run of the model could tell; write AllAction()"
+            reason = "no costs are known that one more run of the model could tell; write AllAction()"
         if reason is None and isinstance(chosen, ScoreFunction) and options.critic:
             reason = "ScoreFunction() reads no critic; leave out the estimator or the critic"
         if reason is None and options.baseline is not None:
@@ -175,7 +176,7 @@ class BoundPlanner(Planner):
         names = tuple(traced.run.sites)
         plates = {entry[0]: entry[1] for entry in reversed(traced.key)}
         nodes = tuple(StochasticNode(n, (), plates[n], traced.infos[n].has_rsample) for n in names)
-        cost = CostNode(_SIGNAL, names, () if rows is None else (rows,))
+        cost = CostNode(_COST, names, () if rows is None else (rows,))
         graph = StochasticComputationGraph(nodes, (cost,))
         specs = {}
         for name in names:
@@ -191,7 +192,7 @@ class BoundPlanner(Planner):
 
 
 def is_plain(layout: Any) -> bool:
-    """Whether nothing is subtracted from the signals."""
+    """Whether nothing is subtracted from what sites see."""
     return all(spec.critic is None and _has_no_memory(spec.estimator) for spec in layout.specs.values())
 
 
@@ -205,7 +206,7 @@ def _network(graph: StochasticComputationGraph) -> BackpropQNetwork:
     later, scope = None, tuple(node.name for node in graph.nodes)
     for t in reversed(range(len(scope))):
         node = graph.nodes[t]
-        child = later.name if later is not None and set(later.plates) <= set(node.plates) else _SIGNAL
-        nodes.append(QNode(node.name, node.name, scope[: t + 1], (_SIGNAL,), (), (Average((child,)),)))
+        child = later.name if later is not None and set(later.plates) <= set(node.plates) else _COST
+        nodes.append(QNode(node.name, node.name, scope[: t + 1], (_COST,), (), (Average((child,)),)))
         later = node
     return BackpropQNetwork(graph, tuple(nodes), "single", "history")

@@ -18,9 +18,20 @@ MAX_LINES = 500
 # of its modules. Which layer a new module belongs to is a decision: add it here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("graph", "network", "reductions", "validation", "sequence", "replay_plan", "off_policy"),
+    ("graph", "network", "reductions", "validation", "sequence", "replay_plan", "off_policy", "turn"),
     ("rollout", "targets", "provenance", "advantages", "algorithm1", "bound_signals"),
-    ("features", "critics", "context_critic", "bank", "replay", "moments", "joint_critics", "slow", "distributed"),
+    (
+        "features",
+        "critics",
+        "context_critic",
+        "bank",
+        "replay",
+        "moments",
+        "joint_critics",
+        "slow",
+        "distributed",
+        "turn",
+    ),
     ("estimators",),
     (
         "layout",

@@ -209,12 +209,12 @@ def test_critics_lower_the_variance() -> None:
     case.params()
     iwae = TraceBackpropQ_IWAE(2, critic=MLPCritic())
     pyro.set_rng_seed(0)
-    iwae.warm_up(case.model, case.guide, *case.args, steps=400)
+    iwae.warm_up(case.model, case.guide, *case.args, steps=300)
     iwae.eval()
     found, plain = (
         expected_moments(each, case.model, case.guide, *case.args) for each in (iwae, TraceBackpropQ_IWAE(2))
     )
-    assert found.total_variance < 0.7 * plain.total_variance
+    assert found.total_variance < 0.6 * plain.total_variance
 
 
 # State.
