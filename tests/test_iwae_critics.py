@@ -80,7 +80,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "flips": {"critic": FlipCritic()},
 }
 PAIRS = [
-    *[(name, "perceptron") for name in ("fork", "chain", "discrete_above_reparam", "plate", "global_local")],
+    *[
+        (name, "perceptron")
+        for name in ("fork", "chain", "discrete_above_reparam", "plate", "global_local", "mask_scale")
+    ],
     *[("chain", option) for option in OPTIONS if option not in ("perceptron", "flips")],
     *[("vector", "perceptron"), ("vector", "flips")],
 ]
