@@ -21,6 +21,8 @@ SCRIPTS = (
     "sbn.py",
     "chorales.py",
     "schedules.py",
+    "background.py",
+    "multi_sample.py",
     "bias.py",
 )
 

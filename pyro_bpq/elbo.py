@@ -2,11 +2,10 @@ r"""``TraceBackpropQ_ELBO``: wiring only."""
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ from pyro.util import check_if_enumerated, warn_if_nan
 from torch import Tensor, nn
 
 from pyro_bpq.analytic import differentiable_cost
-from pyro_bpq.bank import CriticBank, Write
 from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.critic_training import CriticTraining
 from pyro_bpq.critics import Critic, MLPCritic
@@ -26,9 +24,9 @@ from pyro_bpq.enumeration import enumerated_programs
 from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.learner import CriticLearner, CriticOptimizer
+from pyro_bpq.learner import CriticLearner
 from pyro_bpq.network import Reduction
-from pyro_bpq.options import check_not_traced, check_options
+from pyro_bpq.options import check_options
 from pyro_bpq.plan import Plan, Planner, check_gradients
 from pyro_bpq.replayer import Replayer, Transient
 from pyro_bpq.staging import Staging
@@ -145,25 +143,16 @@ class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
             raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
         self.enumeration = enumeration
         self.planner = Planner(estimator, critic, reduction)
-        self.lam, self.gamma, self.learner, self.analytic_kl = lam, gamma, learner, analytic_kl
-        self.critics = CriticBank(seed, learner is not None, learner is not None and learner.slow is not None)
+        self.lam, self.gamma, self.analytic_kl = lam, gamma, analytic_kl
+        self._start(learner, seed)
         replay = None if learner is None else learner.replay
         self._replayer = None if learner is None or replay is None else Replayer(learner, replay, seed)
-        self.staged = Transient()
         self.keeps_staged = replay is not None or (learner is not None and learner.steps > 1)
-        self.num_steps = self.num_noises = 0
-        self.info: dict[str, dict[str, Any]] = {}
-        self.ms: dict[str, float] = {}
         self._structure = StructureCache(structure)
-        self._optimizer = None if learner is None else CriticOptimizer(learner)
         self._plans: dict[Any, Plan] = {}
         self._last_plan: tuple[Any, StochasticComputationGraph, tuple[bool, bool], Plan] | None = None
         self._cannot_flip: set[Any] = set()
         self._slopes: dict[Any, bool] = {}
-        # What the last step taught, and of what was loaded the part for blocks that are yet to be built.
-        self._waiting: tuple[list[Write], dict[str, Tensor]] | None = None
-        self._late: tuple[list[Write], dict[str, Tensor]] = ([], {})
-        self.critics.on_build = self._catch_up
 
     __call__ = ELBO.__call__
 
@@ -191,66 +180,6 @@ class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
         loss = self._mean([traced.run.loss for traced in runs])
         warn_if_nan(loss, "loss")
         return float(loss.item())
-
-    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """Adds the gradients of the loss to ``.grad``, then lets the critics learn.
-
-        Args:
-            model: The model.
-            guide: The guide.
-            *args: Their arguments.
-            **kwargs: Their keyword arguments.
-
-        Returns:
-            The loss, minus the ELBO, in nats.
-        """
-        if self.training and torch.is_grad_enabled():
-            self._learn()
-        mark = self._mark()
-        loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        self._register_for_pyro()
-        if loss.requires_grad:
-            try:
-                loss.backward(retain_graph=self.retain_graph)
-            except BaseException:
-                self._restore(mark)
-                raise
-        if self.training and torch.is_grad_enabled():
-            self._learn()
-        return float(loss.item())
-
-    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss, whose ``backward`` gives the gradient estimate.
-
-        In training mode what was learned from the previous call is applied first; what is learned from this
-        one waits for the next, so that nothing changes between forward and backward.
-
-        Args:
-            model: The model.
-            guide: The guide.
-            *args: Their arguments.
-            **kwargs: Their keyword arguments.
-
-        Returns:
-            A scalar: minus the ELBO, in nats.
-        """
-        check_not_traced()
-        learning = self.training and torch.is_grad_enabled()
-        if learning:
-            self._learn()
-        mark = self._mark()
-        try:
-            loss, differentiable, result = self._evaluate(model, guide, args, kwargs, learning)
-        except BaseException:
-            self._restore(mark)
-            raise
-        value = loss.detach()
-        if not result.learns:  # what is learned from is finite
-            warn_if_nan(value, "loss")
-        surrogate = (differentiable + result.surrogate) / self.num_particles
-        if result.learns:
-            surrogate = self._prepare(surrogate, result)
-        return value + (surrogate - surrogate.detach())
 
     # One step.
 
@@ -315,76 +244,6 @@ class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
     def _mean(self, losses: list[Tensor]) -> Tensor:
         return sum(losses[1:], losses[0]) / self.num_particles
 
-    # Learning.
-
-    def _prepare(self, surrogate: Tensor, result: StepResult) -> Tensor:
-        """Notes what the step teaches; adds the critics' loss to the surrogate where the user trains them."""
-        self.info = result.info
-        gradients = {}
-        if result.critic_loss is not None and self._optimizer is None:
-            surrogate = surrogate + result.critic_loss
-        elif result.critic_loss is not None:
-            gradients = self._gradients(result.critic_loss)
-        self._waiting = (result.writes, gradients)
-        return surrogate
-
-    def _learn(self) -> None:
-        """Applies what the last step taught."""
-        if self._waiting is None:
-            return
-        (writes, gradients), self._waiting = self._waiting, None
-        self.num_steps += 1
-        self.critics.commit(writes)
-        if self._optimizer is not None:
-            self._optimizer.step(self.critics, gradients)
-            self._learn_again()
-        built, late = self.critics.blocks, self._late
-        self._late = (
-            [*late[0], *(write for write in writes if write[0] not in built)],
-            {**late[1], **{name: g for name, g in gradients.items() if name.split(".")[0] not in built}},
-        )
-
-    def _catch_up(self, key: str) -> None:
-        """Applies to a block what is known for it; a block that is not there yet catches up when it is built."""
-        writes, gradients = self._late
-        own = {name: gradient for name, gradient in gradients.items() if name.startswith(f"{key}.")}
-        self.critics.commit([write for write in writes if write[0] == key])
-        if own and self._optimizer is not None:
-            self._optimizer.step(self.critics, own)
-        self._late = [write for write in writes if write[0] != key], _without(gradients, own)
-
-    def _mark(self) -> tuple[Any, ...]:
-        return self.critics.snapshot(), self._waiting, self._late, self.info, self.staged
-
-    def _restore(self, mark: tuple[Any, ...]) -> None:
-        """Undoes what a step has built."""
-        bank, self._waiting, self._late, self.info, self.staged = mark
-        built = self.critics.restore(bank)
-        if self._optimizer is not None:
-            self._optimizer.forget(built)
-
-    # State.
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
-        return {
-            "num_steps": self.num_steps,
-            "num_noises": self.num_noises,
-            "optimizer": {} if self._optimizer is None else self._optimizer.state_dict(),
-            "waiting": self._waiting,
-            "late": self._late,
-            "replay": None if self._replayer is None else self._replayer.state_dict(),
-        }
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`get_extra_state`."""
-        self.num_steps, self.num_noises = state["num_steps"], state["num_noises"]
-        self._waiting, self._late = copy.deepcopy((state["waiting"], state["late"]))
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict(state["optimizer"])
-        if self._replayer is not None and state.get("replay") is not None:
-            self._replayer.load_state_dict(state["replay"])
-
     def extra_repr(self) -> str:
         """The options."""
         planner = self.planner
@@ -393,7 +252,3 @@ class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
             f"reduction={planner.reduction!r}, lam={self.lam}, gamma={self.gamma}, learner={self.learner}, "
             f"structure={self._structure.mode!r}, enumeration={self.enumeration!r}"
         )
-
-
-def _without(gradients: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
-    return {name: gradient for name, gradient in gradients.items() if name not in names}

@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "BPQError",
     "BPQWarning",
+    "BusyError",
     "CriticShapeError",
     "GraphError",
     "OptionError",
@@ -68,6 +69,10 @@ class CriticShapeError(BPQError, ValueError):
 
 class StructureChangedError(BPQError, RuntimeError):
     """A program declared static changed its structure."""
+
+
+class BusyError(BPQError, RuntimeError):
+    """An objective is in use in another thread."""
 
 
 class BPQWarning(UserWarning):

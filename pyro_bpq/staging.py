@@ -140,8 +140,15 @@ class Staging:
         if key not in self._plans:
             if len(self._plans) >= 64:
                 self._plans.clear()
+            is_dynamic, cuts_plates, patterns = kind
             self._plans[key] = self.planner.plan(
-                traced, graph, traced.key not in self._cannot_flip, *kind, self._slopes.get(traced.key, True)
+                traced,
+                graph,
+                traced.key not in self._cannot_flip,
+                is_dynamic,
+                cuts_plates,
+                patterns,
+                self._slopes.get(traced.key, True),
             )
         self._last_plan = (traced.key, graph, kind, self._plans[key])
         return self._plans[key]

@@ -18,9 +18,19 @@ MAX_LINES = 500
 # of its modules. Which layer a new module belongs to is a decision: add it here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("graph", "network", "reductions", "validation", "sequence", "replay_plan", "off_policy"),
-    ("rollout", "targets", "ledger", "provenance", "elements", "advantages", "algorithm1"),
-    ("features", "critics", "context_critic", "bank", "replay", "moments", "joint_critics", "slow", "distributed"),
+    ("graph", "network", "reductions", "validation", "sequence", "replay_plan", "off_policy", "turn"),
+    ("rollout", "targets", "ledger", "provenance", "elements", "advantages", "algorithm1", "bound_signals"),
+    (
+        "features",
+        "critics",
+        "context_critic",
+        "bank",
+        "replay",
+        "moments",
+        "joint_critics",
+        "slow",
+        "distributed",
+    ),
     ("estimators",),
     (
         "layout",
@@ -43,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "structure",
         "immediate",
         "plan",
+        "multi_sample",
         "sandbox",
         "substitute",
         "reruns",
@@ -71,6 +82,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "testing",
         "iwae",
         "local_objective",
+        "learned_state",
         "critic_training",
         "actor_critic",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,65 +10,28 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import BY_NAME, Case, irregular, real
-from pyro import poutine
+from bounds import (
+    ATOL,
+    COIN,
+    DATA,
+    coin_guide,
+    coin_model,
+    error,
+    exact_bound,
+    gradients,
+    one_row,
+    rows_guide,
+    rows_model,
+)
+from models import BY_NAME, Case, real
 from pyro.infer import SVI, RenyiELBO
 from pyro.optim import Adam
 from torch import Tensor
 
-from pyro_bpq import AllAction, TraceBackpropQ_IWAE, config_bpq, cost
+from pyro_bpq import AllAction, TraceBackpropQ_IWAE, config_bpq
+from pyro_bpq.bound_signals import _without_each, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.errors import OptionError, PlateError, UnsupportedSiteError
-from pyro_bpq.iwae import _without_each, multi_sample_bound
 from pyro_bpq.testing import expected_gradient, expected_moments
-from pyro_bpq.testing.choices import ChoiceMessenger, walk
-
-ATOL = 1e-10
-Program = Callable[..., Any]
-
-
-def states(model: Program, guide: Program, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Probability of every state of one sample, differentiable, and its log-weight, both ``(states,)``."""
-    choices = ChoiceMessenger(1000, keep_score=True)
-
-    def run() -> tuple[Tensor, Tensor]:
-        q = poutine.trace(guide).get_trace(*args)
-        p = poutine.trace(poutine.replay(model, trace=q)).get_trace(*args)
-        log_w = p.log_prob_sum(lambda _, s: not is_index(s)) - q.log_prob_sum(lambda _, s: not is_index(s))
-        return log_w, torch.stack(choices.score).sum()
-
-    found = [
-        (probability * (score - score.detach()).exp(), log_w) for probability, (log_w, score) in walk(choices, run)
-    ]
-    return torch.stack([q for q, _ in found]), torch.stack([w for _, w in found])
-
-
-def is_index(site: Any) -> bool:
-    return type(site["fn"]).__name__ == "_Subsample"
-
-
-def exact_bound(model: Program, guide: Program, args: tuple[Any, ...], k: int) -> Tensor:
-    """Minus the bound, differentiable."""
-    q, log_w = states(model, guide, args)
-    total = torch.zeros((), dtype=torch.float64)
-    for chosen in itertools.product(range(len(q)), repeat=k):
-        picked = list(chosen)
-        total = total - q[picked].prod() * (log_w[picked].logsumexp(0) - math.log(k))
-    return total
-
-
-def gradients(loss: Tensor) -> dict[str, Tensor]:
-    named = dict(pyro.get_param_store().named_parameters())
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
-
-
-def error(iwae: TraceBackpropQ_IWAE, case: Case, k: int) -> float:
-    case.params()
-    truth = gradients(exact_bound(case.model, case.guide, case.args, k))
-    assert max(float(g.abs().max()) for g in truth.values()) > 1e-2
-    found = expected_gradient(iwae, case.model, case.guide, *case.args)
-    return max(float((found[name] - g).abs().max()) for name, g in truth.items())
-
 
 SMALL = ["fork", "discrete_above_reparam", "vector", "plate_subsample"]
 
@@ -79,18 +41,6 @@ SMALL = ["fork", "discrete_above_reparam", "vector", "plate_subsample"]
 def test_gradient_of_two_samples_is_exact(name: str, baseline: str | None) -> None:
     assert not BY_NAME[name].has_subsample
     assert error(TraceBackpropQ_IWAE(2, baseline=baseline), BY_NAME[name], 2) < ATOL
-
-
-def coin_model() -> None:
-    a = pyro.sample("a", dist.Bernoulli(logits=pyro.param("pa", lambda: irregular(start=1))))
-    pyro.sample("x", dist.Normal(a * pyro.param("mean", lambda: irregular(start=2)), 0.5), obs=real(0.7)[0])
-
-
-def coin_guide() -> None:
-    pyro.sample("a", dist.Bernoulli(logits=pyro.param("qa", lambda: irregular(start=3))))
-
-
-COIN = Case("coin", coin_model, coin_guide, {"pa": (), "mean": (), "qa": ()}, 2)
 
 
 @pytest.mark.parametrize("baseline", ["geometric", "arithmetic", None])
@@ -138,32 +88,6 @@ def test_leave_one_out_lowers_the_variance() -> None:
 
 # Rows.
 
-DATA = real(0.3, -0.8, 1.4)
-
-
-def rows_model(data: Tensor = DATA, size: int | None = None) -> None:
-    with pyro.plate("rows", len(data), subsample_size=size, dim=-1) as rows:
-        a = pyro.sample("a", dist.Bernoulli(logits=pyro.param("pa", lambda: irregular(start=1))))
-        pyro.sample("x", dist.Normal(1.5 * a, 0.6), obs=data[rows])
-        cost("user", 0.4 * a * data[rows])
-
-
-def rows_guide(data: Tensor = DATA, size: int | None = None) -> None:
-    with pyro.plate("rows", len(data), subsample_size=size, dim=-1) as rows:
-        pyro.sample("a", dist.Bernoulli(logits=pyro.param("qa", lambda: irregular(3, start=2))[rows]))
-
-
-def one_row(i: int) -> tuple[Program, Program]:
-    def model() -> None:
-        a = pyro.sample("a", dist.Bernoulli(logits=pyro.param("pa")))
-        pyro.sample("x", dist.Normal(1.5 * a, 0.6), obs=DATA[i])
-        pyro.factor("user", -0.4 * a * DATA[i])
-
-    def guide() -> None:
-        pyro.sample("a", dist.Bernoulli(logits=pyro.param("qa")[i]))
-
-    return model, guide
-
 
 @pytest.mark.parametrize("vectorised", [False, True])
 @pytest.mark.parametrize("size", [None, 1, 2])
@@ -188,7 +112,7 @@ def test_planted_bias_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def biased(log_w: Tensor, baseline: str) -> Tensor:
         return _without_each(log_w, baseline) + 0.1 * log_w
 
-    monkeypatch.setattr("pyro_bpq.iwae._without_each", biased)
+    monkeypatch.setattr("pyro_bpq.bound_signals._without_each", biased)
     assert error(TraceBackpropQ_IWAE(2), COIN, 2) > 1e-3
 
 
@@ -204,7 +128,7 @@ def test_impossible_samples_do_no_harm() -> None:
     log_w = real(0.0, -math.inf, 1.0).reshape(1, 3, 1)
     score = torch.zeros(1, 3, 1, dtype=torch.float64, requires_grad=True)
     for baseline in ("arithmetic", None):
-        loss, surrogate = multi_sample_bound(log_w, score, baseline)
+        loss, surrogate = multi_sample_bound(log_w, score, leave_one_out_signal(log_w, baseline))
         (gradient,) = torch.autograd.grad(surrogate, score)
         assert bool(torch.isfinite(loss)) and bool(torch.isfinite(gradient).all())
 

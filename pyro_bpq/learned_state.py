@@ -1,0 +1,299 @@
+r"""What an objective has learned, and when it learns: critics, their optimiser, what waits to be applied."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+from pyro.util import warn_if_nan
+from torch import Tensor
+
+from pyro_bpq.bank import CriticBank, Write
+from pyro_bpq.distributed import Ranks
+from pyro_bpq.errors import OptionError
+from pyro_bpq.learner import CriticLearner, CriticOptimizer
+from pyro_bpq.options import check_not_traced
+from pyro_bpq.registration import register_critics
+from pyro_bpq.replayer import Staged, Transient
+from pyro_bpq.surrogate import Learning, StepResult, critic_loss
+from pyro_bpq.turn import Turn
+
+__all__ = ["LearnedState"]
+
+
+class LearnedState:
+    """The part of an objective that learns from its steps; the objective itself evaluates them.
+
+    Nothing changes between forward and backward: what a step teaches waits in ``_waiting``.
+    """
+
+    critics: CriticBank
+    learner: CriticLearner | None
+    lam: float | Callable[[int], float]
+    gamma: float | Callable[[int], float]
+    num_steps: int
+    num_noises: int
+    info: dict[str, dict[str, Any]]
+    ms: dict[str, float]
+    staged: Transient
+    training: bool
+    retain_graph: bool | None
+    num_particles: int
+    _optimizer: CriticOptimizer | None
+    _waiting: tuple[list[Write], dict[str, Tensor]] | None
+    _late: tuple[list[Write], dict[str, Tensor]]
+    _evaluate: Callable[..., tuple[Tensor, Tensor, StepResult]]
+    _turn: Turn
+    _replayer: Any = None
+
+    def __repr__(self) -> str:
+        # That of a module, which every objective is; this class stands before it among the bases.
+        return super().__repr__()
+
+    def _start(self, learner: CriticLearner | None, seed: int) -> None:
+        """Sets up what is learned; called by the objective when it is a module already."""
+        self.learner = learner
+        self.critics = CriticBank(seed, learner is not None, learner is not None and learner.slow is not None)
+        self.staged, self._turn = Transient(), Turn()
+        self.num_steps = self.num_noises = 0
+        self.info, self.ms = {}, {}
+        self._optimizer = None if learner is None else CriticOptimizer(learner)
+        # What the last step taught, and of what was loaded the part for blocks that are yet to be built.
+        self._waiting, self._late = None, ([], {})
+        self.critics.on_build = self._catch_up
+
+    @property
+    def _num_draws(self) -> int:
+        """Number of draws whose mean the loss is."""
+        return self.num_particles
+
+    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Adds the gradients of the loss to ``.grad``, then lets the critics learn.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The loss, in nats: minus the bound.
+
+        Raises:
+            BusyError: If another thread takes a step or replays.
+        """
+        with self._turn:
+            if self.training and torch.is_grad_enabled():
+                self._learn()
+            mark = self._mark()
+            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+            self._register_for_pyro()
+            if loss.requires_grad:
+                try:
+                    loss.backward(retain_graph=self.retain_graph)
+                except BaseException:
+                    self._restore(mark)
+                    raise
+            if self.training and torch.is_grad_enabled():
+                self._learn()
+            return float(loss.item())
+
+    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss, whose ``backward`` gives the gradient estimate.
+
+        In training mode what was learned from the previous call is applied first; what is learned from this
+        one waits for the next, so that nothing changes between forward and backward.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            A scalar: minus the bound, in nats.
+
+        Raises:
+            BusyError: If another thread takes a step or replays.
+        """
+        check_not_traced()
+        with self._turn:
+            learning = self.training and torch.is_grad_enabled()
+            if learning:
+                self._learn()
+            mark = self._mark()
+            try:
+                loss, differentiable, result = self._evaluate(model, guide, args, kwargs, learning)
+            except BaseException:
+                self._restore(mark)
+                raise
+            value = loss.detach()
+            if not result.learns:  # what is learned from is finite
+                warn_if_nan(value, "loss")
+            surrogate = (differentiable + result.surrogate) / self._num_draws
+            if result.learns:
+                surrogate = self._prepare(surrogate, result)
+            return value + (surrogate - surrogate.detach())
+
+    def warm_up(self, model: Any, guide: Any, *args: Any, steps: int, **kwargs: Any) -> float:
+        """Trains critics and running statistics on new rollouts; model and guide stay as they are.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments.
+            steps: Number of rollouts.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The mean loss, in nats: minus the bound.
+
+        Raises:
+            OptionError: If the critics have no optimiser of their own, or nothing learns now.
+        """
+        if self._optimizer is None:
+            raise OptionError("warm_up(...) needs critics with an optimiser of their own: learner=CriticLearner().")
+        if not (self.training and torch.is_grad_enabled()):
+            raise OptionError("warm_up(...) learns: call elbo.train() first, and not under torch.no_grad().")
+        if steps < 1:
+            raise OptionError(f"warm_up(steps={steps!r}): write a positive number.")
+        losses = []
+        for _ in range(steps):
+            losses.append(float(self.differentiable_loss(model, guide, *args, **kwargs).item()))
+            self._learn()
+        return sum(losses) / steps
+
+    # Learning.
+
+    def _prepare(self, surrogate: Tensor, result: StepResult) -> Tensor:
+        """Notes what the step teaches; adds the critics' loss to the surrogate where the user trains them."""
+        self.info = result.info
+        gradients = {}
+        if result.critic_loss is not None and self._optimizer is None:
+            surrogate = surrogate + result.critic_loss
+        elif result.critic_loss is not None:
+            gradients = self._gradients(result.critic_loss)
+        self._waiting = (result.writes, gradients)
+        return surrogate
+
+    def _learn(self) -> None:
+        """Applies what the last step taught."""
+        if self._waiting is None:
+            return
+        (writes, gradients), self._waiting = self._waiting, None
+        self.num_steps += 1
+        self.critics.commit(writes)
+        if self._optimizer is not None:
+            self._optimizer.step(self.critics, gradients)
+            self._learn_again()
+        built, late = self.critics.blocks, self._late
+        self._late = (
+            [*late[0], *(write for write in writes if write[0] not in built)],
+            {**late[1], **{name: g for name, g in gradients.items() if name.split(".")[0] not in built}},
+        )
+
+    def _catch_up(self, key: str) -> None:
+        """Applies to a block what is known for it; a block that is not there yet catches up when it is built."""
+        writes, gradients = self._late
+        own = {name: gradient for name, gradient in gradients.items() if name.startswith(f"{key}.")}
+        self.critics.commit([write for write in writes if write[0] == key])
+        if own and self._optimizer is not None:
+            self._optimizer.step(self.critics, own)
+        self._late = [write for write in writes if write[0] != key], _without(gradients, own)
+
+    def _mark(self) -> tuple[Any, ...]:
+        return self.critics.snapshot(), self._waiting, self._late, self.info, self.staged
+
+    def _restore(self, mark: tuple[Any, ...]) -> None:
+        """Undoes what a step has built."""
+        bank, self._waiting, self._late, self.info, self.staged = mark
+        built = self.critics.restore(bank)
+        if self._optimizer is not None:
+            self._optimizer.forget(built)
+
+    def learning(self) -> Learning:
+        """How targets are formed in the present step."""
+        learner = self.learner
+        return Learning(
+            _at(self.lam, self.num_steps),
+            _at(self.gamma, self.num_steps),
+            1.0 if learner is None else learner.level_weight,
+            slow=learner is not None and learner.slow is not None,
+            num_steps=self.num_steps,
+            first_order=0.0 if learner is None else learner.first_order,
+            ranks=self._ranks,
+        )
+
+    @property
+    def _ranks(self) -> Ranks | None:
+        """The processes that learn together; ``None`` where there are no others."""
+        ranks = Ranks() if self.learner is None else self.learner.ranks
+        return None if ranks is None or ranks.size == 1 else ranks
+
+    def _may_learn(self, items: Sequence[Staged], loss: Tensor) -> bool:
+        """Whether there is something to learn from: a loss that is finite, on all ranks."""
+        is_finite, ranks = torch.isfinite(loss.detach()), self._ranks
+        if ranks is None:
+            return bool(is_finite)
+        structure = [f"step {self.num_steps}"]
+        for item in items:
+            one = item.signals
+            structure += [f"sites {one.layout.classes[c].names}" for c in one.active]
+            structure += [f"critics {critic.keys}" for critic in one.critics.values()]
+        return ranks.agree(structure, is_finite)
+
+    def _learn_again(self) -> None:
+        """More steps on the last rollout."""
+        assert self.learner is not None and self._optimizer is not None
+        items, self.staged = self.staged.items, Transient()
+        for _ in range(self.learner.steps - 1):
+            loss = critic_loss([staged.again(self.critics) for staged in items], self.critics, self.learning())
+            if loss is not None:
+                self._optimizer.step(self.critics, self._gradients(loss))
+        self._keep(items)
+
+    def _keep(self, items: Sequence[Staged]) -> None:
+        """What becomes of a rollout that has been learned from."""
+
+    def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        tensors = self.critics.weights()
+        found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
+        return gradients if self._ranks is None else self._ranks.average(gradients)
+
+    def _register_for_pyro(self) -> None:
+        """Shows the critics to SVI where the user's optimiser trains them: those of the first step too."""
+        if self.learner is None and torch.is_grad_enabled():
+            register_critics(self.critics)
+
+    # State.
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
+        return {
+            "num_steps": self.num_steps,
+            "num_noises": self.num_noises,
+            "optimizer": {} if self._optimizer is None else self._optimizer.state_dict(),
+            "waiting": self._waiting,
+            "late": self._late,
+            "replay": None if self._replayer is None else self._replayer.state_dict(),
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`get_extra_state`."""
+        self.num_steps, self.num_noises = state["num_steps"], state["num_noises"]
+        self._waiting, self._late = copy.deepcopy((state["waiting"], state["late"]))
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        if self._replayer is not None and state.get("replay") is not None:
+            self._replayer.load_state_dict(state["replay"])
+
+
+def _without(gradients: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+    return {name: gradient for name, gradient in gradients.items() if name not in names}
+
+
+def _at(value: float | Callable[[int], float], at: int) -> float:
+    return float(value(at)) if callable(value) else float(value)

@@ -1,0 +1,100 @@
+"""Steps and replay in several threads: refused at the same time, fine in turns."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pytest
+from pyro.poutine.runtime import _PYRO_STACK
+from steps import CHAIN, assert_equal, run, state_of, step
+
+from pyro_bpq import CriticLearner, Replay, TraceBackpropQ_ELBO
+from pyro_bpq.errors import BusyError
+from pyro_bpq.turn import Turn
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """What a call in another thread returns or raises."""
+    found: list[Any] = []
+
+    def target() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def trained() -> TraceBackpropQ_ELBO:
+    elbo = TraceBackpropQ_ELBO(learner=CriticLearner(replay=Replay(updates_per_step=0)))
+    run(elbo, steps=3)
+    return elbo
+
+
+CALLS: dict[str, Callable[[TraceBackpropQ_ELBO], Any]] = {
+    "replay": lambda elbo: elbo.replay(),
+    "loss_and_grads": lambda elbo: elbo.loss_and_grads(CHAIN.model, CHAIN.guide),
+    "differentiable_loss": lambda elbo: elbo.differentiable_loss(CHAIN.model, CHAIN.guide),
+}
+
+
+@pytest.mark.parametrize("meanwhile", ["step", "replay"])
+@pytest.mark.parametrize("name", list(CALLS))
+def test_another_thread_is_refused_while_programs_run(name: str, meanwhile: str) -> None:
+    elbo, refused = trained(), []
+
+    def guide() -> None:
+        refused.append(in_thread(lambda: CALLS[name](elbo)))
+        CHAIN.guide()
+
+    undisturbed = copy.deepcopy(elbo)
+    pyro.set_rng_seed(5)
+    expected = undisturbed.loss_and_grads(CHAIN.model, CHAIN.guide)
+    if meanwhile == "step":
+        pyro.set_rng_seed(5)
+        assert elbo.loss_and_grads(CHAIN.model, guide) == expected
+        assert_equal(state_of(elbo), state_of(undisturbed))
+    else:
+        elbo.loss_and_grads(CHAIN.model, guide)
+        refused.clear()
+        assert elbo.replay(updates=5) == 5
+    assert refused and all(isinstance(error, BusyError) and "take turns" in str(error) for error in refused)
+    assert not _PYRO_STACK
+
+
+def test_threads_may_take_turns() -> None:
+    one, other = trained(), trained()
+    for elbo, call in ((one, in_thread), (other, lambda replay: replay())):
+        pyro.set_rng_seed(5)
+        for _ in range(3):
+            step(elbo)
+            assert call(elbo.replay) == 1
+    assert_equal(state_of(one), state_of(other))
+
+
+def test_a_failed_step_lets_others_in() -> None:
+    elbo = trained()
+
+    def guide() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        elbo.loss_and_grads(CHAIN.model, guide)
+    assert in_thread(elbo.replay) == 1
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda turn: pickle.loads(pickle.dumps(turn))])
+def test_a_copy_is_free(through: Callable[[Turn], Turn]) -> None:
+    turn = Turn()
+    with turn:
+        assert in_thread(through(turn).__enter__) is None
+        assert isinstance(in_thread(turn.__enter__), BusyError)
