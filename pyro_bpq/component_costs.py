@@ -51,6 +51,8 @@ class Pattern:
 
     def fits(self, batch: torch.Size) -> bool:
         """Whether it tells of a cost of this batch shape: where rows of a cost differ, of as many rows only."""
+        if self.is_uniform:
+            return True
         own = self.shape[: len(self.shape) - self.event_ndim]
         given = (1,) * (len(own) - len(batch)) + tuple(batch)
         return all(size in (1, have) for size, have in zip(own, given[len(given) - len(own) :], strict=True))
@@ -61,10 +63,11 @@ class Pattern:
 
     @cached_property
     def _is_identity(self) -> bool:
-        return self._is_uniform and self.components == tuple(range(self.number))
+        return self.is_uniform and self.components == tuple(range(self.number))
 
     @cached_property
-    def _is_uniform(self) -> bool:
+    def is_uniform(self) -> bool:
+        """Whether all rows of the cost are alike."""
         return math.prod(self.shape[: len(self.shape) - self.event_ndim]) == 1
 
     def charge(self, elements: Tensor, batch: torch.Size) -> Tensor:

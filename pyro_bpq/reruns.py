@@ -19,7 +19,7 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph import Plate, StochasticComputationGraph
 from pyro_bpq.rollout import Rollout, Run
 from pyro_bpq.sandbox import Sandbox
-from pyro_bpq.substitute import Substitute
+from pyro_bpq.substitute import Substitute, relaxed_log_prob
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model, cost_of_site
 from pyro_bpq.watch import samples
 
@@ -176,7 +176,8 @@ def _model_run(name: str, value: Tensor, trace: Any, traced: TracedRun) -> Run:
     record, costs = traced.run.sites[name], dict(traced.run.costs)
     if name not in traced.untraced:
         site = traced.guide_trace.nodes[name]
-        costs[cost_of_guide(name)] = scale_and_mask(record.fn.log_prob(value), site["scale"], site["mask"])
+        log_q = relaxed_log_prob(record.fn, value) if value.requires_grad else record.fn.log_prob(value)
+        costs[cost_of_guide(name)] = scale_and_mask(log_q, site["scale"], site["mask"])
     costs.update(_costs(trace, False))
     return replace(traced.run, sites={**traced.run.sites, name: replace(record, value=value)}, costs=costs)
 

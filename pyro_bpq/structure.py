@@ -52,6 +52,7 @@ class StructureCache:
         self.reads: OrderedDict[Any, tuple[dict[str, frozenset[str]], int]] = OrderedDict()
         self.graphs: dict[Any, StochasticComputationGraph] = {}
         self.patterns: dict[Any, Patterns] = {}
+        self.varying: dict[Any, Patterns] = {}
 
     def __repr__(self) -> str:
         return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
@@ -75,10 +76,12 @@ class StructureCache:
     def patterns_of(self, runs: Sequence[TracedRun]) -> Patterns:
         """Which components of sites costs read, as far as all runs of that structure, and these, agree."""
         first, *others = runs
-        found = self.patterns.get(first.key)
-        if found is None:
+        if first.key in self.patterns:
+            found, varying = self.patterns[first.key], self.varying[first.key]
+        else:
             found = frozenset(first.patterns.items()).intersection(*(run.patterns.items() for run in others))
-        lost = frozenset(pair for pair in found if not pair[1].fits(first.run.costs[pair[0][1]].shape))
+            varying = found
+        lost = frozenset(pair for pair in varying if not pair[1].fits(first.run.costs[pair[0][1]].shape))
         return found - lost if lost else found
 
     def is_dynamic(self, traced: TracedRun) -> bool:
@@ -143,6 +146,7 @@ class StructureCache:
             forgotten, _ = self.reads.popitem(last=False)
             self.graphs.pop(forgotten, None)
             self.patterns.pop(forgotten, None)
+            self.varying.pop(forgotten, None)
         self.unknown = self.mode == "auto" and agreements < _AGREEMENTS
         if self.untracked_steps >= self.next_look:
             self.next_look = min(10 * self.next_look, 1000)
@@ -157,6 +161,7 @@ class StructureCache:
         known = self.patterns.get(traced.key, new)
         lost = sorted({pair for pair, _ in known - new})
         self.patterns[traced.key] = known & new if lost else known
+        self.varying[traced.key] = frozenset(pair for pair in self.patterns[traced.key] if not pair[1].is_uniform)
         if lost and self.untracked_steps:
             warnings.warn(
                 f"Which components of a site a cost reads changed within the last {self.untracked_steps} steps: "

@@ -11,7 +11,7 @@ from pyro.distributions import OneHotCategorical
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-__all__ = ["Substitute"]
+__all__ = ["Substitute", "relaxed_log_prob"]
 
 
 class Substitute(Messenger):  # type: ignore[misc]
@@ -36,6 +36,21 @@ class Substitute(Messenger):  # type: ignore[misc]
             msg["done"] = True
             if msg["name"] in self.relaxed:
                 msg["fn"] = _linear(msg["fn"])
+
+
+def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
+    """Log-probability at a value that may lie between those of the support, as :class:`Substitute` has it."""
+    found: Tensor = _unchecked(_linear(fn)).log_prob(value)
+    return found
+
+
+def _unchecked(fn: Any) -> Any:
+    """The distribution without checks of values."""
+    fn = copy.copy(fn)
+    fn._validate_args = False
+    if hasattr(fn, "base_dist"):
+        fn.base_dist = _unchecked(fn.base_dist)
+    return fn
 
 
 class _LinearOneHot(OneHotCategorical):  # type: ignore[misc]
