@@ -166,7 +166,7 @@ class Transduction(Policy):
 class Attention(Policy):
     """Four glimpses of 2 x 2 pixels, then a class."""
 
-    entropy, replayed = 0.02, 2
+    rounds, replayed, entropy, decay = 8, 2, 0.05, 0.985
 
     def __init__(self, glimpses: int = 4) -> None:
         super().__init__()
