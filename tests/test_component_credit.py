@@ -50,9 +50,9 @@ def programs(is_deep: bool, in_plate: bool) -> tuple[Program, Program]:
     return model, guide
 
 
-def variance(is_deep: bool, in_plate: bool, estimator: AllAction | ScoreFunction) -> float:
+def variance(is_deep: bool, in_plate: bool, estimator: AllAction | ScoreFunction, structure: str = "auto") -> float:
     pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO(estimator=estimator, critic=None).eval()
+    elbo = TraceBackpropQ_ELBO(estimator=estimator, critic=None, structure=structure).eval()
     model, guide = programs(is_deep, in_plate)
     assert_unbiased(elbo, model, guide, atol=1e-10)
     return float(expected_moments(elbo, model, guide).variance["q_z"].sum())
@@ -66,4 +66,6 @@ def test_immediate_costs_are_split_by_component_by_the_extra_run() -> None:
 def test_later_costs_are_split_as_by_a_plate() -> None:
     apart, joined = variance(True, True, ScoreFunction()), variance(True, False, ScoreFunction())
     assert abs(joined - apart) < 1e-9 * apart
-    assert variance(True, False, AllAction()) < 1.01 * variance(True, True, AllAction())
+    # What the tables of the later site correct is not split: a plate does better there, one cost for all does worse.
+    split, whole = variance(True, False, AllAction()), variance(True, False, AllAction(), structure="dense")
+    assert variance(True, True, AllAction()) < split < 0.9 * whole
