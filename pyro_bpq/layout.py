@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -186,12 +185,12 @@ class Layout:
         window: int = 4,
         cuts_plates: bool = True,
         is_steered: bool = False,
-        charged: Mapping[str, frozenset[str]] = MappingProxyType({}),
+        charged: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
         self.cuts_plates, self.is_steered = cuts_plates, is_steered
         self._crossing_bits: dict[tuple[Plate, ...], list[int]] = {}
         self.graph, self.network, self.specs, self.window = graph, network, specs, window
-        self.tabled, self.charged = tabled, charged
+        self.tabled, self.charged = tabled, charged or {}
         by_spec: dict[SiteSpec, list[str]] = {}
         for node in graph.nodes:
             by_spec.setdefault(specs[node.name], []).append(node.name)

@@ -66,6 +66,9 @@ class Ledger:
         entries = self.entries
         self._expire: Callable[[Any], Any] = lambda entry: entries.pop(entry.key, None)
 
+    def __repr__(self) -> str:
+        return f"Ledger({len(self.bits)} sources, {len(self.entries)} storages)"
+
     def names(self, mask: int) -> frozenset[str]:
         """The sources in a mask."""
         return frozenset(name for name, bit in self.bits.items() if mask & bit) if mask else frozenset()

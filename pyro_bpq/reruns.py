@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import pyro
@@ -51,10 +50,10 @@ class Reruns:
         traced: Sequence[TracedRun],
         graph: StochasticComputationGraph,
         generator: torch.Generator,
-        patterns: Mapping[tuple[str, str], Pattern] = MappingProxyType({}),
+        patterns: Mapping[tuple[str, str], Pattern] | None = None,
     ) -> None:
         self.trace, self.programs, self.traced = trace, programs, traced
-        self.graph, self.generator, self.patterns = graph, generator, patterns
+        self.graph, self.generator, self.patterns = graph, generator, patterns or {}
         self.num_runs = 0
         self._fresh: tuple[Run, ...] | None = None
 

@@ -38,7 +38,7 @@ class Spy:
             self.calls.append((found, args))
             return found
 
-        monkeypatch.setattr("pyro_bpq.elbo.flipped_costs", spy)
+        monkeypatch.setattr("pyro_bpq.staging.flipped_costs", spy)
 
 
 @pytest.fixture
