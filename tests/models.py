@@ -446,9 +446,9 @@ CASES = [
         "component_plate",
         component_plate_model,
         component_plate_guide,
-        {"pz": (2, 2), "pw": (), "mean": (2,), "qz": (2, 2), "qw": (2,)},
-        64,
-        (real(0.7, -0.5),),
+        {"pz": (2,), "pw": (), "mean": (2,), "qz": (1, 2), "qw": (2,)},
+        8,
+        (real(0.7),),
     ),
     Case(
         "component_chain",

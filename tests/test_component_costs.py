@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -18,6 +19,14 @@ from pyro_bpq import elements as elements_module
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
+# Two rows of a plate, whose components differ.
+ROWS = replace(
+    BY_NAME["component_plate"],
+    name="component_rows",
+    shapes={"pz": (2, 2), "pw": (), "mean": (2,), "qz": (2, 2), "qw": (2,)},
+    args=(torch.tensor([0.7, -0.5], dtype=torch.float64),),
+)
+CASES = {"component_rows": ROWS, "component_chain": BY_NAME["component_chain"]}
 OPTIONS: dict[str, dict[str, Any]] = {
     "score_function": {"estimator": ScoreFunction()},
     "running_baseline": {"estimator": ScoreFunction(RunningBaseline())},
@@ -42,9 +51,9 @@ def _charged(elbo: TraceBackpropQ_ELBO) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", ["component_plate", "component_chain"])
+@pytest.mark.parametrize("name", CASES)
 def test_charging_components_is_exactly_unbiased(name: str, options: str) -> None:
-    case = BY_NAME[name]
+    case = CASES[name]
     elbo = _trained(case, **OPTIONS[options])
     assert_unbiased(elbo, case.model, case.guide, *case.args)
     charged = _charged(elbo)
@@ -65,7 +74,7 @@ def test_leave_one_out_by_component_is_exactly_unbiased() -> None:
 
 
 def test_a_wrong_charge_is_a_bias_that_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = BY_NAME["component_plate"]
+    case = CASES["component_rows"]
     plan = elements_module._plan(torch.ops.aten.flip.default)
     monkeypatch.setattr(plan, "rule", lambda find, tensor, dims: find(tensor))
     elbo = _trained(case, estimator=ScoreFunction())
