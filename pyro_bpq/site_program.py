@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pyro_bpq.cost_to_go import component_cost_to_go, cost_to_go, stack_costs
+from pyro_bpq.cost_to_go import component_cost_to_go, cost_to_go, stack_costs, sum_costs
 from pyro_bpq.layout import Layout
 from pyro_bpq.rollout import Rollout, Run
 from pyro_bpq.site_batch import SiteBatch
@@ -84,6 +84,13 @@ class SiteProgramRuns:
         if not self.layout.classes[self.c].spec.by_component:
             return total
         return component_cost_to_go(self.layout, self._rollout(runs), self.c, total)
+
+    def remaining(self) -> Tensor:
+        """Of the same run what is not known at every value of a site, ``(G, M, plates)``, detached."""
+        costs = stack_costs(self.layout, self._rollout(self.rerun.fresh()))
+        total = cost_to_go(self.layout, costs, self.c, costs[0].new_zeros(len(self.names), *self.batch.batch_shape))
+        known = sum_costs(self.layout, costs, "tabled", self.c)
+        return total if known is None else total - known
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Costs-to-go at other values, and the gradient of all costs downstream; zero where there is none."""

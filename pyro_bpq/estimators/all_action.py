@@ -2,7 +2,7 @@ r"""All-action gradient with learned and exact control variates and adaptive sca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
-from pyro_bpq.estimators.scales import ScaledTerms, initial_statistics
+from pyro_bpq.estimators.scales import EXACT, LEVEL, ScaledTerms, initial_statistics
 
 __all__ = ["AllAction"]
 
@@ -39,6 +39,9 @@ class AllAction:
         max_scale: Upper end of the scales.
         trace: ``A_Y`` is weighted by ``trace ** distance``, the number of steps from X to Y. Below 1 it trusts
             critics less the further ahead they are; any number in ``[0, 1]`` is unbiased.
+        second_run: Whether the level of the costs that are not known at every value is that of an independent run on
+            the same data, as in :class:`SecondRun`, in place of the critic's: one more run of guide and model for all
+            sites. With one particle that tells the rows of a plate apart, where critics see nothing of the data.
 
     Raises:
         OptionError: If an option is out of range.
@@ -54,6 +57,7 @@ class AllAction:
     decay: float = 0.98
     max_scale: float = 1.2
     trace: float = 1.0
+    second_run: bool = False
 
     is_unbiased: ClassVar[bool] = True
     is_pathwise: ClassVar[bool] = False
@@ -70,6 +74,11 @@ class AllAction:
         if not 0.0 <= self.trace <= 1.0:
             raise OptionError(f"AllAction(trace={self.trace!r}): write a number in [0, 1].")
 
+    @property
+    def needs_program(self) -> bool:
+        """Whether it asks for a second run."""
+        return self.second_run
+
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components."""
         if site.components is not None:
@@ -83,6 +92,8 @@ class AllAction:
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by what it has to move the surrogate with."""
+        if self.second_run and context.program is not None:
+            context = replace(context, level=context.program.remaining())
         assert context.log_probs is not None and context.index is not None
         with torch.no_grad():
             probs = context.log_probs.detach().exp()
@@ -93,7 +104,8 @@ class AllAction:
             for i, table in ((0, context.exact), (2, context.learned)):
                 if table is not None:
                     weights = weights + terms.scale(scales, i)[..., None, None] * probs * table
-            statistics = terms.updated(context, scales, self.decay, self.max_scale)
+            trusted = (EXACT, LEVEL) if self.second_run else (EXACT,)
+            statistics = terms.updated(context, scales, self.decay, self.max_scale, trusted)
         return SiteTerm(weights * context.log_probs, statistics)
 
 

@@ -90,6 +90,10 @@ class SiteProgram(Protocol):
         """Costs-to-go ``(G, M, plates)`` in nats, detached, of one run that draws every site afresh."""
         ...
 
+    def remaining(self) -> Tensor:
+        """Of the same run what is not known at every value of a site, ``(G, M, plates)`` in nats, detached."""
+        ...
+
     def from_index(self, index: Tensor) -> Tensor:
         """Values ``(G, M, plates, event)`` from the indices ``(G, M, plates, D)`` of finite components."""
         ...

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_bpq.estimators.base import SiteContext, Statistics, site_mean, update_mean
 from pyro_bpq.estimators.baselines import leave_one_out
 
-__all__ = ["PAIRS", "SIZE", "ScaledTerms", "initial_statistics", "solve"]
+__all__ = ["EXACT", "LEVEL", "PAIRS", "SIZE", "ScaledTerms", "initial_statistics", "solve"]
 
 SIZE = 4  # control variates
 PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))
@@ -19,7 +19,8 @@ PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))
 _SAMPLES = 1000
 # A scale of something learned is zero unless its gain is that many standard errors away from none.
 _ERRORS = 2.0
-_EXACT, _LATER = 0, 3  # the control variate that is known and not learned; that of the later sites
+# The control variate that is known and not learned; the level; that of the later sites.
+EXACT, LEVEL, _LATER = 0, 1, 3
 
 
 def initial_statistics() -> Statistics:
@@ -99,8 +100,23 @@ class ScaledTerms:
         """The ``i``-th scale, broadcastable to the costs."""
         return scales[:, i].reshape(-1, *(1,) * (self.cost.dim() - 1))
 
-    def updated(self, context: SiteContext, scales: Tensor, decay: float, max_scale: float) -> dict[str, Tensor]:
-        """New running statistics after a step with these scales."""
+    def updated(
+        self,
+        context: SiteContext,
+        scales: Tensor,
+        decay: float,
+        max_scale: float,
+        trusted: tuple[int, ...] = (EXACT,),
+    ) -> dict[str, Tensor]:
+        """New running statistics after a step with these scales.
+
+        Args:
+            context: The tensors of the sites.
+            scales: Scales of the step.
+            decay: Weight of the past.
+            max_scale: Upper end of scales.
+            trusted: The control variates that are not learned.
+        """
         assert context.count is not None
         old, count = context.statistics, context.count
         means = {"means": update_mean(old["means"], self.means, count, decay)}
@@ -117,9 +133,9 @@ class ScaledTerms:
         )
         samples = elements * (count + 1.0).clamp(max=(1.0 + slow) / (1.0 - slow))
         noise = None
-        if present != (_EXACT,):
+        if present != (EXACT,):
             noise = (squares - _partial(gram, scales).square()).clamp(min=0.0) / samples.unsqueeze(1)
-        solved = solve(gram, old["scales"], 3.0 / ((count + 1.0) * elements), max_scale, noise, present)
+        solved = solve(gram, old["scales"], 3.0 / ((count + 1.0) * elements), max_scale, noise, present, trusted)
         return {**means, "gram": gram, "squares": squares, "scales": solved}
 
     def moments(self, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,14 +170,14 @@ class ScaledTerms:
 
     def _squares(self, rows: Tensor, present: tuple[int, ...], scales: Tensor) -> Tensor:
         squares = scales.new_zeros(scales.shape)
-        if present == (_EXACT,):
+        if present == (EXACT,):
             return squares
         plain, scaled = rows[:, -1], [self.scale(scales, i)[..., None, None] for i in present]
         rest = plain
         for n, i in enumerate(present):
             rest = rest if i == _LATER else rest - scaled[n] * rows[:, n]
         for n, i in enumerate(present):
-            if i != _EXACT:
+            if i != EXACT:
                 without = plain if i == _LATER else rest + scaled[n] * rows[:, n]
                 squares[:, i] = site_mean((without * rows[:, n]).sum((-1, -2)).square())
         return squares
@@ -201,6 +217,7 @@ def solve(
     max_scale: float,
     noise: Tensor | None = None,
     present: tuple[int, ...] = tuple(range(SIZE)),
+    trusted: tuple[int, ...] = (EXACT,),
 ) -> Tensor:
     r"""Scales in ``[0, max_scale]`` that minimise ``|u - Σ a_i v_i|²``: coordinate descent, warm start.
 
@@ -217,6 +234,7 @@ def solve(
         max_scale: Upper end.
         noise: ``e²``, ``(G, 4)``; ``None`` for none.
         present: The control variates that there are; scales of others stay.
+        trusted: Those that are not learned, and do not shrink.
     """
     at_square, at_right, at = _system(present, gram.device)
     square, right = gram[:, at_square], gram[:, at_right]
@@ -230,7 +248,7 @@ def solve(
         for n, i in enumerate(present):
             signal = right[:, n] - torch.linalg.vecdot(others[:, n], chosen)
             found = ((signal + prior[:, n]) / below[:, n]).clamp(0.0, max_scale)
-            if noise is not None and i != _EXACT:
+            if noise is not None and i not in trusted:
                 found = found * (1.0 - _ERRORS**2 * noise[:, i] / signal.square().clamp(min=tiny)).clamp(min=0.0)
             chosen[:, n] = found
     # A control variate that is zero throughout leaves its scale where it was: 0/0 above gives 0.

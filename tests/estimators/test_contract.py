@@ -81,6 +81,7 @@ ESTIMATORS: list[Any] = [
     DisARMTree(),
     SecondRun(),
     SecondRun(decay=0.5),
+    AllAction(second_run=True),
     DoubleCV(),
     DoubleCV(scale=0.5),
     GumbelStraightThrough(),

@@ -140,6 +140,7 @@ EXACT: list[tuple[int, Any]] = [
     (1, MuProp()),
     (2, MuProp(LeaveOneOut())),
     (1, SecondRun()),
+    (1, AllAction(second_run=True)),
     (2, DoubleCV()),
     (2, RODEO()),
     (1, MeasureValued()),
