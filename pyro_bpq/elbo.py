@@ -48,7 +48,8 @@ class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
     Each latent site of the guide gets a gradient estimator that fits it. By default: reparameterised sites the
     pathwise one; sites with finite components :class:`~pyro_bpq.AllAction`, with the immediate costs summed
     exactly over their values, critics for the costs further downstream, graph-wise control variates and
-    adaptive scales; others the score function. Its baseline is the mean of the other particles from
+    adaptive scales; a single site of many components that is too large for that sum
+    :class:`~pyro_bpq.estimators.DebiasedStraightThrough`; others the score function. Its baseline is the mean of the other particles from
     ``num_particles=2`` on, a running mean with one. All of these are unbiased for any state of the critics, first
     call included. The guide runs ``num_particles`` times; the model runs once more where that pays.
 
