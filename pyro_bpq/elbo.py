@@ -49,8 +49,9 @@ class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
     pathwise one; sites with finite components :class:`~pyro_bpq.AllAction`, with the immediate costs summed
     exactly over their values, critics for the costs further downstream, graph-wise control variates and
     adaptive scales; a single site of many components that is too large for that sum
-    :class:`~pyro_bpq.estimators.DebiasedStraightThrough`; others the score function. Its baseline is the mean of the other particles from
-    ``num_particles=2`` on, a running mean with one. All of these are unbiased for any state of the critics, first
+    :class:`~pyro_bpq.estimators.DebiasedStraightThrough`; others the score function. Its baseline is the mean of the
+    other particles from ``num_particles=2`` on; with one a running mean, or, at sites of many components, a second run.
+    All of these are unbiased for any state of the critics, first
     call included. The guide runs ``num_particles`` times; the model runs once more where that pays.
 
     Args:
