@@ -27,7 +27,7 @@ from race import Data, Method, Race, Size, bounds, leave_one_out, ours, plain_le
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.estimators import DisARMTree, ReinMax
 
 KEYS, HIDDEN, BATCH = 88, 64, 20
@@ -167,9 +167,12 @@ def load_chorales(frames: int, states: int) -> Chorales | None:
     return Chorales(f"{frames} frames, {states} states", states, found | {"curve": found["test"]})
 
 
+TWO = {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 1}
 FEW = (
     Method("default", TraceBackpropQ_ELBO, group="ours"),
     Method("default, context shown", TraceBackpropQ_ELBO, "context", "ours"),
+    Method("default, 2 particles", lambda: TraceBackpropQ_ELBO(**TWO), group="ours"),
+    Method("second run, no critics", lambda: ours(AllAction(second_run=True)), group="ours"),
     Method("TraceGraph, decaying average", TraceGraph_ELBO, "average", "TraceGraph"),
     *(leave_one_out(2), leave_one_out(8), plain_leave_one_out(8)),
     Method("ReinMax", lambda: ours(ReinMax()), "onehot", "biased"),
