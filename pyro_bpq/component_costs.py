@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
-from torch import distributions as td
 
 from pyro_bpq.elements import MANY, NONE, ElementTracker
+from pyro_bpq.features import batch_of, element_log_prob, independent_components
 from pyro_bpq.provenance import DependencyTracker
 from pyro_bpq.rollout import SiteRecord
 
-__all__ = ["ElementWatch", "Pattern", "Patterns", "charge_sites", "element_log_prob", "split_of"]
+__all__ = ["ElementWatch", "Pattern", "Patterns", "charge_sites"]
 
 # Sources whose elements are followed at the most.
 _MAX_FOLLOWED = 32
@@ -43,11 +43,6 @@ class Pattern:
     event_ndim: int
     components: tuple[int, ...]
     number: int
-
-    @property
-    def reads_any(self) -> bool:
-        """Whether any element reads a component."""
-        return any(component != NONE for component in self.components)
 
     def fits(self, batch: torch.Size) -> bool:
         """Whether it tells of a cost of this batch shape: where rows of a cost differ, of as many rows only."""
@@ -115,10 +110,10 @@ class ElementWatch:
             return
         if self.elements.followed:
             self._inherit(name, fn, value)
-        number = split_of(fn)
+        number = independent_components(fn)
         if number is None or number == 1 or getattr(fn, "has_rsample", False) or len(self.sizes) >= _MAX_FOLLOWED:
             return
-        batch = value.shape[: value.dim() - len(fn.event_shape)]
+        batch = batch_of(fn, value)
         self.sizes[name] = (batch, number)
         elements = np.arange(batch.numel() * number, dtype=np.int32)
         width = value.numel() // max(len(elements), 1)
@@ -184,25 +179,6 @@ def _pattern(positions: np.ndarray, event_ndim: int, batch: torch.Size, number: 
     return Pattern(first.shape, event_ndim, tuple(first.reshape(-1).tolist()), number)
 
 
-def split_of(fn: Any) -> int | None:
-    """Number of independent components that ``to_event`` joined, ``None`` if they do not show."""
-    if isinstance(fn, td.Independent) and not _is_opaque(fn.base_dist):
-        return math.prod(fn.base_dist.batch_shape[len(fn.batch_shape) :])
-    return None
-
-
-def element_log_prob(fn: Any, value: Tensor) -> tuple[Tensor, int]:
-    """Log-probability of each component, and the number of event dimensions of the result."""
-    if split_of(fn) is None:
-        return fn.log_prob(value), 0
-    return fn.base_dist.log_prob(value), fn.reinterpreted_batch_ndims
-
-
-def _is_opaque(fn: Any) -> bool:
-    # Pyro's MaskedDistribution sums with weights; a nested to_event would have to be taken apart in turn.
-    return isinstance(fn, td.Independent) or type(fn).__name__ == "MaskedDistribution"
-
-
 @torch.no_grad()
 def charge_sites(
     records: Mapping[str, SiteRecord],
@@ -227,9 +203,7 @@ def charge_sites(
         elements[cost] = sign * scale_and_mask(log_prob, scale, mask)
     charged: dict[str, Tensor] = {}
     for (name, cost), pattern in patterns.items():
-        record = records[name]
-        batch = record.value.shape[: record.value.dim() - len(record.fn.event_shape)]
-        term = pattern.charge(elements[cost], batch)
+        term = pattern.charge(elements[cost], batch_of(records[name].fn, records[name].value))
         charged[name] = charged[name] + term if name in charged else term
     return {name: replace(record, charged=charged.get(name)) for name, record in records.items()}
 

@@ -30,6 +30,7 @@ class CriticTraining(LearnedState):
     _last_plan: Any
     _trace: Any
     _stage: Any
+    _kind: Any
     _noise: Any
     _arguments: Any
     keeps_staged: bool
@@ -52,13 +53,10 @@ class CriticTraining(LearnedState):
         self._register_for_pyro()
         try:
             objective = LocalObjective(self.staged.items, self.num_particles)
-            if loss.requires_grad:
-                loss.backward(retain_graph=self.retain_graph)
         except BaseException:
             self._restore(mark)
             raise
-        if self.training and torch.is_grad_enabled():
-            self._learn()
+        self._backward(loss, mark)
         return float(loss.item()), objective
 
     def replay(self, sites: Collection[str] | None = None, updates: int = 1) -> int:
@@ -130,9 +128,7 @@ class CriticTraining(LearnedState):
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Any]) -> Staged:
         """Prepares runs of a known structure as a step does; nothing learns."""
         last = self._last_plan
-        is_dynamic = self._structure.is_dynamic(traced[0])
-        patterns = frozenset() if is_dynamic else self._structure.patterns_of(traced)
-        kind = (is_dynamic, all(self._structure.cuts_plates(each) for each in traced), patterns)
+        kind = self._kind(traced, self._structure.is_dynamic(traced[0]))
         graph = self._structure.graph(traced[0], False)
         staged = self._stage(list(traced), graph, list(programs), False, kind, reruns=False)
         self._last_plan = last

@@ -113,9 +113,10 @@ class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         plan = _plan(func) if sources else None
         if plan is None or plan.is_view:
             return func(*args, **kwargs)
-        found = {}
+        found, named = {}, self._mask((), kwargs)
         for name in sources:
-            if self._mask((), kwargs) & self._followed[name]:
+            # Rules read arguments by position.
+            if named & self._followed[name]:
                 continue
             with contextlib.suppress(ValueError, IndexError, TypeError, *NO_STORAGE):
                 found[name] = plan.rule(lambda tensor, name=name: self.positions(name, tensor), *args)

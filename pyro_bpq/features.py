@@ -18,7 +18,14 @@ from torch import Tensor
 from torch import distributions as td
 from torch.nn.functional import one_hot, softplus
 
-__all__ = ["Components", "encode_real", "finite_components"]
+__all__ = [
+    "Components",
+    "batch_of",
+    "element_log_prob",
+    "encode_real",
+    "finite_components",
+    "independent_components",
+]
 
 
 @dataclass(frozen=True)
@@ -148,6 +155,26 @@ def _base(fn: Any) -> Any:
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
     return fn
+
+
+def independent_components(fn: Any) -> int | None:
+    """Number of independent components, finite or not, that ``to_event`` joined; ``None`` if they do not show."""
+    # A mask has weights; a nested to_event would have to be taken apart in turn.
+    if not isinstance(fn, td.Independent) or isinstance(fn.base_dist, td.Independent) or _is_masked(fn.base_dist):
+        return None
+    return math.prod(fn.base_dist.batch_shape[len(fn.batch_shape) :])
+
+
+def element_log_prob(fn: Any, value: Tensor) -> tuple[Tensor, int]:
+    """Log-probability of each independent component, and the number of event dimensions of the result."""
+    if independent_components(fn) is None:
+        return fn.log_prob(value), 0
+    return fn.base_dist.log_prob(value), fn.reinterpreted_batch_ndims
+
+
+def batch_of(fn: Any, value: Tensor) -> torch.Size:
+    """Batch shape of a value of a distribution."""
+    return value.shape[: value.dim() - len(fn.event_shape)]
 
 
 def encode_real(value: Tensor) -> Tensor:

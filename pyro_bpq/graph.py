@@ -243,6 +243,11 @@ class StochasticComputationGraph:
         """Costs that depend on ``name``, directly or through other nodes."""
         return self.cost_names(self.downstream_bits[self._position(name)])
 
+    def leaves_plates(self, name: str) -> bool:
+        """Whether a cost that depends on ``name`` lacks one of its plates, so that it reads several rows."""
+        plates = set(self.node(name).plates)
+        return any(not plates <= set(self.cost(cost).plates) for cost in self.downstream_costs(name))
+
     def cost_names(self, bits: int) -> tuple[str, ...]:
         """Names of the costs whose positions are the bits of ``bits``."""
         if bits and not bits & (bits - 1):

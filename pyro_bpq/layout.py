@@ -256,9 +256,7 @@ class Layout:
 
     def rows_meet(self, name: str) -> bool:
         """Whether a cost of one plate row of a site reads another row."""
-        plates = set(self.graph.node(name).plates)
-        costs = (self.graph.cost(cost) for cost in self.graph.downstream_costs(name))
-        return self._crossed(name) != 0 or any(not plates <= set(cost.plates) for cost in costs)
+        return self._crossed(name) != 0 or self.graph.leaves_plates(name)
 
     def _tabled(self, row: int, column: int) -> np.ndarray:
         columns = {cost: j for j, cost in enumerate(self.cost_classes[column].names)}

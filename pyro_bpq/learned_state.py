@@ -90,15 +90,19 @@ class LearnedState:
             mark = self._mark()
             loss = self.differentiable_loss(model, guide, *args, **kwargs)
             self._register_for_pyro()
-            if loss.requires_grad:
-                try:
-                    loss.backward(retain_graph=self.retain_graph)
-                except BaseException:
-                    self._restore(mark)
-                    raise
-            if self.training and torch.is_grad_enabled():
-                self._learn()
+            self._backward(loss, mark)
             return float(loss.item())
+
+    def _backward(self, loss: Tensor, mark: tuple[Any, ...]) -> None:
+        """Adds the gradients of a loss to ``.grad``, then lets the critics learn; undoes the step where that fails."""
+        if loss.requires_grad:
+            try:
+                loss.backward(retain_graph=self.retain_graph)
+            except BaseException:
+                self._restore(mark)
+                raise
+        if self.training and torch.is_grad_enabled():
+            self._learn()
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss, whose ``backward`` gives the gradient estimate.

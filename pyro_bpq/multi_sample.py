@@ -145,6 +145,8 @@ class BoundPlanner(Planner):
             )
         if reason is None and isinstance(chosen, AllAction) and chosen.exact is True:
             reason = "no costs are known that one more run of the model could tell; write AllAction()"
+        if reason is None and isinstance(chosen, AllAction) and chosen.second_run:
+            reason = "the samples of a bound are no runs to compare with another one; write AllAction()"
         if reason is None and isinstance(chosen, ScoreFunction) and options.critic:
             reason = "ScoreFunction() reads no critic; leave out the estimator or the critic"
         if reason is None and options.baseline is not None:

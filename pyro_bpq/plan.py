@@ -377,9 +377,8 @@ def _compared(
 
     Other values serve a single site whose rows of plates stay apart; a second run of both programs serves all sites.
     """
-    info, plates = traced.infos[name], set(graph.node(name).plates)
-    rows_meet = any(not plates <= set(graph.cost(cost).plates) for cost in graph.downstream_costs(name))
-    if is_alone and not graph.descendants(name) and not rows_meet and traced.elimination is None:
+    info, is_last = traced.infos[name], not graph.descendants(name)
+    if is_alone and is_last and not graph.leaves_plates(name) and traced.elimination is None:
         if has_slopes and DebiasedStraightThrough().unsupported(info) is None:
             return DebiasedStraightThrough()
         if info.num_particles == 1 and DisARM().unsupported(info) is None:

@@ -18,6 +18,7 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph import Plate, StochasticComputationGraph
 from pyro_bpq.rollout import Rollout, Run
 from pyro_bpq.sandbox import Sandbox
+from pyro_bpq.site_program import slope_of
 from pyro_bpq.substitute import Substitute, relaxed_log_prob
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model, cost_of_site
 from pyro_bpq.watch import samples
@@ -40,7 +41,9 @@ class Reruns:
         traced: The runs of the step.
         graph: Their graph.
         generator: Source of the fresh draws.
-        patterns: Patterns of the costs that components are charged with.
+
+    Attributes:
+        patterns: Patterns of the costs that components are charged with in runs that draw every site afresh.
     """
 
     def __init__(
@@ -50,10 +53,10 @@ class Reruns:
         traced: Sequence[TracedRun],
         graph: StochasticComputationGraph,
         generator: torch.Generator,
-        patterns: Mapping[tuple[str, str], Pattern] | None = None,
     ) -> None:
         self.trace, self.programs, self.traced = trace, programs, traced
-        self.graph, self.generator, self.patterns = graph, generator, patterns or {}
+        self.graph, self.generator = graph, generator
+        self.patterns: Mapping[tuple[str, str], Pattern] = {}
         self.num_runs = 0
         self._fresh: tuple[Run, ...] | None = None
 
@@ -108,14 +111,9 @@ class Reruns:
         ndim = len(self.traced[0].run.sites[name].fn.event_shape)
         value = rollout.stack(lambda run, site: run.sites[site].value.detach(), [name], plates, ndim)[0]
         leaf = value.clone().requires_grad_()
-        runs = self(name, leaf)
-        with torch.enable_grad():
-            read = [c for c in self.graph.downstream_costs(name) if c not in (cost_of_guide(name), cost_of_model(name))]
-            total = sum((run.costs[cost].sum() for run in runs for cost in read), leaf.new_zeros(()))
-        if not total.requires_grad:
-            return False
-        (slope,) = torch.autograd.grad(total, leaf, allow_unused=True)
-        return slope is not None and bool((slope != 0).any())
+        own = (cost_of_guide(name), cost_of_model(name))
+        read = [cost for cost in self.graph.downstream_costs(name) if cost not in own]
+        return bool((slope_of(self(name, leaf), read, leaf) != 0).any())
 
     def fresh(self) -> tuple[Run, ...]:
         """Runs the program once more per run of the step, with every site drawn afresh; at the first call only.

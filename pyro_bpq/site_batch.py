@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import PlateError, UnsupportedSiteError
-from pyro_bpq.features import Components, encode_real
+from pyro_bpq.features import Components, batch_of, element_log_prob, encode_real
 from pyro_bpq.layout import SiteClass
 from pyro_bpq.moments import Standardised, standardise
 from pyro_bpq.rollout import Rollout, Run, SiteRecord
@@ -217,10 +217,8 @@ def _score(site: SiteRecord) -> Tensor:
 
 
 def _component_score(site: SiteRecord) -> Tensor:
-    log_prob = site.fn.base_dist.log_prob(site.value.detach())
-    lead = site.value.shape[: site.value.dim() - len(site.fn.event_shape)]
-    joined: Tensor = log_prob.reshape(*lead, -1)
-    return joined
+    log_prob, _ = element_log_prob(site.fn, site.value.detach())
+    return log_prob.reshape(*batch_of(site.fn, site.value), -1)
 
 
 def _context(site: SiteRecord) -> Tensor:

@@ -13,7 +13,7 @@ from pyro_bpq.layout import Layout
 from pyro_bpq.rollout import Rollout, Run
 from pyro_bpq.site_batch import SiteBatch
 
-__all__ = ["Rerun", "SiteProgramRuns"]
+__all__ = ["Rerun", "SiteProgramRuns", "slope_of"]
 
 
 class Rerun(Protocol):
@@ -30,6 +30,16 @@ class Rerun(Protocol):
     def fresh(self) -> tuple[Run, ...]:
         """Runs that draw every site afresh, the same ones at every call."""
         ...
+
+
+def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor) -> Tensor:
+    """The gradient of the sum of some costs with respect to a value of a site; zero where there is none."""
+    with torch.enable_grad():
+        total = sum((run.costs[cost].sum() for run in runs for cost in costs), leaf.new_zeros(()))
+    if not total.requires_grad:
+        return torch.zeros_like(leaf)
+    (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
+    return torch.zeros_like(leaf) if gradient is None else gradient
 
 
 class SiteProgramRuns:
@@ -99,12 +109,7 @@ class SiteProgramRuns:
             leaf = value[i].detach().requires_grad_()
             runs = self.rerun(name, leaf, self.downstream[i])
             wanted = self.layout.graph.downstream_costs(name)
-            with torch.enable_grad():
-                total = sum((run.costs[cost].sum() for run in runs for cost in wanted), leaf.new_zeros(()))
-            gradient = None
-            if total.requires_grad:
-                (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
-            gradients.append(torch.zeros_like(leaf) if gradient is None else gradient)
+            gradients.append(slope_of(runs, wanted, leaf))
             costs.append(self._costs(i, runs))
         return torch.stack(costs), torch.stack(gradients)
 

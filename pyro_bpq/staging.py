@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from pyro_bpq.bank import CriticBank
+from pyro_bpq.component_costs import Patterns
 from pyro_bpq.errors import BPQError, UnsupportedProgramError
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import flipped_costs
@@ -63,8 +66,7 @@ class Staging:
                 "so that particles may steer each other; write vectorize_particles=False."
             )
         is_alike = all(run.key == runs[0].key for run in runs)
-        patterns = frozenset() if is_dynamic or not is_alike else self._structure.patterns_of(runs)
-        kind = (is_dynamic, all(self._structure.cuts_plates(traced) for traced in runs), patterns)
+        kind = self._kind(runs, is_dynamic)
         if not is_dynamic and is_alike and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [self._structure.merge(runs[0], graphs)] * len(runs)
         # A baseline from those particles that happen to have the same structure would depend on the value of the
@@ -76,20 +78,25 @@ class Staging:
         ]
         return runs, items
 
+    def _kind(self, runs: Sequence[TracedRun], is_dynamic: bool) -> tuple[bool, bool, Patterns]:
+        """What a plan depends on besides the graph: steering, whether rows of plates stay apart, what elements read."""
+        patterns = frozenset() if is_dynamic else self._structure.patterns_of(runs)
+        return is_dynamic, all(self._structure.cuts_plates(traced) for traced in runs), patterns
+
     def _stage(
         self,
         traced: list[TracedRun],
         graph: Any,
         programs: list[Any],
         learning: bool,
-        kind: tuple[Any, ...],
+        kind: tuple[bool, bool, Patterns],
         reruns: bool = True,
     ) -> Staged:
         model, guide, args, kwargs = programs[0]
         plan = self._plan(traced[0], graph, kind)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
         rollout = Rollout(
-            tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced),
+            tuple(t.run for t in traced),
             self.num_particles if is_vectorized else len(traced),
             traced[0].plate_sizes,
             # Particles lie to the left of as many dimensions as plates may have, whether there are plates or not.
@@ -110,9 +117,14 @@ class Staging:
         is_first_order = learning and self.learner is not None and self.learner.first_order > 0.0
         if reruns and (plan.needs_program or is_first_order) and not kind[0]:
             generator = self._noise()
-            rerun = Reruns(self._trace, programs, traced, graph, generator, plan.patterns)
+            rerun = Reruns(self._trace, programs, traced, graph, generator)
             if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
                 plan = self._plan(traced[0], graph, kind)
+            rerun.patterns = plan.patterns
+        if plan.patterns:
+            # Only now it is certain which plan is carried out.
+            runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)
+            rollout = replace(rollout, runs=runs)
         signals = Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator, self.keeps_staged)
         return Staged(tuple(traced), tuple(programs), signals)
 
@@ -131,7 +143,7 @@ class Staging:
         self.num_noises += 1
         return torch.Generator().manual_seed((self.critics.seed * 7919 + 1) * 1_000_003 + self.num_noises)
 
-    def _plan(self, traced: TracedRun, graph: Any, kind: tuple[Any, ...]) -> Plan:
+    def _plan(self, traced: TracedRun, graph: Any, kind: tuple[bool, bool, Patterns]) -> Plan:
         last = self._last_plan
         # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
         if last is not None and last[1] is graph and last[2] == kind and last[0] == traced.key:

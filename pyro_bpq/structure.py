@@ -76,6 +76,8 @@ class StructureCache:
     def patterns_of(self, runs: Sequence[TracedRun]) -> Patterns:
         """Which components of sites costs read, as far as all runs of that structure, and these, agree."""
         first, *others = runs
+        if any(run.key != first.key for run in others):
+            return frozenset()
         if first.key in self.patterns:
             found, varying = self.patterns[first.key], self.varying[first.key]
         else:

@@ -200,3 +200,22 @@ def test_counts_are_charged_too() -> None:
     elbo.loss_and_grads(model, guide)
     assert _charged(elbo)["z"] >= {"-log p(x)", "log q(z)"}
     assert elbo.info["z"]["cost_to_go"].shape == (1, 4)
+
+
+def test_components_are_charged_by_the_plan_that_is_carried_out() -> None:
+    """The extra run that would have told all fails: a step plans anew, and charges what the new plan charges."""
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))).to_event(1))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
+        if z.shape != (3,):
+            raise ValueError("no further dimensions")
+        pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=torch.ones(3))
+
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(2):
+        elbo.loss_and_grads(model, guide)
+        assert "-log p(x)" in _charged(elbo)["z"]
+    assert elbo._cannot_flip
