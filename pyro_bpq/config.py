@@ -36,6 +36,11 @@ class SiteOptions:
     context: Any = None
     baseline: BaselineOptions | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is said of how its gradient is estimated."""
+        return all(getattr(self, option.name) is None for option in fields(self))
+
     def __post_init__(self) -> None:
         given = self.estimator
         if given is not None and (isinstance(given, type) or not isinstance(given, Estimator)):

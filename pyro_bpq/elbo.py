@@ -27,9 +27,9 @@ from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.learner import CriticLearner
 from pyro_bpq.network import Reduction
 from pyro_bpq.options import check_options
+from pyro_bpq.particles import OpenParticles
 from pyro_bpq.plan import Plan, Planner, check_gradients
 from pyro_bpq.replayer import Replayer, Transient
-from pyro_bpq.staging import Staging
 from pyro_bpq.structure import StructureCache
 from pyro_bpq.surrogate import StepResult, step
 from pyro_bpq.tracing import TracedRun, trace_run
@@ -42,7 +42,7 @@ _NOTHING_ENUMERATED = (
 )
 
 
-class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
+class TraceBackpropQ_ELBO(CriticTraining, OpenParticles, ELBO, nn.Module):
     r"""ELBO whose gradients through non-reparameterised sites come from Backprop-Q.
 
     Each latent site of the guide gets a gradient estimator that fits it. By default: reparameterised sites the
@@ -55,7 +55,11 @@ class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
     call included. The guide runs ``num_particles`` times; the model runs once more where that pays.
 
     Args:
-        num_particles: Number of particles ``M``.
+        num_particles: Number of particles ``M``. ``None``: one in the first step; from then on up to eight in one
+            vectorised call, where baselines of other particles know rows of data that critics do not see, and the
+            program is found to compute the same costs for a particle among others as for one alone
+            (:func:`~pyro_bpq.particles.num_particles_for`). With cost statements, summed-out sites and several
+            processes, and where sampled values steer the program, one.
         max_plate_nesting: As in Pyro's ELBOs.
         max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
         vectorize_particles: Whether particles run in one vectorised call.
@@ -104,7 +108,7 @@ class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
 
     def __init__(
         self,
-        num_particles: int = 1,
+        num_particles: int | None = None,
         max_plate_nesting: float = float("inf"),
         max_iarange_nesting: float | None = None,
         vectorize_particles: bool = False,
@@ -128,7 +132,7 @@ class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
         nn.Module.__init__(self)
         ELBO.__init__(
             self,
-            num_particles=num_particles,
+            num_particles=1 if num_particles is None else num_particles,
             max_plate_nesting=max_plate_nesting,
             max_iarange_nesting=max_iarange_nesting,
             vectorize_particles=vectorize_particles,
@@ -138,7 +142,7 @@ class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
             retain_graph=retain_graph,
             tail_adaptive_beta=tail_adaptive_beta,
         )
-        if num_particles < 1:
+        if self.num_particles < 1:
             raise OptionError(f"num_particles={num_particles!r}: write a positive number.")
         check_options(estimator, critic, reduction, lam, gamma, learner)
         if enumeration not in ("sample", "exact"):
@@ -155,6 +159,8 @@ class TraceBackpropQ_ELBO(CriticTraining, Staging, ELBO, nn.Module):
         self._last_plan: tuple[Any, StochasticComputationGraph, tuple[bool, bool], Plan] | None = None
         self._cannot_flip: set[Any] = set()
         self._slopes: dict[Any, bool] = {}
+        is_plain = not (vectorize_particles or self._only_costs) and enumeration == "sample"
+        self._leave_open(num_particles is None and is_plain)
 
     __call__ = ELBO.__call__
 

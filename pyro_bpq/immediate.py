@@ -212,7 +212,7 @@ def _run_flipped(
         if rows[name].dim() <= traced.batch_ndim and traced.elimination is None:
             # It does not depend on what was flipped.
             rows[name] = rows[name].expand(plan.rows, *rows[name].shape)
-    if not _same([rows[name][0] for name in wanted], [traced.run.costs[name].detach() for name in wanted]):
+    if not same_costs([rows[name][0] for name in wanted], [traced.run.costs[name].detach() for name in wanted]):
         return None
     rows["zero"] = next(iter(rows.values()))
     return rows
@@ -230,7 +230,7 @@ def _has_drawn(sandbox: Sandbox, after: Tensor) -> bool:
     return any(not torch.equal(old, new) for old, new in zip(sandbox.before[1:], devices, strict=True))
 
 
-def _same(found: Sequence[Tensor], sampled: Sequence[Tensor]) -> bool:
+def same_costs(found: Sequence[Tensor], sampled: Sequence[Tensor]) -> bool:
     """Whether costs in the row of the sample are those of the sample, up to rounding."""
     if any(a.numel() != b.numel() for a, b in zip(found, sampled, strict=True)):
         return False

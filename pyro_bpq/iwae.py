@@ -82,6 +82,8 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
         | Backprop-Q (Xu et al., 2018), Eq. 27
     """
 
+    _open_state = None
+
     def __init__(
         self,
         num_particles: int = 5,

@@ -47,6 +47,8 @@ class LearnedState:
     _evaluate: Callable[..., tuple[Tensor, Tensor, StepResult]]
     _turn: Turn
     _replayer: Any = None
+    # What was settled of an open number of particles.
+    _open_state: Any
 
     def __repr__(self) -> str:
         # That of a module, which every objective is; this class stands before it among the bases.
@@ -283,12 +285,14 @@ class LearnedState:
             "waiting": self._waiting,
             "late": self._late,
             "replay": None if self._replayer is None else self._replayer.state_dict(),
+            "particles": self._open_state,
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
         self.num_steps, self.num_noises = state["num_steps"], state["num_noises"]
         self._waiting, self._late = copy.deepcopy((state["waiting"], state["late"]))
+        self._open_state = state.get("particles")
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
         if self._replayer is not None and state.get("replay") is not None:

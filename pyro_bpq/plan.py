@@ -2,6 +2,7 @@ r"""Decides per site what is done: its estimator, its critic, and which of its c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ from pyro_bpq.component_costs import Pattern, Patterns
 from pyro_bpq.config import SiteOptions
 from pyro_bpq.cost_statement import CostOptions
 from pyro_bpq.critic_options import checked_critic, default_critic
-from pyro_bpq.critics import Critic
+from pyro_bpq.critics import Critic, MLPCritic
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import (
     AllAction,
@@ -35,6 +36,9 @@ from pyro_bpq.sequence import sequence_network
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
 
 __all__ = ["Plan", "Planner", "check_gradients", "default_estimator"]
+
+# Rows of a plate from which on they are taken for data.
+MANY_ROWS = 10
 
 
 def default_estimator(site: SiteInfo, max_support: int) -> Estimator:
@@ -98,6 +102,7 @@ class Plan:
         flips: The extra run of the model, or ``None``.
         components: Finite components of the sites that it flips.
         patterns: What components of sites read, by site and cost, where costs are charged to components.
+        by_row: Sites whose baseline had better know the row of data, see :meth:`Planner.plan`.
     """
 
     graph: StochasticComputationGraph
@@ -105,6 +110,7 @@ class Plan:
     flips: FlipPlan | None
     components: dict[str, Components]
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
+    by_row: frozenset[str] = frozenset()
 
     @cached_property
     def needs_program(self) -> bool:
@@ -202,6 +208,11 @@ class Planner:
         estimators = {name: self._estimator(traced, name) for name in traced.run.sites}
         immediate = {name: () for name in estimators} if is_dynamic else immediate_costs(graph)
         flips, components = self._flips(traced, graph, estimators) if can_flip and not is_dynamic else (None, {})
+        by_row = frozenset() if is_dynamic else self._by_row(traced, graph, flips)
+        compared = {name: score_function(traced, name) for name in by_row if _pays_to_compare(traced.infos[name])}
+        if compared:
+            estimators |= compared
+            flips, components = self._flips(traced, graph, estimators) if can_flip else (None, {})
         plain = [name for name in estimators if name not in components and self._is_plain(traced, name)]
         known_patterns, charged = dict(patterns), {}
         specs, tabled, known = {}, {}, set()
@@ -237,7 +248,7 @@ class Planner:
                 network = BackpropQNetwork.build(graph, self.reduction, immediate=frozenset(known))
         layout = Layout(graph, network, specs, tabled, cuts_plates=cuts_plates, is_steered=is_dynamic, charged=charged)
         used = {pair: pattern for pair, pattern in known_patterns.items() if pair[1] in charged.get(pair[0], ())}
-        return Plan(graph, layout, flips, components, used)
+        return Plan(graph, layout, flips, components, used, by_row)
 
     def _estimator(self, traced: TracedRun, name: str) -> Estimator:
         estimator = self.choose(traced.infos[name], traced.options[name])
@@ -245,6 +256,23 @@ class Planner:
             # Partly reparameterised (rejection sampling): the rest of its gradient is a score-function term.
             return score_function(traced, name)
         return estimator
+
+    def _by_row(self, traced: TracedRun, graph: StochasticComputationGraph, flips: FlipPlan | None) -> frozenset[str]:
+        """Sites of the default's choice, in plates of many rows, whose cost-to-go is not known at other values.
+
+        What they cost differs from row to row as data do. Critics see data only where ``context`` shows them some.
+        """
+        if self.estimator is not None or self.critic not in (None, MLPCritic()):
+            return frozenset()
+        flipped = {} if flips is None else flips.costs
+        return frozenset(
+            name
+            for name, options in traced.options.items()
+            if not traced.infos[name].has_rsample
+            and options.is_open
+            and math.prod(traced.plate_sizes[plate] for plate in graph.node(name).plates) >= MANY_ROWS
+            and not self._is_complete(traced, graph, name, flipped.get(name, ()))
+        )
 
     def _is_plain(self, traced: TracedRun, name: str) -> bool:
         """Whether a site that nobody chose an estimator for has many components.
@@ -384,6 +412,11 @@ def _compared(
         if info.num_particles == 1 and DisARM().unsupported(info) is None:
             return DisARM()
     return SecondRun() if info.num_particles == 1 else score_function(traced, name)
+
+
+def _pays_to_compare(info: SiteInfo) -> bool:
+    """Whether other particles serve a site better than sums over its values; of many components they always do."""
+    return info.num_particles > 1 and info.components is not None and info.components.size == 1
 
 
 def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:

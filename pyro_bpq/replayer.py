@@ -66,8 +66,8 @@ class Transient:
         items: What is held.
     """
 
-    def __init__(self, items: Sequence[Staged] = ()) -> None:
-        self.items = tuple(items)
+    def __init__(self, items: Sequence[Any] = ()) -> None:
+        self.items: tuple[Any, ...] = tuple(items)
 
     def __repr__(self) -> str:
         return f"Transient({len(self.items)} items)"

@@ -58,6 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "substitute",
         "reruns",
         "staging",
+        "particles",
         "registration",
         "enumeration",
         "factors",
