@@ -38,7 +38,8 @@ def num_particles_for(plan: Plan, traced: TracedRun) -> int:
         M = min(8, max(2, 65536 / n)),   n elements of the largest value of a particle
 
     where costs after a site of the default's choice are known of the sampled value alone, and differ from row to row
-    of its plates; else one. Baselines from other particles know the row, those from other steps do not.
+    of its plates; else one. Baselines from other particles know the row, those from other steps do not;
+    :class:`~pyro_bpq.estimators.DebiasedStraightThrough` needs none.
 
     Args:
         plan: The plan for one particle.
@@ -47,7 +48,8 @@ def num_particles_for(plan: Plan, traced: TracedRun) -> int:
     Returns:
         The number ``M``.
     """
-    if not plan.by_row or traced.user_costs or traced.untraced or traced.elimination is not None:
+    gains = plan.by_row.difference(plan.sloped)
+    if not gains or traced.user_costs or traced.untraced or traced.elimination is not None:
         return 1
     values = [site["value"] for trace in (traced.guide_trace, traced.model_trace) for site in samples(trace).values()]
     largest = max(value.numel() for value in values if isinstance(value, Tensor))
@@ -111,7 +113,8 @@ class OpenParticles(Staging):
         """Settles the number for the steps to come."""
         traced, kind = runs[0], self._kind(runs, self._structure.is_dynamic(runs[0]))
         self._settled, self._is_compared = Transient((model, guide)), False
-        number = 1 if kind[0] or self._ranks is not None else num_particles_for(self._last_plan[3], traced)
+        is_fixed = not kind[0] and not self._structure.always_tracks and self._ranks is None
+        number = num_particles_for(self._last_plan[3], traced) if is_fixed else 1
         if number > 1:
             is_given = self._given_nesting != float("inf")
             # Of this step, one particle is still to be reckoned with.

@@ -102,7 +102,7 @@ class Plan:
         flips: The extra run of the model, or ``None``.
         components: Finite components of the sites that it flips.
         patterns: What components of sites read, by site and cost, where costs are charged to components.
-        by_row: Sites whose baseline had better know the row of data, see :meth:`Planner.plan`.
+        by_row: Sites of the default's choice in many rows, whose cost-to-go is not known at other values.
     """
 
     graph: StochasticComputationGraph
@@ -208,10 +208,13 @@ class Planner:
         estimators = {name: self._estimator(traced, name) for name in traced.run.sites}
         immediate = {name: () for name in estimators} if is_dynamic else immediate_costs(graph)
         flips, components = self._flips(traced, graph, estimators) if can_flip and not is_dynamic else (None, {})
-        by_row = frozenset() if is_dynamic else self._by_row(traced, graph, flips)
-        compared = {name: score_function(traced, name) for name in by_row if _pays_to_compare(traced.infos[name])}
-        if compared:
-            estimators |= compared
+        rows = frozenset() if is_dynamic else self._in_rows(traced, graph)
+        told = {name: () if flips is None else flips.costs.get(name, ()) for name in rows}
+        by_row = frozenset(name for name in rows if not self._is_complete(traced, graph, name, told[name]))
+        if any(_pays_to_compare(traced.infos[name]) for name in by_row):
+            # The extra run goes on only where it tells most sites everything.
+            compared = by_row if 2 * len(by_row) < len(rows) else rows
+            estimators |= {n: score_function(traced, n) for n in compared if _pays_to_compare(traced.infos[n])}
             flips, components = self._flips(traced, graph, estimators) if can_flip else (None, {})
         plain = [name for name in estimators if name not in components and self._is_plain(traced, name)]
         known_patterns, charged = dict(patterns), {}
@@ -257,21 +260,19 @@ class Planner:
             return score_function(traced, name)
         return estimator
 
-    def _by_row(self, traced: TracedRun, graph: StochasticComputationGraph, flips: FlipPlan | None) -> frozenset[str]:
-        """Sites of the default's choice, in plates of many rows, whose cost-to-go is not known at other values.
+    def _in_rows(self, traced: TracedRun, graph: StochasticComputationGraph) -> frozenset[str]:
+        """Sites of the default's choice in plates of many rows, whose costs differ from row to row as data do.
 
-        What they cost differs from row to row as data do. Critics see data only where ``context`` shows them some.
+        Critics see data only where ``context`` shows them some.
         """
         if self.estimator is not None or self.critic not in (None, MLPCritic()):
             return frozenset()
-        flipped = {} if flips is None else flips.costs
         return frozenset(
             name
             for name, options in traced.options.items()
-            if not traced.infos[name].has_rsample
-            and options.is_open
+            if options.is_open
+            and not traced.infos[name].has_rsample
             and math.prod(traced.plate_sizes[plate] for plate in graph.node(name).plates) >= MANY_ROWS
-            and not self._is_complete(traced, graph, name, flipped.get(name, ()))
         )
 
     def _is_plain(self, traced: TracedRun, name: str) -> bool:

@@ -1,0 +1,267 @@
+"""The number of particles that nobody chose: how many, when, and for which programs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Trace_ELBO
+
+from pyro_bpq import FlipCritic, TraceBackpropQ_ELBO, cost
+from pyro_bpq.errors import BPQWarning
+from pyro_bpq.particles import ELEMENTS, MOST_PARTICLES
+
+ROWS = 12
+
+
+class Layers:
+    """Two layers of three units over rows of data.
+
+    Args:
+        rows: Number of rows.
+        width: Elements of a row's data.
+        mixes: How rows of different particles meet: ``"no"``, ``"mean"``, ``"first"`` or ``"shape"``.
+    """
+
+    def __init__(self, rows: int = ROWS, width: int = 4, mixes: str = "no") -> None:
+        self.rows, self.mixes = rows, mixes
+        self.data = torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
+
+    def mixed(self, z: torch.Tensor) -> torch.Tensor:
+        if self.mixes == "mean":
+            return z - z.mean()
+        if self.mixes == "first":
+            return z + z[0].sum()
+        if self.mixes == "shape":
+            return z.reshape(self.rows, 3)
+        return z
+
+    def model(self) -> None:
+        with pyro.plate("rows", self.rows):
+            y = pyro.sample("y", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
+            z = pyro.sample("z", dist.Bernoulli(logits=y - 0.5).to_event(1))
+            mean = self.mixed(z).sum(-1, keepdim=True).expand(z.shape[:-1] + self.data.shape[-1:])
+            pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=self.data)
+
+    def guide(self) -> None:
+        w = pyro.param("w", lambda: 0.1 * torch.ones(2, 3))
+        with pyro.plate("rows", self.rows):
+            z = pyro.sample("z", dist.Bernoulli(logits=w[0] * self.data[:, :1]).to_event(1))
+            pyro.sample("y", dist.Bernoulli(logits=w[1] + z).to_event(1))
+
+
+class Chains:
+    """Three states in a row of data each."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        self.rows = rows
+        self.data = torch.randn(3, rows, generator=torch.Generator().manual_seed(1))
+
+    def model(self) -> None:
+        state = torch.zeros(self.rows)
+        with pyro.plate("rows", self.rows):
+            for t in range(3):
+                state = pyro.sample(f"z_{t}", dist.Categorical(logits=torch.ones(3) * state.unsqueeze(-1))).float()
+                pyro.sample(f"x_{t}", dist.Normal(state, 1.0), obs=self.data[t])
+
+    def guide(self) -> None:
+        w = pyro.param("w", lambda: torch.ones(3))
+        state = torch.zeros(self.rows)
+        with pyro.plate("rows", self.rows):
+            for t in range(3):
+                logits = w * (state + self.data[t]).unsqueeze(-1)
+                state = pyro.sample(f"z_{t}", dist.Categorical(logits=logits)).float()
+
+
+class Alone(Chains):
+    """Without a plate."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.data = self.data[:, 0]
+
+    def model(self) -> None:
+        state = torch.tensor(0.0)
+        for t in range(3):
+            state = pyro.sample(f"z_{t}", dist.Bernoulli(logits=state)).float()
+            pyro.sample(f"x_{t}", dist.Normal(state, 1.0), obs=self.data[t])
+
+    def guide(self) -> None:
+        w, state = pyro.param("w", lambda: torch.tensor(0.5)), torch.tensor(0.0)
+        for t in range(3):
+            state = pyro.sample(f"z_{t}", dist.Bernoulli(logits=w * state)).float()
+
+
+class Mixture(Chains):
+    """One state a row: all that it costs is known at its other values."""
+
+    def model(self) -> None:
+        with pyro.plate("rows", self.rows):
+            state = pyro.sample("z", dist.Categorical(logits=torch.ones(3)))
+            pyro.sample("x", dist.Normal(state.float(), 1.0), obs=self.data[0])
+
+    def guide(self) -> None:
+        w = pyro.param("w", lambda: torch.ones(3))
+        with pyro.plate("rows", self.rows):
+            pyro.sample("z", dist.Categorical(logits=w * self.data[0].unsqueeze(-1)))
+
+
+class Steered(Layers):
+    """Python looks at a value."""
+
+    def model(self) -> None:
+        with pyro.plate("rows", self.rows):
+            y = pyro.sample("y", dist.Bernoulli(logits=torch.zeros(3)).to_event(1))
+            z = pyro.sample("z", dist.Bernoulli(logits=y - 0.5).to_event(1))
+            mean = 1.0 if float(z.sum()) > 10 else 0.0
+            pyro.sample("x", dist.Normal(z.sum(-1) + mean, 1.0), obs=self.data[:, 0])
+
+
+class Costly(Layers):
+    """Has a cost of its own."""
+
+    def model(self) -> None:
+        super().model()
+        cost("price", torch.tensor(1.0))
+
+
+def trained(programs: Layers, steps: int = 4, **options: object) -> TraceBackpropQ_ELBO:
+    elbo = TraceBackpropQ_ELBO(**options)  # type: ignore[arg-type]
+    for _ in range(steps):
+        elbo.loss_and_grads(programs.model, programs.guide)
+    return elbo
+
+
+def losses(elbo: object, programs: Layers, steps: int = 5) -> list[float]:
+    pyro.set_rng_seed(3)
+    return [elbo.loss_and_grads(programs.model, programs.guide) for _ in range(steps)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("programs", [Layers(), Chains()], ids=["layers", "chains"])
+def test_small_rows_of_data_get_the_most_particles(programs: Layers) -> None:
+    elbo = trained(programs)
+    assert (elbo.num_particles, elbo.vectorize_particles) == (MOST_PARTICLES, True)
+    assert all("LeaveOneOut" in str(known["estimator"]) for known in elbo.info.values())
+
+
+@pytest.mark.parametrize("width", [1000, 2000, 20_000])
+def test_large_values_get_fewer(width: int) -> None:
+    found = trained(Layers(width=width)).num_particles
+    assert found == max(2, min(MOST_PARTICLES, ELEMENTS // (ROWS * width)))
+
+
+@pytest.mark.parametrize(
+    ("programs", "options"),
+    [
+        (Layers(), {"num_particles": 1}),
+        (Layers(), {"critic": FlipCritic()}),
+        (Layers(), {"structure": "dynamic"}),
+        (Layers(rows=4), {}),
+        (Alone(), {}),
+        (Mixture(), {}),
+        (Steered(), {}),
+        (Costly(), {}),
+    ],
+    ids=["told", "critic chosen", "dynamic", "few rows", "no plate", "all known", "steered", "cost statement"],
+)
+def test_others_keep_one(programs: Layers, options: dict[str, object]) -> None:
+    elbo = trained(programs, **options)
+    assert (elbo.num_particles, elbo.vectorize_particles) == (1, False)
+
+
+@pytest.mark.parametrize("programs", [Layers(), Chains()], ids=["layers", "chains"])
+@pytest.mark.parametrize("nesting", [float("inf"), 2])
+def test_it_draws_as_pyro_does_with_that_number(programs: Layers, nesting: float) -> None:
+    found = losses(TraceBackpropQ_ELBO(max_plate_nesting=nesting), programs)
+    pyro.clear_param_store()
+    alone = Trace_ELBO()
+    together = Trace_ELBO(MOST_PARTICLES, vectorize_particles=True, max_plate_nesting=1 if nesting > 2 else 2)
+    pyro.set_rng_seed(3)
+    expected = [each.loss(programs.model, programs.guide) for each in [alone, *[together] * 4]]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("mixes", ["mean", "first", "shape"])
+def test_programs_that_do_not_keep_particles_apart_are_found_out(mixes: str) -> None:
+    """They then draw what they would have drawn, and nobody is warned of what never was."""
+    programs = Layers(mixes=mixes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BPQWarning)
+        elbo = TraceBackpropQ_ELBO()
+        found = losses(elbo, programs)
+    assert (elbo.num_particles, elbo.vectorize_particles, elbo.max_plate_nesting) == (1, False, float("inf"))
+    pyro.clear_param_store()
+    torch.testing.assert_close(found, losses(Trace_ELBO(), programs), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("mixes", ["mean", "shape"])
+def test_a_program_that_changes_goes_on_with_one(mixes: str) -> None:
+    programs = Layers()
+    elbo = trained(programs)
+    assert elbo.num_particles == MOST_PARTICLES
+    programs.mixes = mixes
+    with pytest.warns(BPQWarning, match="one particle runs"):
+        for _ in range(12):
+            assert elbo.loss_and_grads(programs.model, programs.guide) > 0.0
+    assert elbo.num_particles == 1
+
+
+def test_an_error_of_the_program_is_shown() -> None:
+    programs = Layers()
+    elbo = trained(programs)
+
+    def model() -> None:
+        raise RuntimeError("out of coffee")
+
+    model.__eq__ = lambda other: True  # type: ignore[method-assign, assignment]
+    with pytest.raises(RuntimeError, match="out of coffee"):
+        elbo.loss_and_grads(model, programs.guide)
+
+
+def test_other_programs_start_with_one() -> None:
+    elbo = trained(Layers())
+    other = Alone()
+    pyro.clear_param_store()
+    elbo.loss_and_grads(other.model, other.guide)
+    assert elbo.num_particles == 1
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("way", ["pickle", "copy", "state"])
+def test_copies_go_on_alike(way: str, steps: int) -> None:
+    programs = Layers()
+    elbo = trained(programs, steps)
+    if way == "state":
+        twin = TraceBackpropQ_ELBO()
+        twin.load_state_dict(elbo.state_dict(), strict=False)
+    else:
+        twin = pickle.loads(pickle.dumps(elbo)) if way == "pickle" else copy.deepcopy(elbo)
+    expected = losses(elbo, programs)
+    assert losses(twin, programs) == expected
+    assert twin.num_particles == elbo.num_particles == MOST_PARTICLES
+
+
+def test_subsampled_rows_stay_those_of_the_particles() -> None:
+    data = torch.randn(40)
+
+    def model() -> None:
+        with pyro.plate("rows", 40, subsample_size=ROWS) as ids:
+            z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(3)).expand([ROWS, 3]).to_event(1))
+            y = pyro.sample("y", dist.Bernoulli(logits=z).to_event(1))
+            pyro.sample("x", dist.Normal(y.sum(-1), 1.0), obs=data[ids])
+
+    def guide() -> None:
+        w = pyro.param("w", lambda: torch.ones(3))
+        with pyro.plate("rows", 40, subsample_size=ROWS) as ids:
+            z = pyro.sample("z", dist.Bernoulli(logits=w * data[ids].unsqueeze(-1)).to_event(1))
+            pyro.sample("y", dist.Bernoulli(logits=w * z).to_event(1))
+
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(4):
+        elbo.loss_and_grads(model, guide)
+    assert elbo.num_particles == MOST_PARTICLES
