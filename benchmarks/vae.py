@@ -6,7 +6,7 @@ train, 10,000 choose the learning rate, 10,000 test.
 
 The images are those of ``mnist.npz`` in the folder that the environment variable PYRO_BPQ_DATA names.
 
-    python benchmarks/vae.py [--full | --smoke] [--seeds N] [--output DIRECTORY]
+    python benchmarks/vae.py [--full | --all | --smoke] [--seeds N] [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ def load_digits(images: dict[str, int]) -> Digits | None:
 
 DEFAULT = Method("default", TraceBackpropQ_ELBO, group="ours")
 TWO = {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 1}
+DEFAULT_ONE = Method("default, 1 particle", lambda: TraceBackpropQ_ELBO(1), group="ours")
 DEFAULT_TWO = Method("default, 2 particles", lambda: TraceBackpropQ_ELBO(**TWO), group="ours")
 AVERAGE = Method("TraceGraph, decaying average", TraceGraph_ELBO, "average", "TraceGraph")
 NET = Method("TraceGraph, nn_baseline", TraceGraph_ELBO, "net", "TraceGraph")
@@ -193,8 +194,8 @@ def main() -> None:
     size, digits, number = begin(options, (QUICK, FULL, SMOKE), "vae.py")
     if digits is None:
         return
-    kinds = ("linear", "nonlinear") if options.full or options.smoke else ("linear",)
-    methods = METHODS if options.full or options.smoke else FEW
+    is_whole = options.full or options.all or options.smoke
+    kinds, methods = (("linear", "nonlinear"), METHODS) if is_whole else (("linear",), FEW)
     races = [run_race(replace(digits, name=f"{kind} VAE", kind=kind), methods, size) for kind in kinds]
     about = (
         f"784-{LATENTS}-784 VAE of Bernoulli latents with a fair prior on MNIST, binarised afresh at every visit; "
