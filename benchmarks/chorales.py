@@ -214,7 +214,7 @@ def main() -> None:
         "Markov model with discrete states and nets on Bach chorales (one frame a quarter note, 88 keys; not the "
         f"published JSB files, whose figures do not compare), batches of {BATCH}. TraceEnum sums the states out and "
         "has no guide, so its figure is exact. "
-        + ("" if options.full else "Quick run: short chorales, some of the methods.")
+        + ("" if options.full else f"Quick run: short chorales{'' if options.all else ', some of the methods'}.")
     )
     report(
         options.output,
