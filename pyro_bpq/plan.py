@@ -2,7 +2,6 @@ r"""Decides per site what is done: its estimator, its critic, and which of its c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,18 +12,9 @@ from pyro_bpq.config import SiteOptions
 from pyro_bpq.cost_statement import CostOptions
 from pyro_bpq.critic_options import checked_critic, default_critic
 from pyro_bpq.critics import Critic, MLPCritic
+from pyro_bpq.defaults import compared, default_estimator, in_rows, is_comparable, pays_to_compare, score_function
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators import (
-    AllAction,
-    DebiasedStraightThrough,
-    DisARM,
-    Estimator,
-    LeaveOneOut,
-    Pathwise,
-    RunningBaseline,
-    ScoreFunction,
-    SecondRun,
-)
+from pyro_bpq.estimators import AllAction, DebiasedStraightThrough, Estimator, Pathwise, ScoreFunction, SecondRun
 from pyro_bpq.estimators.base import SiteInfo, needs_program, tells_components
 from pyro_bpq.features import Components, finite_components
 from pyro_bpq.graph import StochasticComputationGraph
@@ -35,42 +25,7 @@ from pyro_bpq.network import BackpropQNetwork, Reduction
 from pyro_bpq.sequence import sequence_network
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model
 
-__all__ = ["Plan", "Planner", "check_gradients", "default_estimator"]
-
-# Rows of a plate from which on they are taken for data.
-MANY_ROWS = 10
-
-
-def default_estimator(site: SiteInfo, max_support: int) -> Estimator:
-    """The estimator of a site for which nobody chose one.
-
-    Reparameterised: :class:`Pathwise`. Finite components of at most ``max_support`` values: :class:`AllAction`. Else
-    the score function, with leave-one-out from two particles on, with a running baseline for one. Sites of many
-    components keep :class:`AllAction` only with a critic, or with an extra run of the model that tells all of their
-    costs (:meth:`Planner.plan`).
-
-    Args:
-        site: The site.
-        max_support: Largest number of values of a component that are summed over.
-
-    Returns:
-        The estimator.
-    """
-    if site.has_rsample:
-        return Pathwise()
-    if site.components is not None and site.components.cardinality <= max_support:
-        return AllAction()
-    return _plain_score(site)
-
-
-def _plain_score(site: SiteInfo) -> Estimator:
-    return ScoreFunction(LeaveOneOut() if site.num_particles > 1 else RunningBaseline())
-
-
-def score_function(traced: TracedRun, name: str) -> Estimator:
-    """The score function with the site's own baseline, else leave-one-out or, with one particle, a running mean."""
-    baseline = traced.options[name].baseline
-    return _plain_score(traced.infos[name]) if baseline is None else baseline.estimator()
+__all__ = ["Plan", "Planner", "check_gradients"]
 
 
 def check_gradients(traced: TracedRun) -> None:
@@ -208,13 +163,14 @@ class Planner:
         estimators = {name: self._estimator(traced, name) for name in traced.run.sites}
         immediate = {name: () for name in estimators} if is_dynamic else immediate_costs(graph)
         flips, components = self._flips(traced, graph, estimators) if can_flip and not is_dynamic else (None, {})
-        rows = frozenset() if is_dynamic else self._in_rows(traced, graph)
+        is_open = self.estimator is None and self.critic in (None, MLPCritic()) and not is_dynamic
+        rows = in_rows(traced, graph) if is_open else frozenset()
         told = {name: () if flips is None else flips.costs.get(name, ()) for name in rows}
         by_row = frozenset(name for name in rows if not self._is_complete(traced, graph, name, told[name]))
-        if any(_pays_to_compare(traced.infos[name]) for name in by_row):
+        if any(pays_to_compare(traced.infos[name]) for name in by_row):
             # The extra run goes on only where it tells most sites everything.
-            compared = by_row if 2 * len(by_row) < len(rows) else rows
-            estimators |= {n: score_function(traced, n) for n in compared if _pays_to_compare(traced.infos[n])}
+            others = by_row if 2 * len(by_row) < len(rows) else rows
+            estimators |= {n: score_function(traced, n) for n in others if pays_to_compare(traced.infos[n])}
             flips, components = self._flips(traced, graph, estimators) if can_flip else (None, {})
         plain = [name for name in estimators if name not in components and self._is_plain(traced, name)]
         known_patterns, charged = dict(patterns), {}
@@ -231,9 +187,9 @@ class Planner:
             if critic is None and name in plain:
                 tabled[name], kinds = (), set()
                 estimators[name] = score_function(traced, name)
-                if not is_dynamic and _is_comparable(traced, name):
+                if not is_dynamic and is_comparable(traced, name):
                     is_told = bool(_charged(graph, name, SecondRun(), (), known_patterns))
-                    estimators[name] = _compared(traced, graph, name, len(plain) == 1 and not is_told, has_slopes)
+                    estimators[name] = compared(traced, graph, name, len(plain) == 1 and not is_told, has_slopes)
             # Many components at once: what they cost right away is for the extra run, where there is one.
             if critic is None or (info.components is not None and info.components.size > 1 and name in components):
                 known |= set(immediate[name])
@@ -259,21 +215,6 @@ class Planner:
             # Partly reparameterised (rejection sampling): the rest of its gradient is a score-function term.
             return score_function(traced, name)
         return estimator
-
-    def _in_rows(self, traced: TracedRun, graph: StochasticComputationGraph) -> frozenset[str]:
-        """Sites of the default's choice in plates of many rows, whose costs differ from row to row as data do.
-
-        Critics see data only where ``context`` shows them some.
-        """
-        if self.estimator is not None or self.critic not in (None, MLPCritic()):
-            return frozenset()
-        return frozenset(
-            name
-            for name, options in traced.options.items()
-            if options.is_open
-            and not traced.infos[name].has_rsample
-            and math.prod(traced.plate_sizes[plate] for plate in graph.node(name).plates) >= MANY_ROWS
-        )
 
     def _is_plain(self, traced: TracedRun, name: str) -> bool:
         """Whether a site that nobody chose an estimator for has many components.
@@ -392,32 +333,6 @@ def _charged(
         return frozenset()
     found = {cost for cost in graph.downstream_costs(name) if (name, cost) in patterns and cost not in evaluated}
     return frozenset(found) if found - {cost_of_guide(name), cost_of_model(name)} else frozenset()
-
-
-def _is_comparable(traced: TracedRun, name: str) -> bool:
-    """Whether other runs of the program may serve a site."""
-    return traced.options[name].baseline is None and name not in traced.untraced and not traced.user_costs
-
-
-def _compared(
-    traced: TracedRun, graph: StochasticComputationGraph, name: str, is_alone: bool, has_slopes: bool
-) -> Estimator:
-    """The estimator of a site of many components, whose costs may be compared with those of other runs.
-
-    Other values serve a single site whose rows of plates stay apart; a second run of both programs serves all sites.
-    """
-    info, is_last = traced.infos[name], not graph.descendants(name)
-    if is_alone and is_last and not graph.leaves_plates(name) and traced.elimination is None:
-        if has_slopes and DebiasedStraightThrough().unsupported(info) is None:
-            return DebiasedStraightThrough()
-        if info.num_particles == 1 and DisARM().unsupported(info) is None:
-            return DisARM()
-    return SecondRun() if info.num_particles == 1 else score_function(traced, name)
-
-
-def _pays_to_compare(info: SiteInfo) -> bool:
-    """Whether other particles serve a site better than sums over its values; of many components they always do."""
-    return info.num_particles > 1 and info.components is not None and info.components.size == 1
 
 
 def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:

@@ -52,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "config",
         "structure",
         "immediate",
+        "defaults",
         "plan",
         "multi_sample",
         "sandbox",
