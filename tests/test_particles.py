@@ -265,3 +265,17 @@ def test_subsampled_rows_stay_those_of_the_particles() -> None:
     for _ in range(4):
         elbo.loss_and_grads(model, guide)
     assert elbo.num_particles == MOST_PARTICLES
+
+
+def test_noise_that_is_no_site_keeps_one() -> None:
+    """Dropout differs between the runs that are compared; a program with it draws as it always did."""
+
+    class Noisy(Layers):
+        def mixed(self, z: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.dropout(z, 0.5)
+
+    programs, elbo = Noisy(), TraceBackpropQ_ELBO()
+    found = losses(elbo, programs)
+    assert elbo.num_particles == 1
+    pyro.clear_param_store()
+    torch.testing.assert_close(found, losses(Trace_ELBO(), programs), rtol=1e-5, atol=1e-4)
