@@ -185,7 +185,9 @@ def chain_by_storchastic(steps: int, is_observed: bool) -> Callable[[], object]:
 
     # It walks its graph recursively: from 50 sites on Python's limit is too low.
     sys.setrecursionlimit(20_000)
-    bernoulli, normal = torch.distributions.Bernoulli, torch.distributions.Normal
+    # torch's checks of values refuse its tensors.
+    kinds = torch.distributions.Bernoulli, torch.distributions.Normal
+    bernoulli, normal = (functools.partial(kind, validate_args=False) for kind in kinds)
     start, step, means, posterior = (torch.zeros(n, requires_grad=True) for n in (2, 2, 2, steps))
     slope = torch.tensor(0.5, requires_grad=True)
     optimiser = torch.optim.Adam([start, step, means, posterior, slope], lr=1e-4)
