@@ -107,6 +107,7 @@ class CriticTraining(LearnedState):
         Raises:
             UnsupportedSiteError: If a site has no finite values, or no critic by choice.
         """
+        self._ask_for_critics()
         seed = int(torch.randint(1 << 31, (), generator=self._noise()))
         with isolated(seed, hides_params=False), SkipCosts():
             programs = self._arguments(model, guide, args, kwargs)

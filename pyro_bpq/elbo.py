@@ -42,7 +42,7 @@ _NOTHING_ENUMERATED = (
 )
 
 
-class TraceBackpropQ_ELBO(CriticTraining, OpenParticles, ELBO, nn.Module):
+class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
     r"""ELBO whose gradients through non-reparameterised sites come from Backprop-Q.
 
     Each latent site of the guide gets a gradient estimator that fits it. By default: reparameterised sites the
@@ -58,8 +58,8 @@ class TraceBackpropQ_ELBO(CriticTraining, OpenParticles, ELBO, nn.Module):
         num_particles: Number of particles ``M``. ``None``: one in the first step; from then on up to eight in one
             vectorised call, where baselines of other particles know rows of data that critics do not see, and the
             program is found to compute the same costs for a particle among others as for one alone
-            (:func:`~pyro_bpq.particles.num_particles_for`). With cost statements, summed-out sites and several
-            processes, and where sampled values steer the program, one.
+            (:func:`~pyro_bpq.particles.num_particles_for`). One where an option about critics is chosen, with cost
+            statements, summed-out sites and several processes, and where sampled values steer the program.
         max_plate_nesting: As in Pyro's ELBOs.
         max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
         vectorize_particles: Whether particles run in one vectorised call.
@@ -148,7 +148,10 @@ class TraceBackpropQ_ELBO(CriticTraining, OpenParticles, ELBO, nn.Module):
         if enumeration not in ("sample", "exact"):
             raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
         self.enumeration = enumeration
-        self.planner = Planner(estimator, critic, reduction)
+        chosen = (reduction, lam, gamma, learner) != ("chain", 0.97, 1.0, CriticLearner())
+        self.planner = Planner(
+            estimator, critic, reduction, asks_for_critics=chosen or critic not in (None, MLPCritic())
+        )
         self.lam, self.gamma, self.analytic_kl = lam, gamma, analytic_kl
         self._start(learner, seed)
         replay = None if learner is None else learner.replay
@@ -172,7 +175,7 @@ class TraceBackpropQ_ELBO(CriticTraining, OpenParticles, ELBO, nn.Module):
         return self.differentiable_loss(model, guide, *args, **kwargs)
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """Minus the ELBO of ``num_particles`` draws, in nats; nothing learns.
+        """Minus the ELBO of ``num_particles`` draws, of one where that is left open, in nats; nothing learns.
 
         Args:
             model: The model.
@@ -183,9 +186,9 @@ class TraceBackpropQ_ELBO(CriticTraining, OpenParticles, ELBO, nn.Module):
         Returns:
             The loss.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self._one_if_open():
             runs = [self._trace(*arguments, track=False) for arguments in self._arguments(model, guide, args, kwargs)]
-        loss = self._mean([traced.run.loss for traced in runs])
+            loss = self._mean([traced.run.loss for traced in runs])
         warn_if_nan(loss, "loss")
         return float(loss.item())
 

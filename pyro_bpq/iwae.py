@@ -82,8 +82,6 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
         | Backprop-Q (Xu et al., 2018), Eq. 27
     """
 
-    _open_state = None
-
     def __init__(
         self,
         num_particles: int = 5,
@@ -116,7 +114,10 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
         )
         self.num_inner, self.num_outer, self.plate, self.baseline = num_particles, num_outer, plate, baseline
         self.planner = BoundPlanner(
-            None, critic, "single", num_bounds=num_outer, num_features=2 if num_particles > 1 else 0
+            *(None, critic, "single"),
+            asks_for_critics=True,
+            num_bounds=num_outer,
+            num_features=2 if num_particles > 1 else 0,
         )
         self.lam, self.gamma = lam, 1.0
         self._start(learner, seed)

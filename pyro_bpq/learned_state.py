@@ -48,7 +48,7 @@ class LearnedState:
     _turn: Turn
     _replayer: Any = None
     # What was settled of an open number of particles.
-    _open_state: Any
+    _open_state: Any = None
 
     def __repr__(self) -> str:
         # That of a module, which every objective is; this class stands before it among the bases.
@@ -165,11 +165,15 @@ class LearnedState:
             raise OptionError("warm_up(...) learns: call elbo.train() first, and not under torch.no_grad().")
         if steps < 1:
             raise OptionError(f"warm_up(steps={steps!r}): write a positive number.")
+        self._ask_for_critics()
         losses = []
         for _ in range(steps):
             losses.append(float(self.differentiable_loss(model, guide, *args, **kwargs).item()))
             self._learn()
         return sum(losses) / steps
+
+    def _ask_for_critics(self) -> None:
+        """Notes that critics are wanted wherever they can be had."""
 
     # Learning.
 

@@ -7,8 +7,9 @@ provided that it computes the same costs for a particle among others as for that
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyro
@@ -84,6 +85,22 @@ class OpenParticles(Staging):
         if self._is_open:
             self._take(*(state or (1, self._given_nesting)))
             self._settled, self._is_compared = Transient(), False
+
+    @contextlib.contextmanager
+    def _one_if_open(self) -> Iterator[None]:
+        """One particle for programs that nothing is settled for: those of an evaluation may be others."""
+        before = self.num_particles, self.vectorize_particles, self.max_plate_nesting
+        if self._is_open:
+            self.num_particles, self.vectorize_particles, self.max_plate_nesting = 1, False, self._given_nesting
+        try:
+            yield
+        finally:
+            self.num_particles, self.vectorize_particles, self.max_plate_nesting = before
+
+    def _ask_for_critics(self) -> None:
+        """One particle from now on: with more, sites in rows of data would have none."""
+        if self._is_open:
+            self._open_state, self._is_open = None, False
 
     def _take(self, number: int, nesting: float) -> None:
         self.num_particles, self.vectorize_particles, self.max_plate_nesting = number, number > 1, nesting

@@ -11,7 +11,7 @@ from pyro_bpq.component_costs import Pattern, Patterns
 from pyro_bpq.config import SiteOptions
 from pyro_bpq.cost_statement import CostOptions
 from pyro_bpq.critic_options import checked_critic, default_critic
-from pyro_bpq.critics import Critic, MLPCritic
+from pyro_bpq.critics import Critic
 from pyro_bpq.defaults import compared, default_estimator, in_rows, is_comparable, pays_to_compare, score_function
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, DebiasedStraightThrough, Estimator, Pathwise, ScoreFunction, SecondRun
@@ -89,6 +89,7 @@ class Planner:
         reduction: Reduction of the Backprop-Q network.
         max_support: Largest number of values of a component that are summed over by default.
         max_elements: Largest number of costs that the extra run of the model may evaluate by default.
+        asks_for_critics: Whether the user has chosen something about critics: then sites have them wherever they can.
     """
 
     estimator: Estimator | None
@@ -96,6 +97,7 @@ class Planner:
     reduction: Reduction
     max_support: int = 64
     max_elements: int = 1 << 21
+    asks_for_critics: bool = False
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site: its own option, the ELBO's, or the default.
@@ -163,8 +165,8 @@ class Planner:
         estimators = {name: self._estimator(traced, name) for name in traced.run.sites}
         immediate = {name: () for name in estimators} if is_dynamic else immediate_costs(graph)
         flips, components = self._flips(traced, graph, estimators) if can_flip and not is_dynamic else (None, {})
-        is_open = self.estimator is None and self.critic in (None, MLPCritic()) and not is_dynamic
-        rows = in_rows(traced, graph) if is_open else frozenset()
+        is_chosen = self.estimator is not None or self.asks_for_critics
+        rows = frozenset() if is_chosen or is_dynamic else in_rows(traced, graph)
         told = {name: () if flips is None else flips.costs.get(name, ()) for name in rows}
         by_row = frozenset(name for name in rows if not self._is_complete(traced, graph, name, told[name]))
         if any(pays_to_compare(traced.infos[name]) for name in by_row):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyro.infer import Trace_ELBO
 
-from pyro_bpq import FlipCritic, TraceBackpropQ_ELBO, cost
+from pyro_bpq import CriticLearner, FlipCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.particles import ELEMENTS, MOST_PARTICLES
 
@@ -160,6 +160,7 @@ def test_large_values_get_fewer(width: int) -> None:
     [
         (Layers(), {"num_particles": 1}),
         (Layers(), {"critic": FlipCritic()}),
+        (Chains(), {"learner": CriticLearner(lr=0.01)}),
         (Layers(), {"structure": "dynamic"}),
         (Layers(rows=4), {}),
         (Alone(), {}),
@@ -167,7 +168,17 @@ def test_large_values_get_fewer(width: int) -> None:
         (Steered(), {}),
         (Costly(), {}),
     ],
-    ids=["told", "critic chosen", "dynamic", "few rows", "no plate", "all known", "steered", "cost statement"],
+    ids=[
+        "told",
+        "critic chosen",
+        "learner chosen",
+        "dynamic",
+        "few rows",
+        "no plate",
+        "all known",
+        "steered",
+        "cost statement",
+    ],
 )
 def test_others_keep_one(programs: Layers, options: dict[str, object]) -> None:
     elbo = trained(programs, **options)
@@ -184,6 +195,19 @@ def test_it_draws_as_pyro_does_with_that_number(programs: Layers, nesting: float
     pyro.set_rng_seed(3)
     expected = [each.loss(programs.model, programs.guide) for each in [alone, *[together] * 4]]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_evaluation_takes_one() -> None:
+    """Its programs may be others than those that the number was settled for."""
+    programs, other = Layers(), Layers(mixes="shape")
+    elbo = trained(programs)
+    assert elbo.num_particles == MOST_PARTICLES
+    pyro.set_rng_seed(4)
+    found = elbo.loss(programs.model, programs.guide), elbo.loss(other.model, other.guide)
+    pyro.set_rng_seed(4)
+    expected = tuple(Trace_ELBO().loss(each.model, each.guide) for each in (programs, other))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert elbo.num_particles == MOST_PARTICLES
 
 
 @pytest.mark.parametrize("mixes", ["mean", "first", "shape"])
@@ -244,6 +268,20 @@ def test_copies_go_on_alike(way: str, steps: int) -> None:
     expected = losses(elbo, programs)
     assert losses(twin, programs) == expected
     assert twin.num_particles == elbo.num_particles == MOST_PARTICLES
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("way", ["warm_up", "bootstrapped_loss"])
+def test_who_asks_for_critics_gets_them(way: str, steps: int) -> None:
+    programs = Chains()
+    elbo = trained(programs, steps)
+    if way == "warm_up":
+        elbo.warm_up(programs.model, programs.guide, steps=3)
+    else:
+        elbo.bootstrapped_loss(programs.model, programs.guide).backward()
+    elbo.loss_and_grads(programs.model, programs.guide)
+    assert elbo.num_particles == 1
+    assert "explained" in elbo.info["z_0"]
 
 
 def test_subsampled_rows_stay_those_of_the_particles() -> None:
