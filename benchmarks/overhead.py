@@ -144,6 +144,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     **{f"observed chain, {steps} sites": functools.partial(chain, steps, True) for steps in (50, 200)},
     "belief network 64-20-20": lambda: belief_network(64, 20),
     "belief network 784-200-200": lambda: belief_network(784, 200),
+    **{
+        f"belief network 64-20-20, {rows} rows": functools.partial(belief_network, 64, 20, rows)
+        for rows in (32, 512, 4096)
+    },
 }
 QUICK = (
     "chain, 50 sites",
@@ -212,7 +216,7 @@ def chain_by_storchastic(steps: int, is_observed: bool) -> Callable[[], object]:
 
 def elbos_for(name: str) -> list[str]:
     """The ELBOs, and other rivals, that can serve a program in reasonable time."""
-    steps = next((int(word) for word in name.split() if word.isdigit()), 0)
+    steps = next((int(word) for word in name.split() if word.isdigit()), 0) if "chain" in name else 0
     found = [elbo for elbo in ELBOS if elbo != "TraceGraph_ELBO" or steps <= LONGEST_FOR_TRACEGRAPH]
     if "chain" in name:
         found.append(BY_HAND)
