@@ -165,7 +165,8 @@ class Planner:
         estimators = {name: self._estimator(traced, name) for name in traced.run.sites}
         immediate = {name: () for name in estimators} if is_dynamic else immediate_costs(graph)
         flips, components = self._flips(traced, graph, estimators) if can_flip and not is_dynamic else (None, {})
-        is_chosen = self.estimator is not None or self.asks_for_critics
+        # Costs of a user's own may be dear: critics save calls.
+        is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)
         rows = frozenset() if is_chosen or is_dynamic else in_rows(traced, graph)
         told = {name: () if flips is None else flips.costs.get(name, ()) for name in rows}
         by_row = frozenset(name for name in rows if not self._is_complete(traced, graph, name, told[name]))

@@ -130,6 +130,14 @@ class Costly(Layers):
         cost("price", torch.tensor(1.0))
 
 
+class DearChains(Chains):
+    """Likewise."""
+
+    def model(self) -> None:
+        super().model()
+        cost("price", torch.tensor(1.0))
+
+
 def trained(programs: Layers, steps: int = 4, **options: object) -> TraceBackpropQ_ELBO:
     elbo = TraceBackpropQ_ELBO(**options)  # type: ignore[arg-type]
     for _ in range(steps):
@@ -147,6 +155,18 @@ def test_small_rows_of_data_get_the_most_particles(programs: Layers) -> None:
     elbo = trained(programs)
     assert (elbo.num_particles, elbo.vectorize_particles) == (MOST_PARTICLES, True)
     assert all("LeaveOneOut" in str(known["estimator"]) for known in elbo.info.values())
+
+
+@pytest.mark.parametrize(
+    ("programs", "keeps"),
+    [(Chains(), False), (Chains(rows=4), True), (DearChains(), True)],
+    ids=["data", "few rows", "own costs"],
+)
+def test_a_number_that_was_chosen_serves_alike(programs: Layers, keeps: bool) -> None:
+    """Rows of data are compared; where rows are few, or costs may be dear, sites of one component keep critics."""
+    elbo = trained(programs, num_particles=2)
+    assert elbo.num_particles == 2
+    assert all(("AllAction" in str(known["estimator"])) is keeps for known in elbo.info.values())
 
 
 @pytest.mark.parametrize("width", [1000, 2000, 20_000])
