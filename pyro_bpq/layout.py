@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_bpq.bitsets import ones
 from pyro_bpq.critics import Critic
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.features import Components
-from pyro_bpq.graph import Plate, StochasticComputationGraph, ones
+from pyro_bpq.graph import Plate, StochasticComputationGraph
 from pyro_bpq.network import BackpropQNetwork, QNode
 
 __all__ = ["ContextPlan", "CostClass", "Layout", "QGroup", "SiteClass", "SiteSpec", "matrix"]

@@ -335,7 +335,7 @@ class Planner:
         self, traced: TracedRun, name: str, estimator: Estimator, critic: Critic | None, kinds: frozenset[str]
     ) -> SiteSpec:
         info, options, record = traced.infos[name], traced.options[name], traced.run.sites[name]
-        plates = next(entry[1] for entry in traced.key if entry[0] == name)
+        plates = traced.plates[name]
         event = tuple(record.fn.event_shape)
         return SiteSpec(
             plates=plates,

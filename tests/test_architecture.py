@@ -18,7 +18,7 @@ MAX_LINES = 500
 # of its modules. Which layer a new module belongs to is a decision: add it here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("graph", "network", "reductions", "validation", "sequence", "replay_plan", "off_policy", "turn"),
+    ("bitsets", "graph", "network", "reductions", "validation", "sequence", "replay_plan", "off_policy", "turn"),
     ("rollout", "targets", "ledger", "provenance", "elements", "advantages", "algorithm1", "bound_signals"),
     (
         "features",

@@ -35,6 +35,7 @@ from pyro_bpq import (
     TabularCritic,
     TraceBackpropQ_ELBO,
 )
+from pyro_bpq.bitsets import Reads
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient, expected_moments
 
@@ -386,7 +387,7 @@ def test_largest_error_sees_a_missing_dependency() -> None:
     train(elbo, case, 10)
     lost = {"-log p(x)": frozenset({"b"})}
     for key, (reads, agreements) in list(elbo._structure.reads.items()):
-        elbo._structure.reads[key] = ({**reads, **lost}, agreements)
+        elbo._structure.reads[key] = (Reads.over(reads.sites, {**reads, **lost}), agreements)
         elbo._structure.graphs[key] = _without(elbo._structure.graphs[key], "-log p(x)", "c")
     elbo._plans.clear()
     assert largest_error(elbo, case) > 1e-3
