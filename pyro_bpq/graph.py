@@ -149,7 +149,8 @@ class StochasticComputationGraph:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.nodes, self.costs))
+        kinds = tuple([node.plates for node in self.nodes])
+        return hash((self.names, kinds, tuple(self.parent_bits), self._cost_names, tuple(self.cost_bits)))
 
     def __getstate__(self) -> dict[str, object]:
         # Hashes of strings differ between processes, so nothing cached is pickled.

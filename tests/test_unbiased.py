@@ -305,7 +305,7 @@ def test_rows_that_do_not_meet_are_cut() -> None:
     case.params()
     elbo.loss_and_grads(case.model, case.guide, *case.args)
     (plan,) = elbo._plans.values()
-    assert plan.layout._crossed("z") == 0 and plan.layout._crossed("g") == 0
+    assert plan.layout.relations.crossed("z") == 0 and plan.layout.relations.crossed("g") == 0
 
 
 # Planted biases: the same check has to see each of them.
