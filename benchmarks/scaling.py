@@ -6,10 +6,12 @@ Programs of binary sites with an observation each:
 - ``dense``: every site of guide and model reads the sum of all earlier ones (``n²/2`` edges, cheap to run);
 - ``recurrent``: the guide's sites read the state of a GRU that all earlier values went into.
 
-An exponent is the slope of a quantity over the number of sites (or rows) on logarithmic scales, between the two largest
-sizes: 1 is linear. Time is the smallest CPU time of a whole SVI step on the cached structure; ``first step`` includes
-tracking and the build of network and layout. Memory is what a process of its own needs at its peak beyond what it held
-ahead of the first step.
+An exponent is the slope of a quantity over the number of sites (or rows) on logarithmic scales, between a size and the
+one before: 1 is linear. Time is the smallest CPU time of a whole SVI step on the cached structure; ``first step``
+includes tracking and the build of network and layout, and is the smaller one of two new programs. As in ``timeit``,
+Python's garbage collector is off meanwhile: it looks at all objects of the process, every few steps of a small program
+and several times in a step of a large one, and the smallest time would count it in the latter only. Memory is what a
+process of its own needs at its peak beyond what it held ahead of the first step, the collector on.
 
     python benchmarks/scaling.py [--full] [--output DIRECTORY]
 """
@@ -17,6 +19,7 @@ ahead of the first step.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import subprocess
@@ -24,6 +27,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pyro
@@ -40,6 +44,8 @@ from pyro_bpq import TraceBackpropQ_ELBO
 KINDS = ("chain", "dense", "recurrent")
 SITES = (125, 250, 500, 1000)
 ROWS = (32, 128, 512, 2048, 4096)
+FIRST_STEPS = 2
+QUANTITIES = ("step", "first step", "megabytes")
 ELBOS: dict[str, Callable[[], object]] = {"default": TraceBackpropQ_ELBO, "Trace_ELBO": Trace_ELBO}
 
 
@@ -82,21 +88,33 @@ def program(kind: str, sites: int, rows: int) -> Program:
 
 def measure(kind: str, sites: int, rows: int, elbo: str, repeats: int) -> Row:
     """Milliseconds of a cached step and of the first, megabytes at the peak; for a process of its own."""
-    step = SVI(*program(kind, sites, rows), Adam({"lr": 1e-4}), ELBOS[elbo]()).step  # type: ignore[arg-type]
     # What torch and Pyro load on first use is not to count.
-    SVI(*program("chain", 3, 2), Adam({"lr": 1e-4}), ELBOS[elbo]()).step()  # type: ignore[arg-type]
-    pyro.clear_param_store()
+    new_step("chain", 3, 2, elbo)()
     before = resident("VmRSS")
-    taken = []
-    for _ in range(WARM_UP + repeats):
-        start = time.process_time()
+    step = new_step(kind, sites, rows, elbo)
+    for _ in range(WARM_UP):
         step()
-        taken.append(1000.0 * (time.process_time() - start))
-    return {
-        "step": min(taken[WARM_UP:]),
-        "first step": taken[0],
-        "megabytes": resident("VmHWM") - before,
-    }
+    megabytes = resident("VmHWM") - before
+    cached = min(milliseconds(step) for _ in range(repeats))
+    first = min(milliseconds(new_step(kind, sites, rows, elbo)) for _ in range(FIRST_STEPS))
+    return {"step": cached, "first step": first, "megabytes": megabytes}
+
+
+def new_step(kind: str, sites: int, rows: int, elbo: str) -> Callable[[], object]:
+    """The step of a new program and ELBO."""
+    pyro.clear_param_store()
+    return SVI(*program(kind, sites, rows), Adam({"lr": 1e-4}), ELBOS[elbo]()).step  # type: ignore[arg-type]
+
+
+def milliseconds(step: Callable[[], object]) -> float:
+    """CPU time of a step, without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    start = time.process_time()
+    step()
+    taken = 1000.0 * (time.process_time() - start)
+    gc.enable()
+    return taken
 
 
 def apart(*arguments: object) -> Row:
@@ -127,23 +145,31 @@ def main() -> None:
     jobs += [("chain", 20, n, elbo) for elbo in ELBOS for n in rows]
     found: list[Row] = []
     for kind, n, b, elbo in progress(jobs, "programs"):
-        found.append({"program": kind, "elbo": elbo, "sites": n, "rows": b, **apart(kind, n, b, elbo, 5)})
+        found.append({"program": kind, "elbo": elbo, "sites": n, "rows": b, **apart(kind, n, b, elbo, 3)})
         print(found[-1], flush=True)
-    write_csv(options.output / "scaling.csv", found)
     slopes: list[Row] = []
     for elbo in ELBOS:
         groups = [(kind, "sites", [r for r in found if r["program"] == kind and r["rows"] == 1]) for kind in KINDS]
         groups.append(("chain", "rows", [r for r in found if r["rows"] > 1]))
         for kind, size, group in groups:
-            small, large = [row for row in group if row["elbo"] == elbo][-2:]
-            slope = {name: exponent(small, large, size, name) for name in ("step", "first step", "megabytes")}
+            own = [row for row in group if row["elbo"] == elbo]
+            for small, large in pairwise(own):
+                for name in QUANTITIES:
+                    large[f"{name}, exponent"] = exponent(small, large, size, name)
+            small, large = own[-2:]
+            slope = {name: large[f"{name}, exponent"] for name in QUANTITIES}
             slopes.append({"program": kind, "elbo": elbo, "in": f"{size} {small[size]} to {large[size]}", **slope})
+    for row in found:
+        for name in QUANTITIES:
+            row.setdefault(f"{name}, exponent", "")
+    write_csv(options.output / "scaling.csv", found)
     page = table(slopes)
     print(page)
     parts = (
         "Default options, float32, one particle. Exponents of growth between the two largest sizes: 1 is linear.",
         page,
-        "CPU milliseconds of a cached step and of the first; megabytes at the peak, beyond what was held before.",
+        "CPU milliseconds of a cached step and of the first, the garbage collector off; megabytes at the peak, beyond "
+        "what was held before, the collector on. Exponents from the size before.",
         table(found),
     )
     write_markdown(options.output / "scaling.md", "Growth with sites and batch", parts)
