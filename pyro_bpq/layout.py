@@ -20,7 +20,7 @@ from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.features import Components
 from pyro_bpq.graph import Plate, StochasticComputationGraph
 from pyro_bpq.network import BackpropQNetwork, QNode
-from pyro_bpq.relations import Relations
+from pyro_bpq.relations import Relations, after
 from pyro_bpq.rules import Rules, network_rules
 from pyro_bpq.sums import Sums, subset_sums
 
@@ -280,7 +280,7 @@ class Layout:
     def _parts_serve_more(self, column: int) -> bool:
         later, mask = self.relations.later, self._masks[column]
         # The later sites of the class that do not count as a whole.
-        left = [mask & ~whole >> i + 1 << i + 1 for i, whole in enumerate(later)]
+        left = [after(i, mask & ~whole) for i, whole in enumerate(later)]
         if not any(left):
             return False
         for kind in ("later_own", "later_model"):

@@ -9,7 +9,7 @@ from pyro_bpq.bitsets import ones, union
 from pyro_bpq.graph import Plate, StochasticComputationGraph
 from pyro_bpq.network import QNode
 
-__all__ = ["Relations"]
+__all__ = ["Relations", "after"]
 
 
 class Relations:
@@ -96,7 +96,7 @@ class Relations:
         """Which later sites' ``A_Y`` a site uses: those whose costs are all among its own; if steered, all."""
         every = (1 << len(self.graph.nodes)) - 1
         if self.is_steered:
-            return [every >> i + 1 << i + 1 for i in range(len(self.graph.nodes))]
+            return [after(i, every) for i in range(len(self.graph.nodes))]
         return self.counted(self.graph.downstream_bits)
 
     def counted(self, costs: Sequence[int]) -> list[int]:
@@ -106,23 +106,21 @@ class Relations:
         found = []
         for i, (own, below) in enumerate(zip(downstream, graph.descendant_bits, strict=True)):
             # Of a descendant they always are.
-            others = (some & ~below) >> i + 1 << i + 1
+            others = after(i, some & ~below)
             found.append((some & below) | sum(1 << j for j in ones(others) if not costs[j] & ~own))
         return found
 
     def counted_nodes(self, nodes: Sequence[QNode]) -> list[int]:
         """The same for Q-nodes, in program order of their sites, and the costs that they learn: bits of these."""
-        graph, found = self.graph, [0] * len(self.graph.nodes)
+        graph = self.graph
         sites = [graph.index[node.site] for node in nodes]
         costs = [graph.cost_bits_of(node.sources) & ~graph.cost_bits_of(node.immediate) for node in nodes]
-        for i, own in enumerate(graph.downstream_bits):
-            found[i] = sum(
-                1 << k
-                for k, (j, learned) in enumerate(zip(sites, costs, strict=True))
-                if j > i and learned and not learned & ~own
-            )
-        return found
+        return [
+            sum(1 << k for k, j in enumerate(sites) if j > i and costs[k] and not costs[k] & ~own)
+            for i, own in enumerate(graph.downstream_bits)
+        ]
 
-    def all_later(self, i: int, sites: int) -> int:
-        """Those of ``sites`` that come after the site at ``i``."""
-        return sites >> i + 1 << i + 1
+
+def after(i: int, sites: int) -> int:
+    """Those of ``sites`` that come after the one at ``i``."""
+    return sites >> i + 1 << i + 1

@@ -114,12 +114,12 @@ def subset_sums(
         return Sums(shape, like.dtype, dense if factor is None else dense * factor)
     at = {column: j for j, column in enumerate(columns)}
     found = _sparse(shape, [[at[bit] for bit in ones(bits)] for bits in new], None, like)
-    if length == 1:
+    place = {i: r * length + k for r, run in enumerate(runs) for k, i in enumerate(run)}
+    order = [place[i] for i in range(len(rows))]
+    if order == list(range(len(new))) and length == 1:
         return replace(found, scale=factor)
-    places = torch.zeros(len(rows), dtype=torch.long)
-    for r, run in enumerate(runs):
-        places[run] = r * length + torch.arange(len(run))
-    return replace(found, runs=(len(runs), length), places=places.to(like.device), scale=factor)
+    places = torch.tensor(order).to(like.device)
+    return replace(found, runs=(len(runs), length), places=places, scale=factor)
 
 
 def weighted_sums(shape: tuple[int, int], entries: Iterable[tuple[int, int, float]], like: Tensor) -> Sums:
