@@ -8,10 +8,11 @@ Programs of binary sites with an observation each:
 
 An exponent is the slope of a quantity over the number of sites (or rows) on logarithmic scales, between a size and the
 one before: 1 is linear. Time is the smallest CPU time of a whole SVI step on the cached structure; ``first step``
-includes tracking and the build of network and layout, and is the smaller one of two new programs. As in ``timeit``,
-Python's garbage collector is off meanwhile: it looks at all objects of the process, every few steps of a small program
-and several times in a step of a large one, and the smallest time would count it in the latter only. Memory is what a
-process of its own needs at its peak beyond what it held ahead of the first step, the collector on.
+includes tracking and the build of network and layout, and is the smallest of several new programs. Sizes take turns, so
+that a busy machine slows all of them. As in ``timeit``, Python's garbage collector is off meanwhile: it looks at all
+objects of the process, in some steps of a small program and in every step of a large one, and the smallest time would
+count it in the latter only. Memory is what a process of its own needs at its peak beyond what it held ahead
+of the first step, the collector on.
 
     python benchmarks/scaling.py [--full] [--output DIRECTORY]
 """
@@ -26,9 +27,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -44,7 +46,7 @@ from pyro_bpq import TraceBackpropQ_ELBO
 KINDS = ("chain", "dense", "recurrent")
 SITES = (125, 250, 500, 1000)
 ROWS = (32, 128, 512, 2048, 4096)
-FIRST_STEPS = 2
+REPEATS = 5
 QUANTITIES = ("step", "first step", "megabytes")
 ELBOS: dict[str, Callable[[], object]] = {"default": TraceBackpropQ_ELBO, "Trace_ELBO": Trace_ELBO}
 
@@ -86,23 +88,31 @@ def program(kind: str, sites: int, rows: int) -> Program:
     return model, guide
 
 
-def measure(kind: str, sites: int, rows: int, elbo: str, repeats: int) -> Row:
-    """Milliseconds of a cached step and of the first, megabytes at the peak; for a process of its own."""
+def memory(kind: str, sites: int, rows: int, elbo: str) -> float:
+    """Megabytes at the peak beyond what was held before the first step; for a process of its own."""
     # What torch and Pyro load on first use is not to count.
     new_step("chain", 3, 2, elbo)()
     before = resident("VmRSS")
     step = new_step(kind, sites, rows, elbo)
     for _ in range(WARM_UP):
         step()
-    megabytes = resident("VmHWM") - before
-    cached = min(milliseconds(step) for _ in range(repeats))
-    first = min(milliseconds(new_step(kind, sites, rows, elbo)) for _ in range(FIRST_STEPS))
-    return {"step": cached, "first step": first, "megabytes": megabytes}
+    return resident("VmHWM") - before
+
+
+def times(kind: str, sizes: Sequence[tuple[int, int]], elbo: str) -> list[tuple[float, float]]:
+    """Milliseconds of a cached step and of the first, by size; sizes take turns, so that a busy machine slows all."""
+    new_step("chain", 3, 2, elbo)()
+    first = [[milliseconds(new_step(kind, *size, elbo)) for size in sizes] for _ in range(REPEATS)]
+    steps = [new_step(kind, *size, elbo) for size in sizes]
+    for step in steps:
+        for _ in range(4):
+            step()
+    cached = [[milliseconds(step) for step in steps] for _ in range(REPEATS)]
+    return list(zip(map(min, zip(*cached, strict=True)), map(min, zip(*first, strict=True)), strict=True))
 
 
 def new_step(kind: str, sites: int, rows: int, elbo: str) -> Callable[[], object]:
-    """The step of a new program and ELBO."""
-    pyro.clear_param_store()
+    """The step of a new program and ELBO; programs of one kind share their parameters."""
     return SVI(*program(kind, sites, rows), Adam({"lr": 1e-4}), ELBOS[elbo]()).step  # type: ignore[arg-type]
 
 
@@ -117,11 +127,10 @@ def milliseconds(step: Callable[[], object]) -> float:
     return taken
 
 
-def apart(*arguments: object) -> Row:
-    """The same in a new process."""
-    command = [sys.executable, __file__, "--measure", json.dumps(arguments)]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-    return dict(json.loads(found))
+def apart(what: str, *arguments: object) -> Any:
+    """What :func:`memory` or :func:`times` gives, in a new process."""
+    command = [sys.executable, __file__, "--measure", json.dumps((what, *arguments))]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
 def exponent(small: Row, large: Row, size: str, quantity: str) -> float:
@@ -138,15 +147,18 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     if options.measure:
-        print(json.dumps(measure(*options.measure)))
+        what, *arguments = options.measure
+        print(json.dumps({"memory": memory, "times": times}[what](*arguments)))
         return
     sites, rows = (SITES, ROWS) if options.full else (SITES[1::2], ROWS[::2])
-    jobs = [(kind, n, 1, elbo) for elbo in ELBOS for kind in KINDS for n in sites]
-    jobs += [("chain", 20, n, elbo) for elbo in ELBOS for n in rows]
+    jobs = [(kind, [(n, 1) for n in sites], elbo) for elbo in ELBOS for kind in KINDS]
+    jobs += [("chain", [(20, n) for n in rows], elbo) for elbo in ELBOS]
     found: list[Row] = []
-    for kind, n, b, elbo in progress(jobs, "programs"):
-        found.append({"program": kind, "elbo": elbo, "sites": n, "rows": b, **apart(kind, n, b, elbo, 3)})
-        print(found[-1], flush=True)
+    for kind, sizes, elbo in progress(jobs, "programs"):
+        for (n, b), (step, first) in zip(sizes, apart("times", kind, sizes, elbo), strict=True):
+            taken = {"step": step, "first step": first, "megabytes": apart("memory", kind, n, b, elbo)}
+            found.append({"program": kind, "elbo": elbo, "sites": n, "rows": b, **taken})
+            print(found[-1], flush=True)
     slopes: list[Row] = []
     for elbo in ELBOS:
         groups = [(kind, "sites", [r for r in found if r["program"] == kind and r["rows"] == 1]) for kind in KINDS]
