@@ -24,8 +24,11 @@ from pyro_bpq.bitsets import ones
 
 __all__ = ["Sums", "subset_sums", "weighted_sums"]
 
-# Numbers up to which a matrix is held as it is, and runs of rows that are told apart.
+# A matrix of so many numbers, or with a one among so many, is held as it is.
 DENSE = 1 << 13
+FULL = 4
+# Rows with so many ones stand for themselves; so many runs are told apart.
+FEW = 8
 RUNS = 64
 
 
@@ -109,7 +112,7 @@ def subset_sums(
         return None
     factor = None if scale is None else torch.as_tensor(scale, dtype=like.dtype).unsqueeze(1).to(like.device)
     runs, length, new = _shortest(rows) if shape[0] * shape[1] > DENSE else ([], 0, [])
-    if not runs or _size(new) > shape[0] * shape[1] // 4:
+    if not runs or FULL * _size(new) > shape[0] * shape[1]:
         dense = torch.as_tensor(_bit_matrix(rows, columns)).to(like.dtype).to(like.device)
         return Sums(shape, like.dtype, dense if factor is None else dense * factor)
     at = {column: j for j, column in enumerate(columns)}
@@ -153,7 +156,7 @@ def _sparse(shape: tuple[int, int], rows: list[list[int]], weights: list[float] 
 def _shortest(rows: Sequence[int]) -> tuple[list[list[int]], int, list[int]]:
     """Runs of rows, their length, and what each row of each run adds: as long runs as can be, or rows on their own."""
     alone = [[i] for i in range(len(rows))], 1, list(rows)
-    if _size(rows) <= 8 * len(rows):
+    if _size(rows) <= FEW * len(rows):
         return alone
     runs = _runs(rows)
     length = max(map(len, runs))

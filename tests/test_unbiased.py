@@ -34,9 +34,12 @@ from pyro_bpq import (
     ScoreFunction,
     TabularCritic,
     TraceBackpropQ_ELBO,
+    layout,
+    sums,
 )
 from pyro_bpq.bitsets import Reads
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
+from pyro_bpq.rules import network_rules
 from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient, expected_moments
 
 ATOL = 1e-10
@@ -188,6 +191,17 @@ def test_nonsense_critics_are_harmless(name: str, reduction: Any) -> None:
     case, elbo = BY_NAME[name], TraceBackpropQ_ELBO(reduction=reduction)
     train(elbo, case, 5)
     scrambled(elbo)
+    assert largest_error(elbo, case) < ATOL
+
+
+@pytest.mark.parametrize("name", ["chain", "diamond", "global_local", "component_chain", "dynamic_sites"])
+def test_small_programs_as_large_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No matrices, sums along runs of rows, rules in blocks.
+    for limit in ("DENSE", "FULL", "FEW"):
+        monkeypatch.setattr(sums, limit, 0)
+    monkeypatch.setattr(layout, "network_rules", functools.partial(network_rules, block=2))
+    case, elbo = BY_NAME[name], TraceBackpropQ_ELBO()
+    train(elbo, case, 30)
     assert largest_error(elbo, case) < ATOL
 
 
