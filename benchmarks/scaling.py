@@ -6,10 +6,13 @@ Programs of binary sites with an observation each:
 - ``dense``: every site of guide and model reads the sum of all earlier ones (``n²/2`` edges, cheap to run);
 - ``recurrent``: the guide's sites read the state of a GRU that all earlier values went into.
 
-An exponent is the slope of a quantity over the number of sites (or rows) on logarithmic scales, between the two largest
-sizes: 1 is linear. Time is the smallest CPU time of a whole SVI step on the cached structure; ``first step`` includes
-tracking and the build of network and layout. Memory is what a process of its own needs at its peak beyond what it held
-ahead of the first step.
+An exponent is the slope of a quantity over the number of sites (or rows) on logarithmic scales, between a size and the
+one before: 1 is linear. Time is the smallest CPU time of a whole SVI step on the cached structure; ``first step``
+includes tracking and the build of network and layout, and is the smallest of several new programs. Sizes take turns, so
+that a busy machine slows all of them. As in ``timeit``, Python's garbage collector is off meanwhile: it looks at all
+objects of the process, in some steps of a small program and in every step of a large one, and the smallest time would
+count it in the latter only. Memory is what a process of its own needs at its peak beyond what it held ahead
+of the first step, the collector on.
 
     python benchmarks/scaling.py [--full] [--output DIRECTORY]
 """
@@ -17,14 +20,17 @@ ahead of the first step.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -40,6 +46,8 @@ from pyro_bpq import TraceBackpropQ_ELBO
 KINDS = ("chain", "dense", "recurrent")
 SITES = (125, 250, 500, 1000)
 ROWS = (32, 128, 512, 2048, 4096)
+REPEATS = 5
+QUANTITIES = ("step", "first step", "megabytes")
 ELBOS: dict[str, Callable[[], object]] = {"default": TraceBackpropQ_ELBO, "Trace_ELBO": Trace_ELBO}
 
 
@@ -80,30 +88,49 @@ def program(kind: str, sites: int, rows: int) -> Program:
     return model, guide
 
 
-def measure(kind: str, sites: int, rows: int, elbo: str, repeats: int) -> Row:
-    """Milliseconds of a cached step and of the first, megabytes at the peak; for a process of its own."""
-    step = SVI(*program(kind, sites, rows), Adam({"lr": 1e-4}), ELBOS[elbo]()).step  # type: ignore[arg-type]
+def memory(kind: str, sites: int, rows: int, elbo: str) -> float:
+    """Megabytes at the peak beyond what was held before the first step; for a process of its own."""
     # What torch and Pyro load on first use is not to count.
-    SVI(*program("chain", 3, 2), Adam({"lr": 1e-4}), ELBOS[elbo]()).step()  # type: ignore[arg-type]
-    pyro.clear_param_store()
+    new_step("chain", 3, 2, elbo)()
     before = resident("VmRSS")
-    taken = []
-    for _ in range(WARM_UP + repeats):
-        start = time.process_time()
+    step = new_step(kind, sites, rows, elbo)
+    for _ in range(WARM_UP):
         step()
-        taken.append(1000.0 * (time.process_time() - start))
-    return {
-        "step": min(taken[WARM_UP:]),
-        "first step": taken[0],
-        "megabytes": resident("VmHWM") - before,
-    }
+    return resident("VmHWM") - before
 
 
-def apart(*arguments: object) -> Row:
-    """The same in a new process."""
-    command = [sys.executable, __file__, "--measure", json.dumps(arguments)]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-    return dict(json.loads(found))
+def times(kind: str, sizes: Sequence[tuple[int, int]], elbo: str) -> list[tuple[float, float]]:
+    """Milliseconds of a cached step and of the first, by size; sizes take turns, so that a busy machine slows all."""
+    new_step("chain", 3, 2, elbo)()
+    first = [[milliseconds(new_step(kind, *size, elbo)) for size in sizes] for _ in range(REPEATS)]
+    steps = [new_step(kind, *size, elbo) for size in sizes]
+    for step in steps:
+        for _ in range(4):
+            step()
+    cached = [[milliseconds(step) for step in steps] for _ in range(REPEATS)]
+    return list(zip(map(min, zip(*cached, strict=True)), map(min, zip(*first, strict=True)), strict=True))
+
+
+def new_step(kind: str, sites: int, rows: int, elbo: str) -> Callable[[], object]:
+    """The step of a new program and ELBO; programs of one kind share their parameters."""
+    return SVI(*program(kind, sites, rows), Adam({"lr": 1e-4}), ELBOS[elbo]()).step  # type: ignore[arg-type]
+
+
+def milliseconds(step: Callable[[], object]) -> float:
+    """CPU time of a step, without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    start = time.process_time()
+    step()
+    taken = 1000.0 * (time.process_time() - start)
+    gc.enable()
+    return taken
+
+
+def apart(what: str, *arguments: object) -> Any:
+    """What :func:`memory` or :func:`times` gives, in a new process."""
+    command = [sys.executable, __file__, "--measure", json.dumps((what, *arguments))]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
 def exponent(small: Row, large: Row, size: str, quantity: str) -> float:
@@ -120,30 +147,41 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     if options.measure:
-        print(json.dumps(measure(*options.measure)))
+        what, *arguments = options.measure
+        print(json.dumps({"memory": memory, "times": times}[what](*arguments)))
         return
     sites, rows = (SITES, ROWS) if options.full else (SITES[1::2], ROWS[::2])
-    jobs = [(kind, n, 1, elbo) for elbo in ELBOS for kind in KINDS for n in sites]
-    jobs += [("chain", 20, n, elbo) for elbo in ELBOS for n in rows]
+    jobs = [(kind, [(n, 1) for n in sites], elbo) for elbo in ELBOS for kind in KINDS]
+    jobs += [("chain", [(20, n) for n in rows], elbo) for elbo in ELBOS]
     found: list[Row] = []
-    for kind, n, b, elbo in progress(jobs, "programs"):
-        found.append({"program": kind, "elbo": elbo, "sites": n, "rows": b, **apart(kind, n, b, elbo, 5)})
-        print(found[-1], flush=True)
-    write_csv(options.output / "scaling.csv", found)
+    for kind, sizes, elbo in progress(jobs, "programs"):
+        for (n, b), (step, first) in zip(sizes, apart("times", kind, sizes, elbo), strict=True):
+            taken = {"step": step, "first step": first, "megabytes": apart("memory", kind, n, b, elbo)}
+            found.append({"program": kind, "elbo": elbo, "sites": n, "rows": b, **taken})
+            print(found[-1], flush=True)
     slopes: list[Row] = []
     for elbo in ELBOS:
         groups = [(kind, "sites", [r for r in found if r["program"] == kind and r["rows"] == 1]) for kind in KINDS]
         groups.append(("chain", "rows", [r for r in found if r["rows"] > 1]))
         for kind, size, group in groups:
-            small, large = [row for row in group if row["elbo"] == elbo][-2:]
-            slope = {name: exponent(small, large, size, name) for name in ("step", "first step", "megabytes")}
+            own = [row for row in group if row["elbo"] == elbo]
+            for small, large in pairwise(own):
+                for name in QUANTITIES:
+                    large[f"{name}, exponent"] = exponent(small, large, size, name)
+            small, large = own[-2:]
+            slope = {name: large[f"{name}, exponent"] for name in QUANTITIES}
             slopes.append({"program": kind, "elbo": elbo, "in": f"{size} {small[size]} to {large[size]}", **slope})
+    for row in found:
+        for name in QUANTITIES:
+            row.setdefault(f"{name}, exponent", "")
+    write_csv(options.output / "scaling.csv", found)
     page = table(slopes)
     print(page)
     parts = (
         "Default options, float32, one particle. Exponents of growth between the two largest sizes: 1 is linear.",
         page,
-        "CPU milliseconds of a cached step and of the first; megabytes at the peak, beyond what was held before.",
+        "CPU milliseconds of a cached step and of the first, the garbage collector off; megabytes at the peak, beyond "
+        "what was held before, the collector on. Exponents from the size before.",
         table(found),
     )
     write_markdown(options.output / "scaling.md", "Growth with sites and batch", parts)

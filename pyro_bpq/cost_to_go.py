@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_bpq.layout import Layout, matrix
+from pyro_bpq.layout import Layout
 from pyro_bpq.rollout import Rollout, Run, sum_to_plates
 
 __all__ = ["component_cost_to_go", "cost_to_go", "stack_costs", "sum_costs"]
@@ -36,7 +36,7 @@ def sum_costs(layout: Layout, costs: Sequence[Tensor], kind: str, c: int) -> Ten
     for k, (cls, stacked) in enumerate(zip(layout.cost_classes, costs, strict=True)):
         selected = layout.matrix(kind, c, k, stacked)
         if selected is not None:
-            term = matrix(selected, sum_to_plates(stacked, cls.plates, plates))
+            term = selected @ sum_to_plates(stacked, cls.plates, plates)
             total = term if total is None else total + term
     return total
 

@@ -17,8 +17,9 @@ from pyro_bpq.distributed import Ranks, joint_mean
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.joint_critics import JointCritic, JointOutput, SiteValue
-from pyro_bpq.layout import Layout, QGroup, matrix
+from pyro_bpq.layout import Layout, QGroup
 from pyro_bpq.site_batch import SiteBatch
+from pyro_bpq.sums import Sums
 
 __all__ = ["CriticBatch", "CriticRows", "JointValue", "Learned", "evaluate_critics", "regression"]
 
@@ -92,11 +93,11 @@ class CriticBatch:
     writes: tuple[Write, ...] = ()
     joint: JointValue | None = None
 
-    def per_site(self, member: Tensor | None) -> Learned:
+    def per_site(self, member: Sums | None) -> Learned:
         """Sums over the Q-nodes of each site, with the matrix (sites × Q-nodes) or one node each."""
 
         def total(part: Tensor) -> Tensor:
-            return part.detach() if member is None else matrix(member, part.detach())
+            return part.detach() if member is None else member @ part.detach()
 
         table = None if self.advantage is None else total(self.advantage)
         if self.joint is None:
@@ -404,8 +405,8 @@ def _context(layout: Layout, group: QGroup, batches: Sequence[SiteBatch]) -> Ten
         window = group.constant(("window", k), plan.window, values.device, torch.long)
         parts += [padded[window[:, w]].expand(*lead, -1) for w in range(window.shape[1])]
         if plan.rest is not None:
-            rest = group.constant(("rest", k), plan.rest, values.device, values.dtype)
-            mixed = (rest @ values.flatten(1)).reshape(queries, *values.shape[1:])
+            rest = group.rest(k, values)
+            mixed = values.new_zeros(queries, *values.shape[1:]) if rest is None else rest @ values
             parts.append(mixed.expand(*lead, -1))
     if batch.cls.spec.share is not None:
 

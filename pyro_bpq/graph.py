@@ -17,19 +17,17 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from pyro_bpq.bitsets import Names, closure, named, transposed
 from pyro_bpq.errors import GraphError, SiteNotFoundError
 
 __all__ = ["CostNode", "Form", "Plate", "StochasticComputationGraph", "StochasticNode"]
 
 Form = Literal["ancestor", "history"]
-
-_WORD_LENGTH = 60
-_WORD = (1 << _WORD_LENGTH) - 1
 
 
 @dataclass(frozen=True, order=True)
@@ -57,7 +55,7 @@ class StochasticNode:
     """
 
     name: str
-    parents: tuple[str, ...] = ()
+    parents: Sequence[str] = ()
     plates: tuple[Plate, ...] = ()
     is_reparameterised: bool = False
 
@@ -74,7 +72,7 @@ class CostNode:
     """
 
     name: str
-    parents: tuple[str, ...] = ()
+    parents: Sequence[str] = ()
     plates: tuple[Plate, ...] = ()
     site: str | None = None
 
@@ -102,12 +100,18 @@ class StochasticComputationGraph:
     def __post_init__(self) -> None:
         seen: set[str] = set()
         for node in self.nodes:
-            _check_parents("Stochastic node", node.name, node.parents, seen)
+            _check_parents("Stochastic node", node.name, self._strangers(node.parents, len(seen), seen), seen)
             seen.add(node.name)
         names: set[str] = set()
         for cost in self.costs:
-            _check_parents("Cost node", cost.name, cost.parents, seen, names)
+            _check_parents("Cost node", cost.name, self._strangers(cost.parents, len(seen), seen), seen, names)
             names.add(cost.name)
+
+    def _strangers(self, parents: Sequence[str], before: int, known: set[str]) -> list[str]:
+        """Parents that are none of the ``known`` nodes, the first ``before`` ones."""
+        if isinstance(parents, Names) and self._is_own(parents) and not parents.bits >> before:
+            return []
+        return [parent for parent in parents if parent not in known]
 
     @classmethod
     def from_parents(
@@ -145,13 +149,26 @@ class StochasticComputationGraph:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.nodes, self.costs))
+        kinds = tuple([node.plates for node in self.nodes])
+        return hash((self.names, kinds, tuple(self.parent_bits), self._cost_names, tuple(self.cost_bits)))
 
     def __getstate__(self) -> dict[str, object]:
         # Hashes of strings differ between processes, so nothing cached is pickled.
         return {"nodes": self.nodes, "costs": self.costs}
 
-    # Sets of nodes are held as the bits of an int: unions over 1,000 nodes cost nanoseconds.
+    # Sets of nodes are held as the bits of an int.
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the stochastic nodes, in program order."""
+        own = tuple(node.name for node in self.nodes)
+        # One object for all sets of them: they are then known for what they are at a glance.
+        sets = [*(node.parents for node in self.nodes), *(cost.parents for cost in self.costs)]
+        return next((s.of for s in sets if isinstance(s, Names) and s.of == own), own)
+
+    @cached_property
+    def _cost_names(self) -> tuple[str, ...]:
+        return tuple(cost.name for cost in self.costs)
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -166,46 +183,41 @@ class StochasticComputationGraph:
     @cached_property
     def parent_bits(self) -> list[int]:
         """For each stochastic node its direct parents, as bits."""
-        return [self._bits(node.parents) for node in self.nodes]
+        return [self.bits_of(node.parents) for node in self.nodes]
 
     @cached_property
     def cost_bits(self) -> list[int]:
         """For each cost the nodes that it reads, as bits."""
-        return [self._bits(cost.parents) for cost in self.costs]
+        return [self.bits_of(cost.parents) for cost in self.costs]
 
     @cached_property
     def ancestor_bits(self) -> list[int]:
         """For each stochastic node its ancestors, as bits."""
         ancestors: list[int] = []
         for bits in self.parent_bits:
-            ancestors.append(bits | union(ancestors, bits))
+            ancestors.append(closure(ancestors, bits))
         return ancestors
+
+    @cached_property
+    def descendant_bits(self) -> list[int]:
+        """For each stochastic node those that depend on it, directly or not, as bits."""
+        return transposed(self.ancestor_bits, len(self.nodes))
 
     @cached_property
     def child_bits(self) -> list[int]:
         """For each stochastic node those that read it directly, as bits."""
-        children = [0] * len(self.nodes)
-        for i, bits in enumerate(self.parent_bits):
-            for j in ones(bits):
-                children[j] |= 1 << i
-        return children
+        return transposed(self.parent_bits, len(self.nodes))
 
     @cached_property
     def cost_child_bits(self) -> list[int]:
         """For each stochastic node the costs that read it directly, as bits."""
-        costs = [0] * len(self.nodes)
-        for i, bits in enumerate(self.cost_bits):
-            for j in ones(bits):
-                costs[j] |= 1 << i
-        return costs
+        return transposed(self.cost_bits, len(self.nodes))
 
     @cached_property
     def downstream_bits(self) -> list[int]:
         """For each stochastic node, in program order, the costs downstream of it as bits."""
-        downstream = list(self.cost_child_bits)
-        for i in reversed(range(len(self.nodes))):
-            downstream[i] |= union(downstream, self.child_bits[i])
-        return downstream
+        upstream = [closure(self.ancestor_bits, bits) for bits in self.cost_bits]
+        return transposed(upstream, len(self.nodes))
 
     def node(self, name: str) -> StochasticNode:
         """The stochastic node called ``name``."""
@@ -217,13 +229,13 @@ class StochasticComputationGraph:
             raise SiteNotFoundError(f"There is no cost {name!r}; the costs are {list(self.cost_index)}.")
         return self.costs[self.cost_index[name]]
 
-    def parents(self, name: str) -> tuple[str, ...]:
+    def parents(self, name: str) -> Sequence[str]:
         """Direct parents of a stochastic node or a cost, in program order."""
         if name in self.index:
             return self.node_names(self.parent_bits[self.index[name]])
-        return self.node_names(self._bits(self.cost(name).parents))
+        return self.node_names(self.bits_of(self.cost(name).parents))
 
-    def children(self, name: str) -> tuple[str, ...]:
+    def children(self, name: str) -> Sequence[str]:
         """Stochastic nodes that read ``name`` directly."""
         return self.node_names(self.child_bits[self._position(name)])
 
@@ -231,15 +243,14 @@ class StochasticComputationGraph:
         """Transitive parents of a stochastic node or a cost."""
         if name in self.index:
             return frozenset(self.node_names(self.ancestor_bits[self.index[name]]))
-        own = self._bits(self.cost(name).parents)
-        return frozenset(self.node_names(own | union(self.ancestor_bits, own)))
+        own = self.bits_of(self.cost(name).parents)
+        return frozenset(self.node_names(closure(self.ancestor_bits, own)))
 
     def descendants(self, name: str) -> frozenset[str]:
         """Stochastic nodes that depend on ``name``, directly or not."""
-        bit = 1 << self._position(name)
-        return frozenset(node.name for node, bits in zip(self.nodes, self.ancestor_bits, strict=True) if bits & bit)
+        return frozenset(self.node_names(self.descendant_bits[self._position(name)]))
 
-    def downstream_costs(self, name: str) -> tuple[str, ...]:
+    def downstream_costs(self, name: str) -> Sequence[str]:
         """Costs that depend on ``name``, directly or through other nodes."""
         return self.cost_names(self.downstream_bits[self._position(name)])
 
@@ -248,11 +259,11 @@ class StochasticComputationGraph:
         plates = set(self.node(name).plates)
         return any(not plates <= set(self.cost(cost).plates) for cost in self.downstream_costs(name))
 
-    def cost_names(self, bits: int) -> tuple[str, ...]:
+    def cost_names(self, bits: int) -> Sequence[str]:
         """Names of the costs whose positions are the bits of ``bits``."""
         if bits and not bits & (bits - 1):
             return self._single_costs[bits.bit_length() - 1]
-        return tuple(self.costs[i].name for i in ones(bits))
+        return named(self._cost_names, bits)
 
     @cached_property
     def _single_costs(self) -> list[tuple[str]]:
@@ -261,7 +272,7 @@ class StochasticComputationGraph:
 
     def last_variable(self, cost: str) -> str | None:
         """The node read by ``cost`` that is sampled last: the cost is immediate there, in history form."""
-        bits = self._bits(self.cost(cost).parents)
+        bits = self.cost_set_bits([cost])
         return self.nodes[bits.bit_length() - 1].name if bits else None
 
     def frontier(self, names: Iterable[str], costs: Iterable[str]) -> frozenset[str]:
@@ -277,7 +288,7 @@ class StochasticComputationGraph:
         References:
             | Backprop-Q (Xu et al., 2018), Theorem 1
         """
-        return frozenset(self.node_names(self.frontier_bits(self._bits(names), self.cost_set_bits(costs))))
+        return frozenset(self.node_names(self.frontier_bits(self.bits_of(names), self.cost_set_bits(costs))))
 
     def frontier_bits(self, inside: int, reached: int) -> int:
         """Frontier in bits: ``inside`` is the set ``V``, ``reached`` the nodes that the costs read."""
@@ -328,15 +339,27 @@ class StochasticComputationGraph:
             raise SiteNotFoundError(f"There is no stochastic node {name!r}; the nodes are {list(self.index)}.")
         return self.index[name]
 
-    def _bits(self, names: Iterable[str]) -> int:
+    def _is_own(self, names: Names) -> bool:
+        return names.of is self.names or names.of == self.names
+
+    def bits_of(self, names: Iterable[str]) -> int:
+        """The stochastic nodes called ``names``, as bits."""
+        if isinstance(names, Names) and self._is_own(names):
+            return names.bits
         bits = 0
         for name in names:
             bits |= 1 << self._position(name)
         return bits
 
-    def node_names(self, bits: int) -> tuple[str, ...]:
+    def node_names(self, bits: int) -> Sequence[str]:
         """Names of the stochastic nodes whose positions are the bits of ``bits``."""
-        return tuple(self.nodes[i].name for i in ones(bits))
+        return named(self.names, bits)
+
+    def cost_bits_of(self, names: Iterable[str]) -> int:
+        """The costs called ``names``, as bits."""
+        if isinstance(names, Names) and (names.of is self._cost_names or names.of == self._cost_names):
+            return names.bits
+        return sum(1 << self.cost_index[name] for name in set(names))
 
     def __repr__(self) -> str:
         rows = [("site", "parents", "plates")]
@@ -348,39 +371,15 @@ class StochasticComputationGraph:
 
 
 def _check_parents(
-    kind: str, name: str, parents: tuple[str, ...], known: set[str], used: set[str] | None = None
+    kind: str, name: str, unknown: list[str], known: set[str], used: frozenset[str] | set[str] = frozenset()
 ) -> None:
-    if name in known or (used and name in used):
+    if name in known or name in used:
         raise GraphError(f"{kind} {name!r} occurs twice; give every node a name of its own.")
-    unknown = [p for p in parents if p not in known]
     if unknown:
         raise GraphError(
             f"{kind} {name!r} has the parents {unknown}, which do not come before it; "
             "list stochastic nodes in the order in which they are sampled."
         )
-
-
-def ones(bits: int) -> Iterator[int]:
-    """Positions of the ones of ``bits``, lowest first."""
-    at = 0
-    while bits:
-        # Word by word: a step on the whole of a long int would cost its length.
-        skip = (bits & -bits).bit_length() - 1
-        at, bits = at + skip, bits >> skip
-        word, bits = bits & _WORD, bits >> _WORD_LENGTH
-        while word:
-            low = word & -word
-            yield at + low.bit_length() - 1
-            word ^= low
-        at += _WORD_LENGTH
-
-
-def union(sets: list[int], members: int) -> int:
-    """Union of those ``sets`` whose positions are the ones of ``members``."""
-    bits = 0
-    for i in ones(members):
-        bits |= sets[i]
-    return bits
 
 
 def _plates(plates: tuple[Plate, ...]) -> str:

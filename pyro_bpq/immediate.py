@@ -101,15 +101,19 @@ def flip_plan(
     Returns:
         The plan.
     """
-    reads = {name: {p for cost in costs[name] for p in graph.cost(cost).parents} for name in components}
     colours: list[list[str]] = []
+    # The members of each colour, and what their costs read, as bits.
+    taken: list[tuple[int, int]] = []
     for name in components:
-        for members in colours:
-            if all(m not in reads[name] and name not in reads[m] for m in members):
-                members.append(name)
+        own, reads = 1 << graph.index[name], graph.cost_set_bits(costs[name])
+        for k, (inside, read) in enumerate(taken):
+            if not inside & reads and not own & read:
+                colours[k].append(name)
+                taken[k] = inside | own, read | reads
                 break
         else:
             colours.append([name])
+            taken.append((own, reads))
     start, rows = {}, 1
     for members in colours:
         for name in members:

@@ -1,13 +1,12 @@
 r"""How the sites of a graph are batched: classes of like-shaped sites, and the matrices between them.
 
-Everything here depends on structure only and is computed once per structure. A sum of costs over the
-nodes downstream of each of ``G`` sites is a ``G × costs`` matrix of zeros and ones times the stacked costs.
+Everything here depends on structure only and is computed once per structure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,13 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_bpq.bitsets import highest, ones
 from pyro_bpq.critics import Critic
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.features import Components
-from pyro_bpq.graph import Plate, StochasticComputationGraph, ones
+from pyro_bpq.graph import Plate, StochasticComputationGraph
 from pyro_bpq.network import BackpropQNetwork, QNode
+from pyro_bpq.relations import Relations, after
+from pyro_bpq.rules import Rules, network_rules
+from pyro_bpq.sums import Sums, subset_sums
 
-__all__ = ["ContextPlan", "CostClass", "Layout", "QGroup", "SiteClass", "SiteSpec", "matrix"]
+__all__ = ["ContextPlan", "CostClass", "Layout", "QGroup", "SiteClass", "SiteSpec"]
 
 # Features of the index of a site in a family that shares a critic.
 INDEX_FEATURES = 2
@@ -103,13 +106,15 @@ class ContextPlan:
         source: Position of the class.
         window: Positions ``(Q, W)`` in the class of the most recent members of each scope, latest first;
             the class's size where there are fewer.
-        rest: Matrix ``(Q, G)`` that sums all members, over the square root of their number; ``None`` where the
-            window holds them all.
+        columns: Positions of the members of the class in program order.
+        rest: All members of each scope, as bits, whose sum over the square root of their number is a feature; ``None``
+            where the window holds them all.
     """
 
     source: int
     window: np.ndarray
-    rest: np.ndarray | None
+    columns: tuple[int, ...]
+    rest: tuple[int, ...] | None
 
     @property
     def slots(self) -> int:
@@ -132,7 +137,7 @@ class QGroup:
     nodes: tuple[QNode, ...]
     sites: tuple[int, ...]
     contexts: tuple[ContextPlan, ...]
-    _constants: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _constants: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def constant(self, name: Any, given: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Numbers, or what a function gives, that are the same in every step.
@@ -144,6 +149,20 @@ class QGroup:
             self._constants[key] = torch.as_tensor(given() if callable(given) else given, dtype=dtype).to(device)
         return self._constants[key]
 
+    def rest(self, k: int, like: Tensor) -> Sums | None:
+        """Matrix ``(Q, G)`` that sums all members of the scopes of a context, over the square root of their number.
+
+        ``None`` where none has any.
+        """
+        key, plan = (("rest", k), like.device, like.dtype), self.contexts[k]
+        if key not in self._constants:
+            rest = plan.rest or ()
+            mask = sum(1 << column for column in plan.columns)
+            # The sum of all, not of the older ones only: a count is then one feature and not five.
+            scale = [max((bits & mask).bit_count(), 1) ** -0.5 for bits in rest]
+            self._constants[key] = subset_sums(rest, plan.columns, like, scale)
+        return self._constants[key]
+
     def pick(self, tensor: Tensor) -> Tensor:
         """Of a tensor with a leading axis of the class's sites, those of the Q-nodes."""
         if self.sites == tuple(range(len(tensor))):
@@ -153,7 +172,11 @@ class QGroup:
     def take(self, chosen: Sequence[int]) -> QGroup:
         """Some of its Q-nodes, by position."""
         contexts = [
-            ContextPlan(plan.source, plan.window[list(chosen)], None if plan.rest is None else plan.rest[list(chosen)])
+            replace(
+                plan,
+                window=plan.window[list(chosen)],
+                rest=None if plan.rest is None else tuple(plan.rest[i] for i in chosen),
+            )
             for plan in self.contexts
         ]
         nodes, sites = tuple(self.nodes[i] for i in chosen), tuple(self.sites[i] for i in chosen)
@@ -187,10 +210,10 @@ class Layout:
         is_steered: bool = False,
         charged: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
-        self.cuts_plates, self.is_steered = cuts_plates, is_steered
-        self._crossing_bits: dict[tuple[Plate, ...], list[int]] = {}
+        self.is_steered = is_steered
         self.graph, self.network, self.specs, self.window = graph, network, specs, window
         self.tabled, self.charged = tabled, charged or {}
+        self.relations = Relations(graph, tabled, self.charged, cuts_plates, is_steered)
         by_spec: dict[SiteSpec, list[str]] = {}
         for node in graph.nodes:
             by_spec.setdefault(specs[node.name], []).append(node.name)
@@ -200,14 +223,16 @@ class Layout:
             by_plates.setdefault(cost.plates, []).append(cost.name)
         self.cost_classes = tuple(CostClass(plates, tuple(names)) for plates, names in by_plates.items())
         self.place = {n: (c, i) for c, cls in enumerate(self.classes) for i, n in enumerate(cls.names)}
-        self._tensors: dict[tuple[str, int, int, torch.dtype, torch.device], Tensor | None] = {}
+        self._positions = tuple(tuple(graph.index[name] for name in cls.names) for cls in self.classes)
+        self._masks = tuple(sum(1 << i for i in positions) for positions in self._positions)
+        self._sums: dict[tuple[str, int, int, torch.dtype, torch.device], Sums | None] = {}
         self._split: dict[int, bool] = {}
-        self._rules: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
+        self._rules: dict[tuple[torch.dtype, torch.device], Rules] = {}
 
     def __repr__(self) -> str:
         return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"
 
-    def matrix(self, kind: str, row: int, column: int, like: Tensor) -> Tensor | None:
+    def matrix(self, kind: str, row: int, column: int, like: Tensor) -> Sums | None:
         """A matrix between a class of sites and a class of costs or sites, or ``None`` if it is zero.
 
         Args:
@@ -220,99 +245,28 @@ class Layout:
             like: Gives dtype and device.
         """
         key = (kind, row, column, like.dtype, like.device)
-        if key not in self._tensors:
-            array = getattr(self, f"_{kind}")(row, column)
-            self._tensors[key] = torch.as_tensor(array, dtype=like.dtype).to(like.device) if array.any() else None
-        return self._tensors[key]
+        if key not in self._sums:
+            sets, columns = self._sets(kind, column)
+            self._sums[key] = subset_sums([sets[i] for i in self._positions[row]], columns, like)
+        return self._sums[key]
 
-    def _downstream(self, row: int, column: int) -> np.ndarray:
-        downstream, index = self.graph.downstream_bits, self.graph.index
-        bits = [downstream[index[n]] & ~self._crossed(n) & ~self._charged(n) for n in self.classes[row].names]
-        return _bit_matrix(bits, [self.graph.cost_index[c] for c in self.cost_classes[column].names])
-
-    def _crossing(self, row: int, column: int) -> np.ndarray:
-        bits = [self._crossed(name) & ~self._charged(name) for name in self.classes[row].names]
-        return _bit_matrix(bits, [self.graph.cost_index[c] for c in self.cost_classes[column].names])
-
-    def _charged(self, name: str) -> int:
-        """The costs, as bits, that are charged to single components of a site."""
-        return sum(1 << self.graph.cost_index[cost] for cost in self.charged.get(name, ()))
-
-    def _crossed(self, name: str) -> int:
-        """The costs, as bits, of which a row of a site may reach the other rows."""
-        graph, plates = self.graph, self.graph.node(name).plates
-        if not plates:
-            return 0
-        if not self.cuts_plates:
-            return graph.downstream_bits[graph.index[name]]
-        if plates not in self._crossing_bits:
-            crossed = [0] * len(graph.nodes)
-            for i in reversed(range(len(graph.nodes))):
-                for j in ones(graph.child_bits[i]):
-                    inside = set(plates) <= set(graph.nodes[j].plates)
-                    crossed[i] |= crossed[j] if inside else graph.downstream_bits[j]
-            self._crossing_bits[plates] = crossed
-        return self._crossing_bits[plates][graph.index[name]]
+    def _sets(self, kind: str, column: int) -> tuple[Sequence[int], Sequence[int]]:
+        """For every site what counts for it, as bits, and which bits those of a class are."""
+        relations = self.relations
+        if kind == "later_learned":
+            nodes = self.groups[column].nodes
+            return relations.counted_nodes(nodes), range(len(nodes))
+        if kind in ("later_own", "later_model"):
+            part = ("later_own", "later_model").index(kind)
+            return relations.counted([costs[part] for costs in relations.tabled_parts]), self._positions[column]
+        if kind == "later":
+            return relations.later, self._positions[column]
+        sets: list[int] = getattr(relations, kind)
+        return sets, [self.graph.cost_index[cost] for cost in self.cost_classes[column].names]
 
     def rows_meet(self, name: str) -> bool:
         """Whether a cost of one plate row of a site reads another row."""
-        return self._crossed(name) != 0 or self.graph.leaves_plates(name)
-
-    def _tabled(self, row: int, column: int) -> np.ndarray:
-        columns = {cost: j for j, cost in enumerate(self.cost_classes[column].names)}
-        array = np.zeros((len(self.classes[row].names), len(columns)), dtype=np.float32)
-        for i, name in enumerate(self.classes[row].names):
-            for cost in self.tabled.get(name, ()):
-                if cost in columns:
-                    array[i, columns[cost]] = 1.0
-        return array
-
-    def _later(self, row: int, column: int) -> np.ndarray:
-        """Which later sites' ``A_Y`` a site uses: those whose costs are all among its own; if steered, all."""
-        array = np.zeros((len(self.classes[row].names), len(self.classes[column].names)), dtype=np.float32)
-        index, downstream = self.graph.index, self.graph.downstream_bits
-        columns = [(index[n], downstream[index[n]]) for n in self.classes[column].names]
-        for i, name in enumerate(self.classes[row].names):
-            own, position = downstream[index[name]], index[name]
-            for j, (later, costs) in enumerate(columns):
-                if later > position and (self.is_steered or (costs and costs & ~own == 0)):
-                    array[i, j] = 1.0
-        return array
-
-    def _later_own(self, row: int, column: int) -> np.ndarray:
-        names = self.classes[column].names
-        return self._later_part(row, names, [self._tabled_bits(name)[0] for name in names])
-
-    def _later_model(self, row: int, column: int) -> np.ndarray:
-        names = self.classes[column].names
-        return self._later_part(row, names, [self._tabled_bits(name)[1] for name in names])
-
-    def _later_learned(self, row: int, column: int) -> np.ndarray:
-        nodes = self.groups[column].nodes
-        return self._later_part(row, [node.site for node in nodes], [self._remote_bits(node) for node in nodes])
-
-    def _later_part(self, row: int, names: Sequence[str], bits: Sequence[int]) -> np.ndarray:
-        """Which parts of later sites' ``A_Y`` a site uses: those whose costs are all among its own."""
-        index, downstream = self.graph.index, self.graph.downstream_bits
-        array = np.zeros((len(self.classes[row].names), len(names)), dtype=np.float32)
-        columns = [(index[name], costs) for name, costs in zip(names, bits, strict=True)]
-        for i, name in enumerate(self.classes[row].names):
-            own, position = downstream[index[name]], index[name]
-            for j, (later, costs) in enumerate(columns):
-                if later > position and costs and not costs & ~own:
-                    array[i, j] = 1.0
-        return array
-
-    def _tabled_bits(self, name: str) -> tuple[int, int]:
-        """The tabled costs of a site: its own log-probabilities, and other costs of the model."""
-        own = model = 0
-        for cost in self.tabled.get(name, ()):
-            bit = 1 << self.graph.cost_index[cost]
-            own, model = (own | bit, model) if self.graph.cost(cost).site == name else (own, model | bit)
-        return own, model
-
-    def _remote_bits(self, node: QNode) -> int:
-        return sum(1 << self.graph.cost_index[cost] for cost in node.remote)
+        return self.relations.crossed(name) != 0 or self.graph.leaves_plates(name)
 
     def is_split(self, column: int) -> bool:
         """Whether a site counts some, but not all costs of a later site of a class among its own.
@@ -320,29 +274,32 @@ class Layout:
         Its control variate then falls into parts: tabled costs and Q-nodes, each with costs of its own.
         """
         if column not in self._split:
-            parts = ["own", "model", *(f"learned {g}" for g, group in enumerate(self.groups) if group.c == column)]
-            self._split[column] = not self.is_steered and any(
-                self._is_more(row, column, *part.split()) for row in range(len(self.classes)) for part in parts
-            )
+            self._split[column] = not self.is_steered and self._parts_serve_more(column)
         return self._split[column]
 
-    def _is_more(self, row: int, column: int, part: str, group: str = "") -> bool:
-        """Whether a part of a control variate serves a site that the whole does not serve."""
-        index, found = self.graph.index, self.matrix("later", row, column, torch.zeros(()))
-        positions = ([index[name] for name in self.classes[c].names] for c in (row, column))
-        later = np.less.outer(*map(np.array, positions))
-        whole = np.zeros(later.shape, dtype=bool) if found is None else found.numpy() > 0
-        if (whole == later).all():
+    def _parts_serve_more(self, column: int) -> bool:
+        later, mask = self.relations.later, self._masks[column]
+        # The later sites of the class that do not count as a whole.
+        left = [after(i, mask & ~whole) for i, whole in enumerate(later)]
+        if not any(left):
             return False
-        if group:
-            return bool((self._later_learned(row, int(group)) > whole[:, list(self.groups[int(group)].sites)]).any())
-        return bool((getattr(self, f"_later_{part}")(row, column) > whole).any())
+        for kind in ("later_own", "later_model"):
+            if any(part & rest for part, rest in zip(self._sets(kind, column)[0], left, strict=True)):
+                return True
+        for g, group in enumerate(self.groups):
+            if group.c == column:
+                sites = [self._positions[column][i] for i in group.sites]
+                parts, _ = self._sets("later_learned", g)
+                if any(rest >> sites[k] & 1 for part, rest in zip(parts, left, strict=True) for k in ones(part)):
+                    return True
+        return False
 
-    def _distance(self, row: int, column: int) -> np.ndarray:
+    def distance(self, row: int, column: int, like: Tensor) -> Tensor:
         """Steps from a site to a later one: the difference of their depths (longest ways from a root), at least 1."""
         depth = [self.depth[name] for name in self.classes[row].names]
         later = [self.depth[name] for name in self.classes[column].names]
-        return np.maximum(np.subtract.outer(later, depth).T, 1).astype(np.float32)
+        steps = np.maximum(np.subtract.outer(later, depth).T, 1)
+        return torch.as_tensor(steps, dtype=like.dtype).to(like.device)
 
     @cached_property
     def depth(self) -> dict[str, int]:
@@ -373,51 +330,47 @@ class Layout:
         if not self.is_steered:
             return ()
         is_shared = self.specs[node.site].share is not None
-        counts: dict[int, int] = {}
-        for name in node.scope:
-            if name != node.site:
-                c, _ = self.place[name]
-                # Shared critics see windows of one size, wherever they are.
-                counts[c] = self.window + 1 if is_shared else min(counts.get(c, 0) + 1, self.window + 1)
-        return tuple(counts.items())
+        others = self._others(node)
+        members = sorted((others & mask & -(others & mask), c) for c, mask in enumerate(self._masks) if others & mask)
+        # Shared critics see windows of one size, wherever they are.
+        full = self.window + 1
+        counts = [min((others & self._masks[c]).bit_count(), full) for _, c in members]
+        return tuple((c, full if is_shared else count) for (_, c), count in zip(members, counts, strict=True))
 
-    def membership(self, group: QGroup, nodes: Sequence[QNode], like: Tensor) -> Tensor | None:
+    def _others(self, node: QNode) -> int:
+        """The scope of a Q-node without its own site, as bits."""
+        return self.graph.bits_of(node.scope) & ~(1 << self.graph.index[node.site])
+
+    def membership(self, group: QGroup, nodes: Sequence[QNode], like: Tensor) -> Sums | None:
         """Matrix (sites × Q-nodes) of the class of a group; ``None`` where it is the identity."""
         sites = [self.place[node.site][1] for node in nodes]
         size = len(self.classes[group.c].names)
         if sites == list(range(size)):
             return None
         key = ("membership", group.c, hash(tuple(sites)), like.dtype, like.device)
-        if key not in self._tensors:
-            array = np.zeros((size, len(sites)), dtype=np.float32)
-            array[sites, range(len(sites))] = 1.0
-            self._tensors[key] = torch.as_tensor(array, dtype=like.dtype).to(like.device)
-        return self._tensors[key]
+        if key not in self._sums:
+            own = [0] * size
+            for k, i in enumerate(sites):
+                own[i] |= 1 << k
+            self._sums[key] = subset_sums(own, range(len(sites)), like)
+        return self._sums[key]
 
     def _context_plans(self, nodes: Sequence[QNode]) -> tuple[ContextPlan, ...]:
-        scopes: list[dict[int, list[int]]] = []
-        for node in nodes:
-            members: dict[int, list[int]] = {}
-            for name in reversed(node.scope):
-                if name != node.site:
-                    c, i = self.place[name]
-                    members.setdefault(c, []).append(i)
-            scopes.append(members)
+        scopes = [self._others(node) for node in nodes]
         is_full = self.is_steered and self.specs[nodes[0].site].share is not None
         plans = []
-        for c in sorted({c for members in scopes for c in members}):
-            size = len(self.classes[c].names)
-            found = [members.get(c, []) for members in scopes]
-            longest = self.window + 1 if is_full else max(len(m) for m in found)
-            wide = min(self.window, longest)
-            window = np.full((len(nodes), wide), size)
-            rest = np.zeros((len(nodes), size), dtype=np.float32)
-            for q, positions in enumerate(found):
-                window[q, : min(wide, len(positions))] = positions[:wide]
-                if positions:
-                    # The sum of all, not of the older ones only: a count is then one feature and not five.
-                    rest[q, positions] = len(positions) ** -0.5
-            plans.append(ContextPlan(c, window, rest if longest > wide else None))
+        for c, (mask, positions) in enumerate(zip(self._masks, self._positions, strict=True)):
+            found = [scope & mask for scope in scopes]
+            if not any(found):
+                continue
+            place = {position: i for i, position in enumerate(positions)}
+            longest = self.window + 1 if is_full else max(members.bit_count() for members in found)
+            window = np.full((len(nodes), min(self.window, longest)), len(positions))
+            for q, members in enumerate(found):
+                latest = [place[i] for i in highest(members, window.shape[1])]
+                window[q, : len(latest)] = latest
+            rest = tuple(found) if longest > window.shape[1] else None
+            plans.append(ContextPlan(c, window, positions, rest))
         return tuple(plans)
 
     @cached_property
@@ -426,37 +379,13 @@ class Layout:
         assert self.network is not None
         return {node.name: i for i, node in enumerate(reversed(self.network.nodes))}
 
-    def rule_matrices(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The network's rules as matrices: averages over Q-nodes, over roots, immediate costs.
-
-        Args:
-            like: Gives dtype and device.
-
-        Returns:
-            Matrices ``(Q, Q)``, strictly upper triangular, ``(Q, costs)`` and ``(Q, costs)``.
-        """
+    def rules(self, like: Tensor) -> Rules:
+        """The network's rules, with dtype and device of ``like``."""
+        assert self.network is not None
         key = (like.dtype, like.device)
         if key not in self._rules:
-            rule, root, immediate = (torch.as_tensor(a).to(*key[::-1]) for a in self._rule_arrays())
-            self._rules[key] = rule, root, immediate
+            self._rules[key] = network_rules(self.network, self.rule_order, like)
         return self._rules[key]
-
-    def _rule_arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        assert self.network is not None
-        nodes, costs, order = self.network.nodes, self.graph.cost_index, self.rule_order
-        rule = np.zeros((len(nodes), len(nodes)), dtype=np.float32)
-        root = np.zeros((len(nodes), len(costs)), dtype=np.float32)
-        immediate = np.zeros_like(root)
-        for node in nodes:
-            i = order[node.name]
-            immediate[i, [costs[cost] for cost in node.immediate]] = 1.0
-            for average in node.rule:
-                for child in average.children:
-                    if child in order:
-                        rule[i, order[child]] += 1.0 / len(average.children)
-                    else:
-                        root[i, costs[child]] += 1.0 / len(average.children)
-        return rule, root, immediate
 
     def num_features(self, group: QGroup) -> int:
         """Number of context features of the critics of a group."""
@@ -479,19 +408,3 @@ class Layout:
             if total > 1 << 30:
                 return 0
         return total
-
-
-def _bit_matrix(rows: Sequence[int], columns: Sequence[int]) -> np.ndarray:
-    """Matrix of the bits ``columns`` of each int in ``rows``."""
-    if not rows or not columns:
-        return np.zeros((len(rows), len(columns)), dtype=np.float32)
-    length = max(columns) // 8 + 1
-    mask = (1 << 8 * length) - 1
-    data = b"".join((bits & mask).to_bytes(length, "little") for bits in rows)
-    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8).reshape(len(rows), length), axis=1, bitorder="little")
-    return bits[:, list(columns)].astype(np.float32)
-
-
-def matrix(left: Tensor, stacked: Tensor) -> Tensor:
-    """``(G, n) @ (n, ...)``: sums stacked tensors with the weights of a matrix."""
-    return (left @ stacked.reshape(stacked.shape[0], -1)).reshape(left.shape[0], *stacked.shape[1:])

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Literal, get_args
 
+from pyro_bpq.bitsets import ones, union
 from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
-from pyro_bpq.graph import Form, StochasticComputationGraph, ones, union
+from pyro_bpq.graph import Form, StochasticComputationGraph
 from pyro_bpq.reductions import Reduced, reduce_graph, split
 
 __all__ = ["Average", "BackpropQNetwork", "Immediate", "QNode", "Reduction"]
@@ -58,9 +59,9 @@ class QNode:
 
     name: str
     site: str
-    scope: tuple[str, ...]
-    sources: tuple[str, ...]
-    immediate: tuple[str, ...]
+    scope: Sequence[str]
+    sources: Sequence[str]
+    immediate: Sequence[str]
     rule: tuple[Average, ...]
 
     @property
@@ -217,7 +218,7 @@ class _Assembly:
     # A Q-node is found by its site's position and the lowest one of the bits of its sources.
     names: defaultdict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     known: defaultdict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    scopes: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    scopes: dict[int, Sequence[str]] = field(default_factory=dict)
 
     def nodes(self) -> tuple[QNode, ...]:
         nodes: list[QNode] = []

@@ -267,7 +267,8 @@ class Planner:
             costs = {name: tuple(cost for cost in found if can_flip(cost, name)) for name, found in costs.items()}
         # Other values of one of many components pay only where they tell the whole cost-to-go of every such site.
         vectors = [n for n, i in traced.infos.items() if i.components is not None and i.components.size > 1]
-        is_flat = all(self._is_complete(traced, graph, name, costs[name]) for name in vectors)
+        immediate = immediate_costs(graph)
+        is_flat = all(self._is_complete(traced, graph, name, immediate[name], costs[name]) for name in vectors)
         components, wanted = {}, None
         finite = 0
         for name, info in traced.infos.items():
@@ -297,18 +298,23 @@ class Planner:
         return flips, components
 
     def _is_complete(
-        self, traced: TracedRun, graph: StochasticComputationGraph, name: str, evaluated: tuple[str, ...]
+        self,
+        traced: TracedRun,
+        graph: StochasticComputationGraph,
+        name: str,
+        immediate: tuple[str, ...],
+        evaluated: tuple[str, ...],
     ) -> bool:
         """Whether after an extra run nothing of a site's cost-to-go is unknown at its other values."""
         own = {"q": cost_of_guide(name), "p": cost_of_model(name)}
-        kinds = self._tabled_kinds(traced, name, graph, AllAction(), immediate_costs(graph)[name])
+        kinds = self._tabled_kinds(traced, name, graph, AllAction(), immediate)
         return {*evaluated, *(own[kind] for kind in kinds)}.issuperset(graph.downstream_costs(name))
 
     def _spec(
         self, traced: TracedRun, name: str, estimator: Estimator, critic: Critic | None, kinds: frozenset[str]
     ) -> SiteSpec:
         info, options, record = traced.infos[name], traced.options[name], traced.run.sites[name]
-        plates = next(entry[1] for entry in traced.key if entry[0] == name)
+        plates = traced.plates[name]
         event = tuple(record.fn.event_shape)
         return SiteSpec(
             plates=plates,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pyro_bpq.bitsets import Reads, named
 from pyro_bpq.graph import CostNode, StochasticComputationGraph, StochasticNode
 from pyro_bpq.tracing import TracedRun, cost_of_guide
 
@@ -16,14 +17,14 @@ def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
     It is a superset of any graph that the program can have: right whatever the program does, at the
     price of more variance.
     """
-    earlier: list[str] = []
-    reads: dict[str, frozenset[str]] = {}
+    names, bits, earlier = tuple(traced.run.sites), dict[str, int](), 0
+    position = {name: i for i, name in enumerate(names)}
     for cost in traced.run.costs:
         name = _guide_site(cost, traced)
         if name is not None:
-            earlier.append(name)
-        reads[cost] = frozenset(earlier)
-    return build_graph(traced, reads)
+            earlier |= 1 << position[name]
+        bits[cost] = earlier
+    return build_graph(traced, Reads(names, bits))
 
 
 def _guide_site(cost: str, traced: TracedRun) -> str | None:
@@ -41,25 +42,19 @@ def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Stoch
     Returns:
         The graph: stochastic nodes in the guide's order, costs of the guide, then of the model.
     """
-    order = {name: i for i, name in enumerate(traced.run.sites)}
-    plates = {entry[0]: entry[1] for entry in reversed(traced.key)}
-    nodes = []
-    for name in order:
-        parents = sorted(_until(name, reads[cost_of_guide(name)], order) - {name}, key=order.__getitem__)
-        nodes.append(StochasticNode(name, tuple(parents), plates[name], traced.infos[name].has_rsample))
+    sites = tuple(traced.run.sites)
+    bits, nodes = Reads.over(sites, reads).bits, []
+    until: dict[str, int] = {}
+    for i, name in enumerate(sites):
+        # A draw, and its log q, read nothing later: a view of a table may count with what later views were chosen by.
+        before = bits[cost_of_guide(name)] & (1 << i) - 1
+        until[name] = before | 1 << i
+        nodes.append(StochasticNode(name, named(sites, before), traced.plates[name], traced.infos[name].has_rsample))
     costs = []
     for (name, where, *_), cost in zip(traced.key, traced.run.costs, strict=True):
         if traced.only_costs and cost not in traced.user_costs:
             continue
         site = _guide_site(cost, traced)
-        members = reads[cost] if site is None else _until(site, reads[cost], order)
-        costs.append(CostNode(cost, tuple(sorted(members, key=order.__getitem__)), where, name))
+        members = bits[cost] if site is None else until[site]
+        costs.append(CostNode(cost, named(sites, members), where, name))
     return StochasticComputationGraph(tuple(nodes), tuple(costs))
-
-
-def _until(site: str, sources: frozenset[str], order: Mapping[str, int]) -> frozenset[str]:
-    """A site and what was drawn before it: a draw, and its ``log q``, read nothing later.
-
-    A view of a table may count with what later views of it were chosen by.
-    """
-    return frozenset(source for source in sources if order[source] < order[site]) | {site}

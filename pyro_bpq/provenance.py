@@ -137,9 +137,13 @@ class DependencyTracker:
 
         Escaped sources are not added. Leaves that are no tensors have no sources.
         """
+        return self._ledger.names(self.mask_of(value))
+
+    def mask_of(self, value: object) -> int:
+        """The same as bits: the n-th source of the ledger is the n-th bit."""
         leaves = value if isinstance(value, Tensor) else tree_leaves(value)
         with torch._C.DisableTorchFunction():
-            return self._ledger.names(self._ledger.mask(leaves))
+            return self._ledger.mask(leaves)
 
 
 class _Plan(NamedTuple):

@@ -19,9 +19,9 @@ from pyro import poutine
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, nn
 
+from pyro_bpq.bitsets import union
 from pyro_bpq.errors import OptionError
 from pyro_bpq.features import finite_components
-from pyro_bpq.graph import union
 from pyro_bpq.network import BackpropQNetwork
 from pyro_bpq.sandbox import Sandbox
 from pyro_bpq.substitute import Substitute
@@ -92,7 +92,7 @@ def coparents(network: BackpropQNetwork, site: str) -> tuple[str, ...]:
         for child in network.children(node.name):
             reads = child if child in graph.cost_index else network.q_node(child).site
             found |= set(graph.parents(reads)) - excluded
-    return graph.node_names(graph._bits(found))
+    return tuple(graph.node_names(graph.bits_of(found)))
 
 
 def held_sites(network: BackpropQNetwork, site: str, form: str = "redrawn") -> frozenset[str]:
@@ -117,7 +117,7 @@ def held_sites(network: BackpropQNetwork, site: str, form: str = "redrawn") -> f
 def trainable(network: BackpropQNetwork, held: Set[str]) -> frozenset[str]:
     """Names of the Q-nodes whose targets are right where ``held`` has stored values and the rest is redrawn."""
     graph, found = network.graph, set()
-    bits = graph._bits([name for name in held if name in graph.index])
+    bits = graph.bits_of([name for name in held if name in graph.index])
     for node in network.learned:
         reads = graph.cost_set_bits(node.remote)
         relevant = reads | union(graph.ancestor_bits, reads)

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pyro_bpq.graph import Form, StochasticComputationGraph, ones, union
+from pyro_bpq.bitsets import ones, union
+from pyro_bpq.graph import Form, StochasticComputationGraph
 
 __all__ = ["Reduced", "merge", "reduce_graph", "split"]
 

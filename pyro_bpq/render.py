@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,7 +161,7 @@ def _q_statement(node: QNode, colours: dict[str, str]) -> str:
     return _statement(f"q {node.name}", label=label, shape="box", style=style, color=colour)
 
 
-def _rule_edges(node: QNode, sources: dict[str, tuple[str, ...]], colours: dict[str, str]) -> list[str]:
+def _rule_edges(node: QNode, sources: Mapping[str, Sequence[str]], colours: dict[str, str]) -> list[str]:
     lines, end = [], f"q {node.name}"
     for average in node.rule:
         style = "solid" if len(average.children) == 1 else "dashed"

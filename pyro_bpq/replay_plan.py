@@ -90,7 +90,7 @@ def replay_plan(network: BackpropQNetwork, name: str) -> ReplayPlan:
     given = read.union(*(child.co_parents for child in children)) | scope
     return ReplayPlan(
         node=name,
-        scope=node.scope,
+        scope=tuple(node.scope),
         children=children,
         redrawn=_ordered(graph, _outside(graph, read, scope)),
         stale_stored=_ordered(graph, given - drawn),

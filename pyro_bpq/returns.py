@@ -1,6 +1,6 @@
 r"""Lambda-returns of the stacked Q-nodes of a step.
 
-Where all nodes and costs share their plates the returns come from one triangular solve, else from a
+Where all nodes and costs share their plates the returns come from triangular solves, else from a
 backward pass over the nodes.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyro_bpq.layout import Layout, QGroup, matrix
+from pyro_bpq.layout import Layout, QGroup
 from pyro_bpq.rollout import sum_to_plates
-from pyro_bpq.targets import lambda_return, lambda_return_solve
+from pyro_bpq.rules import solve_rules
+from pyro_bpq.targets import lambda_return
 
 __all__ = ["lambda_returns"]
 
@@ -94,7 +95,6 @@ def _solve(
     lam: float,
     gamma: float,
 ) -> dict[int, Tensor]:
-    rule, root, immediate = layout.rule_matrices(costs)
     order = layout.rule_order
     size = (len(order), *costs.shape[1:])
     learned, mean = costs.new_zeros(size), costs.new_zeros(size)
@@ -105,7 +105,5 @@ def _solve(
         rows = groups[g].constant("order", places, costs.device, torch.long)
         learned[rows], mean[rows] = value, ahead[g]
         where[g], weight = rows, weight.index_fill(0, rows, lam)
-    returns = lambda_return_solve(
-        rule, gamma * matrix(root, costs), mean + matrix(immediate, costs), learned, weight, gamma
-    )
+    returns = solve_rules(layout.rules(costs), costs, mean, learned, weight, gamma)
     return {g: returns[rows] for g, rows in where.items()}

@@ -32,12 +32,13 @@ def sequence_network(graph: StochasticComputationGraph, immediate: Mapping[str, 
             settled[last].append(cost.name)
     names = [node.name for node in graph.nodes]
     nodes: list[QNode] = []
-    sources: tuple[str, ...] = ()
+    sources = 0
     for t in reversed(range(len(names))):
         name, exact = names[t], immediate.get(names[t], ())
         roots = tuple(cost for cost in settled[name] if cost not in exact)
         averages = tuple(Average((child,)) for child in (*roots, *names[t + 1 : t + 2]))
-        sources = (*exact, *roots, *sources)
-        nodes.append(QNode(name, name, tuple(names[: t + 1]), sources, tuple(exact), averages))
+        sources |= graph.cost_bits_of((*exact, *roots))
+        scope = graph.node_names((1 << t + 1) - 1)
+        nodes.append(QNode(name, name, scope, graph.cost_names(sources), tuple(exact), averages))
     every = frozenset(cost for exact in immediate.values() for cost in exact)
     return BackpropQNetwork(graph, tuple(nodes), "single", "history", every)

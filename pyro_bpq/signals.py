@@ -18,7 +18,7 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.estimators.base import SiteContext, needs_program, needs_table
 from pyro_bpq.estimators.lambda_return import LambdaReturn
 from pyro_bpq.estimators.pyro_baseline import PyroBaseline
-from pyro_bpq.layout import Layout, matrix
+from pyro_bpq.layout import Layout
 from pyro_bpq.returns import lambda_returns
 from pyro_bpq.rollout import Rollout, sum_to_plates
 from pyro_bpq.site_batch import SiteBatch
@@ -186,12 +186,11 @@ class Signals:
             return None
         trace = getattr(self.layout.classes[c].spec.estimator, "trace", 1.0)
         if trace != 1.0:
-            distance = self.layout.matrix("distance", c, k, variate)
-            assert distance is not None
+            distance = self.layout.distance(c, k, variate)
             is_learned = kind == "later_learned"
             distance = distance[:, list(self.layout.groups[column].sites)] if is_learned else distance
-            selected = selected * trace**distance
-        return matrix(selected, sum_to_plates(variate, self.layout.classes[k].spec.plates, plates))
+            selected = selected.times(trace**distance)
+        return selected @ sum_to_plates(variate, self.layout.classes[k].spec.plates, plates)
 
     @cached_property
     def _parts(self) -> dict[int, list[tuple[str, int, Tensor]]]:
@@ -282,7 +281,7 @@ class Signals:
                 if wanted.get(group.c) == lam:
                     shift = targets[g] - plain[g]
                     member = self.layout.membership(group, group.nodes, shift)
-                    shift = shift if member is None else matrix(member, shift)
+                    shift = shift if member is None else member @ shift
                     shifts[group.c] = shifts.get(group.c, torch.zeros_like(shift)) + shift
         return shifts
 

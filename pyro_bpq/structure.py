@@ -7,11 +7,14 @@ dense graph.
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pyro_bpq.bitsets import Reads
 from pyro_bpq.component_costs import Patterns
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
 from pyro_bpq.graph import StochasticComputationGraph
@@ -49,7 +52,7 @@ class StructureCache:
         self.unknown = True
         self.untracked_steps = 0
         self.next_look = 10
-        self.reads: OrderedDict[Any, tuple[dict[str, frozenset[str]], int]] = OrderedDict()
+        self.reads: OrderedDict[Any, tuple[Reads, int]] = OrderedDict()
         self.graphs: dict[Any, StochasticComputationGraph] = {}
         self.patterns: dict[Any, Patterns] = {}
         self.varying: dict[Any, Patterns] = {}
@@ -133,10 +136,10 @@ class StructureCache:
             return build_graph(traced, reads)
         if self.mode == "dense":
             return self._dense(traced, learn)
-        known, agreements = self.reads.get(traced.key, ({}, 0))
-        # Equal sets are the same object: a program that reads all that came before has n² / 2 names in them.
-        merged = {name: _union(known.get(name, frozenset()), sources) for name, sources in reads.items()}
-        changed = bool(known) and merged != known
+        new = Reads.over(traced.run.sites, reads)
+        known, agreements = self.reads.get(traced.key, (Reads(new.sites, {}), 0))
+        merged = known.union(new)
+        changed = bool(known) and merged.bits != known.bits
         if changed:
             self._contradicted(traced, known, merged)
         if not learn:
@@ -203,17 +206,16 @@ class StructureCache:
 
     def merge(self, traced: TracedRun, graphs: Sequence[StochasticComputationGraph]) -> StochasticComputationGraph:
         """The union of graphs of runs with the key of ``traced``."""
-        first, none = graphs[0], frozenset[str]()
-        reads = {cost_of_guide(n.name): none.union(*(g.node(n.name).parents for g in graphs)) for n in first.nodes}
-        reads |= {cost.name: none.union(*(g.cost(cost.name).parents for g in graphs)) for cost in first.costs}
-        return build_graph(traced, reads)
+        first, sites = graphs[0], tuple(traced.run.sites)
+        reads = {cost_of_guide(n.name): _either(g.bits_of(g.node(n.name).parents) for g in graphs) for n in first.nodes}
+        reads |= {cost.name: _either(g.bits_of(g.cost(cost.name).parents) for g in graphs) for cost in first.costs}
+        return build_graph(traced, Reads(sites, reads))
 
     def _store(self, key: Any, graph: StochasticComputationGraph) -> StochasticComputationGraph:
         self.graphs[key] = graph
         return graph
 
 
-def _union(known: frozenset[str], new: frozenset[str]) -> frozenset[str]:
-    if new <= known:
-        return known
-    return known | new if known else new
+def _either(sets: Iterable[int]) -> int:
+    """The union of sets of bits."""
+    return functools.reduce(operator.or_, sets, 0)

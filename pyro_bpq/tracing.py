@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_site_shape
 from torch import Tensor
 
+from pyro_bpq.bitsets import Reads
 from pyro_bpq.component_costs import ElementWatch, Pattern
 from pyro_bpq.config import SiteOptions, site_options
 from pyro_bpq.cost_statement import CostOptions, cost_options
@@ -110,6 +112,11 @@ class TracedRun:
     only_costs: bool = False
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
 
+    @cached_property
+    def plates(self) -> dict[str, tuple[Plate, ...]]:
+        """Plates of every site; those of its draw where guide and model have it."""
+        return {entry[0]: entry[1] for entry in reversed(self.key)}
+
     @property
     def plate_ndim(self) -> int:
         """Number of plate dimensions."""
@@ -186,8 +193,9 @@ def trace_run(
             raise _plate_error(error, watch.plates) or error from error
         guide_sites, reads = watch.guide_sites(guide_trace), None
         if tracker is not None:
-            reads = _reads(tracker, guide_sites, watch.escaped, True)
-            reads |= _reads(tracker, samples(model_trace), watch.escaped, False)
+            found = _reads(tracker, guide_sites, watch.escaped, True)
+            found |= _reads(tracker, samples(model_trace), watch.escaped, False)
+            reads = Reads(tuple(tracker.ledger.bits), found)
         patterns = {} if elements is None else elements.patterns(_scored(guide_sites, samples(model_trace)))
     escaped = frozenset() if tracker is None else tracker.escaped
     rng = (watch.model_start, torch.get_rng_state())
@@ -210,18 +218,18 @@ def _scored(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> l
 def _reads(
     tracker: DependencyTracker,
     sites: Mapping[str, Any],
-    escaped: Mapping[tuple[bool, str], frozenset[str]],
+    escaped: Mapping[tuple[bool, str], int],
     is_guide: bool,
-) -> dict[str, frozenset[str]]:
-    """What the cost of each site of a trace reads; of a guide's latent also what its draw was made from."""
+) -> dict[str, int]:
+    """What the cost of each site of a trace reads, as bits; of a guide's latent also what its draw was made from."""
     reads = {}
     for name, site in sites.items():
         # A GuideMessenger runs guide and model as one.
-        before = escaped.get((is_guide, name), escaped.get((True, name), frozenset()))
+        before = escaped.get((is_guide, name), escaped.get((True, name), 0))
         scored = site["score_parts"].score_function if _is_untraced(site) else site["log_prob"]
-        found = tracker.sources_of(scored) | before
+        found = tracker.mask_of(scored) | before
         if is_guide:
-            found |= tracker.origins_of(name)
+            found |= tracker.ledger.origins.get(name, 0)
         reads[cost_of_site(site, is_guide)] = found
     return reads
 

@@ -65,7 +65,7 @@ class Watch(Messenger):  # type: ignore[misc]
         self.attached: dict[str, Any] = {}
         self.given: set[str] = set()
         self.is_guide = False
-        self.escaped: dict[tuple[bool, str], frozenset[str]] = {}
+        self.escaped: dict[tuple[bool, str], int] = {}
         self.subsamples: dict[str, Any] = {}
         self.model_start = torch.get_rng_state()
         self.plates: dict[str, tuple[Any, ...]] = {}
@@ -84,7 +84,7 @@ class Watch(Messenger):  # type: ignore[misc]
 
     def _pyro_sample(self, msg: Any) -> None:
         if self.tracker is not None:
-            self.escaped[self.is_guide, msg["name"]] = self.tracker.escaped
+            self.escaped[self.is_guide, msg["name"]] = self.tracker.ledger.escaped
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
         if not self.is_guide or msg["is_observed"] or not getattr(msg["fn"], "has_rsample", False):

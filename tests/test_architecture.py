@@ -18,7 +18,18 @@ MAX_LINES = 500
 # of its modules. Which layer a new module belongs to is a decision: add it here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("graph", "network", "reductions", "validation", "sequence", "replay_plan", "off_policy", "turn"),
+    (
+        "bitsets",
+        "graph",
+        "relations",
+        "network",
+        "reductions",
+        "validation",
+        "sequence",
+        "replay_plan",
+        "off_policy",
+        "turn",
+    ),
     ("rollout", "targets", "ledger", "provenance", "elements", "advantages", "algorithm1", "bound_signals"),
     (
         "features",
@@ -33,6 +44,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("estimators",),
     (
+        "sums",
+        "rules",
         "layout",
         "site_batch",
         "site_program",

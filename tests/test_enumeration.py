@@ -18,6 +18,7 @@ from pyro.optim import Adam
 from torch import Tensor
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.bitsets import Reads
 from pyro_bpq.errors import BPQWarning, OptionError, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.testing import exact_gradient, exact_loss, expected_gradient
 
@@ -604,7 +605,7 @@ def test_a_lost_parent_of_a_sum_is_seen() -> None:
         costs = tuple(replace(c, parents=("s_2",)) if c.name.startswith("-log sum") else c for c in graph.costs)
         elbo._structure.graphs[key] = replace(graph, costs=costs)
         elbo._structure.reads[key] = (
-            {**elbo._structure.reads[key][0], **{c.name: frozenset(c.parents) for c in costs}},
+            Reads.over(graph.index, {**elbo._structure.reads[key][0], **{c.name: c.parents for c in costs}}),
             3,
         )
     elbo._plans.clear()

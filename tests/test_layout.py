@@ -7,7 +7,6 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -15,13 +14,19 @@ from pyro_bpq.critics import MLPCritic
 from pyro_bpq.estimators import AllAction, Pathwise
 from pyro_bpq.features import Components
 from pyro_bpq.graph import Plate, StochasticComputationGraph
-from pyro_bpq.layout import Layout, QGroup, SiteSpec, matrix
+from pyro_bpq.layout import Layout, QGroup, SiteSpec
 from pyro_bpq.network import BackpropQNetwork
 from pyro_bpq.sequence import sequence_network
+from pyro_bpq.sums import Sums
 
 Graph = StochasticComputationGraph
 ROWS, COLUMNS = Plate("rows", -1), Plate("columns", -2)
 COIN, DIE = Components("bernoulli", (), 2), Components("categorical", (), 3)
+
+
+def dense(sums: Sums | None) -> Tensor:
+    assert sums is not None
+    return sums.to_dense()
 
 
 def spec(plates: tuple[Plate, ...] = (), components: Components | None = COIN, **more: Any) -> SiteSpec:
@@ -55,7 +60,7 @@ def whole(found: Layout, kind: str, over: str) -> dict[str, set[str]]:
         for k, other in enumerate(columns):
             array = found.matrix(kind, c, k, torch.zeros(()))
             for i, name in enumerate(cls.names):
-                row = set() if array is None else {other.names[j] for j in array[i].nonzero().flatten().tolist()}
+                row = set() if array is None else {other.names[j] for j in dense(array)[i].nonzero().flatten().tolist()}
                 selected.setdefault(name, set()).update(row)
     return selected
 
@@ -146,7 +151,7 @@ def test_contexts_are_a_window_and_the_sum_of_all() -> None:
     expected = np.zeros((7, 7))
     for i in range(1, 7):
         expected[i, :i] = i**-0.5
-    np.testing.assert_allclose(plan.rest, expected, rtol=1e-6)
+    np.testing.assert_allclose(dense(group.rest(0, torch.zeros(()))), expected, rtol=1e-6)
     assert found.num_features(group) == 3 and found.cells(group) == 0
     wide = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {}, window=6)
     (group,) = wide.groups
@@ -191,33 +196,28 @@ def test_matrices_have_the_dtype_that_is_asked_for() -> None:
     found = layout(chain(3))
     for dtype in (torch.float32, torch.float64):
         array = found.matrix("downstream", 0, 0, torch.zeros((), dtype=dtype))
-        assert array is not None and array.dtype == dtype
+        assert dense(array).dtype == dtype
 
 
 def test_rules_become_matrices() -> None:
     graph = Graph.from_parents({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
     network = BackpropQNetwork.build(graph, "merged", immediate="learned")
     found = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {})
-    rule, root, immediate = found.rule_matrices(torch.zeros((), dtype=torch.float64))
+    rules = found.rules(torch.zeros((), dtype=torch.float64))
+    (block,) = rules.blocks
+    rule, root = block.within, dense(rules.root)
     at = found.rule_order
     assert rule[at["x"]].tolist() == [
         {"y^f1": 1.0, "y^f2": 0.5, "z": 0.5}.get(name, 0.0) for name in sorted(at, key=at.__getitem__)
     ]
     assert root[at["y^f1"]].tolist() == [1.0, 0.0] and root[at["z"]].tolist() == [0.0, 1.0]
-    assert not immediate.any() and torch.equal(rule, rule.triu(1))
-
-
-@pytest.mark.parametrize("shape", [(4,), (4, 2), (4, 2, 3)])
-def test_matrix_sums_stacked_tensors(shape: tuple[int, ...]) -> None:
-    left, stacked = torch.randn(3, 4), torch.randn(shape)
-    expected: Tensor = torch.tensordot(left, stacked, 1)
-    torch.testing.assert_close(matrix(left, stacked), expected)
+    assert rules.immediate is None and block.beyond is None and torch.equal(rule, rule.triu(1))
 
 
 def test_large_graphs_are_laid_out_quickly() -> None:
     graph = chain(400)
     found = layout(graph)
     array = found.matrix("downstream", 0, 0, torch.zeros(()))
-    assert array is not None and array.shape == (400, 1)
+    assert dense(array).shape == (400, 1)
     later = found.matrix("later", 0, 0, torch.zeros(()))
-    assert later is not None and float(later.sum()) == 400 * 399 / 2
+    assert float(dense(later).sum()) == 400 * 399 / 2

@@ -50,7 +50,7 @@ def test_weights_by_distance_weigh() -> None:
     found = {}
     for name in ("b", "c"):
         c, j = layout.place[name]
-        found[name] = layout._distance(a, c)[i, j]
+        found[name] = layout.distance(a, c, torch.zeros(()))[i, j]
     assert found == {"b": 1.0, "c": 2.0}
 
 

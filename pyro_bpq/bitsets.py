@@ -1,0 +1,184 @@
+"""Sets of small numbers as the bits of an int, and sets of names by way of them.
+
+A union over 1,000 nodes costs nanoseconds, and a set takes a bit per possible member, where a set or a tuple of
+names takes eight bytes or more per member: of a program in which everything reads all that came before, the latter
+would be most of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+__all__ = ["Names", "Reads", "closure", "highest", "named", "ones", "transposed", "union"]
+
+_WORD_LENGTH = 60
+_WORD = (1 << _WORD_LENGTH) - 1
+_BLOCK = 1024
+
+# Up to so many names a tuple is shorter.
+_FEW = 16
+
+
+def ones(bits: int) -> Iterator[int]:
+    """Positions of the ones of ``bits``, lowest first."""
+    at = 0
+    while bits:
+        # Word by word: a step on the whole of a long int would cost its length.
+        skip = (bits & -bits).bit_length() - 1
+        at, bits = at + skip, bits >> skip
+        word, bits = bits & _WORD, bits >> _WORD_LENGTH
+        while word:
+            low = word & -word
+            yield at + low.bit_length() - 1
+            word ^= low
+        at += _WORD_LENGTH
+
+
+def highest(bits: int, number: int) -> list[int]:
+    """Positions of at most ``number`` ones of ``bits``, highest first."""
+    found: list[int] = []
+    while bits and len(found) < number:
+        found.append(bits.bit_length() - 1)
+        bits ^= 1 << found[-1]
+    return found
+
+
+def union(sets: Sequence[int], members: int) -> int:
+    """Union of those ``sets`` whose positions are the ones of ``members``."""
+    bits = 0
+    for i in ones(members):
+        bits |= sets[i]
+    return bits
+
+
+def closure(closures: Sequence[int], members: int) -> int:
+    """``members`` and all that their closures hold, where the closure of a number holds lower ones only.
+
+    One that is in the closure of a higher member needs no look: in a chain with all its shortcuts there is only one.
+    """
+    found = 0
+    while members:
+        i = members.bit_length() - 1
+        found |= 1 << i | closures[i]
+        members &= ~found
+    return found
+
+
+def transposed(rows: Sequence[int], width: int) -> list[int]:
+    """For each of ``width`` positions the rows that have it, as bits."""
+    size = 8
+    while size < min(len(rows), width, _BLOCK):
+        size *= 2
+    columns, length = [0] * width, size // 8
+    for top in range(0, len(rows), size):
+        block = rows[top : top + size]
+        for left in range(0, width, size):
+            parts = [row >> left & (1 << size) - 1 for row in block]
+            if not any(parts):
+                continue
+            square = int.from_bytes(b"".join(part.to_bytes(length, "little") for part in parts), "little")
+            data = _transposed(square, size).to_bytes(size * length, "little")
+            for j in range(left, min(left + size, width)):
+                at = (j - left) * length
+                columns[j] |= int.from_bytes(data[at : at + length], "little") << top
+    return columns
+
+
+def _transposed(square: int, size: int) -> int:
+    """Transposes ``size × size`` bits, row by row in one int: halves change places, then halves of these."""
+    step = size // 2
+    while step:
+        # Of each four quarters the two off the diagonal.
+        shift = step * (size - 1)
+        changed = (square ^ square >> shift) & _upper_right(step, size)
+        square ^= changed ^ changed << shift
+        step //= 2
+    return square
+
+
+@cache
+def _upper_right(step: int, size: int) -> int:
+    """The upper right ``step × step`` bits of all ``2 step × 2 step`` blocks."""
+    ones_of_row = sum(((1 << step) - 1) << at for at in range(step, size, 2 * step))
+    row = ones_of_row.to_bytes(size // 8, "little")
+    return int.from_bytes((row * step + bytes(len(row) * step)) * (size // (2 * step)), "little")
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Names(Sequence[str]):
+    """Some of many names, in their order: compares, hashes and prints as the tuple of them.
+
+    Args:
+        of: All names.
+        bits: The positions of those that are meant.
+    """
+
+    of: tuple[str, ...]
+    bits: int
+
+    def __len__(self) -> int:
+        return self.bits.bit_count()
+
+    def __iter__(self) -> Iterator[str]:
+        return (self.of[i] for i in ones(self.bits))
+
+    def __getitem__(self, at: int | slice) -> str | tuple[str, ...]:  # type: ignore[override]
+        return tuple(self)[at]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Names) and self.of is other.of:
+            return self.bits == other.bits
+        return tuple(self) == tuple(other) if isinstance(other, (tuple, Names)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+def named(of: tuple[str, ...], bits: int) -> Sequence[str]:
+    """The names at the ones of ``bits``: a tuple of a few, :class:`Names` of many."""
+    few = bits.bit_count() <= _FEW
+    return tuple([of[i] for i in ones(bits)]) if few else Names(of, bits)
+
+
+@dataclass(frozen=True, eq=False)
+class Reads(Mapping[str, frozenset[str]]):
+    """What each cost reads: a set of sites by name of the cost.
+
+    Args:
+        sites: Names of the sites that may be read.
+        bits: For each cost the positions of those it reads.
+    """
+
+    sites: tuple[str, ...]
+    bits: Mapping[str, int]
+
+    def __getitem__(self, cost: str) -> frozenset[str]:
+        return frozenset(self.sites[i] for i in ones(self.bits[cost]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.bits)
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    @staticmethod
+    def over(sites: Iterable[str], reads: Mapping[str, Iterable[str]]) -> Reads:
+        """The same sets, with positions in ``sites``.
+
+        Raises:
+            KeyError: If a cost reads what is none of ``sites``.
+        """
+        order = tuple(sites)
+        if isinstance(reads, Reads) and reads.sites == order:
+            return reads
+        position = {name: i for i, name in enumerate(order)}
+        return Reads(order, {cost: sum(1 << position[name] for name in set(read)) for cost, read in reads.items()})
+
+    def union(self, other: Reads) -> Reads:
+        """For each cost of ``other`` what either says, over the same sites."""
+        return Reads(self.sites, {cost: self.bits.get(cost, 0) | bits for cost, bits in other.bits.items()})

@@ -1,0 +1,127 @@
+"""Sums over subsets of stacked tensors, and rules in blocks, against the matrices that they stand for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_bpq import sums
+from pyro_bpq.graph import StochasticComputationGraph
+from pyro_bpq.network import BackpropQNetwork
+from pyro_bpq.rules import network_rules, solve_rules
+from pyro_bpq.sums import Sums, subset_sums, weighted_sums
+from pyro_bpq.targets import lambda_return_solve
+
+LIKE = torch.zeros((), dtype=torch.float64)
+SIZE = 120
+
+
+def interleaved(chains: int) -> list[int]:
+    """Of several chains in turns, what lies downstream of each site: those of its chain that are not before it."""
+    return [sum(1 << j for j in range(i, SIZE, chains)) for i in range(SIZE)]
+
+
+def scattered(ones: int) -> list[int]:
+    generator = random.Random(0)
+    return [sum(1 << j for j in set(generator.choices(range(SIZE), k=ones))) for _ in range(SIZE)]
+
+
+SUBSETS = {
+    "chain": interleaved(1),
+    "history": [(1 << i) - 1 for i in range(SIZE)],
+    "five chains": interleaved(5),
+    "one each": [1 << i for i in range(SIZE)],
+    "everything": [(1 << SIZE) - 1] * SIZE,
+    "few": scattered(3),
+    "half": scattered(80),
+    "a chain and others": [*interleaved(1)[:-20], *scattered(30)[-20:]],
+    "one row": [*[0] * (SIZE - 1), 7],
+}
+
+
+@pytest.mark.parametrize("name", SUBSETS)
+@pytest.mark.parametrize("limit", [0, sums.DENSE, 1 << 30])
+def test_subset_sums(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "DENSE", limit)
+    # Some of the bits only, and not in their order.
+    columns = [*range(SIZE - 1, 40, -1), *range(0, 40, 2)]
+    rows = SUBSETS[name]
+    expected = torch.tensor([[float(row >> j & 1) for j in columns] for row in rows], dtype=torch.float64)
+    found, scaled = subset_sums(rows, columns, LIKE), subset_sums(rows, columns, LIKE, [1.0 + i for i in range(SIZE)])
+    assert found is not None and scaled is not None and (found.dense is not None or limit < 1 << 30)
+    torch.testing.assert_close(found.to_dense(), expected)
+    for shape in [(len(columns),), (len(columns), 2), (len(columns), 2, 3)]:
+        stacked = torch.randn(shape, dtype=torch.float64)
+        torch.testing.assert_close(found @ stacked, torch.tensordot(expected, stacked, 1))
+        weight = 1.0 + torch.arange(SIZE).reshape(-1, *(1,) * (len(shape) - 1))
+        torch.testing.assert_close(scaled @ stacked, weight * torch.tensordot(expected, stacked, 1))
+    weights = torch.rand(expected.shape, dtype=torch.float64)
+    torch.testing.assert_close(found.times(weights).to_dense(), expected * weights)
+
+
+def test_nothing_to_sum() -> None:
+    assert subset_sums([1, 2], [5], LIKE) is None and subset_sums([0, 0], [0, 1], LIKE) is None
+
+
+@pytest.mark.parametrize("name", ["chain", "history", "five chains", "one each", "everything", "few"])
+def test_what_is_regular_takes_little(name: str) -> None:
+    found = subset_sums(SUBSETS[name], range(SIZE), LIKE)
+    assert found is not None and found.stored <= 6 * SIZE < SIZE * SIZE
+
+
+def test_sums_in_single_precision_are_as_good_as_a_matrix() -> None:
+    rows = [(1 << i) - 1 << 1000 - i for i in range(1, 1001)]
+    stacked = torch.randn(1000, 3, dtype=torch.float32) + 2.0
+    found = subset_sums(rows, range(1000), stacked)
+    assert found is not None and found.dense is None
+    whole = found.to_dense()
+    exact = whole.double() @ stacked.double()
+    by_matrix = (whole @ stacked - exact).abs().max()
+    assert 0.0 < by_matrix and (found @ stacked - exact).abs().max() <= 4.0 * by_matrix
+
+
+@pytest.mark.parametrize("limit", [0, sums.DENSE])
+def test_weighted_sums(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "DENSE", limit)
+    entries = [(0, 2, 0.5), (2, 1, 1.0), (0, 2, 0.25), (2, 0, 1.0 / 3.0)]
+    expected = torch.zeros(3, 4, dtype=torch.float64)
+    for i, j, weight in entries:
+        expected[i, j] += weight
+    found = weighted_sums((3, 4), entries, LIKE)
+    torch.testing.assert_close(found.to_dense(), expected)
+    stacked = torch.randn(4, 2, dtype=torch.float64)
+    torch.testing.assert_close(found @ stacked, expected @ stacked)
+
+
+def random_network(seed: int) -> BackpropQNetwork:
+    generator = random.Random(seed)
+    nodes = {f"x{i}": [f"x{j}" for j in range(i) if generator.random() < 0.3] for i in range(9)}
+    costs = {f"f{k}": sorted(generator.sample(sorted(nodes), 3)) for k in range(5)}
+    graph = StochasticComputationGraph.from_parents(nodes, costs)
+    return BackpropQNetwork.build(graph, "merged", immediate="learned" if seed % 2 else "exact")
+
+
+def dense(found: Sums | None, shape: tuple[int, int]) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64) if found is None else found.to_dense()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rules_in_blocks(seed: int) -> None:
+    network = random_network(seed)
+    order = {node.name: i for i, node in enumerate(reversed(network.nodes))}
+    size, num_costs = len(order), len(network.graph.costs)
+    whole = network_rules(network, order, LIKE)
+    assert len(whole.blocks) == 1 and whole.blocks[0].beyond is None
+    costs, mean, learned = (torch.randn(n, 2, dtype=torch.float64) for n in (num_costs, size, size))
+    lam = torch.rand(size, dtype=torch.float64)
+    root, immediate = (dense(part, (size, num_costs)) for part in (whole.root, whole.immediate))
+    expected = lambda_return_solve(
+        whole.blocks[0].within, 0.9 * root @ costs, mean + immediate @ costs, learned, lam, 0.9
+    )
+    for block in (1, 2, 3, size):
+        rules = network_rules(network, order, LIKE, block)
+        assert len(rules.blocks) == -(-size // block)
+        torch.testing.assert_close(solve_rules(rules, costs, mean, learned, lam, 0.9), expected)
