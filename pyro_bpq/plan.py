@@ -169,7 +169,9 @@ class Planner:
         is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)
         rows = frozenset() if is_chosen or is_dynamic else in_rows(traced, graph)
         told = {name: () if flips is None else flips.costs.get(name, ()) for name in rows}
-        by_row = frozenset(name for name in rows if not self._is_complete(traced, graph, name, told[name]))
+        by_row = frozenset(
+            name for name in rows if not self._is_complete(traced, graph, name, immediate[name], told[name])
+        )
         if any(pays_to_compare(traced.infos[name]) for name in by_row):
             # The extra run goes on only where it tells most sites everything.
             others = by_row if 2 * len(by_row) < len(rows) else rows
