@@ -39,8 +39,8 @@ def num_particles_for(plan: Plan, traced: TracedRun) -> int:
         M = min(8, max(2, 65536 / n)),   n elements of the largest value of a particle
 
     where costs after a site of the default's choice are known of the sampled value alone, and differ from row to row
-    of its plates; else one. Baselines from other particles know the row, those from other steps do not;
-    :class:`~pyro_bpq.estimators.DebiasedStraightThrough` needs none.
+    of its plates; else one. Baselines from other particles know the row, those from other steps do not. Two, where
+    :class:`~pyro_bpq.estimators.DebiasedStraightThrough` serves all such sites, which needs no baseline.
 
     Args:
         plan: The plan for one particle.
@@ -49,9 +49,10 @@ def num_particles_for(plan: Plan, traced: TracedRun) -> int:
     Returns:
         The number ``M``.
     """
-    gains = plan.by_row.difference(plan.sloped)
-    if not gains or traced.user_costs or traced.untraced or traced.elimination is not None:
+    if not plan.by_row or traced.user_costs or traced.untraced or traced.elimination is not None:
         return 1
+    if plan.by_row <= set(plan.sloped):
+        return 2
     values = [site["value"] for trace in (traced.guide_trace, traced.model_trace) for site in samples(trace).values()]
     largest = max(value.numel() for value in values if isinstance(value, Tensor))
     return min(MOST_PARTICLES, max(2, ELEMENTS // max(largest, 1)))

@@ -337,3 +337,25 @@ def test_noise_that_is_no_site_keeps_one() -> None:
     assert elbo.num_particles == 1
     pyro.clear_param_store()
     torch.testing.assert_close(found, losses(Trace_ELBO(), programs), rtol=1e-5, atol=1e-4)
+
+
+def test_straight_through_differences_take_two() -> None:
+    """They need no baseline; two particles measured best."""
+    data = torch.rand(ROWS, 200, generator=torch.Generator().manual_seed(2)).round()
+
+    def model() -> None:
+        net = pyro.param("net", lambda: 0.1 * torch.randn(1000, 200))
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(1000)).to_event(1))
+            pyro.sample("x", dist.Bernoulli(logits=z @ net).to_event(1), obs=data)
+
+    def guide() -> None:
+        w = pyro.param("w", lambda: torch.zeros(200, 1000))
+        with pyro.plate("rows", ROWS):
+            pyro.sample("z", dist.Bernoulli(logits=data @ w).to_event(1))
+
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(4):
+        elbo.loss_and_grads(model, guide)
+    assert "DebiasedStraightThrough" in str(elbo.info["z"]["estimator"])
+    assert elbo.num_particles == 2
