@@ -27,15 +27,15 @@ from pyro_bpq import TraceBackpropQ_ELBO
 PARTS: Mapping[tuple[str, str], str] = {
     ("tracing.py", "trace_run"): "run guide and model, read their traces",
     ("structure.py", "graph"): "graph and plan (cached)",
-    ("elbo.py", "_plan"): "graph and plan (cached)",
+    ("staging.py", "_plan"): "graph and plan (cached)",
     ("immediate.py", "flipped_costs"): "extra run of the model",
     ("reruns.py", "_fresh_run"): "runs at other values",
     ("reruns.py", "_run"): "runs at other values",
     ("critic_step.py", "evaluate_critics"): "evaluate critics",
     ("surrogate.py", "step"): "returns, control variates, surrogate",
     ("surrogate.py", "critic_loss"): "critics' loss",
-    ("elbo.py", "_prepare"): "gradients of the critics",
-    ("elbo.py", "_learn"): "update critics and statistics",
+    ("learned_state.py", "_prepare"): "gradients of the critics",
+    ("learned_state.py", "_learn"): "update critics and statistics",
     ("_tensor.py", "backward"): "backward through model and guide",
     ("optim.py", "__call__"): "the user's optimiser",
 }

@@ -20,7 +20,7 @@ from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from torch import nn
 
 FOLDER = str(Path(__file__).parents[1] / "benchmarks")
-NAMES = ("race", "vae", "sbn", "chorales", "toy")
+NAMES = ("race", "vae", "sbn", "chorales", "toy", "profile_step")
 
 
 @pytest.fixture(scope="module")
@@ -291,3 +291,11 @@ def test_scripts_say_so_where_data_is_missing(
     monkeypatch.delenv("PYRO_BPQ_DATA", raising=False)
     scripts[name].main()
     assert "skipped, PYRO_BPQ_DATA names no folder" in capsys.readouterr().out
+
+
+def test_profiled_functions_exist(scripts: dict[str, ModuleType]) -> None:
+    """A function that has moved would be profiled as nothing."""
+    package = Path(FOLDER).parent / "pyro_bpq"
+    for file, name in scripts["profile_step"].PARTS:
+        if file not in ("_tensor.py", "optim.py"):
+            assert f"def {name}(" in (package / file).read_text(), (file, name)
