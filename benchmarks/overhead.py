@@ -391,7 +391,8 @@ def write(output: Path, rows: list[Row], is_full: bool) -> None:
         table(by_program(rows, column)) for column in ("milliseconds", "ratio", "megabytes")
     )
     parts = (
-        f"{'Full' if is_full else 'Quick'} run; float32, argument validation on (Pyro's default); one particle, but in `default`, which settles its own number.",
+        f"{'Full' if is_full else 'Quick'} run; float32, argument validation on (Pyro's default); one particle, but in "
+        "`default`, which settles its own number.",
         "## CPU time of a step, divided by that of `Trace_ELBO`\n\n" + ratio_table,
         "## CPU time of a step in milliseconds\n\n" + time_table,
         "## Peak memory in megabytes beyond that after a step of `Trace_ELBO`\n\n"
