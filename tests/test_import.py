@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-MAX_SECONDS = 0.15
+MAX_RATIO = 1.5
 MAX_RUNS = 6
 
 # Runs `import torch, pyro`, then the statement in argv[1], and prints what that statement changed.
@@ -83,10 +83,12 @@ print(json.dumps({
 
 # Processor time, which other work on the machine stretches far less than the clock's.
 STOPWATCH = r"""
-import time, torch, pyro
+import time, torch
 start = time.process_time()
+import pyro
+middle = time.process_time()
 import pyro_bpq
-print(time.process_time() - start)
+print((time.process_time() - middle) / (middle - start))
 """
 
 
@@ -107,11 +109,11 @@ def report():
 
 
 def test_import_is_quick():
-    """The least of a few runs; as a rule the first will do."""
-    seconds = [run(STOPWATCH)]
-    while min(seconds) > MAX_SECONDS and len(seconds) < MAX_RUNS:
-        seconds.append(run(STOPWATCH))
-    assert min(seconds) <= MAX_SECONDS, seconds
+    """Beside the import of Pyro in the same process; the least of a few runs, as a rule the first will do."""
+    ratios = [run(STOPWATCH)]
+    while min(ratios) > MAX_RATIO and len(ratios) < MAX_RUNS:
+        ratios.append(run(STOPWATCH))
+    assert min(ratios) <= MAX_RATIO, ratios
 
 
 def test_import_changes_no_setting(report):
