@@ -10,6 +10,7 @@ from pathlib import Path
 SCRIPTS = (
     "toy.py",
     "chains.py",
+    "dags.py",
     "convergence.py",
     "networks.py",
     "scaling.py",
