@@ -17,9 +17,10 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -421,14 +422,20 @@ def train(kind: type[Chain], steps: int, seed: int, size: Size) -> list[Row]:
     elbo = TraceBackpropQ_ELBO(num_particles=PARTICLES, **VECTORIZED)
     optimizer = torch.optim.Adam(chain.net.parameters(), lr=LEARNING_RATE)
     rows = []
-    for step in progress(range(1, size.steps + 1), f"{kind.__name__} T={steps} seed={seed}"):
-        optimizer.zero_grad()
-        elbo.loss_and_grads(chain.model, chain.guide)
-        optimizer.step()
-        if step % (size.steps // 10) == 0:
-            found = checkpoint(chain, elbo, size, 10 * step // size.steps)
-            rows.append({"chain": kind.__name__.lower(), "T": steps, "seed": seed, "steps": size.steps, **found})
+    for at in checkpoints(chain, elbo, optimizer, size.steps, f"{kind.__name__} T={steps} seed={seed}"):
+        found = checkpoint(chain, elbo, size, at)
+        rows.append({"chain": kind.__name__.lower(), "T": steps, "seed": seed, "steps": size.steps, **found})
     return rows
+
+
+def checkpoints(programs: Any, elbo: ELBO, optimizer: torch.optim.Optimizer, steps: int, text: str) -> Iterator[int]:
+    """Trains the ``guide`` of ``programs`` for so many steps; gives 1 to 10 after each tenth of them."""
+    for step in progress(range(1, steps + 1), text):
+        optimizer.zero_grad()
+        elbo.loss_and_grads(programs.model, programs.guide)
+        optimizer.step()
+        if step % (steps // 10) == 0:
+            yield 10 * step // steps
 
 
 # Reporting.

@@ -22,8 +22,19 @@ from dataclasses import dataclass
 import pyro
 import pyro.distributions as dist
 import torch
-from chains import LEARNING_RATE, PARTICLES, VECTORIZED, Error, equal_time, fitting, gain, gradient_of, mean
-from common import Row, arguments, flat, progress, quartiles, table, write_csv, write_markdown
+from chains import (
+    LEARNING_RATE,
+    PARTICLES,
+    VECTORIZED,
+    Error,
+    checkpoints,
+    equal_time,
+    fitting,
+    gain,
+    gradient_of,
+    mean,
+)
+from common import Row, arguments, flat, quartiles, table, write_csv, write_markdown
 from pyro.infer import ELBO, TraceGraph_ELBO
 from race import PlainLeaveOneOut
 from torch import Tensor, nn
@@ -76,7 +87,7 @@ class Dag:
     """
 
     def __init__(self, sites: int, seed: int) -> None:
-        self.sites, self.net = sites, Tables(sites)
+        self.sites, self.net, self.is_averaged = sites, Tables(sites), False
         noise = torch.Generator().manual_seed(seed)
         # The first layer reads constants; layers hold two sites.
         self.parents = [torch.randperm(i - i % 2, generator=noise)[:2].tolist() if i > 1 else [] for i in range(sites)]
@@ -107,8 +118,6 @@ class Dag:
             q = dist.Bernoulli(logits=self.logit(self.net.logits, i, values))
             values.append(pyro.sample(f"x_{i}", q, infer=options if self.is_averaged else {}))
 
-    is_averaged = False
-
     def model(self) -> None:
         """Uniform priors and both costs."""
         values = [pyro.sample(f"x_{i}", dist.Bernoulli(logits=torch.zeros(()))) for i in range(self.sites)]
@@ -127,13 +136,6 @@ class Dag:
         return flat(torch.autograd.grad((log_q.exp() * cost).sum(), logits))
 
 
-class WholeCost(PlainLeaveOneOut):
-    """Leave-one-out with the whole cost at every site, for programs without plates."""
-
-    def __init__(self, particles: int) -> None:
-        ELBO.__init__(self, particles, **VECTORIZED)
-
-
 def checkpoint(dag: Dag, elbo: TraceBackpropQ_ELBO, size: Size) -> Row:
     """Freezes guide and critics and measures everybody."""
     exact = dag.gradient()
@@ -142,9 +144,9 @@ def checkpoint(dag: Dag, elbo: TraceBackpropQ_ELBO, size: Size) -> Row:
         return lambda: rival.loss_and_grads(dag.model, dag.guide)
 
     learning = step_of(copy.deepcopy(elbo))
-    number, own_time, rival_time = fitting(learning, lambda particles: step_of(WholeCost(particles)))
+    number, own_time, rival_time = fitting(learning, lambda particles: step_of(PlainLeaveOneOut(particles, 0)))
     ours = Error.of(dag, exact, step_of(copy.deepcopy(elbo).eval()), size.repeats)
-    plain = Error.of(dag, exact, step_of(WholeCost(number)), size.repeats)
+    plain = Error.of(dag, exact, step_of(PlainLeaveOneOut(number, 0)), size.repeats)
     score = TraceBackpropQ_ELBO(number, estimator=ScoreFunction(LeaveOneOut()), critic=None, **VECTORIZED)
     score_mse = equal_time(dag, exact, step_of(score), learning, size)
     dag.is_averaged = True
@@ -173,15 +175,10 @@ def train(sites: int, seed: int, size: Size) -> list[Row]:
     dag = Dag(sites, seed)
     elbo = TraceBackpropQ_ELBO(OURS, **VECTORIZED)
     optimizer = torch.optim.Adam(dag.net.parameters(), lr=LEARNING_RATE)
-    rows = []
-    for step in progress(range(1, size.steps + 1), f"{sites} sites, seed {seed}"):
-        optimizer.zero_grad()
-        elbo.loss_and_grads(dag.model, dag.guide)
-        optimizer.step()
-        if step % (size.steps // 10) == 0:
-            at = {"sites": sites, "seed": seed, "checkpoint": 10 * step // size.steps}
-            rows.append(at | checkpoint(dag, elbo, size))
-    return rows
+    return [
+        {"sites": sites, "seed": seed, "checkpoint": at, **checkpoint(dag, elbo, size)}
+        for at in checkpoints(dag, elbo, optimizer, size.steps, f"{sites} sites, seed {seed}")
+    ]
 
 
 RIVALS = {

@@ -253,9 +253,14 @@ def _serve(pipe: Any, steps: int, is_observed: bool) -> None:
         pipe.send(time.process_time() - start)
 
 
+def chain_length(name: str) -> int:
+    """Number of sites of a chain by its name; 0 for other programs."""
+    return next((int(word) for word in name.split() if word.isdigit()), 0) if "chain" in name else 0
+
+
 def elbos_for(name: str) -> list[str]:
     """The ELBOs, and other rivals, that can serve a program in reasonable time."""
-    steps = next((int(word) for word in name.split() if word.isdigit()), 0) if "chain" in name else 0
+    steps = chain_length(name)
     found = [elbo for elbo in ELBOS if elbo != "TraceGraph_ELBO" or steps <= LONGEST_FOR_TRACEGRAPH]
     if "chain" in name:
         found.append(BY_HAND)
@@ -268,7 +273,7 @@ def stepper(program: Program, elbo: str, name: str, storchastic: Callable[..., A
     """One whole SVI step."""
     if elbo in (BY_HAND, STORCHASTIC):
         make = chain_by_hand if elbo == BY_HAND else storchastic
-        return make(next(int(word) for word in name.split() if word.isdigit()), name.startswith("observed"))
+        return make(chain_length(name), name.startswith("observed"))
     return SVI(*program, Adam({"lr": 1e-4}), ELBOS[elbo]()).step
 
 

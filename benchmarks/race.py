@@ -126,10 +126,10 @@ def bounds(programs: nn.Module, data: Data, samples: int) -> tuple[float, float]
 
 
 class PlainLeaveOneOut(ELBO):
-    """Leave-one-out on Pyro's traces with nothing around it, for rows of one plate: the lean rival."""
+    """Leave-one-out on Pyro's traces with nothing around it, for rows of one plate or of none: the lean rival."""
 
-    def __init__(self, particles: int) -> None:
-        super().__init__(particles, max_plate_nesting=1, vectorize_particles=True)
+    def __init__(self, particles: int, max_plate_nesting: int = 1) -> None:
+        super().__init__(particles, max_plate_nesting=max_plate_nesting, vectorize_particles=True)
 
     def _get_trace(self, model, guide, args, kwargs):
         return get_importance_trace("flat", self.max_plate_nesting, model, guide, args, kwargs)

@@ -30,6 +30,7 @@ from pyro_bpq.options import check_options
 from pyro_bpq.particles import OpenParticles
 from pyro_bpq.plan import Plan, Planner, check_gradients
 from pyro_bpq.replayer import Replayer, Transient
+from pyro_bpq.staging import Kind
 from pyro_bpq.structure import StructureCache
 from pyro_bpq.surrogate import StepResult, step
 from pyro_bpq.tracing import TracedRun, trace_run
@@ -159,7 +160,7 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
         self.keeps_staged = replay is not None or (learner is not None and learner.steps > 1)
         self._structure = StructureCache(structure)
         self._plans: dict[Any, Plan] = {}
-        self._last_plan: tuple[Any, StochasticComputationGraph, tuple[bool, bool], Plan] | None = None
+        self._last_plan: tuple[Any, StochasticComputationGraph, Kind, Plan] | None = None
         self._cannot_flip: set[Any] = set()
         self._slopes: dict[Any, bool] = {}
         is_plain = not (vectorize_particles or self._only_costs) and enumeration == "sample"

@@ -8,8 +8,9 @@ provided that it computes the same costs for a particle among others as for that
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pyro
@@ -105,8 +106,7 @@ class OpenParticles(Staging):
 
     def _take(self, number: int, nesting: float) -> None:
         self.num_particles, self.vectorize_particles, self.max_plate_nesting = number, number > 1, nesting
-        self._next, self._last_plan = None, None
-        self._plans.clear()
+        self._next = None
 
     def _observe(
         self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
@@ -124,19 +124,18 @@ class OpenParticles(Staging):
                 return found
         found = super()._observe(model, guide, args, kwargs, learning)
         if learning and not self._settled.items:
-            self._settle(model, guide, *found)
+            self._settle(model, guide, found[0][0])
         return found
 
-    def _settle(self, model: Any, guide: Any, runs: list[TracedRun], items: list[Staged]) -> None:
+    def _settle(self, model: Any, guide: Any, traced: TracedRun) -> None:
         """Settles the number for the steps to come."""
-        traced, kind = runs[0], self._kind(runs, self._structure.is_dynamic(runs[0]))
+        structure, given = self._structure, self._given_nesting
         self._settled, self._is_compared = Transient((model, guide)), False
-        is_fixed = not kind[0] and not self._structure.always_tracks and self._ranks is None
+        is_fixed = not (structure.is_dynamic(traced) or structure.always_tracks or self._ranks is not None)
         number = num_particles_for(self._last_plan[3], traced) if is_fixed else 1
         if number > 1:
-            is_given = self._given_nesting != float("inf")
             # Of this step, one particle is still to be reckoned with.
-            self._next = number, 1 + (self._given_nesting if is_given else traced.batch_ndim)
+            self._next = number, 1 + (traced.batch_ndim if math.isinf(given) else given)
 
     def _observe_many(self, program: Any, learning: bool) -> tuple[list[TracedRun], list[Staged]] | None:
         """The runs of a step; ``None``, and one particle from now on, if the program does not run that way."""
@@ -181,7 +180,7 @@ class OpenParticles(Staging):
         with Sandbox(int(self._noise().initial_seed())), pyro.validation_enabled(False), torch.no_grad():
             alone = self._trace(put(model), put(guide), args, kwargs, track=False).run.costs
         among = {name: _particle(cost.detach(), index, nesting) for name, cost in many.run.costs.items()}
-        return alone.keys() == among.keys() and same_costs(*_aligned(among, alone))
+        return alone.keys() == among.keys() and same_costs([among[name] for name in alone], list(alone.values()))
 
 
 def _particle(tensor: Tensor, index: int, nesting: int, event_ndim: int = 0) -> Tensor:
@@ -197,9 +196,3 @@ def _alone(site: Any, index: int, nesting: int) -> Tensor:
     while value.dim() - event_ndim > plates and value.shape[0] == 1:
         value = value[0]
     return value
-
-
-def _aligned(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Both lists of costs in one order; the first expanded, where rows share a cost."""
-    names = list(wanted)
-    return [found[name] for name in names], [wanted[name].detach() for name in names]

@@ -164,7 +164,9 @@ class Planner:
         """
         estimators = {name: self._estimator(traced, name) for name in traced.run.sites}
         immediate = {name: () for name in estimators} if is_dynamic else immediate_costs(graph)
-        flips, components = self._flips(traced, graph, estimators) if can_flip and not is_dynamic else (None, {})
+        flips, components = (
+            self._flips(traced, graph, estimators, immediate) if can_flip and not is_dynamic else (None, {})
+        )
         # Costs of a user's own may be dear: critics save calls.
         is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)
         rows = frozenset() if is_chosen or is_dynamic else in_rows(traced, graph)
@@ -176,7 +178,7 @@ class Planner:
             # The extra run goes on only where it tells most sites everything.
             others = by_row if 2 * len(by_row) < len(rows) else rows
             estimators |= {n: score_function(traced, n) for n in others if pays_to_compare(traced.infos[n])}
-            flips, components = self._flips(traced, graph, estimators) if can_flip else (None, {})
+            flips, components = self._flips(traced, graph, estimators, immediate) if can_flip else (None, {})
         plain = [name for name in estimators if name not in components and self._is_plain(traced, name)]
         known_patterns, charged = dict(patterns), {}
         specs, tabled, known = {}, {}, set()
@@ -260,7 +262,11 @@ class Planner:
         return kinds
 
     def _flips(
-        self, traced: TracedRun, graph: StochasticComputationGraph, estimators: dict[str, Estimator]
+        self,
+        traced: TracedRun,
+        graph: StochasticComputationGraph,
+        estimators: dict[str, Estimator],
+        immediate: Mapping[str, tuple[str, ...]],
     ) -> tuple[FlipPlan | None, dict[str, Components]]:
         repeatable = {cost for cost in graph.cost_index if _is_repeatable(traced, cost)}
         costs = {n: tuple(c for c in found if c in repeatable) for n, found in immediate_model_costs(graph).items()}
@@ -269,7 +275,6 @@ class Planner:
             costs = {name: tuple(cost for cost in found if can_flip(cost, name)) for name, found in costs.items()}
         # Other values of one of many components pay only where they tell the whole cost-to-go of every such site.
         vectors = [n for n, i in traced.infos.items() if i.components is not None and i.components.size > 1]
-        immediate = immediate_costs(graph)
         is_flat = all(self._is_complete(traced, graph, name, immediate[name], costs[name]) for name in vectors)
         components, wanted = {}, None
         finite = 0

@@ -23,7 +23,10 @@ from pyro_bpq.signals import Signals
 from pyro_bpq.structure import StructureCache
 from pyro_bpq.tracing import TracedRun
 
-__all__ = ["Staging"]
+__all__ = ["Kind", "Staging"]
+
+# What a plan depends on besides the graph, see Staging._kind.
+Kind = tuple[bool, bool, Patterns, int]
 
 
 class Staging:
@@ -78,10 +81,11 @@ class Staging:
         ]
         return runs, items
 
-    def _kind(self, runs: Sequence[TracedRun], is_dynamic: bool) -> tuple[bool, bool, Patterns]:
-        """What a plan depends on besides the graph: steering, whether rows of plates stay apart, what elements read."""
+    def _kind(self, runs: Sequence[TracedRun], is_dynamic: bool) -> Kind:
+        """Steering, whether rows of plates stay apart, what elements read, and the number of particles."""
         patterns = frozenset() if is_dynamic else self._structure.patterns_of(runs)
-        return is_dynamic, all(self._structure.cuts_plates(traced) for traced in runs), patterns
+        cuts_plates = all(self._structure.cuts_plates(traced) for traced in runs)
+        return is_dynamic, cuts_plates, patterns, self.num_particles
 
     def _stage(
         self,
@@ -89,7 +93,7 @@ class Staging:
         graph: Any,
         programs: list[Any],
         learning: bool,
-        kind: tuple[bool, bool, Patterns],
+        kind: Kind,
         reruns: bool = True,
     ) -> Staged:
         model, guide, args, kwargs = programs[0]
@@ -143,7 +147,7 @@ class Staging:
         self.num_noises += 1
         return torch.Generator().manual_seed((self.critics.seed * 7919 + 1) * 1_000_003 + self.num_noises)
 
-    def _plan(self, traced: TracedRun, graph: Any, kind: tuple[bool, bool, Patterns]) -> Plan:
+    def _plan(self, traced: TracedRun, graph: Any, kind: Kind) -> Plan:
         last = self._last_plan
         # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
         if last is not None and last[1] is graph and last[2] == kind and last[0] == traced.key:
@@ -152,7 +156,7 @@ class Staging:
         if key not in self._plans:
             if len(self._plans) >= 64:
                 self._plans.clear()
-            is_dynamic, cuts_plates, patterns = kind
+            is_dynamic, cuts_plates, patterns, _ = kind
             self._plans[key] = self.planner.plan(
                 traced,
                 graph,
