@@ -178,7 +178,8 @@ def main() -> None:
     page = table(slopes)
     print(page)
     parts = (
-        "Default options, float32; one particle, but for 32 rows and more of `default`, which settles its own number. Exponents of growth between the two largest sizes: 1 is linear.",
+        "Default options, float32; one particle, but for 32 rows and more of `default`, which settles its own number. "
+        "Exponents of growth between the two largest sizes: 1 is linear.",
         page,
         "CPU milliseconds of a cached step and of the first, the garbage collector off; megabytes at the peak, beyond "
         "what was held before, the collector on. Exponents from the size before.",
