@@ -208,7 +208,9 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return model, guide, args, kwargs
 
-    def _trace(self, model: Any, guide: Any, args: Any, kwargs: Any, track: bool) -> TracedRun:
+    def _trace(
+        self, model: Any, guide: Any, args: Any, kwargs: Any, track: bool, sloped: frozenset[str] = frozenset()
+    ) -> TracedRun:
         def run(model: Any, guide: Any) -> TracedRun:
             planner = self.planner
             return trace_run(
@@ -218,6 +220,7 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
                 step=self.num_steps,
                 only_costs=self._only_costs,
                 components=self._structure.follows_components and self.enumeration == "sample",
+                sloped=sloped,
             )
 
         if self.enumeration == "exact":

@@ -15,7 +15,7 @@ from pyro_bpq.critics import Critic
 from pyro_bpq.defaults import compared, default_estimator, in_rows, is_comparable, pays_to_compare, score_function
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, DebiasedStraightThrough, Estimator, Pathwise, ScoreFunction, SecondRun
-from pyro_bpq.estimators.base import SiteInfo, needs_program, tells_components
+from pyro_bpq.estimators.base import SiteInfo, needs_program, needs_slope, tells_components
 from pyro_bpq.features import Components, finite_components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
@@ -58,6 +58,7 @@ class Plan:
         components: Finite components of the sites that it flips.
         patterns: What components of sites read, by site and cost, where costs are charged to components.
         by_row: Sites of the default's choice in many rows, whose cost-to-go is not known at other values.
+        led_back: Sites whose estimators ask for slopes that the costs of a run have itself.
     """
 
     graph: StochasticComputationGraph
@@ -66,6 +67,7 @@ class Plan:
     components: dict[str, Components]
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
     by_row: frozenset[str] = frozenset()
+    led_back: frozenset[str] = frozenset()
 
     @cached_property
     def needs_program(self) -> bool:
@@ -214,7 +216,10 @@ class Planner:
                 network = BackpropQNetwork.build(graph, self.reduction, immediate=frozenset(known))
         layout = Layout(graph, network, specs, tabled, cuts_plates=cuts_plates, is_steered=is_dynamic, charged=charged)
         used = {pair: pattern for pair, pattern in known_patterns.items() if pair[1] in charged.get(pair[0], ())}
-        return Plan(graph, layout, flips, components, used, by_row)
+        # Where sites are sampled downstream slopes belong to runs of their own; costs of a user's own get plain values.
+        has_own = not (is_dynamic or traced.user_costs or traced.untraced or traced.elimination is not None)
+        led_back = {n for n, kind in estimators.items() if has_own and needs_slope(kind) and not graph.descendants(n)}
+        return Plan(graph, layout, flips, components, used, by_row, frozenset(led_back))
 
     def _estimator(self, traced: TracedRun, name: str) -> Estimator:
         estimator = self.choose(traced.infos[name], traced.options[name])

@@ -115,6 +115,23 @@ class Reruns:
         read = [cost for cost in self.graph.downstream_costs(name) if cost not in own]
         return bool((slope_of(self(name, leaf), read, leaf) != 0).any())
 
+    def slopes(self, name: str) -> tuple[Tensor, ...] | None:
+        """The gradient of all costs downstream to the value of a site in each run of the step.
+
+        Args:
+            name: The site.
+
+        Returns:
+            A tensor of the shape of the value for each run, detached; ``None`` where its values are no leaves.
+        """
+        runs, own = [traced.run for traced in self.traced], (cost_of_guide(name), cost_of_model(name))
+        others = [cost for cost in self.graph.downstream_costs(name) if cost not in own]
+        leaves = [run.sites[name].leaf for run in runs]
+        pairs = [(run, leaf) for run, leaf in zip(runs, leaves, strict=True) if leaf is not None]
+        if len(pairs) < len(runs):
+            return None
+        return tuple(slope_of([run], others, leaf, keeps_graph=True) + _own_slope(run, name) for run, leaf in pairs)
+
     def fresh(self) -> tuple[Run, ...]:
         """Runs the program once more per run of the step, with every site drawn afresh; at the first call only.
 
@@ -177,6 +194,23 @@ def _model_run(name: str, value: Tensor, trace: Any, traced: TracedRun) -> Run:
         costs[cost_of_guide(name)] = scale_and_mask(log_q, site["scale"], site["mask"])
     costs.update(_costs(trace, False))
     return replace(traced.run, sites={**traced.run.sites, name: replace(record, value=value)}, costs=costs)
+
+
+def _own_slope(run: Run, name: str) -> Tensor:
+    """The gradient of ``log q - log p`` of a site itself, as far as these are costs, to its value."""
+    record = run.sites[name]
+    sides = {
+        cost_of_guide(name): (1.0, record.fn, record.scale, record.mask),
+        cost_of_model(name): (-1.0, record.prior, record.prior_scale, record.prior_mask),
+    }
+    leaf = record.value.clone().requires_grad_()
+    with torch.enable_grad():
+        costs = {
+            cost: sign * scale_and_mask(relaxed_log_prob(fn, leaf), scale, mask)
+            for cost, (sign, fn, scale, mask) in sides.items()
+            if cost in run.costs and fn is not None
+        }
+    return slope_of([replace(run, costs=costs)], list(costs), leaf)
 
 
 def charged(run: Run, patterns: Mapping[tuple[str, str], Pattern], guide_trace: Any, model_trace: Any) -> Run:

@@ -12,7 +12,7 @@ that a site is outside of is a sum over dimensions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class SiteRecord:
         context: Features of the user, ``infer={"bpq": {"context": ...}}``, or ``None``.
         baseline: Gives the user's own prediction of the cost-to-go, with its gradient; or ``None``.
         charged: Costs that single components are charged with, ``batch_shape + (D,)``, in nats, detached; or ``None``.
+        leaf: The value as a leaf that the costs of the run lead back to; or ``None``.
     """
 
     fn: Any
@@ -53,6 +54,7 @@ class SiteRecord:
     context: Tensor | None = None
     baseline: Callable[[], Tensor] | None = None
     charged: Tensor | None = None
+    leaf: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ class Run:
     costs: Mapping[str, Tensor]
     differentiable: Tensor
     loss: Tensor
+
+    def with_leaf(self, name: str, leaf: Tensor) -> Run:
+        """The run with a leaf that its costs lead back to; the value itself stays without a gradient."""
+        record = self.sites[name]
+        return replace(self, sites={**self.sites, name: replace(record, value=record.value.detach(), leaf=leaf)})
 
 
 @dataclass(frozen=True)

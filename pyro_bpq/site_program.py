@@ -31,14 +31,18 @@ class Rerun(Protocol):
         """Runs that draw every site afresh, the same ones at every call."""
         ...
 
+    def slopes(self, name: str) -> tuple[Tensor, ...] | None:
+        """The gradient of all costs of a step's runs to the values of a site; ``None`` where it takes other runs."""
+        ...
 
-def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor) -> Tensor:
+
+def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor, keeps_graph: bool = False) -> Tensor:
     """The gradient of the sum of some costs with respect to a value of a site; zero where there is none."""
     with torch.enable_grad():
         total = sum((run.costs[cost].sum() for run in runs for cost in costs), leaf.new_zeros(()))
     if not total.requires_grad:
         return torch.zeros_like(leaf)
-    (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
+    (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True, retain_graph=keeps_graph)
     return torch.zeros_like(leaf) if gradient is None else gradient
 
 
@@ -112,6 +116,18 @@ class SiteProgramRuns:
             gradients.append(slope_of(runs, wanted, leaf))
             costs.append(self._costs(i, runs))
         return torch.stack(costs), torch.stack(gradients)
+
+    def slope(self) -> Tensor:
+        """The gradient of all costs downstream at the sampled values, of the step's own runs where that is known."""
+        runs, spec = self.batch.rollout.runs, self.layout.classes[self.c].spec
+        found: dict[tuple[int, str], Tensor] = {}
+        for name in self.names:
+            slopes = self.rerun.slopes(name)
+            if slopes is None:
+                return self.gradient(self.value)[1]
+            found.update({(id(run), name): slope for run, slope in zip(runs, slopes, strict=True)})
+        ndim = len(spec.event_shape)
+        return self.batch.rollout.stack(lambda run, name: found[id(run), name], self.names, spec.plates, ndim)
 
     def held(self, value: Tensor) -> SiteProgramRuns:
         """The same program, in which sites downstream keep the values that they take in a run at ``value``."""

@@ -59,7 +59,9 @@ class Staging:
         """The runs of a step, and what their sites are told."""
         track = self._structure.wants_tracking()
         programs = self._arguments(model, guide, args, kwargs)
-        runs = [self._trace(*program, track=track) for program in programs]
+        last = None if track or not torch.is_grad_enabled() else self._last_plan
+        sloped = frozenset[str]() if last is None else last[3].led_back
+        runs = [self._trace(*program, track=track, sloped=sloped) for program in programs]
         graphs = [self._structure.graph(traced, learning) for traced in runs]
         is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
         scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())

@@ -150,6 +150,7 @@ def trace_run(
     only_costs: bool = False,
     step: int = 0,
     components: bool = False,
+    sloped: frozenset[str] = frozenset(),
 ) -> TracedRun:
     """Runs the guide, replays the model against it, and records both.
 
@@ -167,6 +168,7 @@ def trace_run(
         only_costs: Whether cost statements are all that counts; the guide is then the whole program.
         step: Number of steps taken, for those with a schedule.
         components: Whether to track which components of a site a cost reads, too.
+        sloped: Sites of whose costs slopes are wanted: their records have leaves that the costs lead back to.
 
     Returns:
         The traced run.
@@ -177,7 +179,7 @@ def trace_run(
     """
     tracker = DependencyTracker() if track else None
     elements = ElementWatch(tracker) if tracker is not None and components and not only_costs else None
-    watch = Watch(tracker, choose, num_particles, attach, noise, step, elements)
+    watch = Watch(tracker, choose, num_particles, attach, noise, step, elements, sloped)
     with contextlib.ExitStack() as stack:
         for mode in (tracker, None if elements is None else elements.elements, watch):
             if mode is not None:
@@ -202,6 +204,9 @@ def trace_run(
     traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
     traced = replace(traced, enumerated=frozenset(watch.enumerated), leaked=escaped & watch.enumerated)
     traced = replace(traced, patterns=patterns)
+    for name, leaf in watch.leaves.items():
+        if name in traced.run.sites:
+            traced = replace(traced, run=traced.run.with_leaf(name, leaf))
     return _only_costs(traced) if only_costs else traced
 
 

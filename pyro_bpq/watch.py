@@ -46,6 +46,7 @@ class Watch(Messenger):  # type: ignore[misc]
         noise: Makes the generator that such estimators draw from.
         step: Number of steps taken, for those with a schedule.
         elements: Follows the components of sites, or ``None``.
+        sloped: Sites of whose costs slopes are wanted: their values are leaves that the costs lead back to.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class Watch(Messenger):  # type: ignore[misc]
         noise: Callable[[], torch.Generator],
         step: int = 0,
         elements: ElementWatch | None = None,
+        sloped: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
+        self.sloped, self.leaves = sloped, dict[str, Tensor]()
         self.step, self.elements = step, elements
         self.tracker, self.choose, self.particles = tracker, choose, particles
         self.attach, self.noise = attach, functools.lru_cache(noise)
@@ -104,6 +107,8 @@ class Watch(Messenger):  # type: ignore[misc]
             return
         self.drawn.append(msg["name"])
         self._attach(msg)
+        if msg["name"] in self.sloped:
+            self._lead_back(msg)
         score = None
         if msg["infer"].get("_do_not_trace"):
             score = _score_of_untraced(msg)
@@ -146,6 +151,14 @@ class Watch(Messenger):  # type: ignore[misc]
             except UnsupportedSiteError as error:
                 raise error.at(msg["name"]) from error
             self.attached[msg["name"]] = estimator
+
+    def _lead_back(self, msg: Any) -> None:
+        """Lets costs lead back to the value of a site; it stays what it is."""
+        value = msg["value"]
+        if torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad:
+            self.leaves[msg["name"]] = leaf = value.detach().requires_grad_()
+            # A program may change it in place, which no leaf allows.
+            msg["value"] = leaf.clone()
 
     def _keep(self, msg: Any, score: Tensor) -> None:
         """Notes a site that Pyro leaves out of its traces, but on whose value later costs depend."""

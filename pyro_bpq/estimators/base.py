@@ -23,6 +23,7 @@ __all__ = [
     "at_step",
     "initial_statistics",
     "needs_program",
+    "needs_slope",
     "needs_table",
     "update_mean",
 ]
@@ -84,6 +85,10 @@ class SiteProgram(Protocol):
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """The same, and the gradient ``(G, M, plates, event)`` of all costs downstream; detached."""
+        ...
+
+    def slope(self) -> Tensor:
+        """That gradient at the sampled values; without another run where no site is sampled downstream."""
         ...
 
     def independent(self) -> Tensor:
@@ -234,6 +239,11 @@ class Estimator(Protocol):
 def needs_program(estimator: Estimator) -> bool:
     """Whether an estimator reads ``context.program``."""
     return bool(getattr(estimator, "needs_program", False))
+
+
+def needs_slope(estimator: Estimator) -> bool:
+    """Whether an estimator reads ``context.program.slope()``."""
+    return bool(getattr(estimator, "needs_slope", False))
 
 
 def needs_table(estimator: Estimator) -> bool:

@@ -28,9 +28,10 @@ class DebiasedStraightThrough:
     ``f`` is the cost-to-go in nats. The sum with ``Δ`` for ``Δ̂`` is the local expectation gradient, exact given the
     other components; one entry ``S``, drawn with probability ``π`` for each row, makes up for what straight-through's
     first order lacks. ``h`` is the running mean of that error, the curvature; ``π`` follows its running size times the
-    size of ``∇q``. Unbiased for any ``f'``, ``h`` and ``π > 0``; where costs have no slope it is poor. Needs two more
-    runs of guide and model for every site and particle, one with a backward pass to the value; sites downstream are
-    drawn afresh. For Bernoulli and OneHotCategorical, also in ``to_event``.
+    size of ``∇q``. Unbiased for any ``f'``, ``h`` and ``π > 0``; where costs have no slope it is poor. Needs one
+    more run of guide and model for every site and particle, and a backward pass to the value; where sites are sampled
+    downstream, which are drawn afresh, that is one of a second run. For Bernoulli and OneHotCategorical, also in
+    ``to_event``.
 
     Args:
         decay: Weight of the past in the running moments of the errors, in ``[0, 1)``.
@@ -51,6 +52,7 @@ class DebiasedStraightThrough:
     is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = False
     needs_program: ClassVar[bool] = True
+    needs_slope: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.decay < 1.0:
@@ -136,8 +138,7 @@ def _entries(context: SiteContext) -> tuple[Tensor, Tensor | None]:
 def _first_order(context: SiteContext) -> Tensor:
     """``f'(x)·(e_k - x_d)`` of each entry; zero where the slope is not finite."""
     assert context.log_probs is not None and context.index is not None and context.program is not None
-    index, value = context.index.unsqueeze(-1), context.program.value
-    _, slope = context.program.gradient(value)
+    index, slope = context.index.unsqueeze(-1), context.program.slope()
     slope = torch.where(slope.isfinite(), slope, torch.zeros_like(slope))
     if context.log_probs.shape[-1] > 2 or slope.numel() == context.log_probs.numel():
         table = slope.reshape(context.log_probs.shape)

@@ -46,6 +46,7 @@ class DoubleCV:
     is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = False
     needs_program: ClassVar[bool] = True
+    needs_slope: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_decay("DoubleCV", self.decay)
@@ -93,6 +94,7 @@ class RODEO:
     is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = False
     needs_program: ClassVar[bool] = True
+    needs_slope: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_decay("RODEO", self.decay)
@@ -135,7 +137,7 @@ class _Slopes:
         probs = context.log_probs.exp()
         sampled = torch.zeros_like(probs).scatter_(-1, context.index.unsqueeze(-1), 1.0)
         value = context.program.value
-        _, slope = context.program.gradient(value)
+        slope = context.program.slope()
         slope = torch.where(slope.isfinite(), slope, torch.zeros_like(slope))
         centred = value - mean_value(context)
         others = (slope.sum(1, keepdim=True) - slope) / (particles - 1.0)

@@ -83,6 +83,10 @@ class FakeProgram:
             (slope,) = torch.autograd.grad(self.problem.cost(leaf).sum(), leaf)
         return self.cost(value), slope
 
+    def slope(self) -> Tensor:
+        """Slopes at the sampled values."""
+        return self.gradient(self.value)[1]
+
     def from_index(self, index: Tensor) -> Tensor:
         """Values from indices."""
         return self.problem.components.value(index).to(self.value.dtype)
