@@ -96,6 +96,9 @@ class Reruns:
         own = sites[name].value
         with torch.set_grad_enabled(value.requires_grad):
             values[name] = value.reshape(own.shape).to(own.dtype if not value.requires_grad else value.dtype)
+            if value.requires_grad:
+                # A program may change it in place, which no leaf allows.
+                values[name] = values[name].clone()
         seed = self._seed()
         relaxed = frozenset({name}) if value.requires_grad else frozenset()
         with Sandbox(seed), pyro.validation_enabled(False), torch.set_grad_enabled(value.requires_grad):

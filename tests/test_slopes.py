@@ -1,0 +1,225 @@
+"""Slopes at the sampled values: those of the step's own run, the same as another run finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_bpq import TraceBackpropQ_ELBO, cost
+from pyro_bpq.estimators import RODEO, DebiasedStraightThrough, DoubleCV, ScoreFunction
+from pyro_bpq.site_program import SiteProgramRuns
+
+F64 = torch.float64
+ROWS = 3
+DATA = torch.tensor([[0.3, -1.2], [0.8, 0.1], [-0.4, 0.9]], dtype=F64)
+MASK = torch.tensor([True, False, True])
+Program = Callable[[], Any]
+
+
+def bits_guide() -> None:
+    with pyro.plate("rows", ROWS):
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q").expand(ROWS, 4)).to_event(1))
+
+
+def bits_model() -> None:
+    with pyro.plate("rows", ROWS):
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p").expand(ROWS, 4)).to_event(1))
+        pyro.sample("x", dist.Normal((z @ pyro.param("w")).square(), 0.8).to_event(1), obs=DATA)
+
+
+def faces_guide() -> None:
+    logits = pyro.param("q").reshape(2, 2)
+    with pyro.plate("rows", ROWS), poutine.scale(scale=2.5):
+        pyro.sample("z", dist.OneHotCategorical(logits=logits).expand([ROWS, 2]).to_event(1))
+
+
+def faces_model() -> None:
+    logits = pyro.param("p").reshape(2, 2)
+    with pyro.plate("rows", ROWS), poutine.scale(scale=2.5):
+        z = pyro.sample("z", dist.OneHotCategorical(logits=logits).expand([ROWS, 2]).to_event(1))
+        pyro.sample("x", dist.Normal((z.flatten(-2) @ pyro.param("w")).square(), 0.8).to_event(1), obs=DATA)
+
+
+def masked_guide() -> None:
+    with poutine.mask(mask=MASK):
+        bits_guide()
+
+
+def masked_model() -> None:
+    with poutine.mask(mask=MASK):
+        bits_model()
+
+
+def mixed_guide() -> None:
+    with pyro.plate("rows", ROWS):
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q").expand(ROWS, 4)).to_event(1))
+        pyro.sample("u", dist.Normal(pyro.param("q")[:ROWS], 0.5))
+
+
+def mixed_model() -> None:
+    with pyro.plate("rows", ROWS):
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p").expand(ROWS, 4)).to_event(1))
+        u = pyro.sample("u", dist.Normal(z.sum(-1), 1.0))
+        pyro.sample("x", dist.Normal((z @ pyro.param("w")) * u.unsqueeze(-1), 0.8).to_event(1), obs=DATA)
+
+
+PROGRAMS: dict[str, tuple[Program, Program]] = {
+    "bits": (bits_model, bits_guide),
+    "faces": (faces_model, faces_guide),
+    "masked": (masked_model, masked_guide),
+    "mixed": (mixed_model, mixed_guide),
+}
+
+
+def set_params() -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    for name, shape in {"q": (4,), "p": (4,), "w": (4, 2)}.items():
+        pyro.param(name, torch.randn(shape, dtype=F64))
+
+
+@pytest.fixture(autouse=True)
+def params() -> None:
+    set_params()
+
+
+def compared_slopes(
+    monkeypatch: pytest.MonkeyPatch, model: Program, guide: Program, particles: int, **options: Any
+) -> list[tuple[Tensor, Tensor]]:
+    """Slopes that the estimator is given in some steps, and those of a run of their own."""
+    slope, found = SiteProgramRuns.slope, []
+
+    def both(self: SiteProgramRuns) -> Tensor:
+        found.append((slope(self), self.gradient(self.value)[1]))
+        return found[-1][0]
+
+    elbo = TraceBackpropQ_ELBO(particles, estimator=DebiasedStraightThrough(), **options)
+    for _ in range(3):
+        elbo.loss_and_grads(model, guide)
+    monkeypatch.setattr(SiteProgramRuns, "slope", both)
+    for _ in range(5):
+        elbo.loss_and_grads(model, guide)
+    return found
+
+
+@pytest.mark.parametrize("vectorized", [False, True])
+@pytest.mark.parametrize("particles", [1, 3])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_slopes_are_those_of_a_run_of_their_own(
+    name: str, particles: int, vectorized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"vectorize_particles": True, "max_plate_nesting": 1} if vectorized else {}
+    found = compared_slopes(monkeypatch, *PROGRAMS[name], particles, **options)
+    assert len(found) == 5
+    for own, other in found:
+        assert own.shape == other.shape and own.abs().max() > 0.1
+        torch.testing.assert_close(own, other)
+
+
+def runs_of_a_step(estimator: Any, particles: int, model: Program = bits_model, guide: Program = bits_guide) -> int:
+    """Calls of the model in a step, when the structure is known."""
+    calls = []
+
+    def counted() -> None:
+        calls.append(1)
+        model()
+
+    elbo = TraceBackpropQ_ELBO(particles, estimator=estimator, vectorize_particles=True, max_plate_nesting=1)
+    for _ in range(3):
+        elbo.loss_and_grads(counted, guide)
+    before = len(calls)
+    elbo.loss_and_grads(counted, guide)
+    return len(calls) - before
+
+
+@pytest.mark.parametrize(("estimator", "number"), [(DoubleCV(), 1), (RODEO(), 1), (DebiasedStraightThrough(), 2)])
+def test_slopes_take_no_run(estimator: Any, number: int) -> None:
+    assert runs_of_a_step(estimator, 2) == number
+
+
+def layers_guide() -> None:
+    with pyro.plate("rows", ROWS):
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q").expand(ROWS, 4)).to_event(1))
+        pyro.sample("y", dist.Bernoulli(logits=z @ pyro.param("w")).to_event(1))
+
+
+def layers_model() -> None:
+    with pyro.plate("rows", ROWS):
+        y = pyro.sample("y", dist.Bernoulli(logits=torch.zeros(ROWS, 2, dtype=F64)).to_event(1))
+        z = pyro.sample("z", dist.Bernoulli(logits=y @ pyro.param("w").T).to_event(1))
+        pyro.sample("x", dist.Normal(z @ pyro.param("w"), 0.8).to_event(1), obs=DATA)
+
+
+def test_where_sites_are_sampled_downstream_slopes_take_a_run() -> None:
+    # The own run, one for the slopes of z; those of y come with the own run.
+    assert runs_of_a_step(DoubleCV(), 2, layers_model, layers_guide) == 2
+
+
+def test_gradients_are_those_of_slopes_from_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for owns in (True, False):
+        if not owns:
+            monkeypatch.setattr(SiteProgramRuns, "slope", lambda self: self.gradient(self.value)[1])
+        set_params()
+        elbo = TraceBackpropQ_ELBO(2, estimator=DoubleCV(scale=1.0), vectorize_particles=True, max_plate_nesting=1)
+        for _ in range(3):
+            elbo.loss_and_grads(bits_model, bits_guide)
+        leaves = [leaf for _, leaf in pyro.get_param_store().named_parameters()]
+        found.append([leaf.grad for leaf in leaves if leaf.grad is not None])
+    assert len(found[0]) == 3
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_a_program_may_change_its_value_in_place() -> None:
+    def model() -> None:
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p").expand(ROWS, 4)).to_event(1))
+            pyro.sample("x", dist.Normal(z.clone().mul_(2.0) @ pyro.param("w"), 0.8).to_event(1), obs=DATA)
+            z.mul_(1.0)
+
+    assert runs_of_a_step(DoubleCV(), 2, model) == 1
+
+
+def test_only_sites_whose_slopes_are_wanted_carry_a_gradient() -> None:
+    seen: list[bool] = []
+
+    def model() -> None:
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p").expand(ROWS, 4)).to_event(1))
+            seen.append(z.requires_grad)
+            pyro.sample("x", dist.Normal(z @ pyro.param("w"), 0.8).to_event(1), obs=DATA)
+
+    for estimator, wants in ((ScoreFunction(), False), (DoubleCV(), True)):
+        elbo = TraceBackpropQ_ELBO(2, estimator=estimator, vectorize_particles=True, max_plate_nesting=1)
+        for _ in range(4):
+            elbo.loss_and_grads(model, bits_guide)
+        assert seen[-1] is wants
+    elbo.loss(model, bits_guide)
+    assert seen[-1] is False
+
+
+def test_costs_of_a_users_own_are_given_plain_values_in_the_own_run() -> None:
+    seen: list[bool] = []
+
+    def priced(z: Tensor) -> Tensor:
+        seen.append(z.requires_grad)
+        return z.square().sum(-1)
+
+    def model() -> None:
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p").expand(ROWS, 4)).to_event(1))
+            cost("c", priced, z)
+
+    elbo = TraceBackpropQ_ELBO(2, estimator=DoubleCV(), vectorize_particles=True, max_plate_nesting=1)
+    for _ in range(4):
+        seen.clear()
+        elbo.loss_and_grads(model, bits_guide)
+    assert seen == [False, True]
