@@ -141,11 +141,42 @@ def belief_network(visible: int, hidden: int, rows: int = 100) -> Program:
     return model, guide
 
 
+def autoencoder(visible: int, hidden: int, rows: int = 100) -> Program:
+    """A variational autoencoder with one layer of Bernoulli latents between affine nets.
+
+    Args:
+        visible: Number of visible units.
+        hidden: Number of latents.
+        rows: Rows of data a step.
+
+    Returns:
+        Model and guide.
+    """
+    torch.manual_seed(0)
+    nets = nn.ModuleDict({"encoder": nn.Linear(visible, hidden), "decoder": nn.Linear(hidden, visible)})
+    data = torch.bernoulli(torch.full((rows, visible), 0.3))
+    name = f"autoencoder_{visible}"
+
+    def model() -> None:
+        pyro.module(name, nets)
+        with pyro.plate("rows", rows):
+            z = pyro.sample("z", dist.Bernoulli(logits=torch.zeros(hidden)).to_event(1))
+            pyro.sample("x", dist.Bernoulli(logits=nets["decoder"](z)).to_event(1), obs=data)
+
+    def guide() -> None:
+        pyro.module(name, nets)
+        with pyro.plate("rows", rows):
+            pyro.sample("z", dist.Bernoulli(logits=nets["encoder"](data)).to_event(1))
+
+    return model, guide
+
+
 PROGRAMS: dict[str, Callable[[], Program]] = {
     **{f"chain, {steps} sites": functools.partial(chain, steps, False) for steps in (10, 50, 100, 200, 500, 1000)},
     **{f"observed chain, {steps} sites": functools.partial(chain, steps, True) for steps in (50, 200)},
     "belief network 64-20-20": lambda: belief_network(64, 20),
     "belief network 784-200-200": lambda: belief_network(784, 200),
+    "autoencoder 784-200": lambda: autoencoder(784, 200),
     **{
         f"belief network 64-20-20, {rows} rows": functools.partial(belief_network, 64, 20, rows)
         for rows in (32, 512, 4096)
@@ -157,6 +188,7 @@ QUICK = (
     "observed chain, 50 sites",
     "belief network 64-20-20",
     "belief network 784-200-200",
+    "autoencoder 784-200",
     "chain, 1000 sites",
     "belief network 64-20-20, 4096 rows",
 )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 import pyro
 from common import Row, arguments, median, table, write_csv, write_markdown
-from overhead import Program, belief_network, chain
+from overhead import Program, autoencoder, belief_network, chain
 from pyro.infer import SVI
 from pyro.optim import Adam
 
@@ -31,6 +31,7 @@ PARTS: Mapping[tuple[str, str], str] = {
     ("immediate.py", "flipped_costs"): "extra run of the model",
     ("reruns.py", "_fresh_run"): "runs at other values",
     ("reruns.py", "_run"): "runs at other values",
+    ("site_program.py", "slope_of"): "slopes of the costs",
     ("critic_step.py", "evaluate_critics"): "evaluate critics",
     ("surrogate.py", "step"): "returns, control variates, surrogate",
     ("surrogate.py", "critic_loss"): "critics' loss",
@@ -68,6 +69,7 @@ def by_part(stats: pstats.Stats) -> dict[str, float]:
 INSIDE = {
     "evaluate critics": "returns, control variates, surrogate",
     "runs at other values": "returns, control variates, surrogate",
+    "slopes of the costs": "returns, control variates, surrogate",
     "critics' loss": "returns, control variates, surrogate",
 }
 
@@ -104,7 +106,11 @@ def main() -> None:
     """Measures, prints, and writes CSV and Markdown."""
     options = arguments(__doc__)
     warnings.filterwarnings("ignore", category=UserWarning)
-    programs = {"chain, 50 sites": chain(50, False), "belief network 64-20-20": belief_network(64, 20)}
+    programs = {
+        "chain, 50 sites": chain(50, False),
+        "belief network 64-20-20": belief_network(64, 20),
+        "autoencoder 784-200": autoencoder(784, 200),
+    }
     rows = [row for name, program in programs.items() for row in measure(name, program, 200 if options.full else 50)]
     write_csv(options.output / "profile_step.csv", rows)
     text = table(rows)

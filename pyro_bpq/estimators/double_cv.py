@@ -25,9 +25,9 @@ class DoubleCV:
         c_k = 1/(M-1) Σ_{j≠k} f'(x_j),   b_k = 1/(M-1) Σ_{j≠k} (f_j - a_2 f'(x_j)·(x_j - μ_j))
 
     ``f`` is the cost-to-go in nats; neither ``c_k`` nor ``b_k`` reads particle ``k``. Unbiased, also where costs have
-    no slope: it is leave-one-out then. Needs two particles, and a backward pass to their values, where sites are sampled
-    downstream one of another run of guide and model for every site and particle. For Bernoulli and OneHotCategorical,
-    also in ``to_event``.
+    no slope: it is leave-one-out then. Needs two particles, and a backward pass to their values, which where sites are
+    sampled downstream is one of another run of guide and model for every site and particle. For Bernoulli and
+    OneHotCategorical, also in ``to_event``.
 
     Args:
         scale: The scales ``a_1 = a_2``; ``None`` takes those of least variance, from running moments of earlier steps.
