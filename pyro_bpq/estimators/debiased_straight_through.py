@@ -162,5 +162,5 @@ def _draw(chance: Tensor, generator: torch.Generator) -> Tensor:
     """One entry of each row, by a one, ``(..., D, K)``."""
     bounds = chance.flatten(-2).cumsum(-1)
     u = uniform(bounds[..., :1], generator) * bounds[..., -1:]
-    at = (bounds <= u).sum(-1, keepdim=True).clamp(max=bounds.shape[-1] - 1)
+    at = torch.searchsorted(bounds, u, right=True).clamp(max=bounds.shape[-1] - 1)
     return torch.zeros_like(bounds).scatter_(-1, at, 1.0).reshape(chance.shape)
