@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning, StructureChangedError
+from pyro_bpq.graph import Plate
 from pyro_bpq.immediate import same_costs
 from pyro_bpq.plan import Plan
 from pyro_bpq.replayer import Staged, Transient
-from pyro_bpq.sandbox import Sandbox
+from pyro_bpq.sandbox import LentBuffers, Sandbox
 from pyro_bpq.staging import Staging
 from pyro_bpq.substitute import Substitute
 from pyro_bpq.tracing import PARTICLES, TracedRun
@@ -32,9 +33,11 @@ __all__ = ["OpenParticles", "num_particles_for"]
 MOST_PARTICLES = 8
 # A value of so many elements takes about as long as the Python code of a sample statement.
 ELEMENTS = 1 << 16
+# What torch, Pyro and this package raise where shapes do not fit; a program's own errors are left alone.
+_DOES_NOT_FIT = (ValueError, RuntimeError, IndexError, TypeError, AssertionError, NotImplementedError)
 
 
-def num_particles_for(plan: Plan, traced: TracedRun) -> int:
+def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     r"""Number of particles that a program is good for.
 
         M = min(8, max(2, 65536 / n)),   n elements of the largest value of a particle
@@ -44,8 +47,9 @@ def num_particles_for(plan: Plan, traced: TracedRun) -> int:
     :class:`~pyro_bpq.estimators.DebiasedStraightThrough` serves all such sites, which needs no baseline.
 
     Args:
-        plan: The plan for one particle.
-        traced: Its run.
+        plan: The plan of a run.
+        traced: The run.
+        particles: Number of particles in it.
 
     Returns:
         The number ``M``.
@@ -56,13 +60,14 @@ def num_particles_for(plan: Plan, traced: TracedRun) -> int:
         return 2
     values = [site["value"] for trace in (traced.guide_trace, traced.model_trace) for site in samples(trace).values()]
     largest = max(value.numel() for value in values if isinstance(value, Tensor))
-    return min(MOST_PARTICLES, max(2, ELEMENTS // max(largest, 1)))
+    return min(MOST_PARTICLES, max(2, ELEMENTS * particles // max(largest, 1)))
 
 
 class OpenParticles(Staging):
     """The part of an objective that settles the number of particles: ``num_particles=None``."""
 
     num_particles: int
+    num_steps: int
     vectorize_particles: bool
     _is_open: bool
     _ranks: Any
@@ -75,6 +80,7 @@ class OpenParticles(Staging):
         self._settled = Transient()
         self._is_compared = False
         self._next: tuple[int, float] | None = None
+        self._taken, self._sizes = self.num_particles, dict[Plate, int]()
 
     @property
     def _open_state(self) -> tuple[int, float] | None:
@@ -106,12 +112,14 @@ class OpenParticles(Staging):
 
     def _take(self, number: int, nesting: float) -> None:
         self.num_particles, self.vectorize_particles, self.max_plate_nesting = number, number > 1, nesting
-        self._next = None
+        self._taken, self._next = number, None
 
     def _observe(
         self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
     ) -> tuple[list[TracedRun], list[Staged]]:
         program = (model, guide, args, kwargs)
+        # A number that was set since is no longer open.
+        self._is_open = self._is_open and self.num_particles == self._taken
         if not self._is_open:
             return super()._observe(model, guide, args, kwargs, learning)
         if self._next is not None and learning:
@@ -136,36 +144,63 @@ class OpenParticles(Staging):
         if number > 1:
             # Of this step, one particle is still to be reckoned with.
             self._next = number, 1 + (traced.batch_ndim if math.isinf(given) else given)
+        self._sizes = dict(traced.plate_sizes)
+
+    def _lower(self, traced: TracedRun) -> None:
+        """Lets fewer particles run from the next step on, where plates have grown."""
+        if traced.plate_sizes != self._sizes:
+            self._sizes = dict(traced.plate_sizes)
+            number = num_particles_for(self._last_plan[3], traced, self.num_particles)
+            if 1 < number < self.num_particles:
+                self._next = number, self.max_plate_nesting
 
     def _observe_many(self, program: Any, learning: bool) -> tuple[list[TracedRun], list[Staged]] | None:
         """The runs of a step; ``None``, and one particle from now on, if the program does not run that way."""
         model, guide, args, kwargs = program
         was_compared, settled = self._is_compared and bool(self._settled.items), Transient((model, guide))
-        compares = not was_compared or self._structure.wants_tracking()
-        start = torch.get_rng_state() if compares else None
-        reason = "the costs of a particle depend on those it runs with"
-        try:
-            found = super()._observe(model, guide, args, kwargs, learning)
-            if not compares or all(self._is_same(found[0][0], program, i) for i in (0, self.num_particles - 1)):
-                self._settled, self._is_compared = settled, True
-                return found
-        except StructureChangedError:
-            raise
-        except Exception as error:
-            # Whatever the program raises when it does not broadcast; an error of another kind comes again.
-            reason = f"it failed: {error}"
-        if start is not None:
-            torch.set_rng_state(start)
-        if was_compared:
+        # Programs change: into another mode, or with what they learn.
+        is_due = learning and self.num_steps & (self.num_steps - 1) == 0
+        compares = not was_compared or is_due or self._structure.wants_tracking()
+        start, reason = torch.get_rng_state(), ""
+        number, nesting, known = self.num_particles, self.max_plate_nesting, set(pyro.get_param_store().keys())
+        with LentBuffers() if compares else contextlib.nullcontext() as lent:
+            try:
+                found = super()._observe(model, guide, args, kwargs, learning)
+                if lent is not None and known.issuperset(pyro.get_param_store().keys()):
+                    reason = self._difference(found[0][0], program, lent)
+            except StructureChangedError:
+                raise
+            except _DOES_NOT_FIT as error:
+                # An error that has another cause comes again.
+                reason = f"it failed: {error}"
+        created = set(pyro.get_param_store().keys()) - known
+        if not (reason or created):
+            self._settled, self._is_compared = settled, True
+            if learning:
+                self._lower(found[0][0])
+            return found
+        torch.set_rng_state(start)
+        self._take(1, self._given_nesting)
+        self._settled = settled
+        for name in created:
+            # Made from values of many particles, they might have the shape of those.
+            del pyro.get_param_store()[name]
+        if not reason:
+            self._next, self._is_compared = (number, nesting), False
+        elif was_compared:
             warnings.warn(
-                f"The program ran with {self.num_particles} particles at once so far, but {reason}. From now on one "
+                f"The program ran with {number} particles at once so far, but {reason}. From now on one "
                 "particle runs; write num_particles=1 if that is what you want.",
                 BPQWarning,
                 stacklevel=2,
             )
-        self._take(1, self._given_nesting)
-        self._settled = settled
         return None
+
+    def _difference(self, many: TracedRun, program: Any, lent: LentBuffers) -> str:
+        """What tells a particle among others from one on its own; empty where nothing does."""
+        if not all(self._is_same(many, program, i) for i in (0, self.num_particles - 1)):
+            return "the costs of a particle depend on those it runs with"
+        return "" if lent.keep() else "a buffer of a module takes the shape of the particles"
 
     def _is_same(self, many: TracedRun, program: Any, index: int) -> bool:
         """Whether a particle has the same costs on its own."""
@@ -180,7 +215,9 @@ class OpenParticles(Staging):
         with Sandbox(int(self._noise().initial_seed())), pyro.validation_enabled(False), torch.no_grad():
             alone = self._trace(put(model), put(guide), args, kwargs, track=False).run.costs
         among = {name: _particle(cost.detach(), index, nesting) for name, cost in many.run.costs.items()}
-        return alone.keys() == among.keys() and same_costs([among[name] for name in alone], list(alone.values()))
+        return alone.keys() == among.keys() and same_costs(
+            [among[name] for name in alone], list(alone.values()), share=2 / 3
+        )
 
 
 def _particle(tensor: Tensor, index: int, nesting: int, event_ndim: int = 0) -> Tensor:

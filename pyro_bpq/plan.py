@@ -217,7 +217,9 @@ class Planner:
         layout = Layout(graph, network, specs, tabled, cuts_plates=cuts_plates, is_steered=is_dynamic, charged=charged)
         used = {pair: pattern for pair, pattern in known_patterns.items() if pair[1] in charged.get(pair[0], ())}
         # Where sites are sampled downstream slopes belong to runs of their own; costs of a user's own get plain values.
-        has_own = not (is_dynamic or traced.user_costs or traced.untraced or traced.elimination is not None)
+        has_own = has_slopes and not (
+            is_dynamic or traced.user_costs or traced.untraced or traced.elimination is not None
+        )
         led_back = {n for n, kind in estimators.items() if has_own and needs_slope(kind) and not graph.descendants(n)}
         return Plan(graph, layout, flips, components, used, by_row, frozenset(led_back))
 

@@ -1,13 +1,88 @@
-r"""Extra runs of a program that leave no trace: generators and module buffers are as before."""
+r"""Runs of a program that leave no trace: generators and module buffers are as before."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Sandbox"]
+__all__ = ["LentBuffers", "Sandbox", "UngraphedBuffers"]
+
+
+class LentBuffers:
+    """Gives modules copies of their buffers for a run, which are dropped after it unless they are kept."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._own: dict[nn.Module, dict[str, Tensor | None]] = {}
+
+    def __repr__(self) -> str:
+        return f"LentBuffers({len(self._own)} modules)"
+
+    def __enter__(self) -> LentBuffers:
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._lend)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+        for module, buffers in self._own.items():
+            module._buffers.update(buffers)
+        _remove_graphs(self._own)
+
+    def _lend(self, module: nn.Module, _: object) -> None:
+        if module._buffers and module not in self._own and threading.get_ident() == self._thread:
+            self._own[module] = dict(module._buffers)
+            # The originals are left untouched: autograd may hold them.
+            lent = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+            module._buffers.update(lent)
+
+    @torch.no_grad()
+    def keep(self) -> bool:
+        """Keeps what the run wrote, and returns True; where it has changed a shape, keeps nothing and returns False."""
+        pairs = []
+        for module, buffers in self._own.items():
+            for name, buffer in buffers.items():
+                lent = module._buffers[name]
+                if buffer is not None and (lent is None or lent.shape != buffer.shape):
+                    return False
+                if buffer is not None and lent is not None:
+                    pairs.append((buffer, lent))
+        for buffer, lent in pairs:
+            buffer.copy_(lent)
+        return True
+
+
+class UngraphedBuffers:
+    """Leaves buffers of modules without graphs after a run whose sampled values carry gradients."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._seen: dict[nn.Module, None] = {}
+
+    def __repr__(self) -> str:
+        return f"UngraphedBuffers({len(self._seen)} modules)"
+
+    def __enter__(self) -> UngraphedBuffers:
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+        _remove_graphs(self._seen)
+
+    def _note(self, module: nn.Module, _: object) -> None:
+        if module._buffers and threading.get_ident() == self._thread:
+            self._seen[module] = None
+
+
+def _remove_graphs(modules: Iterable[nn.Module]) -> None:
+    """Detaches buffers: in a run whose values have no gradients they would have no graphs."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.grad_fn is not None:
+                module._buffers[name] = buffer.detach()
 
 
 class Sandbox:
@@ -25,8 +100,7 @@ class Sandbox:
         self.before: list[Tensor] = []
         self.after: list[Tensor] = []
         self._start = start
-        self._thread = threading.get_ident()
-        self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
+        self._buffers = LentBuffers()
 
     def __repr__(self) -> str:
         return f"Sandbox({'seed' if isinstance(self._start, int) else 'state of the generator'})"
@@ -43,13 +117,11 @@ class Sandbox:
         else:
             torch.set_rng_state(self._start)
         self.before = self._generators()
-        self._hook = nn.modules.module.register_module_forward_pre_hook(self._lend_buffers)
+        self._buffers.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-        for module, buffers in self._buffers.items():
-            module._buffers.update(buffers)
+        self._buffers.__exit__()
         self.after = self._generators()
         cpu, *others = self._states
         torch.set_rng_state(cpu)
@@ -58,10 +130,3 @@ class Sandbox:
 
     def _generators(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
-
-    def _lend_buffers(self, module: nn.Module, _: object) -> None:
-        if module._buffers and module not in self._buffers and threading.get_ident() == self._thread:
-            self._buffers[module] = dict(module._buffers)
-            # The originals are left untouched: autograd may hold them.
-            lent = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
-            module._buffers.update(lent)

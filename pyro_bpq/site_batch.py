@@ -66,7 +66,7 @@ class SiteBatch:
         split = self.components
         table = split.log_probs(self.stack(lambda site: split.parameters(site.fn), split.event_ndim))
         # Values that cannot occur have weight zero: keep them finite, since 0 * inf is NaN.
-        return table.clamp(min=-1e6)
+        return table.clamp(min=max(-1e6, torch.finfo(table.dtype).min))
 
     @cached_property
     def probs(self) -> Tensor:

@@ -2,6 +2,7 @@ r"""What estimators may ask of the program: costs-to-go of sites at other values
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.cost_to_go import component_cost_to_go, cost_to_go, stack_costs, sum_costs
+from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.layout import Layout
 from pyro_bpq.rollout import Rollout, Run
 from pyro_bpq.site_batch import SiteBatch
@@ -124,10 +126,25 @@ class SiteProgramRuns:
         for name in self.names:
             slopes = self.rerun.slopes(name)
             if slopes is None:
-                return self.gradient(self.value)[1]
+                return self._slope_of_other_runs()
             found.update({(id(run), name): slope for run, slope in zip(runs, slopes, strict=True)})
         ndim = len(spec.event_shape)
         return self.batch.rollout.stack(lambda run, name: found[id(run), name], self.names, spec.plates, ndim)
+
+    def _slope_of_other_runs(self) -> Tensor:
+        try:
+            return self.gradient(self.value)[1]
+        except BPQError:
+            raise
+        except RuntimeError as error:
+            # Estimates stay unbiased with any slopes.
+            warnings.warn(
+                f"Sites {', '.join(map(repr, self.names))}: the program failed while their values carried gradients; "
+                f"slopes of its costs are taken for zero: {error}",
+                BPQWarning,
+                stacklevel=2,
+            )
+            return torch.zeros_like(self.value)
 
     def held(self, value: Tensor) -> SiteProgramRuns:
         """The same program, in which sites downstream keep the values that they take in a run at ``value``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from pyro_bpq.bank import CriticBank
 from pyro_bpq.component_costs import Patterns
-from pyro_bpq.errors import BPQError, UnsupportedProgramError
+from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner
@@ -19,6 +20,7 @@ from pyro_bpq.plan import Plan, Planner
 from pyro_bpq.replayer import Staged
 from pyro_bpq.reruns import Reruns, charged
 from pyro_bpq.rollout import Rollout
+from pyro_bpq.sandbox import UngraphedBuffers
 from pyro_bpq.signals import Signals
 from pyro_bpq.structure import StructureCache
 from pyro_bpq.tracing import TracedRun
@@ -59,9 +61,7 @@ class Staging:
         """The runs of a step, and what their sites are told."""
         track = self._structure.wants_tracking()
         programs = self._arguments(model, guide, args, kwargs)
-        last = None if track or not torch.is_grad_enabled() else self._last_plan
-        sloped = frozenset[str]() if last is None else last[3].led_back
-        runs = [self._trace(*program, track=track, sloped=sloped) for program in programs]
+        runs = self._runs(programs, track)
         graphs = [self._structure.graph(traced, learning) for traced in runs]
         is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
         scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())
@@ -82,6 +82,35 @@ class Staging:
             for ids in members
         ]
         return runs, items
+
+    def _runs(self, programs: Sequence[Any], track: bool) -> list[TracedRun]:
+        """Traces the programs of a step, with slopes where the last step's plan asked for them."""
+        last = None if track or not torch.is_grad_enabled() else self._last_plan
+        if last is None or not last[3].led_back:
+            return [self._trace(*program, track=track) for program in programs]
+        start = torch.get_rng_state()
+        try:
+            with UngraphedBuffers():
+                return [self._trace(*program, track=track, sloped=last[3].led_back) for program in programs]
+        except BPQError:
+            raise
+        except RuntimeError as error:
+            torch.set_rng_state(start)
+            runs = [self._trace(*program, track=track) for program in programs]
+            # It runs with plain values: torch refuses something that the program does with values that carry gradients.
+            self._do_without_slopes(last[0])
+            warnings.warn(
+                f"The program failed while the values of the sites {sorted(last[3].led_back)} carried gradients, for "
+                f"slopes of costs: {error} It does without from now on. Where a value leaves torch write z.detach().",
+                BPQWarning,
+                stacklevel=2,
+            )
+            return runs
+
+    def _do_without_slopes(self, key: Any) -> None:
+        self._slopes[key] = False
+        self._plans.clear()
+        self._last_plan = None
 
     def _kind(self, runs: Sequence[TracedRun], is_dynamic: bool) -> Kind:
         """Steering, whether rows of plates stay apart, what elements read, and the number of particles."""
@@ -138,10 +167,16 @@ class Staging:
         """Looks, once for each structure, whether costs have gradients to the values of the sites that need some."""
         if key in self._slopes:
             return True
-        self._slopes[key] = all(rerun.has_slope(name, rollout, plan.graph.node(name).plates) for name in plan.sloped)
+        plates = {name: plan.graph.node(name).plates for name in plan.sloped}
+        try:
+            self._slopes[key] = all(rerun.has_slope(name, rollout, found) for name, found in plates.items())
+        except BPQError:
+            raise
+        except RuntimeError:
+            # Torch refuses something that the program does with values that carry gradients.
+            self._slopes[key] = False
         if not self._slopes[key]:
-            self._plans.clear()
-            self._last_plan = None
+            self._do_without_slopes(key)
         return self._slopes[key]
 
     def _noise(self) -> torch.Generator:

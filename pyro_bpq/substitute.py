@@ -56,7 +56,7 @@ def _unchecked(fn: Any) -> Any:
 class _LinearOneHot(OneHotCategorical):  # type: ignore[misc]
     def log_prob(self, value: Tensor) -> Tensor:
         # Values that cannot occur: keep 0 * -inf from becoming NaN.
-        return (value * self.logits.clamp(min=-1e6)).sum(-1)
+        return (value * self.logits.clamp(min=max(-1e6, torch.finfo(self.logits.dtype).min))).sum(-1)
 
 
 def _linear(fn: Any) -> Any:

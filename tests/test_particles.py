@@ -359,3 +359,129 @@ def test_straight_through_differences_take_two() -> None:
         elbo.loss_and_grads(model, guide)
     assert "DebiasedStraightThrough" in str(elbo.info["z"]["estimator"])
     assert elbo.num_particles == 2
+
+
+# What a run of many must not leave behind.
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_parameters_made_later_have_the_shapes_of_one_particle(restarts: bool) -> None:
+    programs, phase = Layers(), [0]
+
+    def model() -> None:
+        programs.model()
+        with pyro.plate("more", ROWS):
+            like = pyro.sample("u", dist.Bernoulli(torch.tensor(0.5)))
+            if phase[0]:
+                pyro.factor("bias", pyro.param("b", lambda: torch.zeros(like.shape)) * like)
+
+    def guide() -> None:
+        programs.guide()
+        with pyro.plate("more", ROWS):
+            pyro.sample("u", dist.Bernoulli(torch.tensor(0.5)))
+
+    elbo = TraceBackpropQ_ELBO()
+    for step in range(24):
+        if step == 16:
+            assert elbo.num_particles > 1
+            phase[0] = 1
+            if restarts:
+                pyro.clear_param_store()
+        elbo.loss_and_grads(model, guide)
+    assert pyro.param("b").shape == (ROWS,)
+    assert elbo.num_particles > 1
+
+
+class Centring(torch.nn.Module):
+    """Subtracts a running mean over the leftmost dimension, which is of rows or of particles."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * z.detach().mean(0)
+        return z - self.mean
+
+
+def test_a_buffer_keeps_its_shape_when_a_trial_is_rejected() -> None:
+    programs, net = Layers(), Centring()
+    programs.mixed = net  # type: ignore[method-assign, assignment]
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(5):
+        elbo.loss_and_grads(programs.model, programs.guide)
+    assert net.mean.shape == (3,) and elbo.num_particles == 1
+
+
+def test_batch_statistics_follow_accepted_runs() -> None:
+    programs, net = Layers(), torch.nn.BatchNorm1d(3).eval()
+
+    def counted(z: torch.Tensor) -> torch.Tensor:
+        net.train()
+        net(z.detach().reshape(-1, 3))
+        net.eval()
+        return z
+
+    programs.mixed = counted  # type: ignore[method-assign]
+    elbo = TraceBackpropQ_ELBO()
+    for step in range(6):
+        elbo.loss_and_grads(programs.model, programs.guide)
+        assert net.num_batches_tracked == step + 1
+    assert elbo.num_particles > 1
+
+
+def test_a_program_that_starts_to_mix_is_found_out_before_long() -> None:
+    programs = Layers()
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(20):
+        elbo.loss_and_grads(programs.model, programs.guide)
+    programs.mixes = "mean"
+    with pytest.warns(BPQWarning, match="depend on those it runs with"):
+        for _ in range(20):
+            elbo.loss_and_grads(programs.model, programs.guide)
+    assert elbo.num_particles == 1
+
+
+def test_errors_of_the_programs_own_are_raised() -> None:
+    class Stop(Exception):
+        pass
+
+    programs, calls = Layers(), []
+
+    def model() -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise Stop
+        programs.model()
+
+    elbo = TraceBackpropQ_ELBO()
+    with pytest.raises(Stop):
+        for _ in range(8):
+            elbo.loss_and_grads(model, programs.guide)
+
+
+@pytest.mark.parametrize("when", [0, 3])
+def test_a_number_set_later_counts(when: int) -> None:
+    programs, found = Layers(), []
+    elbo = TraceBackpropQ_ELBO()
+    for step in range(6):
+        if step == when:
+            elbo.num_particles = 3
+        elbo.loss_and_grads(programs.model, programs.guide)
+        found.append(elbo.num_particles)
+    assert found[when:] == [3] * (6 - when)
+
+
+def test_larger_batches_get_fewer() -> None:
+    programs = Layers()
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(4):
+        elbo.loss_and_grads(programs.model, programs.guide)
+    assert elbo.num_particles == MOST_PARTICLES
+    large = Layers(rows=ELEMENTS // 4)
+    programs.rows, programs.data = large.rows, large.data
+    for _ in range(2):
+        elbo.loss_and_grads(programs.model, programs.guide)
+    assert elbo.num_particles == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -10,9 +11,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_bpq import TraceBackpropQ_ELBO, cost
+from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import RODEO, DebiasedStraightThrough, DoubleCV, ScoreFunction
 from pyro_bpq.site_program import SiteProgramRuns
 
@@ -223,3 +225,108 @@ def test_costs_of_a_users_own_are_given_plain_values_in_the_own_run() -> None:
         seen.clear()
         elbo.loss_and_grads(model, bits_guide)
     assert seen == [False, True]
+
+
+# Programs that torch refuses when values carry gradients.
+
+
+def rows_guide() -> None:
+    with pyro.plate("rows", 12):
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q").expand(12, 4)).to_event(1))
+
+
+def default_elbo() -> TraceBackpropQ_ELBO:
+    """One whose plan for :func:`rows_guide` and a smooth decoder too large to sum over asks for slopes."""
+    elbo = TraceBackpropQ_ELBO(1)
+    elbo.planner = replace(elbo.planner, max_elements=1)
+    return elbo
+
+
+def decoded(z: Tensor) -> None:
+    pyro.sample("x", dist.Normal(z @ pyro.param("w"), 0.8).to_event(1), obs=torch.zeros(12, 2, dtype=F64))
+
+
+def prior() -> dist.Distribution:
+    return dist.Bernoulli(logits=torch.zeros(12, 4, dtype=F64)).to_event(1)
+
+
+def estimator_after(model: Program, steps: int) -> str:
+    elbo = default_elbo()
+    for _ in range(steps):
+        elbo.loss_and_grads(model, rows_guide)
+    return type(elbo.info["z"]["estimator"]).__name__
+
+
+def test_the_default_asks_for_slopes_where_it_can() -> None:
+    def model() -> None:
+        with pyro.plate("rows", 12):
+            decoded(pyro.sample("z", prior()))
+
+    assert estimator_after(model, 5) == "DebiasedStraightThrough"
+
+
+def test_the_default_does_without_slopes_where_the_program_cannot_run_with_them() -> None:
+    def model() -> None:
+        with pyro.plate("rows", 12):
+            z = pyro.sample("z", prior())
+            squares = z.square()
+            decoded(squares)
+            # The square's backward pass needs what this overwrites.
+            z.zero_()
+
+    assert estimator_after(model, 5) == "DisARM"
+
+
+def test_a_value_that_leaves_torch_later_on_gives_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    calls = []
+
+    def model() -> None:
+        with pyro.plate("rows", 12):
+            z = pyro.sample("z", prior())
+            calls.append(float(z.numpy().mean()) if len(calls) > 40 else 0.0)
+            decoded(z)
+
+    assert estimator_after(model, 30) == "DisARM"
+    assert any("carried gradients" in str(warning.message) for warning in recwarn)
+
+
+class Usage(nn.Module):
+    """A decoder that counts in a buffer how its inputs are used."""
+
+    usage: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("usage", torch.zeros(4, dtype=F64))
+
+    def forward(self, z: Tensor) -> Tensor:
+        self.usage.mul_(0.9).add_(0.1 * z.reshape(-1, 4).mean(0))
+        return z
+
+
+def test_buffers_keep_no_graph() -> None:
+    net = Usage()
+
+    def model() -> None:
+        with pyro.plate("rows", 12):
+            decoded(net(pyro.sample("z", prior())))
+
+    elbo = default_elbo()
+    for _ in range(8):
+        elbo.loss_and_grads(model, rows_guide)
+        assert not net.usage.requires_grad and net.usage.grad_fn is None
+    assert isinstance(elbo.info["z"]["estimator"], DebiasedStraightThrough)
+    assert net.usage.abs().max() > 0.0
+
+
+def test_slopes_that_cannot_be_had_are_zero_with_a_warning() -> None:
+    def model() -> None:
+        with pyro.plate("rows", 12):
+            z = pyro.sample("z", prior())
+            if z.requires_grad:
+                raise RuntimeError("no gradients here")
+            decoded(z)
+
+    elbo = TraceBackpropQ_ELBO(2, estimator=DoubleCV(), vectorize_particles=True, max_plate_nesting=1)
+    with pytest.warns(BPQWarning, match="taken for zero"):
+        elbo.loss_and_grads(model, rows_guide)
