@@ -56,11 +56,12 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
     call included. The guide runs ``num_particles`` times; the model runs once more where that pays.
 
     Args:
-        num_particles: Number of particles ``M``. ``None``: one in the first step; from then on up to eight in one
-            vectorised call, where baselines of other particles know rows of data that critics do not see, and the
-            program is found to compute the same costs for a particle among others as for one alone
-            (:func:`~pyro_bpq.particles.num_particles_for`). One where an option about critics is chosen, with cost
-            statements, summed-out sites and several processes, and where sampled values steer the program.
+        num_particles: Number of particles ``M``. ``None``: up to eight in one vectorised call, where baselines of other
+            particles know rows of data that critics do not see, and the program is found to compute the same costs for
+            a particle among others as for one alone (:func:`~pyro_bpq.particles.num_particles_for`): for that it runs
+            three times more in the first step, and twice after 1, 2, 4, 8, ... steps. One where an estimator or an
+            option about critics is chosen, with ``vectorize_particles=True``, cost statements, summed-out sites and
+            several processes, and where sampled values steer the program.
         max_plate_nesting: As in Pyro's ELBOs.
         max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
         vectorize_particles: Whether particles run in one vectorised call.

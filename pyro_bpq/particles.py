@@ -1,7 +1,7 @@
 r"""How many particles run where the user leaves that open.
 
 Leave-one-out needs particles, and particles that run in one vectorised call cost little beside Pyro's Python code. So
-the first step takes one particle as Pyro's ELBOs do; from then on as many run together as the program is good for,
+the first step runs one particle, to see the program's structure, and then as many together as the program is good for,
 provided that it computes the same costs for a particle among others as for that particle on its own.
 """
 
@@ -133,6 +133,10 @@ class OpenParticles(Staging):
         found = super()._observe(model, guide, args, kwargs, learning)
         if learning and not self._settled.items:
             self._settle(model, guide, found[0][0])
+            if self._next is not None and self.num_steps == 0:
+                # Adam long remembers a first gradient that is noisier than those that follow.
+                self._take(*self._next)
+                return self._observe_many(program, learning, is_first=True) or found
         return found
 
     def _settle(self, model: Any, guide: Any, traced: TracedRun) -> None:
@@ -142,7 +146,7 @@ class OpenParticles(Staging):
         is_fixed = not (structure.is_dynamic(traced) or structure.always_tracks or self._ranks is not None)
         number = num_particles_for(self._last_plan[3], traced) if is_fixed else 1
         if number > 1:
-            # Of this step, one particle is still to be reckoned with.
+            # One particle may still have to be reckoned with in this step.
             self._next = number, 1 + (traced.batch_ndim if math.isinf(given) else given)
         self._sizes = dict(traced.plate_sizes)
 
@@ -154,7 +158,9 @@ class OpenParticles(Staging):
             if 1 < number < self.num_particles:
                 self._next = number, self.max_plate_nesting
 
-    def _observe_many(self, program: Any, learning: bool) -> tuple[list[TracedRun], list[Staged]] | None:
+    def _observe_many(
+        self, program: Any, learning: bool, is_first: bool = False
+    ) -> tuple[list[TracedRun], list[Staged]] | None:
         """The runs of a step; ``None``, and one particle from now on, if the program does not run that way."""
         model, guide, args, kwargs = program
         was_compared, settled = self._is_compared and bool(self._settled.items), Transient((model, guide))
@@ -168,6 +174,9 @@ class OpenParticles(Staging):
                 found = super()._observe(model, guide, args, kwargs, learning)
                 if lent is not None and known.issuperset(pyro.get_param_store().keys()):
                     reason = self._difference(found[0][0], program, lent)
+                    if not (reason or is_first):
+                        # In the first step the run of one particle has written them.
+                        lent.keep()
             except StructureChangedError:
                 raise
             except _DOES_NOT_FIT as error:
@@ -200,7 +209,7 @@ class OpenParticles(Staging):
         """What tells a particle among others from one on its own; empty where nothing does."""
         if not all(self._is_same(many, program, i) for i in (0, self.num_particles - 1)):
             return "the costs of a particle depend on those it runs with"
-        return "" if lent.keep() else "a buffer of a module takes the shape of the particles"
+        return "" if lent.fit else "a buffer of a module takes the shape of the particles"
 
     def _is_same(self, many: TracedRun, program: Any, index: int) -> bool:
         """Whether a particle has the same costs on its own."""

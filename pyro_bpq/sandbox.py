@@ -38,20 +38,21 @@ class LentBuffers:
             lent = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
             module._buffers.update(lent)
 
+    def _pairs(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        pairs = [(buffer, module._buffers[name]) for module, own in self._own.items() for name, buffer in own.items()]
+        return [pair for pair in pairs if pair[0] is not None]
+
+    @property
+    def fit(self) -> bool:
+        """Whether the run has left all of them their shapes."""
+        return all(own is not None and lent is not None and own.shape == lent.shape for own, lent in self._pairs())
+
     @torch.no_grad()
-    def keep(self) -> bool:
-        """Keeps what the run wrote, and returns True; where it has changed a shape, keeps nothing and returns False."""
-        pairs = []
-        for module, buffers in self._own.items():
-            for name, buffer in buffers.items():
-                lent = module._buffers[name]
-                if buffer is not None and (lent is None or lent.shape != buffer.shape):
-                    return False
-                if buffer is not None and lent is not None:
-                    pairs.append((buffer, lent))
-        for buffer, lent in pairs:
-            buffer.copy_(lent)
-        return True
+    def keep(self) -> None:
+        """Keeps what the run wrote."""
+        for own, lent in self._pairs():
+            if own is not None and lent is not None:
+                own.copy_(lent)
 
 
 class UngraphedBuffers:
