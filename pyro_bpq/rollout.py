@@ -112,6 +112,17 @@ class Rollout:
                 "or max_plate_nesting is too small. Try the program with vectorize_particles=False."
             )
 
+    def _check_unplated(self, names: Sequence[str], shape: torch.Size, batch: tuple[int, ...]) -> None:
+        """Raises if a dimension that is no plate has the size of the particles: to sum over it would mix them."""
+        for i, (size, full) in enumerate(zip(reversed(shape), reversed(batch[1:]), strict=False)):
+            if full == 1 and size == self.num_particles:
+                raise PlateError(
+                    f"{', '.join(map(repr, names))}: with {size} vectorised particles a tensor of batch shape "
+                    f"{tuple(shape)} has {size} elements in dimension {-1 - i}, which is no plate there: particles may "
+                    f"have moved into it, as by z.sum((-1, -2)). Keep them in dimension {-len(batch)}, as by "
+                    "z.sum((-1, -2), keepdim=True), or put that dimension into a pyro.plate."
+                )
+
     def batch_shape(self, plates: Sequence[Plate]) -> tuple[int, ...]:
         """Shape ``(M, plate dims...)`` of a site or cost with these plates."""
         shape = [1] * self.plate_ndim
@@ -139,7 +150,10 @@ class Rollout:
         """
         batch = self.batch_shape(plates)
         if self.is_vectorized:
-            return _stack([pick(self.runs[0], name) for name in names], batch, event_ndim)
+            tensors = [pick(self.runs[0], name) for name in names]
+            for shape in {tensor.shape[: tensor.dim() - event_ndim] for tensor in tensors}:
+                self._check_unplated(names, shape, batch)
+            return _stack(tensors, batch, event_ndim)
         stacked = [_stack([pick(run, name) for name in names], (1, *batch[1:]), event_ndim) for run in self.runs]
         return stacked[0] if len(stacked) == 1 else torch.cat(stacked, dim=1)
 

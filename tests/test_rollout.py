@@ -96,3 +96,22 @@ def test_a_program_that_moves_vectorised_particles_is_refused() -> None:
     elbo = TraceBackpropQ_ELBO(num_particles=5, vectorize_particles=True, max_plate_nesting=1)
     with pytest.raises(PlateError, match=r"-log p\(x\).*unsqueeze"):
         elbo.loss_and_grads(model, guide)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_particles_that_move_into_a_dimension_without_a_plate_are_refused(keeps: bool) -> None:
+    def guide() -> None:
+        with pyro.plate("rows", 3):
+            pyro.sample("z", dist.Bernoulli(torch.full((3, 4), 0.4)).to_event(1))
+
+    def model() -> None:
+        with pyro.plate("rows", 3):
+            z = pyro.sample("z", dist.Bernoulli(torch.full((3, 4), 0.5)).to_event(1))
+        pyro.factor("total", z.sum(-1).sum(-1, keepdim=keeps))
+
+    elbo = TraceBackpropQ_ELBO(2, 2, vectorize_particles=True)
+    if keeps:
+        elbo.loss_and_grads(model, guide)
+    else:
+        with pytest.raises(PlateError, match=r"log p\(total\).*dimension -2"):
+            elbo.loss_and_grads(model, guide)
