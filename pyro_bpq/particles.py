@@ -161,7 +161,10 @@ class OpenParticles(Staging):
     def _observe_many(
         self, program: Any, learning: bool, is_first: bool = False
     ) -> tuple[list[TracedRun], list[Staged]] | None:
-        """The runs of a step; ``None``, and one particle from now on, if the program does not run that way."""
+        """The runs of a step; ``None``, and one particle from now on, if the program does not run that way.
+
+        Where it has made parameters, ``None`` too, but with one particle for this step alone.
+        """
         model, guide, args, kwargs = program
         was_compared, settled = self._is_compared and bool(self._settled.items), Transient((model, guide))
         # Programs change: into another mode, or with what they learn.
