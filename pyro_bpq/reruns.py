@@ -114,9 +114,12 @@ class Reruns:
         ndim = len(self.traced[0].run.sites[name].fn.event_shape)
         value = rollout.stack(lambda run, site: run.sites[site].value.detach(), [name], plates, ndim)[0]
         leaf = value.clone().requires_grad_()
+        return bool((slope_of(self(name, leaf), self._others(name), leaf) != 0).any())
+
+    def _others(self, name: str) -> list[str]:
+        """The costs downstream of a site but its own log-probabilities."""
         own = (cost_of_guide(name), cost_of_model(name))
-        read = [cost for cost in self.graph.downstream_costs(name) if cost not in own]
-        return bool((slope_of(self(name, leaf), read, leaf) != 0).any())
+        return [cost for cost in self.graph.downstream_costs(name) if cost not in own]
 
     def slopes(self, name: str) -> tuple[Tensor, ...] | None:
         """The gradient of all costs downstream to the value of a site in each run of the step.
@@ -127,8 +130,7 @@ class Reruns:
         Returns:
             A tensor of the shape of the value for each run, detached; ``None`` where its values are no leaves.
         """
-        runs, own = [traced.run for traced in self.traced], (cost_of_guide(name), cost_of_model(name))
-        others = [cost for cost in self.graph.downstream_costs(name) if cost not in own]
+        runs, others = [traced.run for traced in self.traced], self._others(name)
         leaves = [run.sites[name].leaf for run in runs]
         pairs = [(run, leaf) for run, leaf in zip(runs, leaves, strict=True) if leaf is not None]
         if len(pairs) < len(runs):
