@@ -73,10 +73,14 @@ class Run:
     differentiable: Tensor
     loss: Tensor
 
-    def with_leaf(self, name: str, leaf: Tensor) -> Run:
-        """The run with a leaf that its costs lead back to; the value itself stays without a gradient."""
-        record = self.sites[name]
-        return replace(self, sites={**self.sites, name: replace(record, value=record.value.detach(), leaf=leaf)})
+    def with_leaves(self, leaves: Mapping[str, Tensor]) -> Run:
+        """The run with leaves that its costs lead back to; the values themselves stay without gradients."""
+        found = {
+            name: replace(self.sites[name], value=self.sites[name].value.detach(), leaf=leaf)
+            for name, leaf in leaves.items()
+            if name in self.sites
+        }
+        return replace(self, sites={**self.sites, **found}) if found else self
 
 
 @dataclass(frozen=True)

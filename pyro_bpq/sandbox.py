@@ -3,40 +3,64 @@ r"""Runs of a program that leave no trace: generators and module buffers are as 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["LentBuffers", "Sandbox", "UngraphedBuffers"]
 
 
-class LentBuffers:
-    """Gives modules copies of their buffers for a run, which are dropped after it unless they are kept."""
+class _CalledModules:
+    """Notes the modules with buffers that a run calls on its thread, each ahead of its first call."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._own: dict[nn.Module, dict[str, Tensor | None]] = {}
 
     def __repr__(self) -> str:
-        return f"LentBuffers({len(self._own)} modules)"
+        return f"{type(self).__name__}({len(self._own)} modules)"
 
-    def __enter__(self) -> LentBuffers:
-        self._hook = nn.modules.module.register_module_forward_pre_hook(self._lend)
+    def __enter__(self) -> Self:
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
-        for module, buffers in self._own.items():
-            module._buffers.update(buffers)
-        _remove_graphs(self._own)
+        # In a run whose sampled values have no gradients buffers would have no graphs.
+        for module in self._own:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.grad_fn is not None:
+                    module._buffers[name] = buffer.detach()
 
-    def _lend(self, module: nn.Module, _: object) -> None:
+    def _note(self, module: nn.Module, _: object) -> None:
         if module._buffers and module not in self._own and threading.get_ident() == self._thread:
             self._own[module] = dict(module._buffers)
-            # The originals are left untouched: autograd may hold them.
-            lent = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
-            module._buffers.update(lent)
+            self._called(module)
+
+    def _called(self, module: nn.Module) -> None:
+        """What is done ahead of the first call of a module."""
+
+
+class UngraphedBuffers(_CalledModules):
+    """Leaves buffers of modules without graphs after a run whose sampled values carry gradients."""
+
+
+class LentBuffers(_CalledModules):
+    """Gives modules copies of their buffers for a run, which are dropped after it unless they are kept."""
+
+    def __exit__(self, *_: object) -> None:
+        for module, buffers in self._own.items():
+            module._buffers.update(buffers)
+        super().__exit__()
+
+    def _called(self, module: nn.Module) -> None:
+        # The originals are left untouched: autograd may hold them.
+        own = self._own[module]
+        module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in own.items()})
 
     def _pairs(self) -> list[tuple[Tensor | None, Tensor | None]]:
         pairs = [(buffer, module._buffers[name]) for module, own in self._own.items() for name, buffer in own.items()]
@@ -53,37 +77,6 @@ class LentBuffers:
         for own, lent in self._pairs():
             if own is not None and lent is not None:
                 own.copy_(lent)
-
-
-class UngraphedBuffers:
-    """Leaves buffers of modules without graphs after a run whose sampled values carry gradients."""
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self._seen: dict[nn.Module, None] = {}
-
-    def __repr__(self) -> str:
-        return f"UngraphedBuffers({len(self._seen)} modules)"
-
-    def __enter__(self) -> UngraphedBuffers:
-        self._hook = nn.modules.module.register_module_forward_pre_hook(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-        _remove_graphs(self._seen)
-
-    def _note(self, module: nn.Module, _: object) -> None:
-        if module._buffers and threading.get_ident() == self._thread:
-            self._seen[module] = None
-
-
-def _remove_graphs(modules: Iterable[nn.Module]) -> None:
-    """Detaches buffers: in a run whose values have no gradients they would have no graphs."""
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.grad_fn is not None:
-                module._buffers[name] = buffer.detach()
 
 
 class Sandbox:

@@ -169,15 +169,17 @@ class Staging:
             return True
         plates = {name: plan.graph.node(name).plates for name in plan.sloped}
         try:
-            self._slopes[key] = all(rerun.has_slope(name, rollout, found) for name, found in plates.items())
+            found = all(rerun.has_slope(name, rollout, own) for name, own in plates.items())
         except BPQError:
             raise
         except RuntimeError:
             # Torch refuses something that the program does with values that carry gradients.
-            self._slopes[key] = False
-        if not self._slopes[key]:
+            found = False
+        if found:
+            self._slopes[key] = True
+        else:
             self._do_without_slopes(key)
-        return self._slopes[key]
+        return found
 
     def _noise(self) -> torch.Generator:
         """Noise for what estimators draw themselves; the global generator is left alone."""

@@ -202,11 +202,13 @@ def trace_run(
     escaped = frozenset() if tracker is None else tracker.escaped
     rng = (watch.model_start, torch.get_rng_state())
     traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
-    traced = replace(traced, enumerated=frozenset(watch.enumerated), leaked=escaped & watch.enumerated)
-    traced = replace(traced, patterns=patterns)
-    for name, leaf in watch.leaves.items():
-        if name in traced.run.sites:
-            traced = replace(traced, run=traced.run.with_leaf(name, leaf))
+    traced = replace(
+        traced,
+        run=traced.run.with_leaves(watch.leaves),
+        enumerated=frozenset(watch.enumerated),
+        leaked=escaped & watch.enumerated,
+        patterns=patterns,
+    )
     return _only_costs(traced) if only_costs else traced
 
 
