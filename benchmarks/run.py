@@ -18,6 +18,7 @@ SCRIPTS = (
     "profile_step.py",
     "blackbox.py",
     "vae_variance.py",
+    "gradients.py",
     "vae.py",
     "sbn.py",
     "chorales.py",

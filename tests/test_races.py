@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from torch import nn
 
 FOLDER = str(Path(__file__).parents[1] / "benchmarks")
-NAMES = ("race", "vae", "sbn", "chorales", "toy", "profile_step")
+NAMES = ("race", "vae", "sbn", "chorales", "toy", "profile_step", "gradients")
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +283,57 @@ def test_scripts_run(
     assert name == "toy" or (tmp_path / "results" / f"{name}.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("name", ["vae", "sbn", "chorales"])
+@pytest.mark.slow
+def test_gradients_are_compared_for_every_method(
+    scripts: dict[str, ModuleType], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gradients", "--smoke", "--output", str(tmp_path / "results")])
+    scripts["gradients"].main()
+    with (tmp_path / "results" / "gradients.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["task"] for row in rows} == {"linear VAE", "nonlinear VAE", "2 layers", "3 frames, 16 states"}
+    assert all(float(row["variance / squared gradient"]) > 0.0 for row in rows)
+    assert {"default", "ReinMax (biased)"} <= {row["method"] for row in rows if row["task"] == "linear VAE"}
+
+
+def test_variance_and_bias_at_fixed_weights(scripts: dict[str, ModuleType]) -> None:
+    """Gradients with a known mean: variances come out, a method that is off by half of it is told from the others."""
+    random = torch.Generator().manual_seed(0)
+    true = torch.full((400,), 0.5, dtype=torch.float64)
+
+    def drawer(name: str, group: str, factor: float, scale: float) -> SimpleNamespace:
+        noise = torch.randn(200, 400, generator=random, dtype=torch.float64)
+        drawn = list(factor * true + scale * noise)
+        found = SimpleNamespace(
+            method=SimpleNamespace(name=name, group=group), gradients=drawn, seconds=[0.001, 0.002, 0.004]
+        )
+        found.moments = lambda: scripts["gradients"].Drawer.moments(found)
+        return found
+
+    drawers = [drawer("a", "ours", 1.0, 1.0), drawer("b", "unbiased", 1.0, 0.1), drawer("c", "biased", 1.5, 1.0)]
+    rows = {row["method"]: row for row in scripts["gradients"].compare(drawers)}
+    assert rows["a"]["variance / squared gradient"] == pytest.approx(4.0, rel=0.02)
+    assert rows["b"]["variance / squared gradient"] == pytest.approx(0.04, rel=0.05)
+    assert rows["a"]["variance x ms"] == pytest.approx(8.0, rel=0.02)
+    assert rows["c (biased)"]["squared bias / squared gradient"] == pytest.approx(0.25, rel=0.05)
+    # The standard deviation of z is the square root of 2 / 400.
+    assert abs(rows["a"]["z"] - 1.0) < 0.3 and abs(rows["b"]["z"] - 1.0) < 0.3 and rows["c (biased)"]["z"] > 10.0
+
+
+def test_weights_stand_still_where_gradients_are_compared(scripts: dict[str, ModuleType], data: Path) -> None:
+    module, task = scripts["gradients"], scripts["chorales"].load_chorales(3, 3)
+    weights = {k: v.clone() for k, v in task.programs("").state_dict().items()}
+    drawer = module.Drawer(task, scripts["race"].leave_one_out(2), weights, 0)
+    drawer.learn(2)
+    batch = task.batch(torch.Generator().manual_seed(0))
+    names = module.guide_parameters(drawer.programs, batch)
+    drawer.draw(batch, names)
+    assert {name.split(".")[0] for name in names} == {"reader", "state", "last"}
+    assert all(torch.equal(value, weights[name]) for name, value in drawer.programs.state_dict().items())
+    assert len(drawer.gradients) == 1 and drawer.gradients[0].norm() > 0.0
+
+
+@pytest.mark.parametrize("name", ["vae", "sbn", "chorales", "gradients"])
 def test_scripts_say_so_where_data_is_missing(
     scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
