@@ -246,16 +246,20 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
         ready = time.perf_counter()
         signals = [item.signals for item in items]
         loss = self._mean([traced.run.loss for traced in runs])
-        costs = [traced.run.differentiable for traced in runs]
+        result = step(signals, self.critics, self.learning(), learning and self._may_learn(items, loss))
+        costs = [cost for item in items for cost in item.differentiable()]
         if self.analytic_kl:
             # One graph for all particles, or one for each.
             graphs = [one.layout.graph for one in signals] * (len(runs) // len(signals))
             costs = [differentiable_cost(*pair) for pair in zip(runs, graphs, strict=True)]
-        result = step(signals, self.critics, self.learning(), learning and self._may_learn(items, loss))
         self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
         if self.keeps_staged:
             self.staged = Transient([replace(item, result=result) for item in items])
         return loss, sum(costs, torch.zeros(())), result
+
+    @property
+    def _is_shared(self) -> bool:  # type: ignore[override]
+        return self._goes_back and not (self.analytic_kl or self.retain_graph)
 
     def _mean(self, losses: list[Tensor]) -> Tensor:
         return sum(losses[1:], losses[0]) / self.num_particles

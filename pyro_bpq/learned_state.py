@@ -47,6 +47,8 @@ class LearnedState:
     _evaluate: Callable[..., tuple[Tensor, Tensor, StepResult]]
     _turn: Turn
     _replayer: Any = None
+    # Whether the gradients of the loss are asked for once, by the objective itself.
+    _goes_back: bool = False
     # What was settled of an open number of particles.
     _open_state: Any = None
 
@@ -90,7 +92,11 @@ class LearnedState:
             if self.training and torch.is_grad_enabled():
                 self._learn()
             mark = self._mark()
-            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+            self._goes_back = True
+            try:
+                loss = self.differentiable_loss(model, guide, *args, **kwargs)
+            finally:
+                self._goes_back = False
             self._register_for_pyro()
             self._backward(loss, mark)
             return float(loss.item())

@@ -54,6 +54,11 @@ class Staged:
     signals: Signals
     result: StepResult | None = None
 
+    def differentiable(self) -> list[Tensor]:
+        """The differentiable costs of each run, for the surrogate; to be asked when all sites are done."""
+        rerun = self.signals.rerun
+        return [traced.run.differentiable for traced in self.traced] if rerun is None else rerun.differentiable()
+
     def again(self, bank: CriticBank) -> Signals:
         """The tensors with the critics as they are now; nothing is built."""
         return Signals(self.signals.layout, self.signals.rollout, self.signals.tables, bank, False)

@@ -18,6 +18,7 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph import Plate, StochasticComputationGraph
 from pyro_bpq.rollout import Rollout, Run
 from pyro_bpq.sandbox import Sandbox
+from pyro_bpq.shared_backward import SharedBackward, shared_backward
 from pyro_bpq.site_program import slope_of
 from pyro_bpq.substitute import Substitute, relaxed_log_prob
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model, cost_of_site
@@ -41,6 +42,7 @@ class Reruns:
         traced: The runs of the step.
         graph: Their graph.
         generator: Source of the fresh draws.
+        is_shared: Whether the backward pass for slopes is the one for the parameters too.
 
     Attributes:
         patterns: Patterns of the costs that components are charged with in runs that draw every site afresh.
@@ -53,12 +55,15 @@ class Reruns:
         traced: Sequence[TracedRun],
         graph: StochasticComputationGraph,
         generator: torch.Generator,
+        is_shared: bool = False,
     ) -> None:
         self.trace, self.programs, self.traced = trace, programs, traced
         self.graph, self.generator = graph, generator
         self.patterns: Mapping[tuple[str, str], Pattern] = {}
+        self.is_shared = is_shared
         self.num_runs = 0
         self._fresh: tuple[Run, ...] | None = None
+        self._led: dict[int, SharedBackward] = {}
 
     def __repr__(self) -> str:
         return f"Reruns({len(self.programs)} programs, {self.num_runs} runs so far)"
@@ -130,12 +135,21 @@ class Reruns:
         Returns:
             A tensor of the shape of the value for each run, detached; ``None`` where its values are no leaves.
         """
-        runs, others = [traced.run for traced in self.traced], self._others(name)
-        leaves = [run.sites[name].leaf for run in runs]
-        pairs = [(run, leaf) for run, leaf in zip(runs, leaves, strict=True) if leaf is not None]
-        if len(pairs) < len(runs):
+        if any(traced.run.sites[name].leaf is None for traced in self.traced):
             return None
-        return tuple(slope_of([run], others, leaf, keeps_graph=True) + _own_slope(run, name) for run, leaf in pairs)
+        found = [(self._led_back(i).slopes[name], traced.run) for i, traced in enumerate(self.traced)]
+        return tuple(slope + _own_slope(run, name) for slope, run in found)
+
+    def _led_back(self, i: int) -> SharedBackward:
+        """The backward pass through the costs of a run; one for all sites."""
+        if i not in self._led:
+            self._led[i] = shared_backward(self.traced[i].run, self.is_shared)
+        return self._led[i]
+
+    def differentiable(self) -> list[Tensor]:
+        """The differentiable costs of each run, for the surrogate; to be asked when all sites are done."""
+        costs = [traced.run.differentiable for traced in self.traced]
+        return [self._led[i].differentiable if i in self._led else cost for i, cost in enumerate(costs)]
 
     def fresh(self) -> tuple[Run, ...]:
         """Runs the program once more per run of the step, with every site drawn afresh; at the first call only.
@@ -202,7 +216,7 @@ def _model_run(name: str, value: Tensor, trace: Any, traced: TracedRun) -> Run:
 
 
 def _own_slope(run: Run, name: str) -> Tensor:
-    """The gradient of ``log q - log p`` of a site itself, as far as these are costs, to its value."""
+    """The gradient of ``log q - log p`` of a site itself to its value, for that of the ``-log p`` of the run."""
     record = run.sites[name]
     sides = {
         cost_of_guide(name): (1.0, record.fn, record.scale, record.mask),
@@ -215,6 +229,9 @@ def _own_slope(run: Run, name: str) -> Tensor:
             for cost, (sign, fn, scale, mask) in sides.items()
             if cost in run.costs and fn is not None
         }
+        if cost_of_model(name) in costs:
+            _, prior, scale, mask = sides[cost_of_model(name)]
+            costs["in the run"] = scale_and_mask(prior.log_prob(leaf), scale, mask)
     return slope_of([replace(run, costs=costs)], list(costs), leaf)
 
 

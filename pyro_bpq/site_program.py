@@ -37,14 +37,18 @@ class Rerun(Protocol):
         """The gradient of all costs of a step's runs to the values of a site; ``None`` where it takes other runs."""
         ...
 
+    def differentiable(self) -> list[Tensor]:
+        """The differentiable costs of each run, for the surrogate; to be asked when all sites are done."""
+        ...
 
-def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor, keeps_graph: bool = False) -> Tensor:
+
+def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor) -> Tensor:
     """The gradient of the sum of some costs with respect to a value of a site; zero where there is none."""
     with torch.enable_grad():
         total = sum((run.costs[cost].sum() for run in runs for cost in costs), leaf.new_zeros(()))
     if not total.requires_grad:
         return torch.zeros_like(leaf)
-    (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True, retain_graph=keeps_graph)
+    (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
     return torch.zeros_like(leaf) if gradient is None else gradient
 
 

@@ -70,6 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "multi_sample",
         "sandbox",
         "substitute",
+        "shared_backward",
         "reruns",
         "staging",
         "particles",
