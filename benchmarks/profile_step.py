@@ -31,13 +31,14 @@ PARTS: Mapping[tuple[str, str], str] = {
     ("immediate.py", "flipped_costs"): "extra run of the model",
     ("reruns.py", "_fresh_run"): "runs at other values",
     ("reruns.py", "_run"): "runs at other values",
-    ("site_program.py", "slope_of"): "slopes of the costs",
+    ("shared_backward.py", "shared_backward"): "backward through the costs, slopes with it",
+    ("site_program.py", "slope_of"): "backward through the costs, slopes with it",
     ("critic_step.py", "evaluate_critics"): "evaluate critics",
     ("surrogate.py", "step"): "returns, control variates, surrogate",
     ("surrogate.py", "critic_loss"): "critics' loss",
     ("learned_state.py", "_prepare"): "gradients of the critics",
     ("learned_state.py", "_learn"): "update critics and statistics",
-    ("_tensor.py", "backward"): "backward through model and guide",
+    ("_tensor.py", "backward"): "backward of the loss",
     ("optim.py", "__call__"): "the user's optimiser",
 }
 OTHER = "the rest of SVI and of the ELBO"
@@ -69,7 +70,7 @@ def by_part(stats: pstats.Stats) -> dict[str, float]:
 INSIDE = {
     "evaluate critics": "returns, control variates, surrogate",
     "runs at other values": "returns, control variates, surrogate",
-    "slopes of the costs": "returns, control variates, surrogate",
+    "backward through the costs, slopes with it": "returns, control variates, surrogate",
     "critics' loss": "returns, control variates, surrogate",
 }
 

@@ -258,8 +258,8 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
         return loss, sum(costs, torch.zeros(())), result
 
     @property
-    def _is_shared(self) -> bool:  # type: ignore[override]
-        return self._goes_back and not (self.analytic_kl or self.retain_graph)
+    def _share(self) -> float | None:  # type: ignore[override]
+        return 1.0 / self.num_particles if self._goes_back and not (self.analytic_kl or self.retain_graph) else None
 
     def _mean(self, losses: list[Tensor]) -> Tensor:
         return sum(losses[1:], losses[0]) / self.num_particles

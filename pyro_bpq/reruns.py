@@ -42,7 +42,7 @@ class Reruns:
         traced: The runs of the step.
         graph: Their graph.
         generator: Source of the fresh draws.
-        is_shared: Whether the backward pass for slopes is the one for the parameters too.
+        share: Weight of each run in the step's loss, if the backward pass for slopes is that of the costs too.
 
     Attributes:
         patterns: Patterns of the costs that components are charged with in runs that draw every site afresh.
@@ -55,12 +55,12 @@ class Reruns:
         traced: Sequence[TracedRun],
         graph: StochasticComputationGraph,
         generator: torch.Generator,
-        is_shared: bool = False,
+        share: float | None = None,
     ) -> None:
         self.trace, self.programs, self.traced = trace, programs, traced
         self.graph, self.generator = graph, generator
         self.patterns: Mapping[tuple[str, str], Pattern] = {}
-        self.is_shared = is_shared
+        self.share = share
         self.num_runs = 0
         self._fresh: tuple[Run, ...] | None = None
         self._led: dict[int, SharedBackward] = {}
@@ -143,7 +143,7 @@ class Reruns:
     def _led_back(self, i: int) -> SharedBackward:
         """The backward pass through the costs of a run; one for all sites."""
         if i not in self._led:
-            self._led[i] = shared_backward(self.traced[i].run, self.is_shared)
+            self._led[i] = shared_backward(self.traced[i].run, self.share)
         return self._led[i]
 
     def differentiable(self) -> list[Tensor]:

@@ -28,12 +28,13 @@ class SharedBackward:
     differentiable: Tensor
 
 
-def shared_backward(run: Run, is_shared: bool) -> SharedBackward:
+def shared_backward(run: Run, share: float | None) -> SharedBackward:
     """Goes back once through the costs of a run.
 
     Args:
         run: A run with leaves.
-        is_shared: Whether the pass is for the parameters too. Then the result has first derivatives only.
+        share: Weight of the run in the step's loss, if the pass is for the parameters too: hooks within the program see
+            the gradients of the loss, and the result has first derivatives only. ``None`` for slopes alone.
 
     Returns:
         The slopes, and costs with the same value and gradient as before.
@@ -42,13 +43,15 @@ def shared_backward(run: Run, is_shared: bool) -> SharedBackward:
     total = run.differentiable
     if not total.requires_grad:
         return SharedBackward({name: torch.zeros_like(leaf) for name, leaf in leaves.items()}, total)
-    inputs = _inputs(total, list(leaves.values())) if is_shared else []
+    inputs = [] if share is None else _inputs(total, list(leaves.values()))
     # A hook is called where a gradient is complete, which it is only in the pass of the loss.
     inputs = [] if any(tensor._backward_hooks for tensor in inputs) else inputs
     # The graph is kept: log-probabilities of the guide may share a part of it.
-    found = torch.autograd.grad(total, [*leaves.values(), *inputs], retain_graph=True, allow_unused=True)
+    weight = 1.0 if share is None else share
+    outer = torch.full_like(total, weight)
+    found = torch.autograd.grad(total, [*leaves.values(), *inputs], outer, retain_graph=True, allow_unused=True)
     slopes = {
-        name: torch.zeros_like(leaf) if slope is None else slope
+        name: torch.zeros_like(leaf) if slope is None else slope / weight
         for (name, leaf), slope in zip(leaves.items(), found, strict=False)
     }
     pairs = [(t, g) for t, g in zip(inputs, found[len(leaves) :], strict=True) if g is not None]
@@ -56,23 +59,24 @@ def shared_backward(run: Run, is_shared: bool) -> SharedBackward:
         tensors, gradients = zip(*pairs, strict=True)
         # Estimators ask for slopes without recording gradients.
         with torch.enable_grad():
-            total = _Known.apply(total.detach(), gradients, *tensors)  # type: ignore[no-untyped-call]
+            total = _Known.apply(total.detach(), gradients, weight, *tensors)  # type: ignore[no-untyped-call]
     return SharedBackward(slopes, total)
 
 
 class _Known(torch.autograd.Function):
-    """A value whose gradients to some leaves are known."""
+    """A value whose gradients to some leaves are known, times a weight."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *inputs: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], weight: float, *inputs: Tensor) -> Tensor:
+        ctx.gradients, ctx.weight = gradients, weight
         return value.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        factor = outer / ctx.weight
         # A scalar of one device cannot be multiplied with a tensor of another.
-        return None, None, *(gradient * outer.to(gradient.device) for gradient in ctx.gradients)
+        return None, None, None, *(gradient * factor.to(gradient.device) for gradient in ctx.gradients)
 
 
 def _inputs(total: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -50,8 +50,8 @@ class Staging:
     _only_costs: bool
     _arguments: Any
     _trace: Any
-    # Whether slopes may be found in one backward pass with the gradients of the loss.
-    _is_shared: bool = False
+    # Weight of each run in the loss, if slopes may be found in one backward pass with its gradients.
+    _share: float | None = None
 
     def __repr__(self) -> str:
         # That of a module, which every objective is; this class stands before it among the bases.
@@ -154,7 +154,7 @@ class Staging:
         is_first_order = learning and self.learner is not None and self.learner.first_order > 0.0
         if reruns and (plan.needs_program or is_first_order) and not kind[0]:
             generator = self._noise()
-            rerun = Reruns(self._trace, programs, traced, graph, generator, self._is_shared)
+            rerun = Reruns(self._trace, programs, traced, graph, generator, self._share)
             if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
                 plan = self._plan(traced[0], graph, kind)
             rerun.patterns = plan.patterns

@@ -177,6 +177,35 @@ def test_hooks_of_parameters_are_called_once_with_the_whole_gradient() -> None:
     assert torch.allclose(halved["w"], plain["w"])
 
 
+def test_hooks_within_the_model_see_the_gradients_of_the_loss() -> None:
+    """Once; a hook that is not linear, such as a clamp, does to the parameters what it does in a plain step."""
+    seen: list[Tensor] = []
+
+    def clamped(take: Callable[[Any, Program, Program], None]) -> Callable[[Any, Program, Program], None]:
+        def taken(elbo: Any, model: Program, guide: Program) -> None:
+            table = model.__self__.table  # type: ignore[attr-defined]
+
+            def clamp(gradient: Tensor) -> Tensor:
+                seen.append(gradient)
+                return gradient.clamp(-0.1, 0.1)
+
+            def hook(module: nn.Module, given: Any, out: Tensor) -> None:
+                if out.requires_grad:
+                    out.register_hook(clamp)
+
+            handle = table.register_forward_hook(hook)
+            take(elbo, model, guide)
+            handle.remove()
+
+        return taken
+
+    one, _ = gradients("bits", clamped(in_one), **SLOPED)
+    assert len(seen) == 1
+    two, _ = gradients("bits", clamped(in_two), **SLOPED)
+    assert torch.allclose(seen[0], seen[-1]) and seen[0].abs().max() > 0.1
+    assert torch.allclose(one["table.weight"], two["table.weight"]) and one["table.weight"].abs().max() == 0.1
+
+
 @pytest.mark.parametrize("options", [{"retain_graph": True}, {"analytic_kl": True}], ids=str)
 def test_two_passes_where_one_would_not_do(options: dict[str, Any]) -> None:
     plain, _ = gradients("bits", in_one, **SLOPED)
