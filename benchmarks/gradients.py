@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import chorales
 import pyro
@@ -189,10 +190,17 @@ def main() -> None:
     torch.set_num_threads(1)
     size = FULL if options.full else SMOKE if options.smoke else QUICK
     seeds = options.seeds or size.seeds
-    rows = [r for task, methods in tasks(size) for seed in range(seeds) for r in measure(task, methods, size, seed)]
+    rows: list[Row] = []
+    for task, methods in tasks(size):
+        rows += [row for seed in range(seeds) for row in measure(task, methods, size, seed)]
+        # After each task, since all of them take long.
+        write(options.output, rows, size, seeds)
     if not rows:
         print("gradients.py: skipped, PYRO_BPQ_DATA names no folder with mnist.npz or jsb.npz")
-        return
+
+
+def write(output: Path, rows: Sequence[Row], size: Size, seeds: int) -> None:
+    """Writes CSV and Markdown, prints the last task's tables."""
     parts = [
         "Gradients of the guide's parameters on one batch, at weights that leave-one-out of 8 reaches after so many "
         f"steps of Adam ({RATE:g}); {size.draws} draws of each method after {size.learning} steps in which it learned "
@@ -204,9 +212,9 @@ def main() -> None:
     for name in dict.fromkeys(row["task"] for row in rows):
         for checkpoint in size.checkpoints:
             parts += [f"## {name}, after {checkpoint} steps", table(averages(rows, name, checkpoint))]
-    print("\n\n".join(parts))
-    write_csv(options.output / "gradients.csv", rows)
-    write_markdown(options.output / "gradients.md", "Gradients at fixed weights", parts)
+    print("\n\n".join(parts[-2 * len(size.checkpoints) :]), flush=True)
+    write_csv(output / "gradients.csv", rows)
+    write_markdown(output / "gradients.md", "Gradients at fixed weights", parts)
 
 
 if __name__ == "__main__":
