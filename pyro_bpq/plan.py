@@ -59,6 +59,7 @@ class Plan:
         patterns: What components of sites read, by site and cost, where costs are charged to components.
         by_row: Sites of the default's choice in many rows, whose cost-to-go is not known at other values.
         led_back: Sites whose estimators ask for slopes that the costs of a run have itself.
+        handed: Costs of the model that read values of the guide itself.
     """
 
     graph: StochasticComputationGraph
@@ -68,6 +69,7 @@ class Plan:
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
     by_row: frozenset[str] = frozenset()
     led_back: frozenset[str] = frozenset()
+    handed: frozenset[str] = frozenset()
 
     @cached_property
     def needs_program(self) -> bool:
@@ -144,6 +146,7 @@ class Planner:
         cuts_plates: bool = True,
         patterns: Patterns = frozenset(),
         has_slopes: bool = True,
+        handed: frozenset[str] = frozenset(),
     ) -> Plan:
         """Plans the steps on a structure.
 
@@ -160,14 +163,20 @@ class Planner:
             cuts_plates: Whether rows of a plate stay apart.
             patterns: Which component of a site each element of a cost reads, by site and cost.
             has_slopes: Whether costs are not known to be without gradients to the values of sites.
+            handed: Costs of the model that read values of the guide itself: what the model alone costs at other values
+                does not show them.
 
         Returns:
             The plan.
         """
         estimators = {name: self._estimator(traced, name) for name in traced.run.sites}
-        immediate = {name: () for name in estimators} if is_dynamic else immediate_costs(graph)
+        # What a cost reads at other values of a site is known where the model alone gets these.
+        immediate = {
+            name: tuple(cost for cost in costs if not (is_dynamic or cost in handed))
+            for name, costs in immediate_costs(graph).items()
+        }
         flips, components = (
-            self._flips(traced, graph, estimators, immediate) if can_flip and not is_dynamic else (None, {})
+            self._flips(traced, graph, estimators, immediate, handed) if can_flip and not is_dynamic else (None, {})
         )
         # Costs of a user's own may be dear: critics save calls.
         is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)
@@ -180,7 +189,7 @@ class Planner:
             # The extra run goes on only where it tells most sites everything.
             others = by_row if 2 * len(by_row) < len(rows) else rows
             estimators |= {n: score_function(traced, n) for n in others if pays_to_compare(traced.infos[n])}
-            flips, components = self._flips(traced, graph, estimators, immediate) if can_flip else (None, {})
+            flips, components = self._flips(traced, graph, estimators, immediate, handed) if can_flip else (None, {})
         plain = [name for name in estimators if name not in components and self._is_plain(traced, name)]
         known_patterns, charged = dict(patterns), {}
         specs, tabled, known = {}, {}, set()
@@ -221,7 +230,7 @@ class Planner:
             is_dynamic or traced.user_costs or traced.untraced or traced.elimination is not None
         )
         led_back = {n for n, kind in estimators.items() if has_own and needs_slope(kind) and not graph.descendants(n)}
-        return Plan(graph, layout, flips, components, used, by_row, frozenset(led_back))
+        return Plan(graph, layout, flips, components, used, by_row, frozenset(led_back), handed)
 
     def _estimator(self, traced: TracedRun, name: str) -> Estimator:
         estimator = self.choose(traced.infos[name], traced.options[name])
@@ -274,8 +283,9 @@ class Planner:
         graph: StochasticComputationGraph,
         estimators: dict[str, Estimator],
         immediate: Mapping[str, tuple[str, ...]],
+        handed: frozenset[str],
     ) -> tuple[FlipPlan | None, dict[str, Components]]:
-        repeatable = {cost for cost in graph.cost_index if _is_repeatable(traced, cost)}
+        repeatable = {cost for cost in graph.cost_index if _is_repeatable(traced, cost)} - handed
         costs = {n: tuple(c for c in found if c in repeatable) for n, found in immediate_model_costs(graph).items()}
         if traced.elimination is not None:
             can_flip = traced.elimination.can_flip

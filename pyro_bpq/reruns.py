@@ -43,6 +43,7 @@ class Reruns:
         graph: Their graph.
         generator: Source of the fresh draws.
         share: Weight of each run in the step's loss, if the backward pass for slopes is that of the costs too.
+        handed: Costs of the model that read values of the guide itself, which then runs again as well.
 
     Attributes:
         patterns: Patterns of the costs that components are charged with in runs that draw every site afresh.
@@ -56,11 +57,12 @@ class Reruns:
         graph: StochasticComputationGraph,
         generator: torch.Generator,
         share: float | None = None,
+        handed: frozenset[str] = frozenset(),
     ) -> None:
         self.trace, self.programs, self.traced = trace, programs, traced
         self.graph, self.generator = graph, generator
         self.patterns: Mapping[tuple[str, str], Pattern] = {}
-        self.share = share
+        self.share, self.handed = share, handed
         self.num_runs = 0
         self._fresh: tuple[Run, ...] | None = None
         self._led: dict[int, SharedBackward] = {}
@@ -187,7 +189,7 @@ class Reruns:
             return False
         others = {cost_of_guide(other) for other in traced.run.sites if other != name}
         others |= {cost_of_site(site, True) for site in samples(traced.guide_trace).values() if site["is_observed"]}
-        return others.isdisjoint(self.graph.downstream_costs(name))
+        return (others | self.handed).isdisjoint(self.graph.downstream_costs(name))
 
 
 def _with_all_costs(again: Run, traced: TracedRun, name: str) -> Run:

@@ -28,7 +28,7 @@ from pyro_bpq.tracing import TracedRun
 __all__ = ["Kind", "Staging"]
 
 # What a plan depends on besides the graph, see Staging._kind.
-Kind = tuple[bool, bool, Patterns, int]
+Kind = tuple[bool, bool, Patterns, frozenset[str], int]
 
 
 class Staging:
@@ -115,10 +115,10 @@ class Staging:
         self._last_plan = None
 
     def _kind(self, runs: Sequence[TracedRun], is_dynamic: bool) -> Kind:
-        """Steering, whether rows of plates stay apart, what elements read, and the number of particles."""
+        """Steering, whether rows of plates stay apart, what elements read, what is handed over, number of particles."""
         patterns = frozenset() if is_dynamic else self._structure.patterns_of(runs)
         cuts_plates = all(self._structure.cuts_plates(traced) for traced in runs)
-        return is_dynamic, cuts_plates, patterns, self.num_particles
+        return is_dynamic, cuts_plates, patterns, self._structure.handed_of(runs), self.num_particles
 
     def _stage(
         self,
@@ -154,7 +154,7 @@ class Staging:
         is_first_order = learning and self.learner is not None and self.learner.first_order > 0.0
         if reruns and (plan.needs_program or is_first_order) and not kind[0]:
             generator = self._noise()
-            rerun = Reruns(self._trace, programs, traced, graph, generator, self._share)
+            rerun = Reruns(self._trace, programs, traced, graph, generator, self._share, plan.handed)
             if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
                 plan = self._plan(traced[0], graph, kind)
             rerun.patterns = plan.patterns
@@ -197,7 +197,7 @@ class Staging:
         if key not in self._plans:
             if len(self._plans) >= 64:
                 self._plans.clear()
-            is_dynamic, cuts_plates, patterns, _ = kind
+            is_dynamic, cuts_plates, patterns, handed, _ = kind
             self._plans[key] = self.planner.plan(
                 traced,
                 graph,
@@ -206,6 +206,7 @@ class Staging:
                 cuts_plates,
                 patterns,
                 self._slopes.get(traced.key, True),
+                handed,
             )
         self._last_plan = (traced.key, graph, kind, self._plans[key])
         return self._plans[key]

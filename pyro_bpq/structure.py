@@ -56,6 +56,7 @@ class StructureCache:
         self.graphs: dict[Any, StochasticComputationGraph] = {}
         self.patterns: dict[Any, Patterns] = {}
         self.varying: dict[Any, Patterns] = {}
+        self.handed: dict[Any, frozenset[str]] = {}
 
     def __repr__(self) -> str:
         return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
@@ -88,6 +89,11 @@ class StructureCache:
             varying = found
         lost = frozenset(pair for pair in varying if not pair[1].fits(first.run.costs[pair[0][1]].shape))
         return found - lost if lost else found
+
+    def handed_of(self, runs: Sequence[TracedRun]) -> frozenset[str]:
+        """Costs of the model that read values of the guide itself, in these or earlier runs of that structure."""
+        known = (self.handed.get(run.key, frozenset()) | run.handed for run in runs)
+        return frozenset().union(*known)
 
     def is_dynamic(self, traced: TracedRun) -> bool:
         """Whether Python may have steered by sampled values, so that the next run may differ in structure.
@@ -131,6 +137,8 @@ class StructureCache:
         if learn:
             self.escapes |= traced.escaped
             self.crosses |= traced.crosses
+            if traced.handed:
+                self.handed[traced.key] = self.handed_of([traced])
         if self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)):
             # What other runs with the same key did is not merged in: the key may follow from sampled values.
             return build_graph(traced, reads)
@@ -152,6 +160,7 @@ class StructureCache:
             self.graphs.pop(forgotten, None)
             self.patterns.pop(forgotten, None)
             self.varying.pop(forgotten, None)
+            self.handed.pop(forgotten, None)
         self.unknown = self.mode == "auto" and agreements < _AGREEMENTS
         if self.untracked_steps >= self.next_look:
             self.next_look = min(10 * self.next_look, 1000)
@@ -184,6 +193,7 @@ class StructureCache:
         self.unknown = False
         if len(self.graphs) >= _CAPACITY:
             self.graphs.clear()
+            self.handed.clear()
         return self._store(traced.key, dense_graph(traced))
 
     def _contradicted(

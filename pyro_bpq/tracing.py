@@ -29,7 +29,7 @@ from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph import Plate
 from pyro_bpq.provenance import DependencyTracker
 from pyro_bpq.rollout import Run, SiteRecord
-from pyro_bpq.watch import Attach, Choose, Watch, is_enumerated, samples, site_info
+from pyro_bpq.watch import HANDED, Attach, Choose, Watch, is_enumerated, samples, site_info
 
 __all__ = [
     "PARTICLES",
@@ -88,6 +88,7 @@ class TracedRun:
         user_costs: What every cost statement says of itself, by name of the cost.
         only_costs: Whether cost statements are all that counts.
         patterns: By site and cost, which component of the site each element of the cost reads; tracked runs only.
+        handed: Costs of the model that read values of the guide itself, not only what was replayed; tracked runs only.
     """
 
     key: tuple[Any, ...]
@@ -111,6 +112,7 @@ class TracedRun:
     user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
     only_costs: bool = False
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
+    handed: frozenset[str] = frozenset()
 
     @cached_property
     def plates(self) -> dict[str, tuple[Plate, ...]]:
@@ -193,13 +195,18 @@ def trace_run(
                 )
         except ValueError as error:
             raise _plate_error(error, watch.plates) or error from error
-        guide_sites, reads = watch.guide_sites(guide_trace), None
+        guide_sites, reads, handed = watch.guide_sites(guide_trace), None, frozenset[str]()
         if tracker is not None:
             found = _reads(tracker, guide_sites, watch.escaped, True)
-            found |= _reads(tracker, samples(model_trace), watch.escaped, False)
-            reads = Reads(tuple(tracker.ledger.bits), found)
+            of_model = _reads(tracker, samples(model_trace), watch.escaped, False)
+            # The lowest bit is no site's: it says that a value is one of the guide's own.
+            reads = Reads(
+                tuple(tracker.ledger.bits)[1:], {cost: bits >> 1 for cost, bits in (found | of_model).items()}
+            )
+            # A GuideMessenger runs guide and model as one: nothing is handed over.
+            handed = frozenset(cost for cost, bits in of_model.items() if bits & watch.handed and watch.has_model)
         patterns = {} if elements is None else elements.patterns(_scored(guide_sites, samples(model_trace)))
-    escaped = frozenset() if tracker is None else tracker.escaped
+    escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
     rng = (watch.model_start, torch.get_rng_state())
     traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
     traced = replace(
@@ -208,6 +215,7 @@ def trace_run(
         enumerated=frozenset(watch.enumerated),
         leaked=escaped & watch.enumerated,
         patterns=patterns,
+        handed=handed,
     )
     return _only_costs(traced) if only_costs else traced
 

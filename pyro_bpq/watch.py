@@ -24,13 +24,17 @@ from pyro_bpq.features import finite_components
 from pyro_bpq.graph import Plate
 from pyro_bpq.provenance import DependencyTracker
 
-__all__ = ["Attach", "Choose", "Watch", "is_enumerated", "samples", "site_info"]
+__all__ = ["HANDED", "Attach", "Choose", "Watch", "is_enumerated", "samples", "site_info"]
 
 # Chooses the estimator of a site.
 Choose = Callable[[SiteInfo, SiteOptions], Estimator]
 
 # Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
 Attach = Callable[[Mapping[str, Any]], Any]
+
+
+HANDED = "what the guide hands over"
+"""Source of what comes from the guide's own values, not from those that the model replays."""
 
 
 class Watch(Messenger):  # type: ignore[misc]
@@ -76,6 +80,9 @@ class Watch(Messenger):  # type: ignore[misc]
         self.untraced: dict[str, dict[str, Any]] = {}
         self.enumerated: set[str] = set()
         self.calls = None if tracker is None else ContainedCalls(tracker)
+        self.has_model = False
+        # The first source of all, so that it is the lowest bit.
+        self.handed = 0 if tracker is None else tracker.ledger.bits.setdefault(HANDED, 1)
 
     def __repr__(self) -> str:
         return f"Watch({self.particles} particles, tracked={self.tracker is not None})"
@@ -90,10 +97,10 @@ class Watch(Messenger):  # type: ignore[misc]
             self.escaped[self.is_guide, msg["name"]] = self.tracker.ledger.escaped
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
+        self.has_model |= not self.is_guide
         if not self.is_guide or msg["is_observed"] or not getattr(msg["fn"], "has_rsample", False):
             return
-        info = site_info(msg, (), self.particles)
-        if not self.choose(info, site_options(msg["name"], msg["infer"])).is_pathwise:
+        if not self._is_pathwise(msg):
             msg["fn"] = _without_rsample(msg["fn"])
 
     def _pyro_post_sample(self, msg: Any) -> None:
@@ -103,6 +110,8 @@ class Watch(Messenger):  # type: ignore[misc]
         self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
         if is_enumerated(msg):
             self._enumerate(msg)
+        if not self.is_guide:
+            self._replay(msg)
         if not self.is_guide or msg["is_observed"] or is_enumerated(msg):
             return
         self.drawn.append(msg["name"])
@@ -118,8 +127,24 @@ class Watch(Messenger):  # type: ignore[misc]
             msg["value"] = self.tracker.source(msg["name"], msg["value"])
             if self.elements is not None:
                 self.elements.drawn(msg["name"], msg["fn"], msg["value"])
+            if not self._is_pathwise(msg):
+                self.tracker.ledger.taint(msg["value"], self.handed)
         if score is not None:
             self._keep(msg, score)
+
+    def _is_pathwise(self, msg: Any) -> bool:
+        """Whether the value of a site of the guide carries all of its gradient."""
+        if not getattr(msg["fn"], "has_rsample", False):
+            return False
+        return self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])).is_pathwise
+
+    def _replay(self, msg: Any) -> None:
+        """Gives the model a value of its own, to tell it from what the guide has made of the site and handed over."""
+        value = msg["value"]
+        if self.tracker is None or msg["is_observed"] or not isinstance(value, Tensor) or is_enumerated(msg):
+            return
+        if self.tracker.mask_of(value) & self.handed:
+            msg["value"] = self.tracker.source(msg["name"], value.clone())
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
         if self.calls is not None:

@@ -1,0 +1,211 @@
+"""Guides that hand the model something made from their values: the model alone does not show it at other values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormalMessenger
+from pyro.optim import Adam
+from torch import Tensor
+
+from pyro_bpq import AllAction, TraceBackpropQ_ELBO
+from pyro_bpq.estimators import DebiasedStraightThrough, DoubleCV, MuProp, debiased_straight_through
+from pyro_bpq.testing import ChoiceNoise, exact_gradient, expected_gradient
+
+F64 = torch.float64
+
+
+def logits(*values: float) -> Tensor:
+    return pyro.param("q", torch.tensor(values, dtype=F64))
+
+
+class Whole:
+    """The model reads what the guide made of its only site."""
+
+    hidden: Tensor
+
+    def guide(self) -> None:
+        self.hidden = 2.0 * pyro.sample("z", dist.Bernoulli(logits=logits(0.3)[0]))
+
+    def model(self) -> None:
+        pyro.sample("z", dist.Bernoulli(torch.tensor(0.4, dtype=F64)))
+        pyro.sample("x", dist.Normal(self.hidden, 1.0), obs=torch.tensor(1.3, dtype=F64))
+
+
+class Both(Whole):
+    """The model reads its own value, too."""
+
+    def model(self) -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4, dtype=F64)))
+        pyro.sample("x", dist.Normal(self.hidden + 0.5 * z, 1.0), obs=torch.tensor(1.3, dtype=F64))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=torch.tensor(0.2, dtype=F64))
+
+
+class Two(Whole):
+    """Another site is drawn in between."""
+
+    def guide(self) -> None:
+        super().guide()
+        pyro.sample("b", dist.Bernoulli(logits=pyro.param("r", torch.tensor(0.4, dtype=F64)) * self.hidden - 0.2))
+
+    def model(self) -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4, dtype=F64)))
+        b = pyro.sample("b", dist.Bernoulli(0.2 + 0.5 * z))
+        pyro.sample("x", dist.Normal(self.hidden + b, 1.0), obs=torch.tensor(1.3, dtype=F64))
+
+
+class Rows(Whole):
+    """In a plate, by a table."""
+
+    def guide(self) -> None:
+        with pyro.plate("rows", 2):
+            z = pyro.sample("z", dist.Categorical(logits=logits(0.3, 0.1, -0.5)))
+        self.hidden = torch.tensor([0.5, 2.0, -1.0], dtype=F64)[z]
+
+    def model(self) -> None:
+        with pyro.plate("rows", 2):
+            pyro.sample("z", dist.Categorical(torch.tensor([0.4, 0.3, 0.3], dtype=F64)))
+            pyro.sample("x", dist.Normal(self.hidden, 1.0), obs=torch.tensor([1.3, -0.3], dtype=F64))
+
+
+class Bits(Whole):
+    """A site of many components."""
+
+    def guide(self) -> None:
+        self.hidden = 2.0 * pyro.sample("z", dist.Bernoulli(logits=logits(0.3, 0.1, -0.4)).to_event(1)).sum(-1)
+
+    def model(self) -> None:
+        pyro.sample("z", dist.Bernoulli(torch.full((3,), 0.4, dtype=F64)).to_event(1))
+        pyro.sample("x", dist.Normal(self.hidden, 1.0), obs=torch.tensor(1.3, dtype=F64))
+
+
+class Prior(Whole):
+    """The model's own distribution of a site reads it."""
+
+    def model(self) -> None:
+        pyro.sample("z", dist.Bernoulli(0.2 + 0.3 * self.hidden))
+        pyro.sample("x", dist.Normal(self.hidden, 1.0), obs=torch.tensor(1.3, dtype=F64))
+
+
+PROGRAMS = (Whole, Both, Two, Rows, Bits, Prior)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "exact": {"estimator": AllAction(exact=True)},
+    "dense": {"structure": "dense"},
+    "static": {"structure": "static"},
+    "MuProp": {"estimator": MuProp()},
+}
+
+
+@pytest.fixture(autouse=True)
+def start() -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+
+
+CASES = [
+    (kind, options)
+    for kind in PROGRAMS
+    for options in OPTIONS
+    # MuProp is not for Categorical; what else serves many components draws noise of its own, see below.
+    if not ((options == "MuProp" and kind is Rows) or (options in ("default", "dense", "static") and kind is Bits))
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda case: getattr(case, "__name__", case))
+def test_gradients_are_exact_with_trained_critics(kind: type[Whole], options: str) -> None:
+    programs = kind()
+    exact = exact_gradient(programs.model, programs.guide)
+    elbo = TraceBackpropQ_ELBO(**OPTIONS[options])
+    for _ in range(20):
+        elbo.loss_and_grads(programs.model, programs.guide)
+    found = expected_gradient(elbo.eval(), programs.model, programs.guide)
+    assert exact["q"].abs().max() > 1e-3
+    for name, gradient in exact.items():
+        assert (found[name] - gradient).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("options", ["default", "chosen"])
+def test_many_components_over_values_and_draws(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise, programs = ChoiceNoise(), Bits()
+
+    def draw(chance: Tensor, generator: torch.Generator) -> Tensor:
+        flat = chance.flatten(-2)
+        index = noise.draw_choice(flat / flat.sum(-1, keepdim=True))
+        return torch.zeros_like(flat).scatter_(-1, index.unsqueeze(-1), 1.0).reshape(chance.shape)
+
+    monkeypatch.setattr(debiased_straight_through, "_draw", draw)
+    exact = exact_gradient(programs.model, programs.guide)
+    elbo = TraceBackpropQ_ELBO(estimator=None if options == "default" else DebiasedStraightThrough())
+    for _ in range(20):
+        elbo.loss_and_grads(programs.model, programs.guide)
+    assert isinstance(elbo.info["z"]["estimator"], DebiasedStraightThrough)
+    found = expected_gradient(elbo.eval(), programs.model, programs.guide, noise=noise)
+    assert (found["q"] - exact["q"]).abs().max() < 1e-10
+
+
+def test_slopes_see_what_is_handed_over() -> None:
+    programs = Bits()
+    elbo = TraceBackpropQ_ELBO(2, vectorize_particles=True, max_plate_nesting=0, estimator=DoubleCV(), critic=None)
+    exact = exact_gradient(programs.model, programs.guide)
+    for _ in range(20):
+        elbo.loss_and_grads(programs.model, programs.guide)
+    assert elbo._last_plan[3].led_back == {"z"}
+    found = expected_gradient(elbo.eval(), programs.model, programs.guide)
+    assert (found["q"] - exact["q"]).abs().max() < 1e-10
+
+
+def handed(model: Any, guide: Any, steps: int = 4) -> frozenset[str]:
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(steps):
+        elbo.loss_and_grads(model, guide)
+    return elbo._last_plan[3].handed
+
+
+@pytest.mark.parametrize(
+    ("kind", "costs"),
+    [
+        (Whole, {"-log p(x)"}),
+        (Both, {"-log p(x)"}),
+        (Prior, {"-log p(z)", "-log p(x)"}),
+    ],
+    ids=["Whole", "Both", "Prior"],
+)
+def test_only_costs_that_read_it_are_told(kind: type[Whole], costs: set[str]) -> None:
+    programs = kind()
+    assert handed(programs.model, programs.guide) == costs
+
+
+def test_what_the_model_replays_is_not_handed_over() -> None:
+    def guide() -> None:
+        a = pyro.sample("a", dist.Bernoulli(logits=logits(0.3)[0]))
+        with pyro.plate("rows", 2):
+            b = pyro.sample("b", dist.Categorical(logits=torch.stack([a, -a], -1).expand(2, 2)))
+            pyro.sample("c", dist.Bernoulli(logits=(a + b)))
+
+    def model() -> None:
+        a = pyro.sample("a", dist.Bernoulli(torch.tensor(0.4, dtype=F64)))
+        with pyro.plate("rows", 2):
+            b = pyro.sample("b", dist.Categorical(torch.ones(2, dtype=F64)))
+            c = pyro.sample("c", dist.Bernoulli(0.2 + 0.3 * a))
+            pyro.sample("x", dist.Normal(a + b + c, 1.0), obs=torch.zeros(2, dtype=F64))
+
+    assert handed(model, guide) == frozenset()
+
+
+def test_a_messenger_that_runs_both_as_one_hands_nothing_over() -> None:
+    def model() -> None:
+        u = pyro.sample("u", dist.Normal(torch.zeros((), dtype=F64), 1.0))
+        pyro.sample("x", dist.Normal(u, 1.0), obs=torch.tensor(0.3, dtype=F64))
+
+    guide = AutoNormalMessenger(model)
+    elbo = TraceBackpropQ_ELBO()
+    svi = SVI(model, guide, Adam({"lr": 1e-2}), loss=elbo)
+    for _ in range(4):
+        svi.step()
+    assert elbo._last_plan[3].handed == frozenset()
