@@ -112,7 +112,11 @@ def finite_components(fn: Any) -> Components | None:
         return finite_components(fn.base_dist)
     if fn.event_shape:
         return None
-    support = fn.enumerate_support(expand=False)
+    try:
+        support = fn.enumerate_support(expand=False)
+    except NotImplementedError:
+        # That of counts with different totals: as good as infinite.
+        return None
     # A support that differs between batch elements has no common index.
     if support.numel() != support.shape[0]:
         return None
@@ -133,6 +137,13 @@ def _categorical(fn: td.Categorical) -> Components:
 def _one_hot(fn: td.OneHotCategorical) -> Components | None:
     # Straight-through variants are reparameterised: their value carries a gradient.
     return None if fn.has_rsample else Components("one_hot", (), fn.param_shape[-1])
+
+
+@finite_components.register(td.Binomial)
+def _binomial(fn: td.Binomial) -> Components | None:
+    # Without its support, which may be long.
+    total, least = int(fn.total_count.max()), int(fn.total_count.min())
+    return Components("support", (), total + 1) if total == least and not fn.event_shape else None
 
 
 @finite_components.register(td.Independent)

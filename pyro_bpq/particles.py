@@ -127,16 +127,27 @@ class OpenParticles(Staging):
         if self._settled.items not in ((), (model, guide)):
             self._open_state = None
         if self.num_particles > 1:
-            found = self._observe_many(program, learning)
-            if found is not None:
-                return found
+            before = self.num_particles, self.max_plate_nesting, self._settled, self._is_compared
+            many, warning = self._observe_many(program, learning)
+            if many is not None:
+                return many
+            try:
+                found = super()._observe(model, guide, args, kwargs, learning)
+            except BaseException:
+                # With one particle it fails too: their number is not why.
+                self._take(*before[:2])
+                self._settled, self._is_compared = before[2:]
+                raise
+            if warning:
+                warnings.warn(warning, BPQWarning, stacklevel=2)
+            return found
         found = super()._observe(model, guide, args, kwargs, learning)
         if learning and not self._settled.items:
             self._settle(model, guide, found[0][0])
             if self._next is not None and self.num_steps == 0:
                 # Adam long remembers a first gradient that is noisier than those that follow.
                 self._take(*self._next)
-                return self._observe_many(program, learning, is_first=True) or found
+                return self._observe_many(program, learning, is_first=True)[0] or found
         return found
 
     def _settle(self, model: Any, guide: Any, traced: TracedRun) -> None:
@@ -160,10 +171,11 @@ class OpenParticles(Staging):
 
     def _observe_many(
         self, program: Any, learning: bool, is_first: bool = False
-    ) -> tuple[list[TracedRun], list[Staged]] | None:
+    ) -> tuple[tuple[list[TracedRun], list[Staged]] | None, str]:
         """The runs of a step; ``None``, and one particle from now on, if the program does not run that way.
 
-        Where it has made parameters, ``None`` too, but with one particle for this step alone.
+        Where it has made parameters, ``None`` too, but with one particle for this step alone. Also a warning, to be
+        given if it runs with one; empty where none is due.
         """
         model, guide, args, kwargs = program
         was_compared, settled = self._is_compared and bool(self._settled.items), Transient((model, guide))
@@ -190,7 +202,7 @@ class OpenParticles(Staging):
             self._settled, self._is_compared = settled, True
             if learning:
                 self._lower(found[0][0])
-            return found
+            return found, ""
         torch.set_rng_state(start)
         self._take(1, self._given_nesting)
         self._settled = settled
@@ -200,13 +212,11 @@ class OpenParticles(Staging):
         if not reason:
             self._next, self._is_compared = (number, nesting), False
         elif was_compared:
-            warnings.warn(
+            return None, (
                 f"The program ran with {number} particles at once so far, but {reason}. From now on one "
-                "particle runs; write num_particles=1 if that is what you want.",
-                BPQWarning,
-                stacklevel=2,
+                "particle runs; write num_particles=1 if that is what you want."
             )
-        return None
+        return None, ""
 
     def _difference(self, many: TracedRun, program: Any, lent: LentBuffers) -> str:
         """What tells a particle among others from one on its own; empty where nothing does."""

@@ -42,6 +42,11 @@ def test_finite_components_of_each_kind(make: Any, expected: Components) -> None
     assert finite_components(make()) == expected
 
 
+def test_a_long_support_is_not_made_to_be_counted() -> None:
+    fn = dist.Binomial(10**9, logits=torch.zeros(2))
+    assert finite_components(fn) == Components("support", (), 10**9 + 1)
+
+
 @pytest.mark.parametrize(
     "fn",
     [
@@ -49,6 +54,8 @@ def test_finite_components_of_each_kind(make: Any, expected: Components) -> None
         dist.Poisson(1.0),
         dist.OneHotCategoricalStraightThrough(logits=LOGITS),
         dist.Binomial(total_count=torch.tensor([2.0, 2.0]), probs=0.5).to_event(1),
+        dist.Binomial(total_count=torch.tensor([2.0, 3.0]), probs=0.5),
+        dist.BetaBinomial(1.0, 1.0, total_count=torch.tensor([2.0, 3.0])),
         dist.Multinomial(3, logits=LOGITS),
         dist.MixtureSameFamily(dist.Categorical(logits=LOGITS[0]), dist.Normal(torch.zeros(3), 1.0)),
         dist.Delta(torch.tensor(1.0)),

@@ -485,3 +485,25 @@ def test_larger_batches_get_fewer() -> None:
     for _ in range(2):
         elbo.loss_and_grads(programs.model, programs.guide)
     assert elbo.num_particles == 2
+
+
+@pytest.mark.parametrize("at", [3, 5, 8])
+def test_a_batch_that_fails_with_one_particle_too_leaves_the_number(at: int) -> None:
+    programs, is_bad = Layers(), False
+
+    def model() -> None:
+        if is_bad:
+            raise ValueError("bad batch")
+        programs.model()
+
+    elbo = TraceBackpropQ_ELBO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BPQWarning)
+        for step in range(12):
+            is_bad = step == at
+            if is_bad:
+                with pytest.raises(ValueError, match="bad batch"):
+                    elbo.loss_and_grads(model, programs.guide)
+            else:
+                elbo.loss_and_grads(model, programs.guide)
+            assert elbo.num_particles == MOST_PARTICLES

@@ -125,6 +125,8 @@ class ScaledTerms:
             # Nothing to scale.
             return {} if context.num_particles > 1 else means
         moments, elements = context.joint(torch.cat(self.moments(scales), 1))
+        # Values of half precision have statistics of the default one.
+        moments = moments.to(old["gram"].dtype)
         slow = 1.0 - elements / _SAMPLES
         slow = slow.clamp(min=decay) if isinstance(slow, Tensor) else max(slow, decay)
         gram, squares = (
