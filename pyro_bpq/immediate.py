@@ -132,6 +132,7 @@ def flipped_costs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     graph: StochasticComputationGraph,
+    has_buffers: bool = True,
 ) -> dict[str, Tensor] | None:
     """Runs the model with flipped values and reads the immediate costs off.
 
@@ -144,6 +145,7 @@ def flipped_costs(
         args: Its arguments.
         kwargs: Its keyword arguments.
         graph: The graph.
+        has_buffers: Whether it may call modules with buffers.
 
     Returns:
         For each flipped site its immediate costs in nats, ``(M, plate dims, D, K)``; ``None`` if the
@@ -152,7 +154,7 @@ def flipped_costs(
     """
     tables: dict[str, list[Tensor]] = {name: [] for name in components}
     for run in traced:
-        rows = _run_flipped(plan, components, run, model, args, kwargs)
+        rows = _run_flipped(plan, components, run, model, args, kwargs, has_buffers)
         if rows is None:
             return None
         for name, split in components.items():
@@ -176,6 +178,7 @@ def _run_flipped(
     model: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    has_buffers: bool,
 ) -> dict[str, Tensor] | None:
     """Costs ``(rows, batch)`` of the extra run, by name."""
     values = {
@@ -191,7 +194,7 @@ def _run_flipped(
         values[name] = _flip(record.value, record.fn, split, plan, name, lead)
     wanted = {cost for costs in plan.costs.values() for cost in costs}
     before, after = traced.rng
-    sandbox = Sandbox(before)
+    sandbox = Sandbox(before, has_buffers)
     try:
         # The sampled run has been validated; its row is compared below.
         with sandbox, pyro.validation_enabled(False), warnings.catch_warnings():

@@ -184,12 +184,12 @@ class OpenParticles(Staging):
         compares = not was_compared or is_due or self._structure.wants_tracking()
         start, reason = torch.get_rng_state(), ""
         number, nesting, known = self.num_particles, self.max_plate_nesting, set(pyro.get_param_store().keys())
-        with LentBuffers() if compares else contextlib.nullcontext() as lent:
+        with LentBuffers() if compares and self._has_buffers else contextlib.nullcontext() as lent:
             try:
                 found = super()._observe(model, guide, args, kwargs, learning)
-                if lent is not None and known.issuperset(pyro.get_param_store().keys()):
+                if compares and known.issuperset(pyro.get_param_store().keys()):
                     reason = self._difference(found[0][0], program, lent)
-                    if not (reason or is_first):
+                    if lent is not None and not (reason or is_first):
                         # In the first step the run of one particle has written them.
                         lent.keep()
             except StructureChangedError:
@@ -218,11 +218,15 @@ class OpenParticles(Staging):
             )
         return None, ""
 
-    def _difference(self, many: TracedRun, program: Any, lent: LentBuffers) -> str:
+    @property
+    def _has_buffers(self) -> bool:
+        return self._last_plan is None or self._last_plan[3].has_buffers
+
+    def _difference(self, many: TracedRun, program: Any, lent: LentBuffers | None) -> str:
         """What tells a particle among others from one on its own; empty where nothing does."""
         if not all(self._is_same(many, program, i) for i in (0, self.num_particles - 1)):
             return "the costs of a particle depend on those it runs with"
-        return "" if lent.fit else "a buffer of a module takes the shape of the particles"
+        return "" if lent is None or lent.fit else "a buffer of a module takes the shape of the particles"
 
     def _is_same(self, many: TracedRun, program: Any, index: int) -> bool:
         """Whether a particle has the same costs on its own."""
@@ -234,7 +238,11 @@ class OpenParticles(Staging):
                 if not site["is_observed"]:
                     values[name] = _alone(site, index, nesting)
         put = Substitute(values | dict(many.subsamples))
-        with Sandbox(int(self._noise().initial_seed())), pyro.validation_enabled(False), torch.no_grad():
+        with (
+            Sandbox(int(self._noise().initial_seed()), self._has_buffers),
+            pyro.validation_enabled(False),
+            torch.no_grad(),
+        ):
             alone = self._trace(put(model), put(guide), args, kwargs, track=False).run.costs
         among = {name: _particle(cost.detach(), index, nesting) for name, cost in many.run.costs.items()}
         return alone.keys() == among.keys() and same_costs(

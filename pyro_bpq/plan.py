@@ -60,6 +60,7 @@ class Plan:
         by_row: Sites of the default's choice in many rows, whose cost-to-go is not known at other values.
         led_back: Sites whose estimators ask for slopes that the costs of a run have itself.
         handed: Costs of the model that read values of the guide itself.
+        has_buffers: Whether the programs may call modules with buffers.
     """
 
     graph: StochasticComputationGraph
@@ -70,6 +71,7 @@ class Plan:
     by_row: frozenset[str] = frozenset()
     led_back: frozenset[str] = frozenset()
     handed: frozenset[str] = frozenset()
+    has_buffers: bool = True
 
     @cached_property
     def needs_program(self) -> bool:

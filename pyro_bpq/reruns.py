@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_bpq.component_costs import Pattern, charge_sites
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph import Plate, StochasticComputationGraph
+from pyro_bpq.plan import Plan
 from pyro_bpq.rollout import Rollout, Run
 from pyro_bpq.sandbox import Sandbox
 from pyro_bpq.shared_backward import SharedBackward, shared_backward
@@ -43,7 +44,8 @@ class Reruns:
         graph: Their graph.
         generator: Source of the fresh draws.
         share: Weight of each run in the step's loss, if the backward pass for slopes is that of the costs too.
-        handed: Costs of the model that read values of the guide itself, which then runs again as well.
+        plan: What is done on that graph; ``None`` where nothing is known of costs that the guide hands values to, and
+            of modules with buffers.
 
     Attributes:
         patterns: Patterns of the costs that components are charged with in runs that draw every site afresh.
@@ -57,12 +59,15 @@ class Reruns:
         graph: StochasticComputationGraph,
         generator: torch.Generator,
         share: float | None = None,
-        handed: frozenset[str] = frozenset(),
+        plan: Plan | None = None,
     ) -> None:
         self.trace, self.programs, self.traced = trace, programs, traced
         self.graph, self.generator = graph, generator
         self.patterns: Mapping[tuple[str, str], Pattern] = {}
-        self.share, self.handed = share, handed
+        self.share = share
+        # What the guide hands to the model is made again where the guide runs again as well.
+        self.handed = frozenset[str]() if plan is None else plan.handed
+        self.has_buffers = plan is None or plan.has_buffers
         self.num_runs = 0
         self._fresh: tuple[Run, ...] | None = None
         self._led: dict[int, SharedBackward] = {}
@@ -108,7 +113,11 @@ class Reruns:
                 values[name] = values[name].clone()
         seed = self._seed()
         relaxed = frozenset({name}) if value.requires_grad else frozenset()
-        with Sandbox(seed), pyro.validation_enabled(False), torch.set_grad_enabled(value.requires_grad):
+        with (
+            Sandbox(seed, self.has_buffers),
+            pyro.validation_enabled(False),
+            torch.set_grad_enabled(value.requires_grad),
+        ):
             put = Substitute(values, relaxed)
             if len(fresh) == 1 and self._is_last(name, traced):
                 again = _model_run(name, values[name], poutine.trace(put(model)).get_trace(*args, **kwargs), traced)
@@ -169,7 +178,7 @@ class Reruns:
 
     def _fresh_run(self, program: Any, traced: TracedRun) -> Run:
         (model, guide, args, kwargs), put = program, Substitute(traced.subsamples)
-        with Sandbox(self._seed()), pyro.validation_enabled(False), torch.no_grad():
+        with Sandbox(self._seed(), self.has_buffers), pyro.validation_enabled(False), torch.no_grad():
             if traced.only_costs or traced.elimination is not None:
                 again = self.trace(put(model), put(guide), args, kwargs, track=False).run
             else:

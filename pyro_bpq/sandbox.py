@@ -2,6 +2,7 @@ r"""Runs of a program that leave no trace: generators and module buffers are as 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["LentBuffers", "Sandbox", "UngraphedBuffers"]
+__all__ = ["BufferedModules", "LentBuffers", "Sandbox", "UngraphedBuffers"]
 
 
-class _CalledModules:
+class BufferedModules:
     """Notes the modules with buffers that a run calls on its thread, each ahead of its first call."""
 
     def __init__(self) -> None:
@@ -30,7 +31,12 @@ class _CalledModules:
 
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
-        # In a run whose sampled values have no gradients buffers would have no graphs.
+
+    def __bool__(self) -> bool:
+        """Whether there were any."""
+        return bool(self._own)
+
+    def _detach(self) -> None:
         for module in self._own:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.grad_fn is not None:
@@ -45,17 +51,23 @@ class _CalledModules:
         """What is done ahead of the first call of a module."""
 
 
-class UngraphedBuffers(_CalledModules):
+class UngraphedBuffers(BufferedModules):
     """Leaves buffers of modules without graphs after a run whose sampled values carry gradients."""
 
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        # In a run whose sampled values have no gradients they would have none.
+        self._detach()
 
-class LentBuffers(_CalledModules):
+
+class LentBuffers(BufferedModules):
     """Gives modules copies of their buffers for a run, which are dropped after it unless they are kept."""
 
     def __exit__(self, *_: object) -> None:
         for module, buffers in self._own.items():
             module._buffers.update(buffers)
         super().__exit__()
+        self._detach()
 
     def _called(self, module: nn.Module) -> None:
         # The originals are left untouched: autograd may hold them.
@@ -84,17 +96,19 @@ class Sandbox:
 
     Args:
         start: State that the global generator of the CPU starts from, or a seed for the generators of all devices.
+        has_buffers: Whether the run may call modules with buffers. To watch for them takes a hook on all modules, for
+            which ``torch.compile`` compiles anew.
 
     Attributes:
         before: States of the generators at the start, CPU first.
         after: Their states at the end.
     """
 
-    def __init__(self, start: Tensor | int) -> None:
+    def __init__(self, start: Tensor | int, has_buffers: bool = True) -> None:
         self.before: list[Tensor] = []
         self.after: list[Tensor] = []
         self._start = start
-        self._buffers = LentBuffers()
+        self._buffers = LentBuffers() if has_buffers else contextlib.nullcontext()
 
     def __repr__(self) -> str:
         return f"Sandbox({'seed' if isinstance(self._start, int) else 'state of the generator'})"
@@ -115,7 +129,7 @@ class Sandbox:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._buffers.__exit__()
+        self._buffers.__exit__(None, None, None)
         self.after = self._generators()
         cpu, *others = self._states
         torch.set_rng_state(cpu)

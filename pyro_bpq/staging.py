@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from pyro_bpq.tracing import TracedRun
 __all__ = ["Kind", "Staging"]
 
 # What a plan depends on besides the graph, see Staging._kind.
-Kind = tuple[bool, bool, Patterns, frozenset[str], int]
+Kind = tuple[bool, bool, Patterns, frozenset[str], bool, int]
 
 
 class Staging:
@@ -92,7 +93,7 @@ class Staging:
             return [self._trace(*program, track=track) for program in programs]
         start = torch.get_rng_state()
         try:
-            with UngraphedBuffers():
+            with UngraphedBuffers() if last[3].has_buffers else contextlib.nullcontext():
                 return [self._trace(*program, track=track, sloped=last[3].led_back) for program in programs]
         except BPQError:
             raise
@@ -115,10 +116,12 @@ class Staging:
         self._last_plan = None
 
     def _kind(self, runs: Sequence[TracedRun], is_dynamic: bool) -> Kind:
-        """Steering, whether rows of plates stay apart, what elements read, what is handed over, number of particles."""
+        """Steering, whether rows stay apart, what elements read, what is handed over, buffers, number of particles."""
         patterns = frozenset() if is_dynamic else self._structure.patterns_of(runs)
         cuts_plates = all(self._structure.cuts_plates(traced) for traced in runs)
-        return is_dynamic, cuts_plates, patterns, self._structure.handed_of(runs), self.num_particles
+        structure = self._structure
+        known = structure.handed_of(runs), structure.has_buffers(runs)
+        return is_dynamic, cuts_plates, patterns, *known, self.num_particles
 
     def _stage(
         self,
@@ -143,7 +146,9 @@ class Staging:
         tables = {}
         if plan.flips is not None:
             again = guide if self._only_costs else model
-            found = flipped_costs(plan.flips, plan.components, traced, rollout, again, args, kwargs, graph)
+            found = flipped_costs(
+                plan.flips, plan.components, traced, rollout, again, args, kwargs, graph, plan.has_buffers
+            )
             if found is None:
                 self._cannot_flip.add(traced[0].key)
                 self._plans.clear()
@@ -154,7 +159,7 @@ class Staging:
         is_first_order = learning and self.learner is not None and self.learner.first_order > 0.0
         if reruns and (plan.needs_program or is_first_order) and not kind[0]:
             generator = self._noise()
-            rerun = Reruns(self._trace, programs, traced, graph, generator, self._share, plan.handed)
+            rerun = Reruns(self._trace, programs, traced, graph, generator, self._share, plan)
             if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
                 plan = self._plan(traced[0], graph, kind)
             rerun.patterns = plan.patterns
@@ -197,8 +202,8 @@ class Staging:
         if key not in self._plans:
             if len(self._plans) >= 64:
                 self._plans.clear()
-            is_dynamic, cuts_plates, patterns, handed, _ = kind
-            self._plans[key] = self.planner.plan(
+            is_dynamic, cuts_plates, patterns, handed, has_buffers, _ = kind
+            plan = self.planner.plan(
                 traced,
                 graph,
                 traced.key not in self._cannot_flip,
@@ -208,6 +213,7 @@ class Staging:
                 self._slopes.get(traced.key, True),
                 handed,
             )
+            self._plans[key] = replace(plan, has_buffers=has_buffers)
         self._last_plan = (traced.key, graph, kind, self._plans[key])
         return self._plans[key]
 

@@ -57,6 +57,7 @@ class StructureCache:
         self.patterns: dict[Any, Patterns] = {}
         self.varying: dict[Any, Patterns] = {}
         self.handed: dict[Any, frozenset[str]] = {}
+        self.without_buffers: set[Any] = set()
 
     def __repr__(self) -> str:
         return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
@@ -94,6 +95,10 @@ class StructureCache:
         """Costs of the model that read values of the guide itself, in these or earlier runs of that structure."""
         known = (self.handed.get(run.key, frozenset()) | run.handed for run in runs)
         return frozenset().union(*known)
+
+    def has_buffers(self, runs: Sequence[TracedRun]) -> bool:
+        """Whether runs of that structure may call modules with buffers."""
+        return any(run.has_buffers and run.key not in self.without_buffers for run in runs)
 
     def is_dynamic(self, traced: TracedRun) -> bool:
         """Whether Python may have steered by sampled values, so that the next run may differ in structure.
@@ -137,6 +142,10 @@ class StructureCache:
         if learn:
             self.escapes |= traced.escaped
             self.crosses |= traced.crosses
+            if not traced.has_buffers and len(self.without_buffers) < _CAPACITY:
+                self.without_buffers.add(traced.key)
+            elif traced.has_buffers:
+                self.without_buffers.discard(traced.key)
             if traced.handed:
                 self.handed[traced.key] = self.handed_of([traced])
         if self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)):

@@ -29,6 +29,7 @@ from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph import Plate
 from pyro_bpq.provenance import DependencyTracker
 from pyro_bpq.rollout import Run, SiteRecord
+from pyro_bpq.sandbox import BufferedModules
 from pyro_bpq.watch import HANDED, Attach, Choose, Watch, is_enumerated, samples, site_info
 
 __all__ = [
@@ -89,6 +90,7 @@ class TracedRun:
         only_costs: Whether cost statements are all that counts.
         patterns: By site and cost, which component of the site each element of the cost reads; tracked runs only.
         handed: Costs of the model that read values of the guide itself, not only what was replayed; tracked runs only.
+        has_buffers: Whether it may have called modules with buffers; known of tracked runs.
     """
 
     key: tuple[Any, ...]
@@ -113,6 +115,7 @@ class TracedRun:
     only_costs: bool = False
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
     handed: frozenset[str] = frozenset()
+    has_buffers: bool = True
 
     @cached_property
     def plates(self) -> dict[str, tuple[Plate, ...]]:
@@ -183,7 +186,8 @@ def trace_run(
     elements = ElementWatch(tracker) if tracker is not None and components and not only_costs else None
     watch = Watch(tracker, choose, num_particles, attach, noise, step, elements, sloped)
     with contextlib.ExitStack() as stack:
-        for mode in (tracker, None if elements is None else elements.elements, watch):
+        modules = BufferedModules() if track else None
+        for mode in (tracker, None if elements is None else elements.elements, watch, modules):
             if mode is not None:
                 stack.enter_context(mode)
         try:
@@ -216,6 +220,7 @@ def trace_run(
         leaked=escaped & watch.enumerated,
         patterns=patterns,
         handed=handed,
+        has_buffers=modules is None or bool(modules),
     )
     return _only_costs(traced) if only_costs else traced
 

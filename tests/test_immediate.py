@@ -58,7 +58,7 @@ def log_probs(case: Case, values: dict[str, Any], subsamples: dict[str, Any], pa
 
 def brute_force(case: Case, args: tuple[Any, ...], run: int, name: str) -> Tensor:
     """The table of a site: each component of each plate row set alone to each of its values."""
-    plan, components, traced, rollout, *_, graph = args
+    plan, components, traced, rollout, *_, graph, _ = args
     one, split = traced[run], components[name]
     values = {
         n: s["value"].detach()
