@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -131,6 +132,8 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
         seed: int = 0,
         enumeration: Literal["sample", "exact"] = "sample",
     ) -> None:
+        if not (num_particles is None or isinstance(num_particles, Integral)) or isinstance(num_particles, bool):
+            raise OptionError(f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.")
         nn.Module.__init__(self)
         ELBO.__init__(
             self,

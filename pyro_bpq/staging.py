@@ -24,7 +24,7 @@ from pyro_bpq.rollout import Rollout
 from pyro_bpq.sandbox import UngraphedBuffers
 from pyro_bpq.signals import Signals
 from pyro_bpq.structure import StructureCache
-from pyro_bpq.tracing import TracedRun
+from pyro_bpq.tracing import TracedRun, check_declared
 
 __all__ = ["Kind", "Staging"]
 
@@ -80,10 +80,17 @@ class Staging:
         # A baseline from those particles that happen to have the same structure would depend on the value of the
         # site that it is for: either all particles are stacked or each is on its own.
         members = [list(range(len(runs)))] if is_alike and not is_dynamic else [[i] for i in range(len(runs))]
-        items = [
-            self._stage([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
-            for ids in members
-        ]
+        try:
+            items = [
+                self._stage([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
+                for ids in members
+            ]
+        except BPQError:
+            raise
+        except RuntimeError:
+            # Shapes that do not fit are told by the site that they come from.
+            check_declared(runs[0])
+            raise
         return runs, items
 
     def _runs(self, programs: Sequence[Any], track: bool) -> list[TracedRun]:

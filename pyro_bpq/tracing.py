@@ -35,6 +35,7 @@ from pyro_bpq.watch import HANDED, Attach, Choose, Watch, is_enumerated, samples
 __all__ = [
     "PARTICLES",
     "TracedRun",
+    "check_declared",
     "cost_of_guide",
     "cost_of_model",
     "cost_of_site",
@@ -139,6 +140,22 @@ def _plate_error(error: ValueError, plates: Mapping[str, tuple[Any, ...]]) -> Pl
         for site, frames in named.items()
     ]
     return PlateError("\n".join([text, *lines]))
+
+
+def check_declared(traced: TracedRun) -> None:
+    """Raises if a site has a dimension that is no plate, which Pyro finds only where it validates.
+
+    Raises:
+        PlateError: With the site, and what to write.
+    """
+    for site in (*samples(traced.guide_trace).values(), *samples(traced.model_trace).values()):
+        shape, dims = site["log_prob"].shape, {f.dim for f in site["cond_indep_stack"] if f.vectorized}
+        for dim in range(-len(shape), 0):
+            if shape[dim] > 1 and dim not in dims:
+                raise PlateError(
+                    f"Site {site['name']!r} has the batch shape {tuple(shape)}, and in dimension {dim} no plate. "
+                    "Put it into a pyro.plate, or write .to_event(...) where its elements belong together."
+                )
 
 
 def trace_run(

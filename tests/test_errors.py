@@ -350,3 +350,26 @@ def test_warnings_are_pyros(make: Callable[[], tuple[Any, Any]]) -> None:
     theirs = messages(TraceGraph_ELBO(), model, guide)
     assert theirs
     assert messages(TraceBackpropQ_ELBO(), model, guide) == theirs
+
+
+def test_dimensions_without_a_plate_name_the_site_without_validation_too() -> None:
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.full((3,), 0.3)))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor([2.0, 4.0, 9.0]))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))))
+
+    pyro.clear_param_store()
+    with pyro.validation_enabled(False):
+        with pytest.raises(PlateError, match=r"'z' has the batch shape \(3,\), and in dimension -1 no plate"):
+            TraceBackpropQ_ELBO().loss_and_grads(model, guide)
+        # Where no shape has to fit, the program runs as it does under Pyro's own ELBOs.
+        plain = TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None).loss_and_grads(model, guide)
+    assert plain > 0.0
+
+
+@pytest.mark.parametrize("number", ["2", 2.0, True, 0, -1])
+def test_numbers_of_particles_are_positive_integers(number: Any) -> None:
+    with pytest.raises(OptionError, match=f"num_particles={number!r}"):
+        TraceBackpropQ_ELBO(num_particles=number)
