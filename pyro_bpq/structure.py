@@ -146,11 +146,11 @@ class StructureCache:
                 self.without_buffers.add(traced.key)
             elif traced.has_buffers:
                 self.without_buffers.discard(traced.key)
-            if traced.handed:
-                self.handed[traced.key] = self.handed_of([traced])
         if self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)):
             # What other runs with the same key did is not merged in: the key may follow from sampled values.
             return build_graph(traced, reads)
+        if learn and traced.handed:
+            self.handed[traced.key] = self.handed_of([traced])
         if self.mode == "dense":
             return self._dense(traced, learn)
         new = Reads.over(traced.run.sites, reads)

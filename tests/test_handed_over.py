@@ -181,6 +181,19 @@ def test_only_costs_that_read_it_are_told(kind: type[Whole], costs: set[str]) ->
     assert handed(programs.model, programs.guide) == costs
 
 
+def test_it_is_known_in_steps_that_are_not_tracked_and_not_kept_where_all_are() -> None:
+    programs = Whole()
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(8):
+        elbo.loss_and_grads(programs.model, programs.guide)
+    assert not elbo._structure.wants_tracking()
+    assert elbo._last_plan[3].handed == {"-log p(x)"} and len(elbo._structure.handed) == 1
+    always = TraceBackpropQ_ELBO(structure="dynamic")
+    for _ in range(3):
+        always.loss_and_grads(programs.model, programs.guide)
+    assert always._last_plan[3].handed == {"-log p(x)"} and not always._structure.handed
+
+
 def test_what_the_model_replays_is_not_handed_over() -> None:
     def guide() -> None:
         a = pyro.sample("a", dist.Bernoulli(logits=logits(0.3)[0]))
