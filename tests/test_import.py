@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-MAX_RATIO = 1.5
+MAX_RATIO = 0.25
 MAX_RUNS = 6
 
 # Runs `import torch, pyro`, then the statement in argv[1], and prints what that statement changed.
@@ -83,9 +83,9 @@ print(json.dumps({
 
 # Processor time, which other work on the machine stretches far less than the clock's.
 STOPWATCH = r"""
-import time, torch
+import time
 start = time.process_time()
-import pyro
+import torch, pyro
 middle = time.process_time()
 import pyro_bpq
 print((time.process_time() - middle) / (middle - start))
@@ -109,7 +109,10 @@ def report():
 
 
 def test_import_is_quick():
-    """Beside the import of Pyro in the same process; the least of a few runs, as a rule the first will do."""
+    """Beside torch and Pyro in the same process, which share out their imports differently from build to build.
+
+    The least of a few runs; as a rule the first will do.
+    """
     ratios = [run(STOPWATCH)]
     while min(ratios) > MAX_RATIO and len(ratios) < MAX_RUNS:
         ratios.append(run(STOPWATCH))
