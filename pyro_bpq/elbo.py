@@ -132,7 +132,8 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
         seed: int = 0,
         enumeration: Literal["sample", "exact"] = "sample",
     ) -> None:
-        if not (num_particles is None or isinstance(num_particles, Integral)) or isinstance(num_particles, bool):
+        is_number = isinstance(num_particles, Integral) and not isinstance(num_particles, bool)
+        if num_particles is not None and not (is_number and num_particles >= 1):
             raise OptionError(f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.")
         nn.Module.__init__(self)
         ELBO.__init__(
@@ -147,8 +148,6 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
             retain_graph=retain_graph,
             tail_adaptive_beta=tail_adaptive_beta,
         )
-        if self.num_particles < 1:
-            raise OptionError(f"num_particles={num_particles!r}: write a positive number.")
         check_options(estimator, critic, reduction, lam, gamma, learner)
         if enumeration not in ("sample", "exact"):
             raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")

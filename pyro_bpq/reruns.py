@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pyro_bpq.component_costs import Pattern, charge_sites
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.graph import Plate, StochasticComputationGraph
+from pyro_bpq.graph import Plate
 from pyro_bpq.plan import Plan
 from pyro_bpq.rollout import Rollout, Run
 from pyro_bpq.sandbox import Sandbox
 from pyro_bpq.shared_backward import SharedBackward, shared_backward
-from pyro_bpq.site_program import slope_of
+from pyro_bpq.site_program import gradient_to, slope_of
 from pyro_bpq.substitute import Substitute, relaxed_log_prob
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model, cost_of_site
 from pyro_bpq.watch import samples
@@ -41,14 +41,9 @@ class Reruns:
         trace: Traces a program.
         programs: Model, guide and their arguments, for each run of the step.
         traced: The runs of the step.
-        graph: Their graph.
+        plan: What is done on their graph; it may be exchanged for another one on the same.
         generator: Source of the fresh draws.
         share: Weight of each run in the step's loss, if the backward pass for slopes is that of the costs too.
-        plan: What is done on that graph; ``None`` where nothing is known of costs that the guide hands values to, and
-            of modules with buffers.
-
-    Attributes:
-        patterns: Patterns of the costs that components are charged with in runs that draw every site afresh.
     """
 
     def __init__(
@@ -56,18 +51,12 @@ class Reruns:
         trace: Trace,
         programs: Sequence[tuple[Any, Any, Any, Any]],
         traced: Sequence[TracedRun],
-        graph: StochasticComputationGraph,
+        plan: Plan,
         generator: torch.Generator,
-        share: float | None = None,
-        plan: Plan | None = None,
+        share: float | None,
     ) -> None:
         self.trace, self.programs, self.traced = trace, programs, traced
-        self.graph, self.generator = graph, generator
-        self.patterns: Mapping[tuple[str, str], Pattern] = {}
-        self.share = share
-        # What the guide hands to the model is made again where the guide runs again as well.
-        self.handed = frozenset[str]() if plan is None else plan.handed
-        self.has_buffers = plan is None or plan.has_buffers
+        self.plan, self.generator, self.share = plan, generator, share
         self.num_runs = 0
         self._fresh: tuple[Run, ...] | None = None
         self._led: dict[int, SharedBackward] = {}
@@ -89,7 +78,7 @@ class Reruns:
         Raises:
             UnsupportedProgramError: If the program then has other sites.
         """
-        fresh = {name, *self.graph.descendants(name)}
+        fresh = {name, *self.plan.graph.descendants(name)}
         # Estimators ask without recording gradients: a view made so would not lead back to the value.
         with torch.set_grad_enabled(value.requires_grad):
             values = value.split(1) if len(self.traced) > 1 else (value,)
@@ -114,7 +103,7 @@ class Reruns:
         seed = self._seed()
         relaxed = frozenset({name}) if value.requires_grad else frozenset()
         with (
-            Sandbox(seed, self.has_buffers),
+            Sandbox(seed, self.plan.has_buffers),
             pyro.validation_enabled(False),
             torch.set_grad_enabled(value.requires_grad),
         ):
@@ -135,7 +124,7 @@ class Reruns:
     def _others(self, name: str) -> list[str]:
         """The costs downstream of a site but its own log-probabilities."""
         own = (cost_of_guide(name), cost_of_model(name))
-        return [cost for cost in self.graph.downstream_costs(name) if cost not in own]
+        return [cost for cost in self.plan.graph.downstream_costs(name) if cost not in own]
 
     def slopes(self, name: str) -> tuple[Tensor, ...] | None:
         """The gradient of all costs downstream to the value of a site in each run of the step.
@@ -178,14 +167,14 @@ class Reruns:
 
     def _fresh_run(self, program: Any, traced: TracedRun) -> Run:
         (model, guide, args, kwargs), put = program, Substitute(traced.subsamples)
-        with Sandbox(self._seed(), self.has_buffers), pyro.validation_enabled(False), torch.no_grad():
+        with Sandbox(self._seed(), self.plan.has_buffers), pyro.validation_enabled(False), torch.no_grad():
             if traced.only_costs or traced.elimination is not None:
                 again = self.trace(put(model), put(guide), args, kwargs, track=False).run
             else:
                 first = poutine.trace(put(guide)).get_trace(*args, **kwargs)
                 second = poutine.trace(poutine.replay(put(model), trace=first)).get_trace(*args, **kwargs)
                 again = replace(traced.run, costs={**_costs(first, True), **_costs(second, False)})
-                again = charged(again, self.patterns, first, second)
+                again = charged(again, self.plan.patterns, first, second)
         return _with_all_costs(again, traced, next(iter(traced.run.sites)))
 
     def _seed(self) -> int:
@@ -198,7 +187,8 @@ class Reruns:
             return False
         others = {cost_of_guide(other) for other in traced.run.sites if other != name}
         others |= {cost_of_site(site, True) for site in samples(traced.guide_trace).values() if site["is_observed"]}
-        return (others | self.handed).isdisjoint(self.graph.downstream_costs(name))
+        # What the guide hands to the model is made again where the guide runs again as well.
+        return (others | self.plan.handed).isdisjoint(self.plan.graph.downstream_costs(name))
 
 
 def _with_all_costs(again: Run, traced: TracedRun, name: str) -> Run:
@@ -235,15 +225,13 @@ def _own_slope(run: Run, name: str) -> Tensor:
     }
     leaf = record.value.clone().requires_grad_()
     with torch.enable_grad():
-        costs = {
-            cost: sign * scale_and_mask(relaxed_log_prob(fn, leaf), scale, mask)
-            for cost, (sign, fn, scale, mask) in sides.items()
-            if cost in run.costs and fn is not None
-        }
-        if cost_of_model(name) in costs:
-            _, prior, scale, mask = sides[cost_of_model(name)]
-            costs["in the run"] = scale_and_mask(prior.log_prob(leaf), scale, mask)
-    return slope_of([replace(run, costs=costs)], list(costs), leaf)
+        total = leaf.new_zeros(())
+        for cost, (sign, fn, scale, mask) in sides.items():
+            if cost in run.costs and fn is not None:
+                total = total + sign * scale_and_mask(relaxed_log_prob(fn, leaf), scale, mask).sum()
+        if cost_of_model(name) in run.costs and record.prior is not None:
+            total = total + scale_and_mask(record.prior.log_prob(leaf), record.prior_scale, record.prior_mask).sum()
+    return gradient_to(total, leaf)
 
 
 def charged(run: Run, patterns: Mapping[tuple[str, str], Pattern], guide_trace: Any, model_trace: Any) -> Run:

@@ -46,6 +46,11 @@ def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor) -> Tensor:
     """The gradient of the sum of some costs with respect to a value of a site; zero where there is none."""
     with torch.enable_grad():
         total = sum((run.costs[cost].sum() for run in runs for cost in costs), leaf.new_zeros(()))
+    return gradient_to(total, leaf)
+
+
+def gradient_to(total: Tensor, leaf: Tensor) -> Tensor:
+    """The gradient of a scalar to a leaf; zero where it does not depend on it."""
     if not total.requires_grad:
         return torch.zeros_like(leaf)
     (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)

@@ -166,10 +166,10 @@ class Staging:
         is_first_order = learning and self.learner is not None and self.learner.first_order > 0.0
         if reruns and (plan.needs_program or is_first_order) and not kind[0]:
             generator = self._noise()
-            rerun = Reruns(self._trace, programs, traced, graph, generator, self._share, plan)
+            rerun = Reruns(self._trace, programs, traced, plan, generator, self._share)
             if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
                 plan = self._plan(traced[0], graph, kind)
-            rerun.patterns = plan.patterns
+            rerun.plan = plan
         if plan.patterns:
             # Only now it is certain which plan is carried out.
             runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)

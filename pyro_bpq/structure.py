@@ -142,15 +142,11 @@ class StructureCache:
         if learn:
             self.escapes |= traced.escaped
             self.crosses |= traced.crosses
-            if not traced.has_buffers and len(self.without_buffers) < _CAPACITY:
-                self.without_buffers.add(traced.key)
-            elif traced.has_buffers:
-                self.without_buffers.discard(traced.key)
         if self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)):
             # What other runs with the same key did is not merged in: the key may follow from sampled values.
             return build_graph(traced, reads)
-        if learn and traced.handed:
-            self.handed[traced.key] = self.handed_of([traced])
+        if learn:
+            self._learn_programs(traced)
         if self.mode == "dense":
             return self._dense(traced, learn)
         new = Reads.over(traced.run.sites, reads)
@@ -170,6 +166,7 @@ class StructureCache:
             self.patterns.pop(forgotten, None)
             self.varying.pop(forgotten, None)
             self.handed.pop(forgotten, None)
+            self.without_buffers.discard(forgotten)
         self.unknown = self.mode == "auto" and agreements < _AGREEMENTS
         if self.untracked_steps >= self.next_look:
             self.next_look = min(10 * self.next_look, 1000)
@@ -177,6 +174,15 @@ class StructureCache:
         if changed or traced.key not in self.graphs:
             return self._store(traced.key, build_graph(traced, merged))
         return self.graphs[traced.key]
+
+    def _learn_programs(self, traced: TracedRun) -> None:
+        """Keeps what extra runs have to know."""
+        if traced.handed:
+            self.handed[traced.key] = self.handed_of([traced])
+        if traced.has_buffers:
+            self.without_buffers.discard(traced.key)
+        else:
+            self.without_buffers.add(traced.key)
 
     def _learn_patterns(self, traced: TracedRun) -> None:
         """Keeps the patterns that every run has shown."""
@@ -203,6 +209,7 @@ class StructureCache:
         if len(self.graphs) >= _CAPACITY:
             self.graphs.clear()
             self.handed.clear()
+            self.without_buffers.clear()
         return self._store(traced.key, dense_graph(traced))
 
     def _contradicted(

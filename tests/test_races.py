@@ -296,8 +296,8 @@ def test_gradients_are_compared_for_every_method(
     assert {"default", "ReinMax (biased)"} <= {row["method"] for row in rows if row["task"] == "linear VAE"}
 
 
-def test_variance_and_bias_at_fixed_weights(scripts: dict[str, ModuleType]) -> None:
-    """Gradients with a known mean: variances come out, a method that is off by half of it is told from the others."""
+def known_gradients(module: ModuleType) -> dict[str, dict[str, float]]:
+    """Rows of three methods, two unbiased and one off by half of the mean, which is known; so are the variances."""
     random = torch.Generator().manual_seed(0)
     true = torch.full((400,), 0.5, dtype=torch.float64)
 
@@ -307,17 +307,40 @@ def test_variance_and_bias_at_fixed_weights(scripts: dict[str, ModuleType]) -> N
         found = SimpleNamespace(
             method=SimpleNamespace(name=name, group=group), gradients=drawn, seconds=[0.001, 0.002, 0.004]
         )
-        found.moments = lambda: scripts["gradients"].Drawer.moments(found)
+        found.moments = lambda: module.Drawer.moments(found)
         return found
 
     drawers = [drawer("a", "ours", 1.0, 1.0), drawer("b", "unbiased", 1.0, 0.1), drawer("c", "biased", 1.5, 1.0)]
-    rows = {row["method"]: row for row in scripts["gradients"].compare(drawers)}
+    return {row["method"]: row for row in module.compare(drawers)}
+
+
+def check_known_gradients(rows: dict[str, dict[str, float]]) -> None:
+    # Four standard errors of variances from 200 draws of 400 components (2 %), and of squared means (5 %).
     assert rows["a"]["variance / squared gradient"] == pytest.approx(4.0, rel=0.02)
     assert rows["b"]["variance / squared gradient"] == pytest.approx(0.04, rel=0.05)
     assert rows["a"]["variance x ms"] == pytest.approx(8.0, rel=0.02)
     assert rows["c (biased)"]["squared bias / squared gradient"] == pytest.approx(0.25, rel=0.05)
     # The standard deviation of z is the square root of 2 / 400.
     assert abs(rows["a"]["z"] - 1.0) < 0.3 and abs(rows["b"]["z"] - 1.0) < 0.3 and rows["c (biased)"]["z"] > 10.0
+
+
+def test_variance_and_bias_at_fixed_weights(scripts: dict[str, ModuleType]) -> None:
+    check_known_gradients(known_gradients(scripts["gradients"]))
+
+
+@pytest.mark.parametrize("fault", ["variance", "squared mean"])
+def test_wrong_variances_and_means_are_caught(
+    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    moments = scripts["gradients"].Drawer.moments
+
+    def wrong(drawer: Any) -> tuple[torch.Tensor, float]:
+        mean, variance = moments(drawer)
+        return (mean, 1.05 * variance) if fault == "variance" else (1.05 * mean, variance)
+
+    monkeypatch.setattr(scripts["gradients"].Drawer, "moments", wrong)
+    with pytest.raises(AssertionError):
+        check_known_gradients(known_gradients(scripts["gradients"]))
 
 
 def test_weights_stand_still_where_gradients_are_compared(scripts: dict[str, ModuleType], data: Path) -> None:

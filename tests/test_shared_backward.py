@@ -12,7 +12,7 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
-from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq import TraceBackpropQ_ELBO, shared_backward
 from pyro_bpq.estimators import RODEO, DebiasedStraightThrough, DoubleCV
 
 F64 = torch.float64
@@ -139,6 +139,18 @@ def test_gradients_are_those_of_two_passes(name: str, estimator: Any, vectorized
     assert {n for n, g in one.items() if g is not None} == {n for n, g in two.items() if g is not None}
     for n, gradient in one.items():
         assert gradient is None or (gradient.norm() > 0.0 and torch.allclose(gradient, two[n], rtol=1e-10, atol=1e-12))
+
+
+def test_a_gradient_that_is_off_in_the_eighth_digit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tolerances above are for sums in another order, in float64."""
+    forward = shared_backward._Known.forward
+
+    def wrong(ctx: Any, value: Tensor, gradients: Any, weight: float, *inputs: Tensor) -> Tensor:
+        return forward(ctx, value, gradients, weight * (1.0 + 1e-8), *inputs)
+
+    monkeypatch.setattr(shared_backward._Known, "forward", staticmethod(wrong))
+    with pytest.raises(AssertionError):
+        test_gradients_are_those_of_two_passes("bits", DebiasedStraightThrough(), True, 2)
 
 
 SLOPED: dict[str, Any] = {
