@@ -18,13 +18,15 @@ from pyro_bpq.immediate import flipped_costs
 from pyro_bpq.learner import CriticLearner
 from pyro_bpq.network import BackpropQNetwork
 from pyro_bpq.plan import Plan, Planner
+from pyro_bpq.plate_errors import check_declared
 from pyro_bpq.replayer import Staged
 from pyro_bpq.reruns import Reruns, charged
 from pyro_bpq.rollout import Rollout
 from pyro_bpq.sandbox import UngraphedBuffers
 from pyro_bpq.signals import Signals
 from pyro_bpq.structure import StructureCache
-from pyro_bpq.tracing import TracedRun, check_declared
+from pyro_bpq.tracing import TracedRun
+from pyro_bpq.watch import samples
 
 __all__ = ["Kind", "Staging"]
 
@@ -89,7 +91,8 @@ class Staging:
             raise
         except RuntimeError:
             # Shapes that do not fit are told by the site that they come from.
-            check_declared(runs[0])
+            traces = (runs[0].guide_trace, runs[0].model_trace)
+            check_declared(site for trace in traces for site in samples(trace).values())
             raise
         return runs, items
 

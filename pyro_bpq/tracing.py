@@ -24,9 +24,10 @@ from pyro_bpq.bitsets import Reads
 from pyro_bpq.component_costs import ElementWatch, Pattern
 from pyro_bpq.config import SiteOptions, site_options
 from pyro_bpq.cost_statement import CostOptions, cost_options
-from pyro_bpq.errors import OptionError, PlateError, SiteNotFoundError, UnsupportedProgramError
+from pyro_bpq.errors import OptionError, SiteNotFoundError, UnsupportedProgramError
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph import Plate
+from pyro_bpq.plate_errors import plate_error
 from pyro_bpq.provenance import DependencyTracker
 from pyro_bpq.rollout import Run, SiteRecord
 from pyro_bpq.sandbox import BufferedModules
@@ -35,7 +36,6 @@ from pyro_bpq.watch import HANDED, Attach, Choose, Watch, is_enumerated, samples
 __all__ = [
     "PARTICLES",
     "TracedRun",
-    "check_declared",
     "cost_of_guide",
     "cost_of_model",
     "cost_of_site",
@@ -129,35 +129,6 @@ class TracedRun:
         return max((-plate.dim for plate in self.plate_sizes), default=0)
 
 
-def _plate_error(error: ValueError, plates: Mapping[str, tuple[Any, ...]]) -> PlateError | None:
-    """What Pyro says about shapes that do not fit, with the plates of the sites that it names."""
-    text = str(error)
-    if not any(words in text for words in ("invalid log_prob shape", "disagree at site", "inside plate(")):
-        return None
-    named = {site: frames for site, frames in plates.items() if f"'{site}'" in text or f'"{site}"' in text}
-    lines = [
-        f"Site {site!r} is in the plates {[(f.name, f.dim, f.size) for f in frames]} (name, dim, size)."
-        for site, frames in named.items()
-    ]
-    return PlateError("\n".join([text, *lines]))
-
-
-def check_declared(traced: TracedRun) -> None:
-    """Raises if a site has a dimension that is no plate, which Pyro finds only where it validates.
-
-    Raises:
-        PlateError: With the site, and what to write.
-    """
-    for site in (*samples(traced.guide_trace).values(), *samples(traced.model_trace).values()):
-        shape, dims = site["log_prob"].shape, {f.dim for f in site["cond_indep_stack"] if f.vectorized}
-        for dim in range(-len(shape), 0):
-            if shape[dim] > 1 and dim not in dims:
-                raise PlateError(
-                    f"Site {site['name']!r} has the batch shape {tuple(shape)}, and in dimension {dim} no plate. "
-                    "Put it into a pyro.plate, or write .to_event(...) where its elements belong together."
-                )
-
-
 def trace_run(
     model: Callable[..., Any],
     guide: Callable[..., Any],
@@ -215,7 +186,7 @@ def trace_run(
                     "flat", max_plate_nesting, model, watch.guide(guide), args, kwargs
                 )
         except ValueError as error:
-            raise _plate_error(error, watch.plates) or error from error
+            raise plate_error(error, watch.plates) or error from error
         guide_sites, reads, handed = watch.guide_sites(guide_trace), None, frozenset[str]()
         if tracker is not None:
             found = _reads(tracker, guide_sites, watch.escaped, True)

@@ -60,6 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "baseline_options",
         "component_costs",
+        "plate_errors",
         "watch",
         "tracing",
         "config",
