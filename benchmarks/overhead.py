@@ -11,7 +11,9 @@ binary data, 100 rows a step. The ELBOs take turns within one process, on the sa
 - on chains ``by hand``, the score function in a plain torch loop without Pyro, and ``Storchastic`` (where it is
   installed) with its score function: both are rivals of ``score, cached``, the same estimator.
 
-A ratio is the median over rounds of a step's CPU time over that of ``Trace_ELBO``'s step in the same round. Memory is
+A ratio is the median over rounds of a step's CPU time over that of another's step in the same round. Python's garbage
+collector is off while times are taken, as in ``timeit``: what it costs depends on all that a process holds. On chains
+some take turns twice more with the collector on, as it comes and after ``gc.freeze()``. Memory is
 the largest resident set (``VmHWM``) of a process of its own that takes some steps, less what it held after one step of
 ``Trace_ELBO``, which loads torch's code. It includes what the allocator keeps, and is no count of live tensors.
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -47,16 +50,18 @@ from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 
 Program = tuple[Callable[[], None], Callable[[], None]]
 
-BASE = "Trace_ELBO"
+BASE, CACHED = "Trace_ELBO", "score, cached"
 ELBOS: dict[str, Callable[[], ELBO]] = {
     BASE: Trace_ELBO,
     "TraceGraph_ELBO": TraceGraph_ELBO,
-    "score, cached": lambda: TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None),
+    CACHED: lambda: TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None),
     "score, tracked": lambda: TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None, structure="dynamic"),
     "default": TraceBackpropQ_ELBO,
 }
 BY_HAND, STORCHASTIC = "by hand", "Storchastic"
 RIVALS = (*ELBOS, BY_HAND, STORCHASTIC)
+# Those that take turns again with the garbage collector on.
+COLLECTED = (BASE, CACHED, "default", BY_HAND)
 # Steps ahead of the timed ones: structure="auto" tracks the first three and looks again ten later.
 WARM_UP = 15
 # TraceGraph_ELBO adds up n^2 / 2 costs: minutes a step from here on.
@@ -309,13 +314,16 @@ def stepper(program: Program, elbo: str, name: str, storchastic: Callable[..., A
     return SVI(*program, Adam({"lr": 1e-4}), ELBOS[elbo]()).step
 
 
-def cpu_seconds(steps: Mapping[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[float]]:
+def cpu_seconds(
+    steps: Mapping[str, Callable[[], object]], rounds: int, seconds: float, collects: bool = False
+) -> dict[str, list[float]]:
     """CPU time of steps that take turns.
 
     Args:
         steps: What to time, by name.
         rounds: Largest number of rounds.
         seconds: Time after which no further round starts; three are taken in any case.
+        collects: Whether Python's garbage collector is at work; else it runs between rounds, untimed.
 
     Returns:
         CPU seconds by name, one per round.
@@ -325,11 +333,15 @@ def cpu_seconds(steps: Mapping[str, Callable[[], object]], rounds: int, seconds:
     for i in range(rounds):
         if i >= 3 and time.monotonic() > end:
             break
+        if not collects:
+            gc.collect()
+            gc.disable()
         # In changing order: what one leaves to the garbage collector is cleared up during another's step.
         for name in shuffle.sample(list(steps), len(steps)):
             start = time.process_time()
             steps[name]()
             taken[name].append(getattr(steps[name], "seconds", time.process_time() - start))
+        gc.enable()
     return taken
 
 
@@ -343,6 +355,12 @@ def measure_time(name: str, rounds: int, seconds: float) -> list[Row]:
         for _ in range(2 if elbo in ("TraceGraph_ELBO", STORCHASTIC) else WARM_UP):
             step()
     taken = cpu_seconds(steps, rounds, seconds)
+    again = {elbo: step for elbo, step in steps.items() if BY_HAND in steps and elbo in COLLECTED}
+    collected = cpu_seconds(again, rounds, seconds / 2, collects=True) if again else {}
+    gc.collect()
+    gc.freeze()
+    frozen = cpu_seconds(again, rounds, seconds / 2, collects=True) if again else {}
+    gc.unfreeze()
     for step in steps.values():
         if isinstance(step, Apart):
             step.close()
@@ -351,11 +369,23 @@ def measure_time(name: str, rounds: int, seconds: float) -> list[Row]:
             "program": name,
             "elbo": elbo,
             "milliseconds": 1000 * median(values),
-            "ratio": median(a / b for a, b in zip(values, taken[BASE], strict=True)),
+            "ratio": ratio(taken, elbo, BASE),
+            "by hand": ratio(taken, elbo, BY_HAND),
+            "collected": 1000 * median(collected[elbo]) if elbo in collected else "",
+            "collected by hand": ratio(collected, elbo, BY_HAND),
+            "frozen": 1000 * median(frozen[elbo]) if elbo in frozen else "",
+            "frozen by hand": ratio(frozen, elbo, BY_HAND),
             "rounds": len(values),
         }
         for elbo, values in taken.items()
     ]
+
+
+def ratio(taken: Mapping[str, list[float]], one: str, other: str) -> float | str:
+    """Median over rounds of the time of one over that of another; empty where one of them was not timed."""
+    if one not in taken or other not in taken:
+        return ""
+    return median(a / b for a, b in zip(taken[one], taken[other], strict=True))
 
 
 def resident(field: str) -> float:
@@ -402,6 +432,17 @@ def by_program(rows: list[Row], column: str) -> list[Row]:
     return list(found.values())
 
 
+def by_hand(rows: list[Row]) -> list[Row]:
+    """One row per chain: our steps over the loop by hand, by what the garbage collector does."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        if row["elbo"] in (CACHED, "default") and row["by hand"] != "":
+            line = found.setdefault(row["program"], {"program": row["program"]})
+            for column, when in (("by hand", "off"), ("collected by hand", "on"), ("frozen by hand", "frozen")):
+                line[f"{row['elbo']}, {when}"] = row[column]
+    return list(found.values())
+
+
 def main() -> None:
     """Measures, prints, and writes CSV and Markdown."""
     chosen = options()
@@ -427,16 +468,21 @@ def write(output: Path, rows: list[Row], is_full: bool) -> None:
     time_table, ratio_table, memory_table = (
         table(by_program(rows, column)) for column in ("milliseconds", "ratio", "megabytes")
     )
+    hand_table = table(by_hand(rows))
     parts = (
         f"{'Full' if is_full else 'Quick'} run; float32, argument validation on (Pyro's default); one particle, but in "
-        "`default`, which settles its own number.",
+        "`default`, which settles its own number. Python's garbage collector is off while times are taken.",
         "## CPU time of a step, divided by that of `Trace_ELBO`\n\n" + ratio_table,
         "## CPU time of a step in milliseconds\n\n" + time_table,
+        "## Chains beside a loop by hand, and Python's garbage collector\n\n"
+        "CPU time of a step over that of the loop by hand, whose estimator is that of *score, cached*; with the "
+        "collector off, on, and on after `gc.freeze()`, which takes what is alive then, torch and Pyro themselves for "
+        "the most part, out of its sight.\n\n" + hand_table,
         "## Peak memory in megabytes beyond that after a step of `Trace_ELBO`\n\n"
         "Resident set of a process of its own; it includes what the allocator keeps.\n\n" + memory_table,
     )
     write_markdown(output / "overhead.md", "Overhead of a step", parts)
-    print(ratio_table)
+    print(ratio_table, hand_table, sep="\n\n")
 
 
 if __name__ == "__main__":
