@@ -12,20 +12,30 @@ from __future__ import annotations
 from dataclasses import replace
 
 from common import arguments
-from race import Size, leave_one_out, plain_leave_one_out, report, run_race
-from vae import AVERAGE, DEFAULT, DEFAULT_ONE, DISARM, LATENTS, NET, REINMAX, STRAIGHT, STRONG, begin
+from race import Method, Size, leave_one_out, ours, plain_leave_one_out, report, run_race
+from vae import AVERAGE, DEFAULT, DEFAULT_ONE, DISARM, LATENTS, NET, REINMAX, STRAIGHT, begin
+
+from pyro_bpq.estimators import CrossedLeaveOneOut
 
 QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=8.0, slices=16)
 FULL = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=120.0, slices=40)
-LONG = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=60.0, slices=30)
+LONG = Size(rates=(1e-3, 3e-3), seeds=3, seconds=60.0, slices=20)
 SMOKE = Size(rates=(1e-3, 3e-3), seeds=2, seconds=0.01, slices=2, samples=3)
+
+
+def crossed(particles: int) -> Method:
+    """Leave-one-out beside each particle's own past."""
+    return Method(f"crossed leave-one-out, {particles}", lambda: ours(CrossedLeaveOneOut(), particles), group="ours")
+
 
 METHODS = (
     *(DEFAULT, DEFAULT_ONE, AVERAGE, NET, DISARM, REINMAX, STRAIGHT),
     *(leave_one_out(2), leave_one_out(4), leave_one_out(8)),
+    *(crossed(2), crossed(4), crossed(8)),
     *(plain_leave_one_out(particles) for particles in (2, 4, 8)),
 )
 FEW = (DEFAULT, DEFAULT_ONE, AVERAGE, leave_one_out(2), plain_leave_one_out(4), DISARM, REINMAX)
+STRONG = (DEFAULT, NET, plain_leave_one_out(4), plain_leave_one_out(8), crossed(4), crossed(8))
 
 
 def main() -> None:

@@ -73,6 +73,30 @@ class Components:
         lead = parameters.shape[: parameters.dim() - self.event_ndim]
         return parameters.reshape(*lead, self.size, self.cardinality)
 
+    def linear(self, parameters: Tensor, least: float) -> tuple[Tensor, Tensor]:
+        """Log-probability as ``slopes · encoded(value) + base``, those of a component not below about ``least`` nats.
+
+        Args:
+            parameters: Stacked :meth:`parameters`.
+            least: A negative number.
+
+        Returns:
+            Slopes ``(..., F)`` and base ``(...)``.
+        """
+        lead = parameters.shape[: parameters.dim() - self.event_ndim]
+        if self.kind == "bernoulli":
+            logits = parameters.reshape(*lead, self.size).clamp(least, -least)
+            return logits, -softplus(logits).sum(-1)
+        return parameters.reshape(*lead, -1).clamp(min=least), parameters.new_zeros(lead)
+
+    def encoded(self, value: Tensor, fn: Any = None) -> Tensor:
+        """A value as zeros and ones ``(..., F)``, from ``(..., event)``."""
+        lead = value.shape[: value.dim() - self.value_ndim]
+        if self.kind in ("bernoulli", "one_hot"):
+            return value.reshape(*lead, -1)
+        values = torch.arange(self.cardinality, device=value.device)
+        return (self.index(value, fn).unsqueeze(-1) == values).flatten(-2)
+
     def index(self, value: Tensor, fn: Any = None) -> Tensor:
         """Index of each component's value: from ``(..., event)`` to a long tensor ``(..., D)``."""
         lead = value.shape[: value.dim() - self.value_ndim]

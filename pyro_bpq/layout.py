@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_bpq.bitsets import highest, ones
 from pyro_bpq.critics import Critic
+from pyro_bpq.crossings import Crossings
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.features import Components
 from pyro_bpq.graph import Plate, StochasticComputationGraph
@@ -24,7 +25,7 @@ from pyro_bpq.relations import Relations, after
 from pyro_bpq.rules import Rules, network_rules
 from pyro_bpq.sums import Sums, subset_sums
 
-__all__ = ["ContextPlan", "CostClass", "Layout", "QGroup", "SiteClass", "SiteSpec"]
+__all__ = ["ContextPlan", "CostClass", "CrossedCosts", "Layout", "QGroup", "SiteClass", "SiteSpec"]
 
 # Features of the index of a site in a family that shares a critic.
 INDEX_FEATURES = 2
@@ -96,6 +97,33 @@ class CostClass:
 
     plates: tuple[Plate, ...]
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CrossedCosts:
+    """Log-probabilities of like-shaped sites that are known beside another particle's past.
+
+    Args:
+        cls: Their class of costs.
+        k: Its position.
+        components: Finite components of the sites.
+        at: Their positions in the class.
+        sites: The site of each, by name of the cost.
+    """
+
+    cls: CostClass
+    k: int
+    components: Components
+    at: tuple[int, ...]
+    sites: Mapping[str, str]
+    _index: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def pick(self, costs: Sequence[Tensor]) -> Tensor:
+        """Of stacked costs by class of costs, these."""
+        stacked = costs[self.k]
+        if stacked.device not in self._index:
+            self._index[stacked.device] = torch.tensor(self.at, device=stacked.device)
+        return stacked.index_select(0, self._index[stacked.device])
 
 
 @dataclass(frozen=True)
@@ -197,6 +225,7 @@ class Layout:
         is_steered: Whether sampled values may steer the program. What critics there are, what they see and which of
             them correct a site must then follow from what was sampled before.
         charged: For each site the costs that are charged to single components of it, and sum into no cost-to-go here.
+        crossings: The costs that are known beside another particle's past, where an estimator asks for them.
     """
 
     def __init__(
@@ -209,10 +238,12 @@ class Layout:
         cuts_plates: bool = True,
         is_steered: bool = False,
         charged: Mapping[str, frozenset[str]] | None = None,
+        crossings: Crossings | None = None,
     ) -> None:
         self.is_steered = is_steered
         self.graph, self.network, self.specs, self.window = graph, network, specs, window
         self.tabled, self.charged = tabled, charged or {}
+        self.crossings = crossings
         self.relations = Relations(graph, tabled, self.charged, cuts_plates, is_steered)
         by_spec: dict[SiteSpec, list[str]] = {}
         for node in graph.nodes:
@@ -237,11 +268,13 @@ class Layout:
 
         Args:
             kind: ``"downstream"`` (sites × costs, row by row of the plates), ``"crossing"`` (sites × costs, all
-                rows), ``"tabled"`` (sites × costs), ``"later"`` (sites × sites), or, for parts of a control variate
-                (:meth:`is_split`), ``"later_own"``, ``"later_model"`` (sites × sites), ``"later_learned"`` (sites ×
-                Q-nodes).
+                rows), ``"tabled"`` (sites × costs), ``"crossed"`` (sites × twice the costs of a group, see
+                :func:`~pyro_bpq.crossed.crossed_costs`), ``"later"`` (sites × sites), or, for parts of a control
+                variate (:meth:`is_split`), ``"later_own"``, ``"later_model"`` (sites × sites), ``"later_learned"``
+                (sites × Q-nodes).
             row: Position of the class of sites.
-            column: Position of the other class; of the group of Q-nodes for ``"later_learned"``.
+            column: Position of the other class; of the group of costs for ``"crossed"``, of Q-nodes for
+                ``"later_learned"``.
             like: Gives dtype and device.
         """
         key = (kind, row, column, like.dtype, like.device)
@@ -259,10 +292,34 @@ class Layout:
         if kind in ("later_own", "later_model"):
             part = ("later_own", "later_model").index(kind)
             return relations.counted([costs[part] for costs in relations.tabled_parts]), self._positions[column]
+        if kind == "crossed":
+            assert self.crossings is not None
+            own = [self.graph.cost_index[cost] for cost in self.crossed[column].sites]
+            size, known = len(self.graph.costs), zip(*self.crossings, relations.downstream, strict=True)
+            sets = [law & rows | (value & rows) << size for law, value, rows in known]
+            return sets, [*own, *(size + i for i in own)]
         if kind == "later":
             return relations.later, self._positions[column]
-        sets: list[int] = getattr(relations, kind)
+        sets = getattr(relations, kind)
         return sets, [self.graph.cost_index[cost] for cost in self.cost_classes[column].names]
+
+    @cached_property
+    def crossed(self) -> tuple[CrossedCosts, ...]:
+        """The costs that are known beside another particle's past, by class of costs and finite components."""
+        if self.crossings is None:
+            return ()
+        found: dict[tuple[int, Components], dict[int, tuple[str, str]]] = {}
+        used = set(self.graph.cost_names(self.crossings.used))
+        for k, cls in enumerate(self.cost_classes):
+            for i, name in enumerate(cls.names):
+                site = self.graph.cost(name).site
+                components = self.specs[site].components if name in used and site is not None else None
+                if components is not None:
+                    found.setdefault((k, components), {})[i] = (name, site or "")
+        return tuple(
+            CrossedCosts(self.cost_classes[k], k, components, tuple(costs), dict(costs.values()))
+            for (k, components), costs in found.items()
+        )
 
     def rows_meet(self, name: str) -> bool:
         """Whether a cost of one plate row of a site reads another row."""

@@ -12,10 +12,12 @@ from pyro_bpq.config import SiteOptions
 from pyro_bpq.cost_statement import CostOptions
 from pyro_bpq.critic_options import checked_critic, default_critic
 from pyro_bpq.critics import Critic
+from pyro_bpq.crossed import crossable
+from pyro_bpq.crossings import Crossings, crossings
 from pyro_bpq.defaults import compared, default_estimator, in_rows, is_comparable, pays_to_compare, score_function
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, DebiasedStraightThrough, Estimator, Pathwise, ScoreFunction, SecondRun
-from pyro_bpq.estimators.base import SiteInfo, needs_program, needs_slope, tells_components
+from pyro_bpq.estimators.base import SiteInfo, needs_crossed, needs_program, needs_slope, tells_components
 from pyro_bpq.features import Components, finite_components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.immediate import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
@@ -225,7 +227,16 @@ class Planner:
                 network = sequence_network(graph, tabled)
             else:
                 network = BackpropQNetwork.build(graph, self.reduction, immediate=frozenset(known))
-        layout = Layout(graph, network, specs, tabled, cuts_plates=cuts_plates, is_steered=is_dynamic, charged=charged)
+        layout = Layout(
+            graph,
+            network,
+            specs,
+            tabled,
+            cuts_plates=cuts_plates,
+            is_steered=is_dynamic,
+            charged=charged,
+            crossings=None if is_dynamic else self._crossings(traced, graph, estimators, handed),
+        )
         used = {pair: pattern for pair, pattern in known_patterns.items() if pair[1] in charged.get(pair[0], ())}
         # Where sites are sampled downstream slopes belong to runs of their own; costs of a user's own get plain values.
         has_own = has_slopes and not (
@@ -233,6 +244,16 @@ class Planner:
         )
         led_back = {n for n, kind in estimators.items() if has_own and needs_slope(kind) and not graph.descendants(n)}
         return Plan(graph, layout, flips, components, used, by_row, frozenset(led_back), handed)
+
+    def _crossings(
+        self,
+        traced: TracedRun,
+        graph: StochasticComputationGraph,
+        estimators: Mapping[str, Estimator],
+        handed: frozenset[str],
+    ) -> Crossings | None:
+        is_wanted = any(needs_crossed(estimator) for estimator in estimators.values())
+        return crossings(graph, crossable(traced, graph, handed)) if is_wanted else None
 
     def _estimator(self, traced: TracedRun, name: str) -> Estimator:
         estimator = self.choose(traced.infos[name], traced.options[name])

@@ -14,8 +14,9 @@ from torch import Tensor
 from pyro_bpq.bank import CriticBank
 from pyro_bpq.cost_to_go import component_cost_to_go, cost_to_go, stack_costs, sum_costs
 from pyro_bpq.critic_step import CriticBatch, Learned, evaluate_critics
+from pyro_bpq.crossed import crossed_costs
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.estimators.base import SiteContext, needs_program, needs_table
+from pyro_bpq.estimators.base import SiteContext, needs_crossed, needs_program, needs_table
 from pyro_bpq.estimators.lambda_return import LambdaReturn
 from pyro_bpq.estimators.pyro_baseline import PyroBaseline
 from pyro_bpq.layout import Layout
@@ -127,7 +128,22 @@ class Signals:
             correction=_expand(self._correction(c), shape) if uses and shift is None else None,
             baseline=batch.baseline if isinstance(estimator, PyroBaseline) else None,
             program=self._program(c) if needs_program(estimator) else None,
+            crossed=self._crossed(c, shape) if needs_crossed(estimator) else None,
         )
+
+    @cached_property
+    def _changes(self) -> list[Tensor]:
+        """What other particles' costs change by beside a particle's past, by group of costs."""
+        return [crossed_costs(group, self.rollout, self.costs) for group in self.layout.crossed]
+
+    def _crossed(self, c: int, shape: Sequence[int]) -> Tensor | None:
+        """For each site of a class the sum of these changes over the costs downstream of it."""
+        found, plates = [], self.layout.classes[c].spec.plates
+        for g, change in enumerate(self._changes if self.rollout.num_particles > 1 else ()):
+            selected = self.layout.matrix("crossed", c, g, change)
+            if selected is not None:
+                found.append(selected @ sum_to_plates(change, self.layout.crossed[g].cls.plates, plates))
+        return _expand(sum(found[1:], found[0]), shape) if found else None
 
     def _component_context(self, c: int) -> SiteContext:
         """The same where each component is told its own cost-to-go: as if components were a further plate."""

@@ -10,6 +10,7 @@ from pyro_bpq.estimators.base import SiteTerm as SiteTerm
 from pyro_bpq.estimators.baselines import ConstantBaseline as ConstantBaseline
 from pyro_bpq.estimators.baselines import LeaveOneOut as LeaveOneOut
 from pyro_bpq.estimators.baselines import RunningBaseline as RunningBaseline
+from pyro_bpq.estimators.crossed_leave_one_out import CrossedLeaveOneOut as CrossedLeaveOneOut
 from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough as DebiasedStraightThrough
 from pyro_bpq.estimators.disarm import ARM as ARM
 from pyro_bpq.estimators.disarm import DisARM as DisARM
@@ -58,6 +59,7 @@ __all__ = [
     "Concrete",
     "ConstantBaseline",
     "CriticBaseline",
+    "CrossedLeaveOneOut",
     "DebiasedStraightThrough",
     "DirichletCopula",
     "DisARM",

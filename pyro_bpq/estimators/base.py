@@ -22,6 +22,7 @@ __all__ = [
     "Statistics",
     "at_step",
     "initial_statistics",
+    "needs_crossed",
     "needs_program",
     "needs_slope",
     "needs_table",
@@ -148,6 +149,8 @@ class SiteContext:
         count: Number of steps behind the statistics, ``(G,)``.
         baseline: The user's own prediction of ``cost``, with its gradient, or ``None``.
         program: Costs at other values, for an estimator with ``needs_program = True``; else ``None``.
+        crossed: What the other particles' costs-to-go change by beside this particle's past, averaged over them, in
+            nats, for an estimator with ``needs_crossed = True``; ``None`` where none is known.
         ranks: The processes that learn together, or ``None``.
     """
 
@@ -168,6 +171,7 @@ class SiteContext:
     count: Tensor | None = None
     baseline: Tensor | None = None
     program: SiteProgram | None = None
+    crossed: Tensor | None = None
     ranks: Ranks | None = None
 
     def joint(self, mean: Tensor) -> tuple[Tensor, Tensor | int]:
@@ -207,6 +211,7 @@ class Estimator(Protocol):
     a method ``sized_statistics(width)``, where ``width`` counts the numbers that a value is encoded by: one for a real
     or binary component, ``K`` for one of ``K > 2`` values.
 
+    An estimator with ``needs_crossed = True`` reads ``context.crossed``.
     An estimator that compares values has the attribute ``needs_program = True`` and reads ``context.program``. One with
     ``needs_table = False`` reads neither ``context.log_probs`` nor ``context.index``, which are then ``None`` unless
     something else needs them. One with ``by_component = True`` treats further dimensions of a site as it treats plates.
@@ -239,6 +244,11 @@ class Estimator(Protocol):
 def needs_program(estimator: Estimator) -> bool:
     """Whether an estimator reads ``context.program``."""
     return bool(getattr(estimator, "needs_program", False))
+
+
+def needs_crossed(estimator: Estimator) -> bool:
+    """Whether an estimator reads ``context.crossed``."""
+    return bool(getattr(estimator, "needs_crossed", False))
 
 
 def needs_slope(estimator: Estimator) -> bool:
