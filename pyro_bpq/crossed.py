@@ -15,6 +15,7 @@ free of bias as leave-one-out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from pyro.distributions.util import scale_and_mask
@@ -50,13 +51,19 @@ def crossable(traced: TracedRun, graph: StochasticComputationGraph, handed: froz
         return frozenset()
     for name, site in traced.run.sites.items():
         components, cost = traced.infos[name].components, cost_of_model(name)
-        if components is None or name in traced.untraced:
+        if components is None or name in traced.untraced or not _is_plated(traced.guide_trace.nodes[name]):
             continue
         found.add(cost_of_guide(name))
         if site.prior is not None and finite_components(site.prior) == components:
-            if graph.cost(cost).plates == graph.node(name).plates:
+            if graph.cost(cost).plates == graph.node(name).plates and _is_plated(traced.model_trace.nodes[name]):
                 found.add(cost)
     return frozenset(found - handed)
+
+
+def _is_plated(site: Any) -> bool:
+    """Whether all batch dimensions of a traced site are plates, or that of the particles."""
+    dims = {frame.dim for frame in site["cond_indep_stack"] if frame.vectorized}
+    return all(size == 1 or -1 - i in dims for i, size in enumerate(reversed(site["fn"].batch_shape)))
 
 
 @torch.no_grad()
@@ -109,4 +116,6 @@ def _pairs(group: CrossedCosts, rollout: Rollout, names: Sequence[str], like: Te
     slopes, base = components.linear(stack(law, components.event_ndim), _LEAST)
     values = stack(lambda site, _: components.encoded(site.value.detach(), site.fn), 1).to(slopes.dtype)
     log_prob = torch.einsum("ci...f,cj...f->cij...", slopes, values) + base.unsqueeze(2)
-    return stack(weight, 0).unsqueeze(2) * log_prob
+    weights = stack(weight, 0).unsqueeze(2)
+    # What is masked may be anything.
+    return torch.where(weights == 0.0, 0.0, weights * log_prob)

@@ -314,6 +314,42 @@ def test_without_a_past_it_is_leave_one_out() -> None:
     assert crossed == pytest.approx(plain, rel=1e-12)
 
 
+@WAYS
+def test_rows_that_are_masked_may_be_anything(way: dict[str, Any]) -> None:
+    lost = real(0.3, torch.nan)
+
+    def guide() -> None:
+        q = pyro.param("q", real(0.4, 1.0))
+        with pyro.plate("rows", 2), poutine.mask(mask=torch.tensor([True, False])):
+            a = coins("a", q[0].expand(2))
+            coins("b", q[1] * a)
+
+    def model() -> None:
+        p = pyro.param("p", real(0.3, -0.8))
+        with pyro.plate("rows", 2), poutine.mask(mask=torch.tensor([True, False])):
+            b = coins("b", p[0].expand(2))
+            pyro.sample("a", dist.Bernoulli(logits=p[1] * b + lost, validate_args=False))
+
+    program = model, guide
+    assert error_and_variance(trained(program, CrossedLeaveOneOut(), way), program)[0] < 1e-10
+
+
+def test_batch_dimensions_without_a_plate_do_not_cross() -> None:
+    def guide() -> None:
+        a = pyro.sample("a", dist.Bernoulli(logits=pyro.param("q", real(0.4, 1.0))))
+        coins("b", a.sum())
+
+    def model() -> None:
+        b = coins("b", pyro.param("p", real(0.3, -0.8))[0])
+        pyro.sample("a", dist.Bernoulli(logits=b + DATA))
+
+    program = model, guide
+    with pyro.validation_enabled(False):
+        elbo = trained(program, CrossedLeaveOneOut(), {})
+        assert error_and_variance(elbo, program)[0] < 1e-10
+    assert [name for group in elbo._last_plan[3].layout.crossed for name in group.sites] == ["log q(b)"]
+
+
 def test_it_needs_two_particles() -> None:
     with pytest.raises(UnsupportedSiteError, match=r"'z0'.*CrossedLeaveOneOut\(\) needs at least two particles"):
         TraceBackpropQ_ELBO(estimator=CrossedLeaveOneOut()).loss_and_grads(*layers())
