@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pyro_bpq.bitsets import closure, ones, transposed, union
@@ -16,10 +17,12 @@ class Crossings(NamedTuple):
     Args:
         own_law: Those whose law reads the past of the site alone.
         own_value: Those of a site in the past whose law reads nothing of it.
+        of_guide: Which of all costs are the guide's; the others are the model's.
     """
 
     own_law: tuple[int, ...]
     own_value: tuple[int, ...]
+    of_guide: int
 
     @property
     def used(self) -> int:
@@ -28,12 +31,12 @@ class Crossings(NamedTuple):
         return union(sets, (1 << len(sets)) - 1)
 
 
-def crossings(graph: StochasticComputationGraph, costs: frozenset[str]) -> Crossings:
+def crossings(graph: StochasticComputationGraph, costs: Mapping[str, bool]) -> Crossings:
     """Which of some log-probabilities are known beside another past.
 
     Args:
         graph: The graph.
-        costs: Names of log-probabilities of its sites.
+        costs: By name of a log-probability of its sites whether it is the guide's.
 
     Returns:
         The crossings.
@@ -54,4 +57,6 @@ def crossings(graph: StochasticComputationGraph, costs: frozenset[str]) -> Cross
         for parent in ones(read):
             common &= closure(above, 1 << parent)
         own_value[k] = common
-    return Crossings(*(tuple(transposed(rows, len(graph.nodes))) for rows in (own_law, own_value)))
+    by_law, by_value = (tuple(transposed(rows, len(graph.nodes))) for rows in (own_law, own_value))
+    of_guide = graph.cost_bits_of(name for name, is_own in costs.items() if is_own and name in graph.cost_index)
+    return Crossings(by_law, by_value, of_guide)

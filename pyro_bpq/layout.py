@@ -108,14 +108,14 @@ class CrossedCosts:
         k: Its position.
         components: Finite components of the sites.
         at: Their positions in the class.
-        sites: The site of each, by name of the cost.
+        sites: By name of the cost its site, and whether it is the guide's.
     """
 
     cls: CostClass
     k: int
     components: Components
     at: tuple[int, ...]
-    sites: Mapping[str, str]
+    sites: Mapping[str, tuple[str, bool]]
     _index: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def pick(self, costs: Sequence[Tensor]) -> Tensor:
@@ -295,7 +295,8 @@ class Layout:
         if kind == "crossed":
             assert self.crossings is not None
             own = [self.graph.cost_index[cost] for cost in self.crossed[column].sites]
-            size, known = len(self.graph.costs), zip(*self.crossings, relations.downstream, strict=True)
+            size, (by_law, by_value, _) = len(self.graph.costs), self.crossings
+            known = zip(by_law, by_value, relations.downstream, strict=True)
             sets = [law & rows | (value & rows) << size for law, value, rows in known]
             return sets, [*own, *(size + i for i in own)]
         if kind == "later":
@@ -308,14 +309,15 @@ class Layout:
         """The costs that are known beside another particle's past, by class of costs and finite components."""
         if self.crossings is None:
             return ()
-        found: dict[tuple[int, Components], dict[int, tuple[str, str]]] = {}
+        found: dict[tuple[int, Components], dict[int, tuple[str, tuple[str, bool]]]] = {}
         used = set(self.graph.cost_names(self.crossings.used))
+        of_guide = set(self.graph.cost_names(self.crossings.of_guide))
         for k, cls in enumerate(self.cost_classes):
             for i, name in enumerate(cls.names):
                 site = self.graph.cost(name).site
                 components = self.specs[site].components if name in used and site is not None else None
                 if components is not None:
-                    found.setdefault((k, components), {})[i] = (name, site or "")
+                    found.setdefault((k, components), {})[i] = (name, (site or "", name in of_guide))
         return tuple(
             CrossedCosts(self.cost_classes[k], k, components, tuple(costs), dict(costs.values()))
             for (k, components), costs in found.items()

@@ -12,7 +12,7 @@ from pyro_bpq.config import SiteOptions
 from pyro_bpq.cost_statement import CostOptions
 from pyro_bpq.critic_options import checked_critic, default_critic
 from pyro_bpq.critics import Critic
-from pyro_bpq.crossed import crossable
+from pyro_bpq.crossable import crossable
 from pyro_bpq.crossings import Crossings, crossings
 from pyro_bpq.defaults import compared, default_estimator, in_rows, is_comparable, pays_to_compare, score_function
 from pyro_bpq.errors import UnsupportedSiteError

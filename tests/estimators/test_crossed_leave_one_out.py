@@ -182,7 +182,7 @@ def test_costs_that_cross_in_layers_in_a_fork_and_where_a_law_reads_both() -> No
     )
     owned = {"log q(a)": "a", "log q(b)": "b", "log q(c)": "c", "-log p(a)": "a", "-log p(b)": "b", "-log p(d)": "d"}
     graph = replace(graph, costs=tuple(replace(cost, site=owned.get(cost.name)) for cost in graph.costs))
-    found = crossings(graph, frozenset(owned))
+    found = crossings(graph, {name: "q" in name for name in owned})
     by_site = {
         node.name: (names(graph, law), names(graph, value))
         for node, law, value in zip(graph.nodes, found.own_law, found.own_value, strict=True)
@@ -194,7 +194,8 @@ def test_costs_that_cross_in_layers_in_a_fork_and_where_a_law_reads_both() -> No
         "c": (["log q(c)"], []),
         "d": (["-log p(d)"], []),
     }
-    assert crossings(graph, frozenset()) == Crossings((0,) * 4, (0,) * 4)
+    assert names(graph, found.of_guide) == ["log q(a)", "log q(b)", "log q(c)"]
+    assert crossings(graph, {}) == Crossings((0,) * 4, (0,) * 4, 0)
 
 
 # What they are.
@@ -209,7 +210,7 @@ def test_changes_are_those_of_log_probabilities_at_other_values(draw: Any, way: 
     signals = staged.signals
     (group,), (found,) = signals.layout.crossed, signals._changes
     assert set(group.sites) == {"log q(z1)", "log q(z2)", "-log p(z0)", "-log p(z1)"}
-    for k, (cost, site) in enumerate(group.sites.items()):
+    for k, (cost, (site, _)) in enumerate(group.sites.items()):
         for i in range(particles):
             for row in range(2):
                 changes = [torch.zeros(2, dtype=torch.float64)]
