@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,17 @@ def machine() -> str:
         f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) used, Python "
         f"{platform.python_version()}, torch {torch.__version__}, Pyro {pyro.__version__}"
     )
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Python's garbage collector at rest, after it has run, as in ``timeit``."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def interleaved(

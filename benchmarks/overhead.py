@@ -23,6 +23,7 @@ the largest resident set (``VmHWM``) of a process of its own that takes some ste
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -41,7 +42,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import RESULTS, Row, median, progress, table, write_csv, write_markdown
+from common import RESULTS, Row, median, progress, table, uncollected, write_csv, write_markdown
 from pyro.infer import ELBO, SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import Adam
 from torch import Tensor, nn
@@ -333,15 +334,12 @@ def cpu_seconds(
     for i in range(rounds):
         if i >= 3 and time.monotonic() > end:
             break
-        if not collects:
-            gc.collect()
-            gc.disable()
-        # In changing order: what one leaves to the garbage collector is cleared up during another's step.
-        for name in shuffle.sample(list(steps), len(steps)):
-            start = time.process_time()
-            steps[name]()
-            taken[name].append(getattr(steps[name], "seconds", time.process_time() - start))
-        gc.enable()
+        with contextlib.nullcontext() if collects else uncollected():
+            # In changing order: what one leaves to the garbage collector is cleared up during another's step.
+            for name in shuffle.sample(list(steps), len(steps)):
+                start = time.process_time()
+                steps[name]()
+                taken[name].append(getattr(steps[name], "seconds", time.process_time() - start))
     return taken
 
 
@@ -355,12 +353,14 @@ def measure_time(name: str, rounds: int, seconds: float) -> list[Row]:
         for _ in range(2 if elbo in ("TraceGraph_ELBO", STORCHASTIC) else WARM_UP):
             step()
     taken = cpu_seconds(steps, rounds, seconds)
-    again = {elbo: step for elbo, step in steps.items() if BY_HAND in steps and elbo in COLLECTED}
-    collected = cpu_seconds(again, rounds, seconds / 2, collects=True) if again else {}
-    gc.collect()
-    gc.freeze()
-    frozen = cpu_seconds(again, rounds, seconds / 2, collects=True) if again else {}
-    gc.unfreeze()
+    collected, frozen = dict[str, list[float]](), dict[str, list[float]]()
+    if BY_HAND in steps:
+        again = {elbo: steps[elbo] for elbo in COLLECTED}
+        collected = cpu_seconds(again, rounds, seconds / 2, collects=True)
+        gc.collect()
+        gc.freeze()
+        frozen = cpu_seconds(again, rounds, seconds / 2, collects=True)
+        gc.unfreeze()
     for step in steps.values():
         if isinstance(step, Apart):
             step.close()

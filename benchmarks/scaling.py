@@ -20,7 +20,6 @@ of the first step, the collector on.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import subprocess
@@ -35,7 +34,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import RESULTS, Row, progress, table, write_csv, write_markdown
+from common import RESULTS, Row, progress, table, uncollected, write_csv, write_markdown
 from overhead import WARM_UP, Program, resident
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import Adam
@@ -118,13 +117,10 @@ def new_step(kind: str, sites: int, rows: int, elbo: str) -> Callable[[], object
 
 def milliseconds(step: Callable[[], object]) -> float:
     """CPU time of a step, without the garbage collector."""
-    gc.collect()
-    gc.disable()
-    start = time.process_time()
-    step()
-    taken = 1000.0 * (time.process_time() - start)
-    gc.enable()
-    return taken
+    with uncollected():
+        start = time.process_time()
+        step()
+        return 1000.0 * (time.process_time() - start)
 
 
 def apart(what: str, *arguments: object) -> Any:

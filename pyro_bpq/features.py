@@ -83,11 +83,12 @@ class Components:
         Returns:
             Slopes ``(..., F)`` and base ``(...)``.
         """
-        lead = parameters.shape[: parameters.dim() - self.event_ndim]
         if self.kind == "bernoulli":
+            lead = parameters.shape[: parameters.dim() - self.event_ndim]
             logits = parameters.reshape(*lead, self.size).clamp(least, -least)
             return logits, -softplus(logits).sum(-1)
-        return parameters.reshape(*lead, -1).clamp(min=least), parameters.new_zeros(lead)
+        slopes = self.log_probs(parameters).flatten(-2).clamp(min=least)
+        return slopes, slopes.new_zeros(slopes.shape[:-1])
 
     def encoded(self, value: Tensor, fn: Any = None) -> Tensor:
         """A value as zeros and ones ``(..., F)``, from ``(..., event)``."""

@@ -25,7 +25,7 @@ from pyro_bpq.relations import Relations, after
 from pyro_bpq.rules import Rules, network_rules
 from pyro_bpq.sums import Sums, subset_sums
 
-__all__ = ["ContextPlan", "CostClass", "CrossedCosts", "Layout", "QGroup", "SiteClass", "SiteSpec"]
+__all__ = ["Constants", "ContextPlan", "CostClass", "CrossedCosts", "Layout", "QGroup", "SiteClass", "SiteSpec"]
 
 # Features of the index of a site in a family that shares a critic.
 INDEX_FEATURES = 2
@@ -100,7 +100,21 @@ class CostClass:
 
 
 @dataclass(frozen=True, eq=False)
-class CrossedCosts:
+class Constants:
+    """Holds numbers that are the same in every step; they go to their device once: the host waits for such a copy."""
+
+    _constants: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def constant(self, name: Any, given: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Numbers, or what a function gives, on a device."""
+        key = (name, device, dtype)
+        if key not in self._constants:
+            self._constants[key] = torch.as_tensor(given() if callable(given) else given, dtype=dtype).to(device)
+        return self._constants[key]
+
+
+@dataclass(frozen=True, eq=False)
+class CrossedCosts(Constants):
     """Log-probabilities of like-shaped sites that are known beside another particle's past.
 
     Args:
@@ -116,14 +130,11 @@ class CrossedCosts:
     components: Components
     at: tuple[int, ...]
     sites: Mapping[str, tuple[str, bool]]
-    _index: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def pick(self, costs: Sequence[Tensor]) -> Tensor:
         """Of stacked costs by class of costs, these."""
         stacked = costs[self.k]
-        if stacked.device not in self._index:
-            self._index[stacked.device] = torch.tensor(self.at, device=stacked.device)
-        return stacked.index_select(0, self._index[stacked.device])
+        return stacked[self.constant("at", self.at, stacked.device, torch.long)]
 
 
 @dataclass(frozen=True)
@@ -151,7 +162,7 @@ class ContextPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class QGroup:
+class QGroup(Constants):
     """Q-nodes that are evaluated together: learned, of one class of sites, with like contexts.
 
     Args:
@@ -165,17 +176,6 @@ class QGroup:
     nodes: tuple[QNode, ...]
     sites: tuple[int, ...]
     contexts: tuple[ContextPlan, ...]
-    _constants: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-
-    def constant(self, name: Any, given: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Numbers, or what a function gives, that are the same in every step.
-
-        They go to their device once: the host waits for such a copy.
-        """
-        key = (name, device, dtype)
-        if key not in self._constants:
-            self._constants[key] = torch.as_tensor(given() if callable(given) else given, dtype=dtype).to(device)
-        return self._constants[key]
 
     def rest(self, k: int, like: Tensor) -> Sums | None:
         """Matrix ``(Q, G)`` that sums all members of the scopes of a context, over the square root of their number.

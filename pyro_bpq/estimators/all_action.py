@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
 from pyro_bpq.estimators.scales import EXACT, LEVEL, ScaledTerms, initial_statistics
 
 __all__ = ["AllAction"]
@@ -67,8 +67,7 @@ class AllAction:
     def __post_init__(self) -> None:
         if self.exact not in (True, False, "auto"):
             raise OptionError(f'AllAction(exact={self.exact!r}): write True, False or "auto".')
-        if not 0.0 <= self.decay < 1.0:
-            raise OptionError(f"AllAction(decay={self.decay!r}): write a number in [0, 1).")
+        check_decay("AllAction", self.decay)
         if not self.max_scale > 0.0:
             raise OptionError(f"AllAction(max_scale={self.max_scale!r}): write a positive number.")
         if not 0.0 <= self.trace <= 1.0:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.distributed import Ranks, joint_mean
+from pyro_bpq.errors import OptionError
 from pyro_bpq.features import Components
 from pyro_bpq.moments import Standardised
 
@@ -21,6 +22,7 @@ __all__ = [
     "SiteTerm",
     "Statistics",
     "at_step",
+    "check_decay",
     "initial_statistics",
     "needs_crossed",
     "needs_program",
@@ -278,6 +280,12 @@ def initial_statistics(estimator: Estimator, num_particles: int, width: int) -> 
     """All running statistics of an estimator, by name, with their initial values per site."""
     sized = getattr(estimator, "sized_statistics", None)
     return {**estimator.statistics(num_particles), **({} if sized is None else sized(width))}
+
+
+def check_decay(owner: str, decay: float) -> None:
+    """Raises where the weight of the past in a running mean is out of range."""
+    if not 0.0 <= decay < 1.0:
+        raise OptionError(f"{owner}(decay={decay!r}): write a number in [0, 1).")
 
 
 def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float | Tensor) -> Tensor:

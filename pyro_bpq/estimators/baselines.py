@@ -8,8 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteInfo, Statistics, site_mean, update_mean
+from pyro_bpq.estimators.base import SiteInfo, Statistics, check_decay, site_mean, update_mean
 
 __all__ = ["Baseline", "ConstantBaseline", "LeaveOneOut", "RunningBaseline", "leave_one_out"]
 
@@ -125,8 +124,7 @@ class RunningBaseline:
     decay: float = 0.95
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.decay < 1.0:
-            raise OptionError(f"RunningBaseline(decay={self.decay!r}): write a number in [0, 1).")
+        check_decay("RunningBaseline", self.decay)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Serves every site."""

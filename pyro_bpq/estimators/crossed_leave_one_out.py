@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, update_mean
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, check_decay, update_mean
 from pyro_bpq.estimators.baselines import LeaveOneOut, leave_one_out
 from pyro_bpq.estimators.score_function import ScoreFunction
 
@@ -51,8 +50,7 @@ class CrossedLeaveOneOut:
     needs_table: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.decay < 1.0:
-            raise OptionError(f"CrossedLeaveOneOut(decay={self.decay!r}): write a number in [0, 1).")
+        check_decay("CrossedLeaveOneOut", self.decay)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs two particles."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.substitution import cost_per_row
@@ -55,8 +55,7 @@ class DebiasedStraightThrough:
     needs_slope: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.decay < 1.0:
-            raise OptionError(f"DebiasedStraightThrough(decay={self.decay!r}): write a number in [0, 1).")
+        check_decay("DebiasedStraightThrough", self.decay)
         if not 0.0 < self.mixture <= 1.0:
             raise OptionError(f"DebiasedStraightThrough(mixture={self.mixture!r}): write a number in (0, 1].")
 

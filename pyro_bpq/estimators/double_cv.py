@@ -8,8 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, site_mean, update_mean
+from pyro_bpq.estimators.base import (
+    SiteContext,
+    SiteInfo,
+    SiteTerm,
+    Statistics,
+    check_decay,
+    site_mean,
+    update_mean,
+)
 from pyro_bpq.estimators.baselines import leave_one_out
 from pyro_bpq.estimators.requirements import needs_float_value, needs_particles
 from pyro_bpq.estimators.substitution import event_sum, mean_value, to_table
@@ -50,7 +57,7 @@ class DoubleCV:
     needs_slope: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_decay("DoubleCV", self.decay)
+        check_decay("DoubleCV", self.decay)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can carry a gradient, and two particles."""
@@ -98,7 +105,7 @@ class RODEO:
     needs_slope: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_decay("RODEO", self.decay)
+        check_decay("RODEO", self.decay)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can carry a gradient, and two particles."""
@@ -201,8 +208,3 @@ def _solve(gram: Tensor, count: int, ridge: Tensor) -> Tensor:
     system = system * (1 - eye) + eye * (1.0 + ridge.reshape(-1, 1, 1) + 10 * tiny.eps)
     found = torch.linalg.solve(system, scaled.unsqueeze(-1) * right)
     return (scaled * found.squeeze(-1)).clamp(-4.0, 4.0)
-
-
-def _check_decay(name: str, decay: float) -> None:
-    if not 0.0 <= decay < 1.0:
-        raise OptionError(f"{name}(decay={decay!r}): write a number in [0, 1).")

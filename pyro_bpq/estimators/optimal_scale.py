@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, Statistics, site_mean, update_mean
+from pyro_bpq.estimators.base import SiteContext, Statistics, check_decay, site_mean, update_mean
 
 __all__ = ["OptimalScale", "Scale", "check_scale", "read_scale", "scale_statistics", "update_scale"]
 
@@ -39,8 +39,7 @@ class OptimalScale:
     max_scale: float = 1.2
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.decay < 1.0:
-            raise OptionError(f"OptimalScale(decay={self.decay!r}): write a number in [0, 1).")
+        check_decay("OptimalScale", self.decay)
         if not self.max_scale > 0.0:
             raise OptionError(f"OptimalScale(max_scale={self.max_scale!r}): write a positive number.")
 

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.optimal_scale import (
     OptimalScale,
@@ -308,5 +308,4 @@ def _needs_components(owner: str, site: SiteInfo) -> str | None:
 
 def _check(owner: str, scale: Scale, decay: float) -> None:
     check_scale(owner, scale)
-    if not 0.0 <= decay < 1.0:
-        raise OptionError(f"{owner}(decay={decay!r}): write a number in [0, 1).")
+    check_decay(owner, decay)

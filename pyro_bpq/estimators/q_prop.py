@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
 from pyro_bpq.estimators.requirements import alternative
 from pyro_bpq.estimators.scales import ScaledTerms, initial_statistics
 
@@ -54,8 +54,7 @@ class QProp:
     uses_critic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.decay < 1.0:
-            raise OptionError(f"QProp(decay={self.decay!r}): write a number in [0, 1).")
+        check_decay("QProp", self.decay)
         if not self.max_scale > 0.0:
             raise OptionError(f"QProp(max_scale={self.max_scale!r}): write a positive number.")
         if not 0.0 <= self.trace <= 1.0:

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteProgram, SiteTerm, Statistics, site_mean, update_mean
+from pyro_bpq.estimators.base import (
+    SiteContext,
+    SiteInfo,
+    SiteProgram,
+    SiteTerm,
+    Statistics,
+    check_decay,
+    site_mean,
+    update_mean,
+)
 from pyro_bpq.estimators.optimal_scale import (
     OptimalScale,
     Scale,
@@ -99,8 +108,7 @@ class REBAR:
         check_scale("REBAR", self.scale)
         if not isinstance(self.temperature, LearnedTemperature):
             relaxation.check_temperature("REBAR", self.temperature)
-        if not 0.0 <= self.decay < 1.0:
-            raise OptionError(f"REBAR(decay={self.decay!r}): write a number in [0, 1).")
+        check_decay("REBAR", self.decay)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can be relaxed."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
 from pyro_bpq.estimators.optimal_scale import (
     OptimalScale,
     Scale,
@@ -157,8 +157,7 @@ class RELAXQ:
     def __post_init__(self) -> None:
         check_scale("RELAXQ", self.scale)
         relaxation.check_temperature("RELAXQ", self.temperature)
-        if not 0.0 <= self.decay < 1.0:
-            raise OptionError(f"RELAXQ(decay={self.decay!r}): write a number in [0, 1).")
+        check_decay("RELAXQ", self.decay)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components."""

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, site_mean, update_mean
+from pyro_bpq.estimators.base import (
+    SiteContext,
+    SiteInfo,
+    SiteTerm,
+    Statistics,
+    check_decay,
+    site_mean,
+    update_mean,
+)
 
 __all__ = ["SecondRun"]
 
@@ -42,8 +49,7 @@ class SecondRun:
     by_component: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.decay < 1.0:
-            raise OptionError(f"SecondRun(decay={self.decay!r}): write a number in [0, 1).")
+        check_decay("SecondRun", self.decay)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Serves every site."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, Statistics, site_mean, update_mean
+from pyro_bpq.estimators.base import SiteContext, Statistics, check_decay, site_mean, update_mean
 from pyro_bpq.estimators.baselines import leave_one_out
 
 __all__ = ["NetworkVariate", "centre", "means_statistics", "update_means"]
@@ -52,8 +52,7 @@ class NetworkVariate:
             raise OptionError(f"NetworkVariate(hidden={self.hidden!r}): write positive layer sizes, e.g. (32,).")
         if not self.lr >= 0.0:
             raise OptionError(f"NetworkVariate(lr={self.lr!r}): write a number that is not negative.")
-        if not 0.0 <= self.decay < 1.0:
-            raise OptionError(f"NetworkVariate(decay={self.decay!r}): write a number in [0, 1).")
+        check_decay("NetworkVariate", self.decay)
 
     def statistics(self, inputs: int, extra: tuple[float, ...] = ()) -> Statistics:
         """Initial weights with moments of their gradient, flat, and the spread of the costs.

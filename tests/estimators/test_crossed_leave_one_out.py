@@ -243,7 +243,7 @@ def score(runs: Any, cost: str, site: str, law: int, value: int, row: int) -> Te
     return weight * (log_prob if "log q" in cost else -log_prob).detach()
 
 
-def test_a_value_that_cannot_occur_changes_nothing() -> None:
+def test_a_value_that_cannot_occur_is_only_very_unlikely() -> None:
     program = layers(limited, 2, limited, dice)
     elbo = trained(program, CrossedLeaveOneOut(), {})
     (found,) = (value for key, value in elbo.state_dict().items() if key.endswith("moments"))
@@ -301,7 +301,8 @@ def test_variance_is_below_that_of_leave_one_out_in_wide_layers() -> None:
         drawn = sample_gradients(elbo, *program, num_samples=400)
         lower.append(float(drawn["q"].var(0).sum()))
         upper.append(float(drawn["r"].var(0).sum()))
-    assert lower[0] == pytest.approx(lower[1], rel=1e-9)
+    # The same draws, and no past.
+    assert lower[0] == lower[1]
     # Measured 0.6; each variance has a standard error of about 5 %.
     assert upper[0] < 0.8 * upper[1]
 
@@ -312,7 +313,7 @@ def test_without_a_past_it_is_leave_one_out() -> None:
         error_and_variance(trained(program, estimator, VECTORISED), program)[1]
         for estimator in (CrossedLeaveOneOut(), ScoreFunction(LeaveOneOut()))
     )
-    assert crossed == pytest.approx(plain, rel=1e-12)
+    assert crossed == plain
 
 
 @WAYS
