@@ -2,21 +2,27 @@ r"""The one module that holds state: critics, running statistics and scales, one
 
 Rows of like-shaped sites live together in a *block*: a module whose tensors have a leading axis of
 sites. Blocks are made when a site is first seen and never resized, so that an optimiser that holds their
-parameters keeps them. Rows that were loaded before their block exists wait in the bank.
+parameters keeps them. Rows that were loaded before their block exists wait in the bank. Blocks that no step has used
+for long are forgotten, see :class:`CriticBank`.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Block", "CriticBank", "Selection", "Write", "average_writes"]
+__all__ = ["MAX_IDLE", "Block", "CriticBank", "Selection", "Write", "average_writes"]
+
+# Rows that are kept of sites that the last step did not have, and steps' worth of rows that are kept in any case.
+MAX_IDLE, _STEPS = 2048, 8
+# Under which a row that was loaded keeps the name of the block that it comes from.
+_HOME = ""
 
 # (block, tensor, rows or None for all of them, new value): a change that is applied after the step.
 Write = tuple[str, str, "Tensor | None", Tensor]
@@ -122,24 +128,39 @@ class Selection:
 
 
 class CriticBank(nn.Module):
-    """Critics and running statistics of all sites seen so far.
+    """Critics and running statistics of sites.
+
+    What the last learning step used is always kept. Of other sites the ``max_idle`` rows that were used last are kept,
+    or as many rows as eight of the largest steps have if that is more; older ones are forgotten, block by block. A
+    site that comes again after that starts anew. Rows are counted, not steps: other programs, and evaluations, may take
+    any number of steps in between as long as they bring no new names. A step costs what it uses, whatever else is kept.
 
     Args:
         seed: Seed of the generator that critics are initialised from; the global generator is left alone.
         is_own: Whether critics are trained by an optimiser of their own; they are then buffers, in
             ``state_dict()`` but not in ``parameters()``.
         keeps_slow: Whether every block keeps a slow copy of its critics.
+        max_idle: Number of rows that are kept of sites that the last step did not have. A site has a row of running
+            statistics, and one for each of its critics.
     """
 
-    def __init__(self, seed: int = 0, is_own: bool = True, keeps_slow: bool = False) -> None:
+    def __init__(self, seed: int = 0, is_own: bool = True, keeps_slow: bool = False, max_idle: int = MAX_IDLE) -> None:
         super().__init__()
-        self.seed, self.is_own, self.keeps_slow = seed, is_own, keeps_slow
+        self.seed, self.is_own, self.keeps_slow, self.max_idle = seed, is_own, keeps_slow, max_idle
         self.blocks = nn.ModuleDict()
         # Called with the name of a new block, once its rows are loaded and before they are read.
         self.on_build: Callable[[str], None] | None = None
         self._index: dict[tuple[str, str], tuple[str, int]] = {}
         self._selections: dict[Hashable, Selection] = {}
         self._waiting: dict[str, Any] = {}
+        # Names of blocks with their numbers of rows, the one that was used last at the end.
+        self._order: dict[str, int] = {}
+        # Blocks that learning steps have used, and all that were asked for, since the bank was last tidied up.
+        self._used: dict[str, int] = {}
+        self._touched: set[str] = set()
+        self._most_rows = 0
+        # Blocks that were forgotten, or whose loaded rows were.
+        self._gone: list[str] = []
 
     def generator(self, kind: str, keys: Sequence[str]) -> torch.Generator:
         """A generator for a new block: it depends on the seed and on what the block holds."""
@@ -160,7 +181,7 @@ class CriticBank(nn.Module):
         """
         found = self._selections.get((kind, keys))
         if found is not None:
-            return found
+            return self._noted(found, make is not None)
         missing = tuple(dict.fromkeys(k for k in keys if (kind, k) not in self._index))
         if missing:
             if make is None:
@@ -176,12 +197,91 @@ class CriticBank(nn.Module):
         if len(self._selections) >= 256:
             self._selections.clear()
         self._selections[kind, keys] = selection
+        return self._noted(selection, make is not None)
+
+    def _noted(self, selection: Selection, is_used: bool) -> Selection:
+        """The selection; its blocks count as used by a step that learns, which may build."""
+        for key, block, *_ in selection.parts:
+            self._touched.add(key)
+            if is_used:
+                self._used[key] = len(block.keys)
         return selection
 
-    def weights(self) -> dict[str, Tensor]:
-        """The critics' trainable tensors, by name in ``blocks``."""
-        tensors = {**dict(self.blocks.named_parameters()), **dict(self.blocks.named_buffers())}
-        return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    def weights(self, blocks: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The critics' trainable tensors, by name in ``blocks``.
+
+        Args:
+            blocks: Names of blocks, those that are there no more count for nothing; ``None`` for all.
+        """
+        names = self.blocks if blocks is None else [key for key in blocks if key in self.blocks]
+        found: dict[str, Tensor] = {}
+        for key in names:
+            block = self.blocks[key]
+            tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+            found |= {f"{key}.{name}": tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        return found
+
+    @property
+    def touched_weights(self) -> dict[str, Tensor]:
+        """Those of the blocks that were asked for since :meth:`tidy`: no others can have a gradient."""
+        # All processes that learn together go through them in one order.
+        return self.weights(sorted(self._touched))
+
+    def tidy(self) -> list[str]:
+        """Forgets what was not used for long, between steps; returns the names of blocks that are no more."""
+        if self._used:
+            for key, rows in self._used.items():
+                self._order.pop(key, None)
+                self._order[key] = rows
+            used = sum(self._used.values())
+            self._most_rows = max(self._most_rows, used)
+            self._forget(sum(self._order.values()), max(self.max_idle + used, _STEPS * self._most_rows))
+        self._used, self._touched = {}, set()
+        gone, self._gone = self._gone, []
+        return gone
+
+    def _forget(self, rows: int, limit: int) -> None:
+        """Forgets the oldest rows: first those that were loaded and that no step has asked for."""
+        surplus = min(max(rows + len(self._waiting) - limit, 0), len(self._waiting))
+        self._take(list(self._waiting)[:surplus])
+        forgotten = []
+        for key, size in self._order.items():
+            if rows <= limit or key in self._used:
+                break
+            forgotten.append(key)
+            rows -= size
+        self._drop(forgotten)
+        self._gone += forgotten
+
+    def _take(self, names: Iterable[str], home: str | None = None) -> dict[str, Any]:
+        """Takes rows that were loaded out of those that wait, for a block or to forget them."""
+        found = {name: self._waiting[name] for name in names if name in self._waiting}
+        if found:
+            # Not in place: a snapshot holds what there was.
+            self._waiting = {name: rows for name, rows in self._waiting.items() if name not in found}
+            left = {rows.get(_HOME) for rows in self._waiting.values()}
+            homes = dict.fromkeys(rows.get(_HOME) for rows in found.values())
+            self._gone = [*self._gone, *(name for name in homes if name and name not in left and name != home)]
+        return found
+
+    def _drop(self, keys: Sequence[str]) -> None:
+        """Takes blocks out."""
+        for key in keys:
+            block = self.blocks[key]
+            assert isinstance(block, Block)
+            for name in block.keys:
+                del self._index[block.kind, name]
+            del self.blocks[key]
+            for known in (self._order, self._used):
+                known.pop(key, None)
+            self._touched.discard(key)
+        if keys:
+            gone = set(keys)
+            self._selections = {
+                chosen: found
+                for chosen, found in self._selections.items()
+                if gone.isdisjoint(key for key, *_ in found.parts)
+            }
 
     @torch.no_grad()
     def commit(self, writes: Sequence[Write]) -> None:
@@ -195,18 +295,16 @@ class CriticBank(nn.Module):
             else:
                 buffer[rows] = value
 
-    def snapshot(self) -> tuple[int, dict[str, Any]]:
+    def snapshot(self) -> tuple[Any, ...]:
         """A mark to which :meth:`restore` takes the bank back."""
-        return len(self.blocks), dict(self._waiting)
+        return len(self.blocks), self._waiting, self._gone, dict(self._used)
 
-    def restore(self, mark: tuple[int, dict[str, Any]]) -> list[str]:
+    def restore(self, mark: tuple[Any, ...]) -> list[str]:
         """Forgets blocks that were built after ``mark``, and returns their names."""
-        built = list(self.blocks)[mark[0] :]
-        for key in built:
-            del self.blocks[key]
-            self._index = {k: v for k, v in self._index.items() if v[0] != key}
-            self._selections.clear()
-        self._waiting = mark[1]
+        size, self._waiting, self._gone, used = mark
+        built = list(self.blocks)[size:]
+        self._drop(built)
+        self._used = used
         return built
 
     def _add(self, block: Block) -> None:
@@ -252,13 +350,15 @@ class CriticBank(nn.Module):
     # Saving and loading: rows find their place by kind and key, whatever block they came from.
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Kind and keys of every block."""
+        """Kind and keys of every block, the one that was used last at the end."""
+        order = {**self._order, **self._used, **dict.fromkeys(self.blocks)}
+        found = {key: self.blocks[key] for key in order}
         blocks = {
             key: {"kind": block.kind, "keys": list(block.keys)}
-            for key, block in self.blocks.items()
+            for key, block in found.items()
             if isinstance(block, Block)
         }
-        return {"blocks": blocks, "waiting": self._waiting}
+        return {"blocks": blocks, "waiting": self._waiting, "most_rows": self._most_rows}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Handled with the tensors in :meth:`_load_from_state_dict`."""
@@ -270,9 +370,9 @@ class CriticBank(nn.Module):
             start = f"{prefix}blocks.{key}."
             tensors = {name[len(start) :]: state_dict.pop(name) for name in list(state_dict) if name.startswith(start)}
             for row, name in enumerate(described["keys"]):
-                rows = {tensor: value[row].clone() for tensor, value in tensors.items()}
-                waiting[_waiting_key(described["kind"], name)] = rows
-        self._waiting = waiting
+                rows: dict[str, Any] = {tensor: value[row].clone() for tensor, value in tensors.items()}
+                waiting[_waiting_key(described["kind"], name)] = rows | {_HOME: key}
+        self._waiting, self._most_rows = waiting, max(self._most_rows, extra.get("most_rows", 0))
         for key, block in self.blocks.items():
             assert isinstance(block, Block)
             self._load_waiting(key, block)
@@ -283,9 +383,13 @@ class CriticBank(nn.Module):
 
     @torch.no_grad()
     def _load_waiting(self, key: str, block: Block) -> None:
+        if not self._waiting:
+            return
         own = block.state_dict(keep_vars=True)
-        for row, name in enumerate(block.keys):
-            for tensor, value in self._waiting.pop(_waiting_key(block.kind, name), {}).items():
+        names = [_waiting_key(block.kind, name) for name in block.keys]
+        found = self._take(names, key)
+        for row, name in enumerate(names):
+            for tensor, value in found.get(name, {}).items():
                 if tensor in own and own[tensor].shape[1:] == value.shape:
                     own[tensor][row] = value.to(own[tensor])
 

@@ -10,7 +10,7 @@ import torch
 from pyro.util import warn_if_nan
 from torch import Tensor
 
-from pyro_bpq.bank import CriticBank, Write
+from pyro_bpq.bank import MAX_IDLE, CriticBank, Write
 from pyro_bpq.distributed import Ranks
 from pyro_bpq.errors import OptionError
 from pyro_bpq.learner import CriticLearner, CriticOptimizer
@@ -59,7 +59,8 @@ class LearnedState:
     def _start(self, learner: CriticLearner | None, seed: int) -> None:
         """Sets up what is learned; called by the objective when it is a module already."""
         self.learner = learner
-        self.critics = CriticBank(seed, learner is not None, learner is not None and learner.slow is not None)
+        own, kept = learner is not None, MAX_IDLE if learner is None else learner.max_idle
+        self.critics = CriticBank(seed, own, learner is not None and learner.slow is not None, kept)
         self.staged, self._turn = Transient(), Turn()
         self.num_steps = self.num_noises = 0
         self.info, self.ms = {}, {}
@@ -195,9 +196,15 @@ class LearnedState:
         return surrogate
 
     def _learn(self) -> None:
-        """Applies what the last step taught."""
-        if self._waiting is None:
-            return
+        """Applies what the last step taught; forgets what no step has used for long."""
+        if self._waiting is not None:
+            self._apply_waiting()
+        gone = self.critics.tidy()
+        if gone and self._optimizer is not None:
+            self._optimizer.forget(gone, is_final=True)
+
+    def _apply_waiting(self) -> None:
+        assert self._waiting is not None
         (writes, gradients), self._waiting = self._waiting, None
         self.num_steps += 1
         self.critics.commit(writes)
@@ -274,7 +281,7 @@ class LearnedState:
         """What becomes of a rollout that has been learned from."""
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        tensors = self.critics.weights()
+        tensors = self.critics.touched_weights
         found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
         gradients = {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
         return gradients if self._ranks is None else self._ranks.average(gradients)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.bank import Block, CriticBank
+from pyro_bpq.bank import MAX_IDLE, Block, CriticBank
 from pyro_bpq.distributed import Ranks
 from pyro_bpq.errors import OptionError
 from pyro_bpq.replay import Replay
@@ -45,6 +45,10 @@ class CriticLearner:
             more run of the program per such site. Other sites fit values only.
         ranks: The processes that train these critics together, where ``torch.distributed`` runs several; ``None`` for
             critics and running statistics of each process's own.
+        max_idle: Number of critics and running statistics that are kept of sites that the last step did not have, those
+            that were used last; see :class:`~pyro_bpq.bank.CriticBank`. Programs that alternate, or that name sites by
+            data points, need as many as they have sites, times one for each of a site's critics and one for its
+            statistics. Where every step has new names the rest is forgotten.
 
     Raises:
         OptionError: If an option is out of range.
@@ -59,6 +63,7 @@ class CriticLearner:
     slow: SlowTracking | None = None
     first_order: float = 0.0
     ranks: Ranks | None = Ranks()
+    max_idle: int = MAX_IDLE
 
     def __post_init__(self) -> None:
         if self.lr is not None and not self.lr > 0:
@@ -73,6 +78,8 @@ class CriticLearner:
             raise OptionError(f"CriticLearner(first_order={self.first_order!r}): write a number that is not negative.")
         if self.ranks is not None and not isinstance(self.ranks, Ranks):
             raise OptionError(f"CriticLearner(ranks={self.ranks!r}): write Ranks(group) or None.")
+        if not isinstance(self.max_idle, int) or self.max_idle < 0:
+            raise OptionError(f"CriticLearner(max_idle={self.max_idle!r}): write a whole number of at least 0.")
         if self.clip is not None and not self.clip > 0:
             raise OptionError(f"CriticLearner(clip={self.clip!r}): write a positive number or None.")
 
@@ -179,7 +186,7 @@ class CriticOptimizer:
 
     def step(self, bank: CriticBank, gradients: Mapping[str, Tensor]) -> None:
         """One step along the given gradients, by name of the parameter in the bank's ``blocks``."""
-        named = bank.weights()
+        named = bank.weights(dict.fromkeys(name.split(".")[0] for name in gradients))
         touched: dict[str, list[Tensor]] = {}
         for name, gradient in gradients.items():
             if name in named:
@@ -220,10 +227,12 @@ class CriticOptimizer:
         """Takes over the state of every block's optimiser, also of blocks yet to be built."""
         self.optimizers, self._loaded = {}, copy.deepcopy(dict(state))
 
-    def forget(self, keys: Iterable[str]) -> None:
-        """Drops the optimisers of blocks that are no more."""
+    def forget(self, keys: Iterable[str], is_final: bool = False) -> None:
+        """Drops the optimisers of blocks that are no more, in the end also what was loaded for them."""
         for key in keys:
             self.optimizers.pop(key, None)
+            if is_final:
+                self._loaded.pop(key, None)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -173,7 +173,7 @@ class Replayer:
         self._state = generator.get_state()
         if not losses:
             return {}
-        weights = host.critics.weights()
+        weights = host.critics.touched_weights
         total = torch.stack(losses).mean()
         found = torch.autograd.grad(total, list(weights.values()), allow_unused=True)
         return {name: g for name, g in zip(weights, found, strict=True) if g is not None}

@@ -28,10 +28,16 @@ STRUCTURES = ("auto", "dynamic", "dense", "static")
 # Tracked runs in agreement after which a key counts as static, and steps after which it is looked at again.
 _AGREEMENTS = 3
 _CAPACITY = 256
+# Runs that are tracked, at most, after one of unknown structure that was not.
+_MOST_PATIENCE = 64
 
 
 class StructureCache:
-    """Graphs by key of the run.
+    """Graphs by key of the run; the 256 that were used last are kept.
+
+    A run that is not tracked and whose key is new has the dense graph for once. Then runs are tracked until 2 in a row,
+    4 after the next such run, and so on up to 64, have brought nothing new: where new keys come often, as with names
+    of subsampled data points, every run is tracked, and none is dense for long.
 
     Args:
         mode: ``"auto"``: track until the structure has shown to be static, then reuse the graph and look
@@ -52,6 +58,7 @@ class StructureCache:
         self.unknown = True
         self.untracked_steps = 0
         self.next_look = 10
+        self.patience = self.calm = 0
         self.reads: OrderedDict[Any, tuple[Reads, int]] = OrderedDict()
         self.graphs: dict[Any, StochasticComputationGraph] = {}
         self.patterns: dict[Any, Patterns] = {}
@@ -64,7 +71,7 @@ class StructureCache:
 
     def wants_tracking(self) -> bool:
         """Whether the next run must be tracked."""
-        if self.unknown or self.always_tracks:
+        if self.unknown or self.always_tracks or self.calm < self.patience:
             return True
         return self.mode != "dense" and self.untracked_steps >= self.next_look
 
@@ -134,6 +141,9 @@ class StructureCache:
             self.untracked_steps += 1
             # A structure that was never tracked: the dense graph is right, and the next run is tracked.
             self.unknown |= graph is None
+            self._count(traced, graph is None)
+            if graph is None and self.mode != "dense":
+                self.patience = min(max(2 * self.patience, 2), _MOST_PATIENCE)
         return dense_graph(traced) if graph is None else graph
 
     def _tracked(
@@ -149,6 +159,8 @@ class StructureCache:
             self._learn_programs(traced)
         if self.mode == "dense":
             return self._dense(traced, learn)
+        if learn:
+            self._count(traced, traced.key not in self.reads)
         new = Reads.over(traced.run.sites, reads)
         known, agreements = self.reads.get(traced.key, (Reads(new.sites, {}), 0))
         merged = known.union(new)
@@ -174,6 +186,12 @@ class StructureCache:
         if changed or traced.key not in self.graphs:
             return self._store(traced.key, build_graph(traced, merged))
         return self.graphs[traced.key]
+
+    def _count(self, traced: TracedRun, is_new: bool) -> None:
+        """Counts the runs since one of new structure, and keeps those that were used last."""
+        self.calm = 0 if is_new else self.calm + 1
+        if traced.key in self.reads:
+            self.reads.move_to_end(traced.key)
 
     def _learn_programs(self, traced: TracedRun) -> None:
         """Keeps what extra runs have to know."""

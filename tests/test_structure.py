@@ -58,6 +58,53 @@ def test_static_is_tracked_once() -> None:
     assert steps(StructureCache("static"), BY_NAME["chain"], 10) == [True] + [False] * 9
 
 
+def fresh(number: int, track: bool) -> TracedRun:
+    """A run of two sites, the second of which does not read the first, with names of its own."""
+
+    def program() -> None:
+        pyro.sample(f"a_{number}", dist.Bernoulli(0.5))
+        pyro.sample(f"b_{number}", dist.Bernoulli(0.5))
+
+    choose = TraceBackpropQ_ELBO().planner.choose
+    return trace_run(program, program, (), {}, float("inf"), choose, 1, track)
+
+
+@pytest.mark.parametrize("mode", ["auto", "static"])
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_programs_with_new_names_do_not_stay_dense(every: int, mode: str) -> None:
+    cache, dense = StructureCache(mode), []
+    for number in range(60):
+        if number % every == every - 1:
+            graph = cache.graph(fresh(number, cache.wants_tracking()))
+            dense.append(f"a_{number}" in graph.node(f"b_{number}").parents)
+        else:
+            cache.graph(run(BY_NAME["chain"], cache.wants_tracking()))
+    assert sum(dense) <= 3 and not any(dense[5:])
+    assert len(dense) >= 10
+
+
+def test_new_names_now_and_then_are_tracked_for_a_while() -> None:
+    cache, tracked = StructureCache("auto"), []
+    for number in range(40):
+        tracked.append(cache.wants_tracking())
+        cache.graph(fresh(number, tracked[-1]) if number in (8, 30) else run(BY_NAME["chain"], tracked[-1]))
+    # Dense at 8 and 30, then as long as nothing new has come twice in a row, and four times.
+    assert [n for n, track in enumerate(tracked) if track] == [0, 1, 2, 9, 10, 21, 31, 32, 33, 34]
+
+
+def test_what_is_used_is_not_forgotten() -> None:
+    cache = StructureCache("auto")
+    for _ in range(4):
+        cache.graph(run(BY_NAME["chain"], cache.wants_tracking()))
+    key = run(BY_NAME["chain"], False).key
+    for number in range(300):
+        cache.graph(fresh(number, True))
+        if number % 100 == 0:
+            cache.graph(run(BY_NAME["chain"], number % 200 == 0))
+    assert key in cache.graphs and fresh(0, False).key not in cache.graphs
+    assert len(cache.graphs) == len(cache.reads) == 256
+
+
 def test_dense_looks_once_for_escapes() -> None:
     cache = StructureCache("dense")
     assert steps(cache, BY_NAME["chain"], 10) == [True] + [False] * 9
