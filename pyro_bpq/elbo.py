@@ -31,6 +31,7 @@ from pyro_bpq.options import check_options
 from pyro_bpq.particles import OpenParticles
 from pyro_bpq.plan import Plan, Planner, check_gradients
 from pyro_bpq.replayer import Replayer, Transient
+from pyro_bpq.row_runs import RowRuns
 from pyro_bpq.staging import Kind
 from pyro_bpq.structure import StructureCache
 from pyro_bpq.surrogate import StepResult, step
@@ -165,6 +166,7 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
         self._plans: dict[Any, Plan] = {}
         self._last_plan: tuple[Any, StochasticComputationGraph, Kind, Plan] | None = None
         self._cannot_flip: set[Any] = set()
+        self._row_runs = RowRuns()
         self._slopes: dict[Any, bool] = {}
         is_plain = not (vectorize_particles or self._only_costs) and enumeration == "sample"
         self._leave_open(num_particles is None and is_plain)
@@ -212,12 +214,30 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
         return model, guide, args, kwargs
 
     def _trace(
-        self, model: Any, guide: Any, args: Any, kwargs: Any, track: bool, sloped: frozenset[str] = frozenset()
+        self,
+        model: Any,
+        guide: Any,
+        args: Any,
+        kwargs: Any,
+        track: bool,
+        sloped: frozenset[str] = frozenset(),
+        put: Callable[[Any], Any] = lambda program: program,
     ) -> TracedRun:
         def run(model: Any, guide: Any) -> TracedRun:
             planner = self.planner
+            again: Any = model if model is None else put(model)
+            # Values that are put in stand outside of enumeration, which follows the sites that it passes.
             return trace_run(
-                *(model, guide, args, kwargs, self.max_plate_nesting, planner.choose, self.num_particles, track),
+                *(
+                    model if model is None else put(model),
+                    put(guide),
+                    args,
+                    kwargs,
+                    self.max_plate_nesting,
+                    planner.choose,
+                    self.num_particles,
+                    track,
+                ),
                 attach=planner.attach,
                 noise=self._noise,
                 step=self.num_steps,

@@ -68,40 +68,36 @@ class Elimination:
         terms = [self.terms[name] for name in self.recipes[cost].sites]
         return sum(t.cost.numel() * torch.Size(t.site["fn"].event_shape).numel() for t in terms)
 
-    def rows(self, trace: Any, costs: Iterable[str], rows: int, batch_ndim: int) -> dict[str, Tensor]:
-        """Costs of a run of the model with ``rows`` values in a dimension to the left of all others.
+    def costs(self, trace: Any, names: Iterable[str], rows: int | None, batch_ndim: int) -> dict[str, Tensor]:
+        """Costs of another run of the model.
 
         Args:
             trace: The run.
-            costs: Costs of the model.
-            rows: Number of rows.
+            names: Costs of the model.
+            rows: Number of rows of values in a dimension to the left of all others; ``None`` if there is none.
             batch_ndim: Number of dimensions to the right of the rows.
 
         Returns:
-            Each cost, ``(rows, plate dims)``, in nats, without leading plate dimensions of size one.
+            Each cost in nats, of its plate dimensions, or ``(rows, 1.., plate dims)``; one that does not depend on the
+            rows lacks them.
         """
         used = {symbol for term in self.terms.values() for symbol in term.symbols.values()}
-        row = next(symbol for symbol in map(get_symbol, itertools.count()) if symbol not in used)
+        free = next(symbol for symbol in map(get_symbol, itertools.count()) if symbol not in used)
+        row = {} if rows is None else {-1 - batch_ndim: free}
+        dims = {**self.dims, **{symbol: dim for dim, symbol in row.items()}}
         found = {}
         with shared_intermediates():
-            for cost in costs:
-                terms = {name: self._row_term(trace, name, row, batch_ndim) for name in self.recipes[cost].sites}
+            for cost in names:
+                terms = {name: self._term(trace, name, row) for name in self.recipes[cost].sites}
                 made = make(self.recipes[cost], terms, self.summed)
-                made = average(made, self.recipes[cost], self.log_q, self.averaged)
-                tensor = packed.unpack(made, {**self.dims, row: -1 - batch_ndim})
-                if row not in made._pyro_dims:
-                    # It does not depend on what was changed.
-                    tensor = tensor.expand(rows, *tensor.shape)
-                while tensor.dim() > 1 and tensor.shape[1] == 1:
-                    tensor = tensor.squeeze(1)
-                found[cost] = tensor
+                found[cost] = packed.unpack(average(made, self.recipes[cost], self.log_q, self.averaged), dims)
         return found
 
-    def _row_term(self, trace: Any, name: str, row: str, batch_ndim: int) -> Term:
+    def _term(self, trace: Any, name: str, row: Mapping[int, str]) -> Term:
         site, old = trace.nodes[name], self.terms[name]
         site["unscaled_log_prob"] = site["fn"].log_prob(site["value"])
         cost = scale_and_mask(site["unscaled_log_prob"], site["scale"], site["mask"])
-        symbols = {**old.symbols, -1 - batch_ndim: row}
+        symbols = {**old.symbols, **row}
         return Term(site, symbols, old.ordinal, pack(name, cost, symbols), old.reads)
 
 

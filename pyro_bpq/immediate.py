@@ -7,12 +7,10 @@ flipped in the same rows; the others get rows of their own.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
@@ -22,9 +20,10 @@ from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.features import Components
 from pyro_bpq.graph import StochasticComputationGraph
 from pyro_bpq.rollout import Rollout, sum_to_plates
-from pyro_bpq.sandbox import Sandbox
+from pyro_bpq.row_runs import RowProgram, RowRuns
 from pyro_bpq.substitute import Substitute
 from pyro_bpq.tracing import TracedRun, cost_of_guide, cost_of_model, cost_of_site
+from pyro_bpq.watch import is_enumerated
 
 __all__ = ["FlipPlan", "flip_plan", "immediate_costs", "immediate_model_costs"]
 
@@ -132,7 +131,9 @@ def flipped_costs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     graph: StochasticComputationGraph,
+    runs: RowRuns,
     has_buffers: bool = True,
+    learning: bool = True,
 ) -> dict[str, Tensor] | None:
     """Runs the model with flipped values and reads the immediate costs off.
 
@@ -145,23 +146,24 @@ def flipped_costs(
         args: Its arguments.
         kwargs: Its keyword arguments.
         graph: The graph.
-        has_buffers: Whether it may call modules with buffers.
+        runs: Decides in which way the rows run.
+        has_buffers: Whether the model may call modules with buffers.
+        learning: Whether this counts as a use of it.
 
     Returns:
-        For each flipped site its immediate costs in nats, ``(M, plate dims, D, K)``; ``None`` if the
-        model cannot be run with a dimension to the left of its plates: then its costs in the row of the
-        sample differ from those of the sample, or it raises.
+        For each flipped site its immediate costs in nats, ``(M, plate dims, D, K)``; ``None`` if there is no way to
+        run the model at other values.
     """
     tables: dict[str, list[Tensor]] = {name: [] for name in components}
     for run in traced:
-        rows = _run_flipped(plan, components, run, model, args, kwargs, has_buffers)
+        rows = _run_flipped(plan, components, run, model, args, kwargs, runs, has_buffers, learning)
         if rows is None:
             return None
         for name, split in components.items():
             shape = rollout.batch_shape(graph.node(name).plates)
             if not rollout.is_vectorized:
                 shape = (1, *shape[1:])
-            total = rows["zero"].new_zeros(())
+            total = next(iter(rows.values())).new_zeros(())
             for cost in plan.costs[name]:
                 plates = graph.node(name).plates
                 total = total + _reduce(rows[cost], graph.cost(cost).plates, plates, len(shape))
@@ -178,82 +180,60 @@ def _run_flipped(
     model: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    runs: RowRuns,
     has_buffers: bool,
+    learning: bool,
 ) -> dict[str, Tensor] | None:
     """Costs ``(rows, batch)`` of the extra run, by name."""
-    values = {
+    sites = {
+        name: (site["fn"], site["value"].detach())
+        for trace in (traced.guide_trace, traced.model_trace)
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and not site["is_observed"] and not is_enumerated(site)
+    }
+    flipped = {}
+    for name, split in components.items():
+        record = traced.run.sites[name]
+        flipped[name] = _flip(record.value, record.fn, split, plan, name)
+    fixed = {name: value for name, (_, value) in sites.items() if name not in flipped}
+    fixed |= {
         name: site["value"]
         for trace in (traced.guide_trace, traced.model_trace)
         for name, site in trace.nodes.items()
-        if site["type"] == "sample" and not site["is_observed"]
+        if site["type"] == "sample" and is_enumerated(site)
     }
-    values.update(traced.subsamples)
-    for name, split in components.items():
-        record = traced.run.sites[name]
-        lead = traced.batch_ndim - (record.value.dim() - split.value_ndim)
-        values[name] = _flip(record.value, record.fn, split, plan, name, lead)
-    wanted = {cost for costs in plan.costs.values() for cost in costs}
-    before, after = traced.rng
-    sandbox = Sandbox(before, has_buffers)
-    try:
-        # The sampled run has been validated; its row is compared below.
-        with sandbox, pyro.validation_enabled(False), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            program = SkipCosts(exact=True)(Substitute(values)(model))
-            trace = poutine.trace(program).get_trace(*args, **kwargs)
-            rows: dict[str, Tensor] = {}
-            if traced.elimination is not None:
-                rows = traced.elimination.rows(trace, wanted, plan.rows, traced.batch_ndim)
-            site: Any
-            for site in trace.nodes.values():
-                if site["type"] != "sample" or cost_of_site(site, False) not in wanted - rows.keys():
-                    continue
-                cost = site["fn"].log_prob(site["value"])
-                rows[cost_of_site(site, False)] = -scale_and_mask(cost, site["scale"], site["mask"])
-    except Exception:
-        # Whatever the program raises: it does not broadcast, and the sampled run stands on its own.
-        return None
-    if _has_drawn(sandbox, after) or not wanted <= rows.keys():
-        return None
-    for name in wanted:
-        if rows[name].dim() <= traced.batch_ndim and traced.elimination is None:
-            # It does not depend on what was flipped.
-            rows[name] = rows[name].expand(plan.rows, *rows[name].shape)
-    if not same_costs([rows[name][0] for name in wanted], [traced.run.costs[name].detach() for name in wanted]):
-        return None
-    rows["zero"] = next(iter(rows.values()))
-    return rows
+    wanted = tuple(dict.fromkeys(cost for costs in plan.costs.values() for cost in costs))
+    sampled = {name: traced.run.costs[name].detach() for name in wanted}
+
+    def costs(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
+        program = SkipCosts(exact=True)(Substitute(values)(model))
+        trace = poutine.trace(program).get_trace(*args, **kwargs)
+        if traced.elimination is not None:
+            found = traced.elimination.costs(trace, wanted, rows, traced.batch_ndim)
+        else:
+            found = {}
+        site: Any
+        for site in trace.nodes.values():
+            if site["type"] != "sample" or cost_of_site(site, False) not in sampled.keys() - found.keys():
+                continue
+            cost = site["fn"].log_prob(site["value"])
+            found[cost_of_site(site, False)] = -scale_and_mask(cost, site["scale"], site["mask"])
+        return found
+
+    shapes = {name: cost.shape for name, cost in sampled.items()}
+    program = RowProgram(costs, shapes, traced.batch_ndim, traced.rng, has_buffers)
+    key = traced.key, traced.batch_ndim
+    return runs.run(key, program, sites, {**fixed, **traced.subsamples}, flipped, sampled, learning)
 
 
-def _has_drawn(sandbox: Sandbox, after: Tensor) -> bool:
-    """Whether something else was drawn than in the sampled run, as by dropout over more rows.
-
-    The run is then not the sampled one with other values. Drawing the very same, as for initial values of parameters
-    that are thrown away, does no harm.
-    """
-    now, *devices = sandbox.after
-    if not (torch.equal(now, sandbox.before[0]) or torch.equal(now, after)):
-        return True
-    return any(not torch.equal(old, new) for old, new in zip(sandbox.before[1:], devices, strict=True))
-
-
-def same_costs(found: Sequence[Tensor], sampled: Sequence[Tensor], share: float = 0.5) -> bool:
-    """Whether costs of two runs are the same in at least that share of the digits that their type has."""
-    if any(a.numel() != b.numel() for a, b in zip(found, sampled, strict=True)):
-        return False
-    left, right = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in (found, sampled))
-    tolerance = torch.finfo(right.dtype).eps ** share
-    return bool(torch.allclose(left, right, rtol=tolerance, atol=tolerance, equal_nan=True))
-
-
-def _flip(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str, lead: int) -> Tensor:
-    """Values ``(rows, 1.., batch, event)``: one component after the other set to its other values."""
+def _flip(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str) -> Tensor:
+    """Values ``(rows, batch, event)``: one component after the other set to its other values."""
     delta = plan.steps(name, split, value.device)
     if split.kind == "bernoulli":
-        shape = (plan.rows, *(1,) * (lead + value.dim() - split.value_ndim), *split.event_shape)
+        shape = (plan.rows, *(1,) * (value.dim() - split.value_ndim), *split.event_shape)
         return torch.where(delta.reshape(shape) > 0, 1 - value, value)
     index = split.index(value, fn)
-    delta = delta.reshape(plan.rows, *(1,) * (lead + index.dim() - 1), split.size)
+    delta = delta.reshape(plan.rows, *(1,) * (index.dim() - 1), split.size)
     return split.value((index + delta) % split.cardinality, fn).to(value.dtype)
 
 

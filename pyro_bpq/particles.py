@@ -17,15 +17,15 @@ import pyro
 import torch
 from torch import Tensor
 
+from pyro_bpq.apart import keeps_apart
 from pyro_bpq.errors import BPQWarning, StructureChangedError
 from pyro_bpq.graph import Plate
-from pyro_bpq.immediate import same_costs
 from pyro_bpq.plan import Plan
 from pyro_bpq.replayer import Staged, Transient
-from pyro_bpq.sandbox import LentBuffers, Sandbox
+from pyro_bpq.row_runs import is_due
+from pyro_bpq.sandbox import LentBuffers
 from pyro_bpq.staging import Staging
-from pyro_bpq.substitute import Substitute
-from pyro_bpq.tracing import PARTICLES, TracedRun
+from pyro_bpq.tracing import TracedRun
 from pyro_bpq.watch import samples
 
 __all__ = ["OpenParticles", "num_particles_for"]
@@ -121,7 +121,7 @@ class OpenParticles(Staging):
         # A number that was set since is no longer open.
         self._is_open = self._is_open and self.num_particles == self._taken
         if not self._is_open:
-            return super()._observe(model, guide, args, kwargs, learning)
+            return self._observe_given(program, learning)
         if self._next is not None and learning:
             self._take(*self._next)
         if self._settled.items not in ((), (model, guide)):
@@ -149,6 +149,38 @@ class OpenParticles(Staging):
                 self._take(*self._next)
                 return self._observe_many(program, learning, is_first=True)[0] or found
         return found
+
+    def _observe_given(self, program: Any, learning: bool) -> tuple[list[TracedRun], list[Staged]]:
+        """The runs of a step with the number of particles that the user has given.
+
+        Particles that are to run in one call, but do not keep apart there, run one after the other from now on.
+        """
+        model, guide, args, kwargs = program
+        is_known = self._settled.items == (model, guide)
+        is_together = self.vectorize_particles and self.num_particles > 1
+        if not is_together or (is_known and not (learning and is_due(self.num_steps))):
+            return super()._observe(model, guide, args, kwargs, learning)
+        start, self._is_compared = torch.get_rng_state(), is_known
+        with LentBuffers() if self._has_buffers else contextlib.nullcontext() as lent:
+            found = super()._observe(model, guide, args, kwargs, learning)
+            # Noise besides the sites differs from run to run: then nothing can be compared.
+            is_apart = self._keeps_apart(found[0][0], program) is not False
+            if is_apart and lent is not None:
+                lent.keep()
+        if is_apart:
+            self._settled = Transient((model, guide))
+            return found
+        torch.set_rng_state(start)
+        self.vectorize_particles, self.max_plate_nesting = False, self.max_plate_nesting - 1
+        self._last_plan = None
+        warnings.warn(
+            f"vectorize_particles=True: the costs of one of the {self.num_particles} particles depend on the others, "
+            "so the program mixes particles, as by z[0] or z.sum(). They run one after the other from now on. Index "
+            "and reduce from the right (z[..., 0], z.sum(-1)), or write vectorize_particles=False.",
+            BPQWarning,
+            stacklevel=2,
+        )
+        return super()._observe(model, guide, args, kwargs, learning)
 
     def _settle(self, model: Any, guide: Any, traced: TracedRun) -> None:
         """Settles the number for the steps to come."""
@@ -180,8 +212,8 @@ class OpenParticles(Staging):
         model, guide, args, kwargs = program
         was_compared, settled = self._is_compared and bool(self._settled.items), Transient((model, guide))
         # Programs change: into another mode, or with what they learn.
-        is_due = learning and self.num_steps & (self.num_steps - 1) == 0
-        compares = not was_compared or is_due or self._structure.wants_tracking()
+        is_checked_again = learning and is_due(self.num_steps)
+        compares = not was_compared or is_checked_again or self._structure.wants_tracking()
         start, reason = torch.get_rng_state(), ""
         number, nesting, known = self.num_particles, self.max_plate_nesting, set(pyro.get_param_store().keys())
         with LentBuffers() if compares and self._has_buffers else contextlib.nullcontext() as lent:
@@ -224,42 +256,12 @@ class OpenParticles(Staging):
 
     def _difference(self, many: TracedRun, program: Any, lent: LentBuffers | None) -> str:
         """What tells a particle among others from one on its own; empty where nothing does."""
-        if not all(self._is_same(many, program, i) for i in (0, self.num_particles - 1)):
+        if not self._keeps_apart(many, program):
             return "the costs of a particle depend on those it runs with"
         return "" if lent is None or lent.fit else "a buffer of a module takes the shape of the particles"
 
-    def _is_same(self, many: TracedRun, program: Any, index: int) -> bool:
-        """Whether a particle has the same costs on its own."""
-        model, guide, args, kwargs = program
-        nesting = int(self.max_plate_nesting)
-        values: dict[str, Any] = {}
-        for trace in (many.model_trace, many.guide_trace):
-            for name, site in samples(trace).items():
-                if not site["is_observed"]:
-                    values[name] = _alone(site, index, nesting)
-        put = Substitute(values | dict(many.subsamples))
-        with (
-            Sandbox(int(self._noise().initial_seed()), self._has_buffers),
-            pyro.validation_enabled(False),
-            torch.no_grad(),
-        ):
-            alone = self._trace(put(model), put(guide), args, kwargs, track=False).run.costs
-        among = {name: _particle(cost.detach(), index, nesting) for name, cost in many.run.costs.items()}
-        return alone.keys() == among.keys() and same_costs(
-            [among[name] for name in alone], list(alone.values()), share=2 / 3
-        )
-
-
-def _particle(tensor: Tensor, index: int, nesting: int, event_ndim: int = 0) -> Tensor:
-    """What a tensor holds of one particle; all of it where it does not depend on particles."""
-    return tensor[index] if tensor.dim() - event_ndim >= nesting and tensor.shape[0] > 1 else tensor
-
-
-def _alone(site: Any, index: int, nesting: int) -> Tensor:
-    """The value of a site in one particle, of the shape that it has in a run without others."""
-    event_ndim = len(site["fn"].event_shape)
-    value = _particle(site["value"].detach(), index, nesting, event_ndim)
-    plates = max((-f.dim for f in site["cond_indep_stack"] if f.vectorized and f.name != PARTICLES), default=0)
-    while value.dim() - event_ndim > plates and value.shape[0] == 1:
-        value = value[0]
-    return value
+    def _keeps_apart(self, many: TracedRun, program: Any) -> bool | None:
+        (together,) = self._arguments(*program)
+        number, nesting, seed = self.num_particles, int(self.max_plate_nesting), self.num_steps
+        is_first = not self._is_compared
+        return keeps_apart(self._trace, program, together, many, number, nesting, seed, is_first, self._has_buffers)

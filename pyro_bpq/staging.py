@@ -22,6 +22,7 @@ from pyro_bpq.plate_errors import check_declared
 from pyro_bpq.replayer import Staged
 from pyro_bpq.reruns import Reruns, charged
 from pyro_bpq.rollout import Rollout
+from pyro_bpq.row_runs import RowRuns
 from pyro_bpq.sandbox import UngraphedBuffers
 from pyro_bpq.signals import Signals
 from pyro_bpq.structure import StructureCache
@@ -49,6 +50,7 @@ class Staging:
     _plans: dict[Any, Plan]
     _last_plan: Any
     _cannot_flip: set[Any]
+    _row_runs: RowRuns
     _slopes: dict[Any, bool]
     _only_costs: bool
     _arguments: Any
@@ -157,7 +159,9 @@ class Staging:
         if plan.flips is not None:
             again = guide if self._only_costs else model
             found = flipped_costs(
-                plan.flips, plan.components, traced, rollout, again, args, kwargs, graph, plan.has_buffers
+                *(plan.flips, plan.components, traced, rollout, again, args, kwargs, graph, self._row_runs),
+                has_buffers=plan.has_buffers,
+                learning=learning,
             )
             if found is None:
                 self._cannot_flip.add(traced[0].key)

@@ -19,6 +19,7 @@ from pyro_bpq import immediate as module
 from pyro_bpq.features import finite_components
 from pyro_bpq.graph import Plate, StochasticComputationGraph
 from pyro_bpq.immediate import flip_plan, immediate_costs, immediate_model_costs
+from pyro_bpq.row_runs import REFEREES, Way
 from pyro_bpq.substitute import Substitute
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing import PARTICLES
@@ -33,8 +34,8 @@ class Spy:
         self.calls: list[tuple[Any, tuple[Any, ...]]] = []
         inner = module.flipped_costs
 
-        def spy(*args: Any) -> Any:
-            found = inner(*args)
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            found = inner(*args, **kwargs)
             self.calls.append((found, args))
             return found
 
@@ -174,9 +175,44 @@ def wrong_dimension_model() -> None:
         pyro.sample("x", dist.Normal(a + b - 0.0 * a.mean(0) + 0.1 * a.dim(), 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
 
 
+def buffer_model() -> None:
+    """Writes into memory of its own, which a hidden dimension does not fit into."""
+    with pyro.plate("rows", 3):
+        a, b = coin("a", torch.tensor(0.2)), coin("b", torch.tensor(-0.3))
+        memory = torch.zeros(torch.broadcast_shapes(a.shape, b.shape))
+        memory[...] = a + b
+        pyro.sample("x", dist.Normal(memory, 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
+
+
+def buffer_from_the_left_model() -> None:
+    """The same, and takes the first dimension for that of the rows."""
+    with pyro.plate("rows", 3):
+        a, b = coin("a", torch.tensor(0.2)), coin("b", torch.tensor(-0.3))
+        memory = torch.zeros(3)
+        for i in range(3):
+            memory[i] = (a + b)[i]
+        pyro.sample("x", dist.Normal(memory, 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
+
+
+class Counting:
+    """Costs something else in each run."""
+
+    calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        with pyro.plate("rows", 3):
+            a, b = coin("a", torch.tensor(0.2)), coin("b", torch.tensor(-0.3))
+            pyro.sample("x", dist.Normal(a + b + self.calls, 1.0), obs=torch.tensor([0.1, 1.2, 2.0]))
+
+
 @pytest.mark.parametrize("exact", [True, "auto", False])
 @pytest.mark.parametrize(
-    "model", [reshaping_model, summing_model, matrix_model, branching_model, wrong_dimension_model]
+    "model",
+    [
+        *(reshaping_model, summing_model, matrix_model, branching_model, wrong_dimension_model),
+        *(buffer_model, buffer_from_the_left_model),
+    ],
 )
 def test_models_that_do_not_broadcast_stay_unbiased(model: Callable[[], None], exact: Any) -> None:
     pyro.clear_param_store()
@@ -188,11 +224,32 @@ def test_models_that_do_not_broadcast_stay_unbiased(model: Callable[[], None], e
     assert_unbiased(elbo, model, guide)
 
 
-def test_fallback_is_remembered(spy: Spy) -> None:
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        (reshaping_model, Way.HIDDEN),
+        (summing_model, Way.BROADCAST),  # only y is wanted
+        (matrix_model, Way.HIDDEN),
+        (wrong_dimension_model, Way.HIDDEN),
+        (buffer_model, Way.BROADCAST),
+        (buffer_from_the_left_model, Way.SINGLE),
+    ],
+)
+def test_rows_are_hidden_from_programs_that_do_not_broadcast(model: Callable[[], None], way: Way, spy: Spy) -> None:
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=True))
     for _ in range(5):
-        elbo.loss_and_grads(reshaping_model, guide)
+        elbo.loss_and_grads(model, guide)
+    assert len(spy.calls) == 5 and all(found is not None for found, _ in spy.calls)
+    assert [found for found, _ in elbo._row_runs._ways.values()] == [way]
+
+
+def test_what_cannot_be_run_is_remembered(spy: Spy) -> None:
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=True))
+    model = Counting()
+    for _ in range(5):
+        elbo.loss_and_grads(model, guide)
     assert [found for found, _ in spy.calls] == [None]
 
 
@@ -242,26 +299,32 @@ def test_buffers_of_modules_are_as_after_one_run(register: bool, is_training: bo
         elbo.loss_and_grads(model, guide, DATA)
         assert all(net.layer.get_buffer(name) is buffer for name, buffer in originals.items())
         after.append({name: buffer.clone() for name, buffer in originals.items()})
-    assert len(spy.calls) == 1
-    # Batch statistics mix the flipped rows with the sample: such a model cannot be flipped.
-    assert (spy.calls[0][0] is None) == is_training
+    # Batch statistics would mix the flipped rows with the sample: such a model runs once for each row.
+    assert len(spy.calls) == 1 and spy.calls[0][0] is not None
     for name, buffer in after[1].items():
         assert torch.equal(after[0][name], buffer)
 
 
 @pytest.mark.parametrize("p", [0.5, 1e-9])
 def test_dropout_is_noticed(p: float, spy: Spy) -> None:
-    # With p = 1e-9 both runs agree on all costs, and only the generator tells.
+    # With p = 1e-9 all runs agree on all costs, and only the generator tells.
     torch.manual_seed(0)
     model, guide = make(Net(nn.Dropout(p)).train(), False)
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=True))
     for _ in range(3):
         elbo.loss_and_grads(model, guide, DATA)
-    assert [found for found, _ in spy.calls] == [None]
+    # In every row of the extra run the same noise is drawn as in the sampled run.
+    assert all(found is not None for found, _ in spy.calls)
+    assert Way.BROADCAST not in {way for way, _ in elbo._row_runs._ways.values()}
     model, guide = make(Net(nn.Dropout(p)).eval(), False)
-    TraceBackpropQ_ELBO(estimator=AllAction(exact=True)).loss_and_grads(model, guide, DATA)
-    assert spy.calls[-1][0] is not None
+    elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=True))
+    elbo.loss_and_grads(model, guide, DATA)
+    assert {way for way, _ in elbo._row_runs._ways.values()} == {Way.BROADCAST}
+
+
+# Single runs, one that is hidden, and one that broadcasts.
+COMPARED = REFEREES + 2
 
 
 def test_extra_run_warns_of_nothing_and_leaves_no_hook() -> None:
@@ -277,7 +340,8 @@ def test_extra_run_warns_of_nothing_and_leaves_no_hook() -> None:
 
     BY_NAME["chain"].params()
     TraceBackpropQ_ELBO(estimator=AllAction(exact=True)).loss_and_grads(model, BY_NAME["chain"].guide)
-    assert len(calls) == 2
+    # The step's own run, those by which the ways are compared, and the extra run.
+    assert len(calls) == 2 + COMPARED
     assert not nn.modules.module._global_forward_pre_hooks
 
 

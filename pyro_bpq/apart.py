@@ -1,0 +1,130 @@
+r"""Whether particles that run in one vectorised call keep apart: each costs what it costs in a run of its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_bpq.cost_statement import SkipCosts
+from pyro_bpq.row_runs import agree, probe
+from pyro_bpq.sandbox import Sandbox
+from pyro_bpq.substitute import Substitute
+from pyro_bpq.tracing import PARTICLES, TracedRun
+from pyro_bpq.watch import is_enumerated, samples
+
+__all__ = ["keeps_apart"]
+
+# Particles that are run alone: in the first comparison, and in later ones.
+FIRST, LATER = 8, 3
+
+# Model, guide, and their arguments.
+Program = tuple[Any, Any, Any, Any]
+Trace = Callable[..., TracedRun]
+
+
+def keeps_apart(
+    trace: Trace,
+    one: Program,
+    all_of_them: Program,
+    many: TracedRun,
+    number: int,
+    nesting: int,
+    seed: int,
+    is_first: bool,
+    has_buffers: bool,
+) -> bool | None:
+    """Compares particles that run together with the same particles on their own.
+
+    They are compared at values that are drawn evenly for every site (:func:`~pyro_bpq.row_runs.probe`): sampled values
+    may be the same in all particles, and then mixed particles do not show. Where the program does not run at all
+    values, they are compared at the sampled ones.
+
+    Args:
+        trace: Traces programs.
+        one: Model and guide for one particle, and their arguments.
+        all_of_them: The same for all particles.
+        many: The run of all particles.
+        number: Number of particles.
+        nesting: Bound on the number of nested plates, the plate of the particles included.
+        seed: Draws the values, and the particles that are run alone.
+        is_first: Whether this is the first comparison of these programs: then more particles are run alone.
+        has_buffers: Whether the programs may call modules with buffers.
+
+    Returns:
+        Whether they cost the same; ``None`` if the programs draw noise besides their sites, so that runs cannot be
+        compared.
+    """
+    sites = {
+        name: site
+        for trace in (many.model_trace, many.guide_trace)
+        for name, site in samples(trace).items()
+        if not site["is_observed"] and not is_enumerated(site)
+    }
+    generator = torch.Generator().manual_seed(seed)
+    sampled = {name: site["value"].detach() for name, site in sites.items()}
+    drawn = {name: probe(site["fn"], sampled[name], 1, generator)[0] for name, site in sites.items()}
+    picked = torch.randperm(number, generator=generator)[: FIRST if is_first else LATER].tolist()
+    found: bool | None = False
+    for values in (drawn, sampled):
+        runs = _Runs(trace, many.subsamples, has_buffers)
+        among = runs.costs(all_of_them, values)
+        alone = [
+            runs.costs(one, {name: _alone(sites[name], values[name], i, nesting) for name in sites}) for i in picked
+        ]
+        if runs.has_drawn:
+            return None
+        if among is not None and all(costs is not None for costs in alone):
+            found = all(_is_same(among, costs or {}, i, nesting) for i, costs in zip(picked, alone, strict=True))
+            break
+    return found
+
+
+class _Runs:
+    """Runs of programs at given values, without a trace in generators and buffers."""
+
+    def __init__(self, trace: Trace, subsamples: Mapping[str, Any], has_buffers: bool) -> None:
+        self.trace, self.subsamples, self.has_buffers = trace, subsamples, has_buffers
+        self.has_drawn = False
+
+    def costs(self, program: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """The costs of a run; ``None`` if it fails."""
+        put, sandbox = Substitute({**values, **self.subsamples}), Sandbox(0, self.has_buffers)
+        try:
+            with sandbox, pyro.validation_enabled(False), torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                # Functions of costs may be dear: they are called once a step.
+                run = self.trace(*program, track=False, put=lambda part: SkipCosts()(put(part))).run
+        except Exception:
+            return None
+        self.has_drawn |= any(not torch.equal(*pair) for pair in zip(sandbox.before, sandbox.after, strict=True))
+        return {name: cost.detach() for name, cost in run.costs.items()}
+
+
+def _is_same(among: Mapping[str, Tensor], alone: Mapping[str, Tensor], index: int, nesting: int) -> bool:
+    """Whether a particle has the same costs among others and on its own."""
+    if among.keys() != alone.keys():
+        return False
+    found = [_particle(among[name], index, nesting) for name in alone]
+    if any(a.numel() != b.numel() for a, b in zip(found, alone.values(), strict=True)):
+        return False
+    return agree([cost.reshape(-1) for cost in found], [cost.reshape(-1) for cost in alone.values()])
+
+
+def _particle(tensor: Tensor, index: int, nesting: int, event_ndim: int = 0) -> Tensor:
+    """What a tensor holds of one particle; all of it where it does not depend on particles."""
+    return tensor[index] if tensor.dim() - event_ndim >= nesting and tensor.shape[0] > 1 else tensor
+
+
+def _alone(site: Any, value: Tensor, index: int, nesting: int) -> Tensor:
+    """The value of a site in one particle, of the shape that it has in a run without others."""
+    event_ndim = len(site["fn"].event_shape)
+    value = _particle(value, index, nesting, event_ndim)
+    plates = max((-f.dim for f in site["cond_indep_stack"] if f.vectorized and f.name != PARTICLES), default=0)
+    while value.dim() - event_ndim > plates and value.shape[0] == 1:
+        value = value[0]
+    return value
