@@ -229,7 +229,7 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
             # Values that are put in stand outside of enumeration, which follows the sites that it passes.
             return trace_run(
                 *(
-                    model if model is None else put(model),
+                    again,
                     put(guide),
                     args,
                     kwargs,
