@@ -18,13 +18,14 @@ endif
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 
-.PHONY: help demo test test-all lint format types docs tutorials notebooks bench bench-full clean
+.PHONY: help demo test fuzz test-all lint format types docs tutorials notebooks bench bench-full clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo        train a discrete VAE with three estimators, write demo_output/"
 	@echo "make test        the tests but the slow ones"
+	@echo "make fuzz        thousands of random programs; ARGS=\"--programs 5000 --config default\", --config all, --show SEED"
 	@echo "make test-all    every test, the doctests of docstrings and docs, and the tutorials"
 	@echo "make lint        ruff: rules and format, nothing is changed"
 	@echo "make format      ruff: mend what it can"
@@ -44,6 +45,9 @@ test-all: $(call need,test) $(call need,tutorials)
 	$(PYTEST) --doctest-modules --doctest-glob="*.md" --ignore-glob="docs/*.py" --ignore=docs/tutorials \
 	  tests pyro_bpq docs $(ARGS)
 	$(TUTORIALS) --smoke
+
+fuzz: $(call need,test)
+	PYTHONPATH="$(CURDIR)/tests$${PYTHONPATH:+:$$PYTHONPATH}" OMP_NUM_THREADS=1 $(PY) -m fuzz --workers $(WORKERS) $(ARGS)
 
 lint: $(call need,dev)
 	$(PY) -m ruff check .

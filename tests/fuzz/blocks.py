@@ -298,7 +298,10 @@ class ObservedMask(Block):
 
 @dataclass
 class Wide(Block):
-    """Twelve rows of two latents, of which but one row is random; the default lets several particles run."""
+    """A latent that hardly varies, and twelve rows of two latents, of which but one row is random.
+
+    In so many rows the default lets several particles run.
+    """
 
     name: str
     size: int = 12
@@ -306,22 +309,23 @@ class Wide(Block):
     def write(self, w: Writer) -> None:
         w.use("many rows")
         plate = Plate(f"{self.name}_rows", self.size, -1)
+        rare = f"{w.rng.choice([-1, 1]) * w.rng.uniform(1.0, 3.5):.2f}"
+        fn = f"dist.Bernoulli(logits={w.param()} + {rare if w.role == 'guide' else w.number()})"
+        w.line(f'{self.name} = pyro.sample("{self.name}", {fn})')
+        w.known.append(Latent(self.name, "coin"))
         first, second = (Latent(self.name + end, "coin", plates=(plate,)) for end in "ab")
         with w.inside(f"with {plate.header}"):
             for z in (first, second):
-                free = z is first
-                read = w.sum_of_reads((plate,), most=2)
+                terms = [w.param(), *filter(None, [w.sum_of_reads((plate,), most=2)])]
+                if z is second:
+                    terms.append(f"{w.number(0.4, 1.6)} * {first.name}")
+                chance = f"torch.sigmoid({' + '.join(terms)})"
                 if w.role == "guide":
                     # A chance of zero or one leaves one state.
-                    fixed = [float(w.chance(0.5)) for _ in range(self.size)]
-                    chance = f"torch.tensor({fixed})"
-                    if free:
-                        own = f"torch.sigmoid({w.param()}{' + ' + read if read else ''})"
-                        chance = f"torch.where(torch.arange({self.size}) == 4, {own}, {chance})"
-                    w.line(f'{z.name} = pyro.sample("{z.name}", dist.Bernoulli({chance}))')
-                else:
-                    fn = f"dist.Bernoulli(logits={w.param()}{' + ' + read if read else ''})"
-                    w.line(f'{z.name} = pyro.sample("{z.name}", {fn})')
+                    fixed = f"torch.tensor({[float(w.chance(0.5)) for _ in range(self.size)]})"
+                    free = f"torch.arange({self.size}) == {4 if z is first else self.size}"
+                    chance = f"torch.where({free}, {chance}, {fixed})"
+                w.line(f'{z.name} = pyro.sample("{z.name}", dist.Bernoulli({chance}))')
                 w.known.append(z)
             if w.role == "model":
                 observe(w, (plate,))

@@ -186,16 +186,19 @@ def _short(tensor: Tensor) -> str:
 def _trained_gradient(program: Program, config: Config) -> dict[str, Tensor]:
     elbo, noise = config.make(), ChoiceNoise()
     guide = _choosing(program.guide, config) if config.estimator is not None else program.guide
+    num_states = program.num_states
+    pyro.clear_param_store()
     pyro.set_rng_seed(program.seed)
-    if program.seed % 3 == 0:
-        # Parameters are then made in the steps themselves.
-        pyro.clear_param_store()
+    if program.seed % 3:
+        # Else parameters are made in the steps themselves.
+        with torch.no_grad():
+            poutine.replay(program.model, trace=poutine.trace(program.guide).get_trace())()
     with _enumerable_noise(noise):
         for _ in range(3 + program.seed % 4):
             elbo.loss_and_grads(program.model, guide)
         if hasattr(elbo, "eval"):
             elbo.eval()
-        if program.num_states ** (1 + draws_again(elbo)) > MOST_OUTCOMES:
+        if num_states ** (1 + draws_again(elbo)) > MOST_OUTCOMES:
             raise TooLarge
         return expectation(elbo, program.model, guide, noise)
 

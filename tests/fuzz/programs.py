@@ -60,6 +60,7 @@ class Program:
     @cached_property
     def num_states(self) -> int:
         """Number of joint states."""
+        pyro.clear_param_store()
         return sum(1 for _ in iter_outcomes(self.guide, num_outcomes=UNLIMITED))
 
     @cached_property
@@ -139,8 +140,10 @@ class _Draw:
 
     def text(self) -> tuple[str, frozenset[str]]:
         rng = self.rng
-        w = Writer(rng, self.allowed)
         blocks = self._blocks()
+        # Where values steer a program, one particle runs: then there is nothing to see in many rows.
+        is_wide = any(isinstance(block, Wide) for block in blocks)
+        w = Writer(rng, replace(self.allowed, escapes=False, costs=False) if is_wide else self.allowed)
         w.function("guide")
         guided = self._ordered(w, blocks, 0.2)
         for block in guided:
@@ -170,9 +173,8 @@ class _Draw:
     def _blocks(self) -> list[Block]:
         rng, allowed = self.rng, self.allowed
         draw = rng.random()
-        if draw < 0.02 and allowed.left and self.budget >= 8:
-            self.budget = 2
-            return [Single(self._latent(kinds=("coin",))), Wide("w")]
+        if draw < 0.04 and allowed.left and self.budget >= 8:
+            return [Wide("w")]
         blocks: list[Block] = [Single(self._latent()) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4]))]
         if draw < 0.4 or not blocks:
             blocks.append(self._rows())
