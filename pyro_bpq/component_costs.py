@@ -144,16 +144,25 @@ class ElementWatch:
         Returns:
             By site and cost, where every element of the cost reads one component of its own row at the most.
         """
+        if all(self.elements.mixes(name) for name in self.sizes):
+            return {}
+        costs, found = {cost: _elements(site) for cost, site in sites}, {}
+        # They may read values in Python themselves.
         followed = [name for name in self.sizes if not self.elements.mixes(name)]
-        found = {}
-        for cost, site in sites if followed else ():
-            log_prob, event_ndim = element_log_prob(site["fn"], site["value"])
+        for cost, (elements, event_ndim) in costs.items():
             for name in followed:
-                positions = self.elements.positions(name, log_prob)
+                positions = self.elements.positions(name, elements)
                 pattern = None if positions is None else _pattern(positions, event_ndim, *self.sizes[name])
                 if pattern is not None:
                     found[name, cost] = pattern
         return found
+
+
+def _elements(site: Any) -> tuple[Tensor, int]:
+    """The elements that a traced site's log-probability sums, scaled and masked, and their event dimensions."""
+    log_prob, event_ndim = element_log_prob(site["fn"], site["value"])
+    scale, mask = (_behind(site[key], event_ndim) for key in ("scale", "mask"))
+    return scale_and_mask(log_prob, scale, mask), event_ndim
 
 
 def _pattern(positions: np.ndarray, event_ndim: int, batch: torch.Size, number: int) -> Pattern | None:
@@ -198,9 +207,7 @@ def charge_sites(
     elements = {}
     for cost in dict.fromkeys(cost for _, cost in patterns):
         sign, site = sites[cost]
-        log_prob, event_ndim = element_log_prob(site["fn"], site["value"])
-        scale, mask = (_behind(site[key], event_ndim) for key in ("scale", "mask"))
-        elements[cost] = sign * scale_and_mask(log_prob, scale, mask)
+        elements[cost] = sign * _elements(site)[0]
     charged: dict[str, Tensor] = {}
     for (name, cost), pattern in patterns.items():
         term = pattern.charge(elements[cost], batch_of(records[name].fn, records[name].value))

@@ -130,6 +130,10 @@ def finite_components(fn: Any) -> Components | None:
     Returns:
         Its components; ``None`` if its support is infinite or not known to factorise.
     """
+    return _by_support(fn)
+
+
+def _by_support(fn: Any) -> Components | None:
     is_masked = _is_masked(fn)
     if not is_masked and not getattr(fn, "has_enumerate_support", False):
         return None
@@ -148,20 +152,27 @@ def finite_components(fn: Any) -> Components | None:
     return Components("support", (), support.shape[0])
 
 
+def _has_own_log_prob(fn: Any) -> bool:
+    """Whether a subclass of a user's own computes its log-probability itself: parameters do not tell it."""
+    return not type(fn).log_prob.__module__.startswith(("torch.", "pyro."))
+
+
 @finite_components.register(td.Bernoulli)
-def _bernoulli(fn: td.Bernoulli) -> Components:
-    return Components("bernoulli", (), 2)
+def _bernoulli(fn: td.Bernoulli) -> Components | None:
+    return _by_support(fn) if _has_own_log_prob(fn) else Components("bernoulli", (), 2)
 
 
 @finite_components.register(td.Categorical)
-def _categorical(fn: td.Categorical) -> Components:
+def _categorical(fn: td.Categorical) -> Components | None:
+    if _has_own_log_prob(fn):
+        return _by_support(fn)
     return Components("categorical", (), fn.param_shape[-1])
 
 
 @finite_components.register(td.OneHotCategorical)
 def _one_hot(fn: td.OneHotCategorical) -> Components | None:
     # Straight-through variants are reparameterised: their value carries a gradient.
-    return None if fn.has_rsample else Components("one_hot", (), fn.param_shape[-1])
+    return None if fn.has_rsample or _has_own_log_prob(fn) else Components("one_hot", (), fn.param_shape[-1])
 
 
 @finite_components.register(td.Binomial)
@@ -173,6 +184,8 @@ def _binomial(fn: td.Binomial) -> Components | None:
 
 @finite_components.register(td.Independent)
 def _independent(fn: td.Independent[Any]) -> Components | None:
+    if _has_own_log_prob(fn):
+        return None
     base = finite_components(fn.base_dist)
     if base is None or base.kind == "support" or _is_masked(fn.base_dist):
         return None
@@ -197,6 +210,8 @@ def independent_components(fn: Any) -> int | None:
     """Number of independent components, finite or not, that ``to_event`` joined; ``None`` if they do not show."""
     # A mask has weights; a nested to_event would have to be taken apart in turn.
     if not isinstance(fn, td.Independent) or isinstance(fn.base_dist, td.Independent) or _is_masked(fn.base_dist):
+        return None
+    if _has_own_log_prob(fn):
         return None
     return math.prod(fn.base_dist.batch_shape[len(fn.batch_shape) :])
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["NO_STORAGE", "OWN", "Entry", "Ledger", "memory_of"]
+__all__ = ["NO_STORAGE", "OWN", "Entry", "Heard", "Ledger", "memory_of"]
 
 OWN = ("pyro_bpq.ledger", "pyro_bpq.provenance", "pyro_bpq.elements")
 """Modules that look at memory only to follow it."""
@@ -51,6 +52,12 @@ class Entry(weakref.ref[torch.UntypedStorage]):
         self.chosen |= mask
 
 
+class Heard:
+    """Sources, as bits, that were read in Python; known when the listening is over."""
+
+    mask: int = 0
+
+
 class Ledger:
     """All that a tracker knows: a bit for each source, a mask of bits for each storage."""
 
@@ -60,6 +67,7 @@ class Ledger:
         self.bits: dict[str, int] = {}
         self.origins: dict[str, int] = {}
         self.escaped = 0
+        self.heard: int | None = None  # not None: somebody wants to know what is read from now on
         self.reads = 0
         self.positions = 0  # sources that have chosen a view
         self.deferred: int | None = None  # not None: scalars read now are positions, collected here
@@ -137,8 +145,26 @@ class Ledger:
 
     def read(self, mask: int, *, check: bool) -> None:
         """Notes that a value left torch; ``check`` if it is one that libraries may look at."""
-        if mask & ~self.escaped and not (check and self._is_library_check()):
-            self.escaped |= mask
+        known = self.escaped if self.heard is None else self.escaped & self.heard
+        if mask & ~known and not (check and self._is_library_check()):
+            self.escape(mask)
+
+    def escape(self, mask: int) -> None:
+        """Notes that values have left torch."""
+        self.escaped |= mask
+        if self.heard is not None:
+            self.heard |= mask
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Heard]:
+        """Collects what leaves torch meanwhile, also if it has left torch before."""
+        found, before = Heard(), self.heard
+        self.heard = 0
+        try:
+            yield found
+        finally:
+            found.mask = self.heard
+            self.heard = None if before is None else before | found.mask
 
     def _is_library_check(self) -> bool:
         """Whether the nearest caller outside of torch's internals is one of the libraries."""

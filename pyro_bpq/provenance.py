@@ -118,7 +118,7 @@ class DependencyTracker:
             raise RuntimeError("The tracker is not active. Write: with tracker: tracker.source(name, value)")
         bit = ledger.bits.setdefault(name, 1 << len(ledger.bits))
         if not isinstance(value, Tensor):
-            ledger.escaped |= bit
+            ledger.escape(bit)
             return value
         with torch._C.DisableTorchFunction():
             ledger.origins[name] = ledger.origins.get(name, 0) | ledger.mask(value) & ~bit
@@ -273,7 +273,7 @@ class _Calls(TorchFunctionMode):
             return handler(self, func, args, kwargs or {})
         # The body of a user's function that torch hands over runs where this mode is off.
         if func.__class__ is FunctionType and not (func.__module__ or "").startswith("torch"):
-            self._ledger.escaped |= (1 << len(self._ledger.bits)) - 1
+            self._ledger.escape((1 << len(self._ledger.bits)) - 1)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def leave(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:

@@ -192,20 +192,19 @@ class SiteBatch:
         return (self.sampled(table) - (self.probs * table).sum(-1)).sum(-1)
 
     def _scales(self, pick: Callable[[SiteRecord], float | Tensor]) -> Tensor:
-        first = self.rollout.runs[0].sites
-        scales = [pick(first[name]) for name in self.cls.names]
-        like = self.like
-        if any(isinstance(scale, Tensor) and scale.dim() for scale in scales):
-            return self.stack(lambda site: torch.as_tensor(pick(site)).to(like), 0)
-        lead, numbers = (1,) * len(self.batch_shape), [float(scale) for scale in scales]
+        scales = [pick(run.sites[name]) for run in self.rollout.runs for name in self.cls.names]
+        like, size = self.like, len(self.cls.names)
+        if any(isinstance(scale, Tensor) for scale in scales) or scales != scales[:size] * len(self.rollout.runs):
+            # A scale may read sampled values, and parameters: it is that of its run, and a number here.
+            return self.stack(lambda site: torch.as_tensor(pick(site)).detach().to(like), 0)
+        lead, numbers = (1,) * len(self.batch_shape), [float(scale) for scale in scales[:size]]
         if numbers == numbers[:1] * len(numbers):
             return like.new_full((len(numbers), *lead), numbers[0])
         return torch.tensor(numbers, dtype=like.dtype).to(like.device).reshape(-1, *lead)
 
     def _weighted(self, table: Tensor, scale: Tensor, mask: Callable[[SiteRecord], Any]) -> Tensor:
-        first = self.rollout.runs[0].sites
         table = table * scale[..., None, None]
-        if all(mask(first[name]) is None for name in self.cls.names):
+        if all(mask(run.sites[name]) is None for run in self.rollout.runs for name in self.cls.names):
             return table
         masks = self.stack(lambda site: _mask(mask(site), table), 0)
         return table * masks[..., None, None]

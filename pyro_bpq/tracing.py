@@ -10,14 +10,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from pyro import poutine
 from pyro.distributions import MaskedDistribution
-from pyro.distributions.util import is_identically_zero
-from pyro.infer.enum import get_importance_trace
-from pyro.infer.util import is_validation_enabled
+from pyro.distributions.util import is_identically_zero, scale_and_mask
 from pyro.poutine.trace_struct import Trace
-from pyro.poutine.util import prune_subsample_sites
-from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_bpq.bitsets import Reads
@@ -31,6 +26,7 @@ from pyro_bpq.plate_errors import plate_error
 from pyro_bpq.provenance import DependencyTracker
 from pyro_bpq.rollout import Run, SiteRecord
 from pyro_bpq.sandbox import BufferedModules
+from pyro_bpq.scoring import Heard, importance_traces, program_trace
 from pyro_bpq.watch import HANDED, Attach, Choose, Watch, is_enumerated, samples, site_info
 
 __all__ = [
@@ -173,6 +169,7 @@ def trace_run(
     tracker = DependencyTracker() if track else None
     elements = ElementWatch(tracker) if tracker is not None and components and not only_costs else None
     watch = Watch(tracker, choose, num_particles, attach, noise, step, elements, sloped)
+    ledger = None if tracker is None else tracker.ledger
     with contextlib.ExitStack() as stack:
         modules = BufferedModules() if track else None
         for mode in (tracker, None if elements is None else elements.elements, watch, modules):
@@ -180,23 +177,25 @@ def trace_run(
                 stack.enter_context(mode)
         try:
             if only_costs:
-                model_trace, guide_trace = Trace(), _program_trace(watch.guide(guide), args, kwargs, max_plate_nesting)
+                model_trace = Trace()
+                guide_trace, heard = program_trace(watch.guide(guide), args, kwargs, max_plate_nesting, ledger)
             else:
-                model_trace, guide_trace = get_importance_trace(
-                    "flat", max_plate_nesting, model, watch.guide(guide), args, kwargs
+                model_trace, guide_trace, heard = importance_traces(
+                    model, watch.guide(guide), args, kwargs, max_plate_nesting, ledger
                 )
         except ValueError as error:
             raise plate_error(error, watch.plates) or error from error
         guide_sites, reads, handed = watch.guide_sites(guide_trace), None, frozenset[str]()
         if tracker is not None:
-            found = _reads(tracker, guide_sites, watch.escaped, True)
-            of_model = _reads(tracker, samples(model_trace), watch.escaped, False)
+            found = _reads(tracker, guide_sites, watch, heard, True)
+            of_model = _reads(tracker, samples(model_trace), watch, heard, False)
             # The lowest bit is no site's: it says that a value is one of the guide's own.
             reads = Reads(
                 tuple(tracker.ledger.bits)[1:], {cost: bits >> 1 for cost, bits in (found | of_model).items()}
             )
             # A GuideMessenger runs guide and model as one: nothing is handed over.
             handed = frozenset(cost for cost, bits in of_model.items() if bits & watch.handed and watch.has_model)
+            handed |= _weighted_by_itself(tracker, samples(model_trace))
         patterns = {} if elements is None else elements.patterns(_scored(guide_sites, samples(model_trace)))
     escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
     rng = (watch.model_start, torch.get_rng_state())
@@ -224,22 +223,34 @@ def _scored(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> l
 
 
 def _reads(
-    tracker: DependencyTracker,
-    sites: Mapping[str, Any],
-    escaped: Mapping[tuple[bool, str], int],
-    is_guide: bool,
+    tracker: DependencyTracker, sites: Mapping[str, Any], watch: Watch, heard: Heard, is_guide: bool
 ) -> dict[str, int]:
     """What the cost of each site of a trace reads, as bits; of a guide's latent also what its draw was made from."""
     reads = {}
     for name, site in sites.items():
         # A GuideMessenger runs guide and model as one.
-        before = escaped.get((is_guide, name), escaped.get((True, name), 0))
+        before = watch.escaped.get((is_guide, name), watch.escaped.get((True, name), 0))
         scored = site["score_parts"].score_function if _is_untraced(site) else site["log_prob"]
-        found = tracker.mask_of(scored) | before
+        found = tracker.mask_of(scored) | before | _heard_by(heard, is_guide, name)
         if is_guide:
-            found |= tracker.ledger.origins.get(name, 0)
+            found |= tracker.ledger.origins.get(name, 0) | watch.heard.get(name, 0)
         reads[cost_of_site(site, is_guide)] = found
     return reads
+
+
+def _heard_by(heard: Heard, is_guide: bool, name: str) -> int:
+    """What may have steered the log-probability of a site in Python."""
+    return heard.get((is_guide, name), 0)
+
+
+def _weighted_by_itself(tracker: DependencyTracker, sites: Mapping[str, Any]) -> frozenset[str]:
+    """The costs of the model's sites whose scale or mask reads their own value: that is not known at other values."""
+    bits = tracker.ledger.bits
+    return frozenset(
+        cost_of_site(site, False)
+        for name, site in sites.items()
+        if name in bits and tracker.mask_of([site["scale"], _mask(site)]) & bits[name]
+    )
 
 
 def _record(
@@ -315,16 +326,6 @@ def _record(
     )
 
 
-def _program_trace(program: Any, args: Any, kwargs: Any, max_plate_nesting: float) -> Trace:
-    """The trace of a program that has no model."""
-    trace = prune_subsample_sites(poutine.trace(program, graph_type="flat").get_trace(*args, **kwargs))
-    trace.compute_score_parts()
-    if is_validation_enabled():
-        for site in samples(trace).values():
-            check_site_shape(site, max_plate_nesting)  # type: ignore[arg-type]
-    return trace
-
-
 def _only_costs(traced: TracedRun) -> TracedRun:
     """The run with its cost statements as all that counts."""
     for name, site in samples(traced.guide_trace).items():
@@ -347,12 +348,20 @@ def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tup
     guide_sum = _sum([site["log_prob_sum"].detach() for site in guide_sites.values()])
     model_sum = _sum([site["log_prob_sum"] for site in model_sites.values()])
     # A factor of the guide is a cost; of the other sites only what has a gradient in expectation.
-    terms = {
-        name: site["log_prob"] if site["is_observed"] else site["score_parts"].entropy_term
-        for name, site in guide_sites.items()
-    }
-    entropy = _sum([term.sum() for term in terms.values() if not is_identically_zero(term)])
+    terms = [
+        site["log_prob"] if site["is_observed"] else _entropy_term(site["score_parts"].entropy_term, site)
+        for site in guide_sites.values()
+    ]
+    entropy = _sum([term.sum() for term in terms if not is_identically_zero(term)])
     return entropy - model_sum, guide_sum - model_sum.detach()
+
+
+def _entropy_term(term: Any, site: Any) -> Any:
+    """What of the cost of a guide's latent has a gradient in expectation: the scale too, which Pyro leaves out."""
+    scale = site["scale"]
+    if is_identically_zero(term) and isinstance(scale, Tensor) and scale.requires_grad:
+        return scale_and_mask(site["unscaled_log_prob"].detach(), scale, site["mask"])
+    return term
 
 
 def _sum(terms: list[Tensor]) -> Tensor:

@@ -73,6 +73,7 @@ class Watch(Messenger):  # type: ignore[misc]
         self.given: set[str] = set()
         self.is_guide = False
         self.escaped: dict[tuple[bool, str], int] = {}
+        self.heard: dict[str, int] = {}
         self.subsamples: dict[str, Any] = {}
         self.model_start = torch.get_rng_state()
         self.plates: dict[str, tuple[Any, ...]] = {}
@@ -94,7 +95,11 @@ class Watch(Messenger):  # type: ignore[misc]
 
     def _pyro_sample(self, msg: Any) -> None:
         if self.tracker is not None:
-            self.escaped[self.is_guide, msg["name"]] = self.tracker.ledger.escaped
+            ledger = self.tracker.ledger
+            self.escaped[self.is_guide, msg["name"]] = ledger.escaped
+            if self.is_guide:
+                # From here to the end of the statement, the draw itself included.
+                ledger.heard = 0
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
         self.has_model |= not self.is_guide
@@ -104,6 +109,14 @@ class Watch(Messenger):  # type: ignore[misc]
             msg["fn"] = _without_rsample(msg["fn"])
 
     def _pyro_post_sample(self, msg: Any) -> None:
+        self._note(msg)
+        if self.tracker is not None and self.is_guide:
+            ledger, name = self.tracker.ledger, msg["name"]
+            # A statement within a statement ends the listening of both.
+            found = ledger.escaped if ledger.heard is None else ledger.heard
+            self.heard[name], ledger.heard = self.heard.get(name, 0) | found, None
+
+    def _note(self, msg: Any) -> None:
         if isinstance(msg["fn"], _Subsample):
             self.subsamples[msg["name"]] = msg["value"]
             return

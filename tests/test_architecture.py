@@ -64,6 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "component_costs",
         "plate_errors",
         "watch",
+        "scoring",
         "tracing",
         "config",
         "structure",
