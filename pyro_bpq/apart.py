@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.cost_statement import SkipCosts
-from pyro_bpq.row_runs import agree, probe
+from pyro_bpq.errors import BPQWarning
+from pyro_bpq.row_runs import agree, is_due, probe
 from pyro_bpq.sandbox import Sandbox
 from pyro_bpq.substitute import Substitute
 from pyro_bpq.tracing import PARTICLES, TracedRun
 from pyro_bpq.watch import is_enumerated, samples
 
-__all__ = ["keeps_apart"]
+__all__ = ["Together", "keeps_apart"]
 
 # Particles that are run alone: in the first comparison, and in later ones.
 FIRST, LATER = 8, 3
@@ -82,6 +83,56 @@ def keeps_apart(
             found = all(_is_same(among, costs or {}, i, nesting) for i, costs in zip(picked, alone, strict=True))
             break
     return found
+
+
+class Together:
+    """Remembers for which structures the vectorised particles that a user asked for were proved to keep apart.
+
+    They are looked at again after 1, 2, 4, ... steps and then every 128.
+    """
+
+    def __init__(self) -> None:
+        self._proved: set[Any] = set()
+
+    def __repr__(self) -> str:
+        return f"Together({len(self._proved)} structures)"
+
+    def is_wanted(self, learning: bool, num_steps: int) -> bool:
+        """Whether the step may have to compare runs: its buffers are then lent."""
+        return not self._proved or (learning and is_due(num_steps))
+
+    def mixes(
+        self,
+        trace: Trace,
+        one: Program,
+        all_of_them: Program,
+        many: TracedRun,
+        number: int,
+        nesting: int,
+        learning: bool,
+        num_steps: int,
+        has_buffers: bool,
+    ) -> bool:
+        """Whether particles that ran together do not keep apart; warns if so. See :func:`keeps_apart`.
+
+        Noise besides the sites differs from run to run: then nothing can be compared, and nothing is said.
+        """
+        is_known = many.key in self._proved
+        if is_known and not (learning and is_due(num_steps)):
+            return False
+        if keeps_apart(trace, one, all_of_them, many, number, nesting, num_steps, not is_known, has_buffers) is False:
+            warnings.warn(
+                f"vectorize_particles=True: the costs of one of the {number} particles depend on the others, so the "
+                "program mixes particles, as by z[0] or z.sum(). They run one after the other from now on. Index and "
+                "reduce from the right (z[..., 0], z.sum(-1)), or write vectorize_particles=False.",
+                BPQWarning,
+                stacklevel=3,
+            )
+            return True
+        if len(self._proved) >= 256:
+            self._proved.clear()
+        self._proved.add(many.key)
+        return False
 
 
 class _Runs:

@@ -10,6 +10,7 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor, nn
 
+from pyro_bpq.apart import Together
 from pyro_bpq.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.critics import Critic
@@ -122,6 +123,7 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
         self.lam, self.gamma = lam, 1.0
         self._start(learner, seed)
         self._layouts: dict[Any, tuple[Layout, Plate | None]] = {}
+        self._together = Together()
 
     __call__ = ELBO.__call__
 
@@ -153,10 +155,10 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
     ) -> tuple[Tensor, Tensor, StepResult]:
         """The loss, and the sums over bounds of what has its gradient."""
         start = time.perf_counter()
-        runs = list(self._get_traces(model, guide, args, kwargs))
+        runs = self._runs((model, guide, args, kwargs), learning)
         found = [self._layout(run) for run in runs]
         layout, rows = found[0]
-        drawn = [run.subsamples[self.plate] for run in runs if self.plate in run.subsamples]
+        drawn = [index for run in runs for name, index in run.subsamples.items() if name == self.plate]
         if any(not torch.equal(drawn[0], index) for index in drawn[1:]):
             raise PlateError(
                 f"Each of the samples of plate {self.plate!r} drew a subsample of its own, so that no row has more "
@@ -186,6 +188,23 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
         self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
         return scale * loss / self.num_outer, scale * surrogate, result
 
+    def _runs(self, program: Any, learning: bool) -> list[TracedRun]:
+        """The runs of a step; one after the other from now on, if vectorised samples do not keep apart."""
+        start = torch.get_rng_state()
+        runs = list(self._get_traces(*program))
+        if not (self.vectorize_particles and self.num_particles > 1):
+            return runs
+        model, guide, args, kwargs = program
+        together = self._vectorized_num_particles(model), self._vectorized_num_particles(guide), args, kwargs
+        nesting = int(self.max_plate_nesting)
+        if not self._together.mixes(
+            *(self._trace, program, together, runs[0], self.num_particles, nesting, learning, self.num_steps, True)
+        ):
+            return runs
+        torch.set_rng_state(start)
+        self.vectorize_particles, self.max_plate_nesting = False, nesting - 1
+        return list(self._get_traces(*program))
+
     def _layout(self, traced: TracedRun) -> tuple[Layout, Plate | None]:
         """The batching of the sites of a run, and the plate of its rows."""
         if traced.key not in self._layouts:
@@ -196,8 +215,19 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
         return self._layouts[traced.key]
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> TracedRun:
-        choose = self.planner.choose
-        return trace_run(model, guide, args, kwargs, self.max_plate_nesting, choose, self.num_particles)
+        return self._trace(model, guide, args, kwargs)
+
+    def _trace(
+        self,
+        model: Any,
+        guide: Any,
+        args: Any,
+        kwargs: Any,
+        track: bool = False,
+        put: Callable[[Any], Any] = lambda program: program,
+    ) -> TracedRun:
+        choose, nesting = self.planner.choose, self.max_plate_nesting
+        return trace_run(put(model), put(guide), args, kwargs, nesting, choose, self.num_particles, track)
 
     def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
         super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)

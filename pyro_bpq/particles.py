@@ -17,7 +17,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_bpq.apart import keeps_apart
+from pyro_bpq.apart import Together, keeps_apart
 from pyro_bpq.errors import BPQWarning, StructureChangedError
 from pyro_bpq.graph import Plate
 from pyro_bpq.plan import Plan
@@ -78,7 +78,7 @@ class OpenParticles(Staging):
         self._given_nesting = self.max_plate_nesting
         # What the number was settled for; a run of many is compared with runs of one before it counts.
         self._settled = Transient()
-        self._is_compared = False
+        self._is_compared, self._together = False, Together()
         self._next: tuple[int, float] | None = None
         self._taken, self._sizes = self.num_particles, dict[Plate, int]()
 
@@ -156,30 +156,23 @@ class OpenParticles(Staging):
         Particles that are to run in one call, but do not keep apart there, run one after the other from now on.
         """
         model, guide, args, kwargs = program
-        is_known = self._settled.items == (model, guide)
-        is_together = self.vectorize_particles and self.num_particles > 1
-        if not is_together or (is_known and not (learning and is_due(self.num_steps))):
+        if not (self.vectorize_particles and self.num_particles > 1):
             return super()._observe(model, guide, args, kwargs, learning)
-        start, self._is_compared = torch.get_rng_state(), is_known
-        with LentBuffers() if self._has_buffers else contextlib.nullcontext() as lent:
+        start, lends = torch.get_rng_state(), self._together.is_wanted(learning, self.num_steps) and self._has_buffers
+        with LentBuffers() if lends else contextlib.nullcontext() as lent:
             found = super()._observe(model, guide, args, kwargs, learning)
-            # Noise besides the sites differs from run to run: then nothing can be compared.
-            is_apart = self._keeps_apart(found[0][0], program) is not False
-            if is_apart and lent is not None:
+            (together,) = self._arguments(*program)
+            mixes = self._together.mixes(
+                *(self._trace, program, together, found[0][0], self.num_particles),
+                *(int(self.max_plate_nesting), learning, self.num_steps, self._has_buffers),
+            )
+            if lent is not None and not mixes:
                 lent.keep()
-        if is_apart:
-            self._settled = Transient((model, guide))
+        if not mixes:
             return found
         torch.set_rng_state(start)
         self.vectorize_particles, self.max_plate_nesting = False, self.max_plate_nesting - 1
         self._last_plan = None
-        warnings.warn(
-            f"vectorize_particles=True: the costs of one of the {self.num_particles} particles depend on the others, "
-            "so the program mixes particles, as by z[0] or z.sum(). They run one after the other from now on. Index "
-            "and reduce from the right (z[..., 0], z.sum(-1)), or write vectorize_particles=False.",
-            BPQWarning,
-            stacklevel=2,
-        )
         return super()._observe(model, guide, args, kwargs, learning)
 
     def _settle(self, model: Any, guide: Any, traced: TracedRun) -> None:
