@@ -7,7 +7,7 @@ on component ``d``. An element of a cost that reads component ``d`` and no other
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pyro_bpq.elements import MANY, NONE, ElementTracker
 from pyro_bpq.features import batch_of, element_log_prob, independent_components
+from pyro_bpq.plate_rows import PlateRows
 from pyro_bpq.provenance import DependencyTracker
 from pyro_bpq.rollout import SiteRecord
 
@@ -95,18 +96,26 @@ class ElementWatch:
 
     Args:
         tracker: Tells which sites a value depends on.
+        components: Whether to follow components.
+        rows: Whether to follow the rows of plates as well.
     """
 
-    def __init__(self, tracker: DependencyTracker) -> None:
+    def __init__(self, tracker: DependencyTracker, components: bool = True, rows: bool = False) -> None:
         self.tracker, self.elements = tracker, ElementTracker(tracker.ledger)
+        self.rows = PlateRows(self.elements) if rows else None
+        self.components = components
         self.sizes: dict[str, tuple[torch.Size, int]] = {}
 
     def __repr__(self) -> str:
         return f"ElementWatch({', '.join(self.sizes)})"
 
-    def drawn(self, name: str, fn: Any, value: Any) -> None:
-        """Follows a site that has just been drawn, inside of both trackers."""
+    def drawn(self, name: str, fn: Any, value: Any, frames: Sequence[Any] = ()) -> None:
+        """Follows a site that has just been drawn in some vectorised plates, inside of both trackers."""
         if not isinstance(value, Tensor) or name in self.sizes:
+            return
+        if self.rows is not None:
+            self.rows.drawn(name, fn, value, frames)
+        if not self.components:
             return
         if self.elements.followed:
             self._inherit(name, fn, value)

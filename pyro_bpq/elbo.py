@@ -244,6 +244,7 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
                 only_costs=self._only_costs,
                 components=self._structure.follows_components and self.enumeration == "sample",
                 sloped=sloped,
+                rows=self._structure.follows_rows and self.enumeration == "sample",
             )
 
         if self.enumeration == "exact":

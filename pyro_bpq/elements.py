@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -45,11 +45,12 @@ class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
-        self._followed: dict[str, int] = {}  # source: the bits of itself and of the sources drawn from it
-        self._slots: dict[str, dict[int, _Slots]] = {}
+        # By source, the bits of itself and of the sources drawn from it; rows of a plate are no single source.
+        self._followed: dict[Hashable, int] = {}
+        self._slots: dict[Hashable, dict[int, _Slots]] = {}
 
     def __repr__(self) -> str:
-        return f"ElementTracker({', '.join(self._followed)})"
+        return f"ElementTracker({', '.join(map(str, self._followed))})"
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -58,7 +59,7 @@ class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def followed(self) -> tuple[str, ...]:
         """The sources whose elements are followed."""
-        return tuple(self._followed)
+        return tuple(name for name in self._followed if isinstance(name, str))
 
     def follow(self, name: str, value: Tensor, positions: Positions) -> None:
         """Follows a source of the ledger from its value on.
@@ -71,6 +72,19 @@ class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._followed[name] = self._ledger.bits[name]
         self._slots[name] = {}
         self._record(name, value, positions)
+
+    def follow_rows(self, plates: Hashable, name: str, value: Tensor, rows: Positions) -> None:
+        """Follows the rows of a source in plates: all sources of these plates as one.
+
+        Args:
+            plates: The plates; no string.
+            name: The source.
+            value: Its value.
+            rows: Number of the row of each element, of the shape of the value.
+        """
+        self._followed[plates] = self._followed.get(plates, 0) | self._ledger.bits[name]
+        self._slots.setdefault(plates, {})
+        self._record(plates, value, rows)
 
     def inherit(self, name: str, value: Tensor, drawn_from: int, positions: Mapping[str, Positions | None]) -> None:
         """Lets what depends on a new source depend on the elements that it was drawn from.
@@ -91,7 +105,7 @@ class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a source, or one drawn from it, has left torch, so that anything may depend on any element."""
         return bool(self._ledger.escaped & self._followed[name])
 
-    def positions(self, name: str, tensor: Tensor) -> Positions | None:
+    def positions(self, name: Hashable, tensor: Tensor) -> Positions | None:
         """The element of a source that each element of a tensor depends on.
 
         Args:
@@ -119,7 +133,8 @@ class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if named & self._followed[name]:
                 continue
             with contextlib.suppress(ValueError, IndexError, TypeError, *NO_STORAGE):
-                found[name] = plan.rule(lambda tensor, name=name: self.positions(name, tensor), *args)
+                rule = plan.rule if isinstance(name, str) else plan.row_rule
+                found[name] = rule(partial(self.positions, name), *args)
         targets = [kwargs.get(key) if isinstance(key, str) else args[key] for key in plan.writes]
         was_clean = {name: self._mask(targets, {}) & self._followed[name] == 0 for name in sources}
         result = func(*args, **kwargs)
@@ -127,13 +142,16 @@ class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._settle(name, result, targets, found.get(name), was_clean[name])
         return result
 
-    def _settle(self, name: str, result: Any, targets: Sequence[Any], found: Positions | None, clean: bool) -> None:
+    def _settle(
+        self, name: Hashable, result: Any, targets: Sequence[Any], found: Positions | None, clean: bool
+    ) -> None:
         """Notes the positions of a result: in new memory, or in memory that the operator wrote into."""
         if not targets:
             # Without a record new memory that depends on the source counts as mixed.
-            if found is not None and isinstance(result, Tensor) and found.shape == result.shape:
-                if self._find(name, result) is None:
-                    self._record(name, result, found)
+            for part in result if found is not None and isinstance(result, tuple) else (result,):
+                if found is not None and isinstance(part, Tensor) and found.shape == part.shape:
+                    if self._find(name, part) is None:
+                        self._record(name, part, found)
             return
         for target in _tensors(targets):
             slots = self._find(name, target)
@@ -152,12 +170,12 @@ class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mask |= self._ledger.mask(tensor)
         return mask
 
-    def _find(self, name: str, tensor: Tensor) -> _Slots | None:
+    def _find(self, name: Hashable, tensor: Tensor) -> _Slots | None:
         memory = memory_of(tensor)
         slots = self._slots[name].get(id(memory[0])) if len(memory) == 1 else None
         return slots if slots is not None and slots.fits(tensor, memory[0]) else None
 
-    def _record(self, name: str, tensor: Tensor, positions: Positions) -> None:
+    def _record(self, name: Hashable, tensor: Tensor, positions: Positions) -> None:
         memory = memory_of(tensor)
         if len(memory) != 1 or tensor.layout is not torch.strided:
             return
@@ -168,7 +186,7 @@ class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         slots.view(tensor)[...] = positions
         known[key] = slots
 
-    def _forget(self, name: str, tensor: Tensor) -> None:
+    def _forget(self, name: Hashable, tensor: Tensor) -> None:
         for memory in memory_of(tensor):
             self._slots[name].pop(id(memory), None)
 
@@ -289,6 +307,55 @@ def _index(find: _Find, table: Any, indices: Any) -> Positions | None:
     return np.broadcast_to(found.reshape(found.shape + (1,) * len(rest)), found.shape + rest)
 
 
+def _index_now(find: _Find, table: Any, indices: Any) -> Positions | None:
+    """The same where it is enough to know what is read in this run: then the table may depend on the source."""
+    known, chosen = find(table), [None if index is None else find(index) for index in indices]
+    if known is None or (known == NONE).all() or any(c is not None and (c != NONE).any() for c in chosen):
+        return _index(find, table, indices)
+    with torch._C.DisableTorchFunction():
+        picked = tuple(slice(None) if index is None else index.detach().cpu().numpy() for index in indices)
+    return known[picked]
+
+
+def _gather(find: _Find, tensor: Any, dim: int, index: Any, *rest: Any) -> Positions | None:
+    """An entry depends on the index, and at the most on all that it may be taken from."""
+    source, chosen = _reduce(find(tensor), dim, True), find(index)
+    if source is None or chosen is None:
+        return None
+    axis = dim % chosen.ndim
+    kept = tuple(slice(None) if i == axis else slice(0, size) for i, size in enumerate(chosen.shape))
+    return np.broadcast_to(_combine(chosen, source[kept]), chosen.shape)  # type: ignore[arg-type]
+
+
+def _roll(find: _Find, tensor: Any, shifts: Any, dims: Any = ()) -> Positions | None:
+    found = find(tensor)
+    return None if found is None else np.roll(found, tuple(shifts), tuple(dims) or None)
+
+
+def _along(find: _Find, tensor: Any, dim: int, *rest: Any) -> Positions | None:
+    """What depends on all along a dimension and keeps it."""
+    found = find(tensor)
+    return None if found is None else np.broadcast_to(_reduce(found, dim, True), found.shape)  # type: ignore[arg-type]
+
+
+def _extreme(find: _Find, tensor: Any, dims: Any = None, keepdim: Any = False, *rest: Any) -> Positions | None:
+    """``max`` and ``min`` are reductions or, with another tensor, elementwise."""
+    return _pointwise(find, tensor, dims) if isinstance(dims, Tensor) else _sum(find, tensor, dims, keepdim)
+
+
+def _layer_norm(find: _Find, tensor: Any, shape: Any, weight: Any, bias: Any, *rest: Any) -> Positions | None:
+    found = find(tensor)
+    if found is None:
+        return None
+    reduced = _reduce(found, list(range(found.ndim - len(shape), found.ndim)), True)
+    parts = [find(part) for part in (weight, bias) if part is not None]
+    return _combine(np.broadcast_to(reduced, found.shape), *parts)  # type: ignore[arg-type]
+
+
+def _mv(find: _Find, left: Any, right: Any) -> Positions | None:
+    return _combine(_reduce(find(left), -1, False), _reduce(find(right), -1, False))
+
+
 def _unknown(find: _Find, *args: Any) -> None:
     return None
 
@@ -297,17 +364,24 @@ _RULES = MappingProxyType(
     {
         **dict.fromkeys(("_to_copy", "masked_fill", "masked_fill_", "binary_cross_entropy"), _pointwise),
         **dict.fromkeys(("binary_cross_entropy_with_logits", "where", "fill_", "zero_"), _pointwise),
-        **dict.fromkeys(("sum", "mean", "logsumexp", "amax", "amin"), _sum),
+        **dict.fromkeys(("sum", "mean", "logsumexp", "amax", "amin", "prod", "var", "std", "any", "all"), _sum),
+        **dict.fromkeys(("argmax", "argmin"), _sum),
+        **dict.fromkeys(("max", "min"), _extreme),
+        **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp"), _along),
+        **dict.fromkeys(("mv", "dot"), _mv),
         **dict.fromkeys(("_softmax", "_log_softmax"), _softmax),
         **dict.fromkeys(("mm", "bmm"), _matmul),
         "copy_": _copy,
-        "addmm": _addmm,
+        **dict.fromkeys(("addmm", "baddbmm"), _addmm),
         "cat": _cat,
         "stack": _stack,
         "flip": _flip,
         "repeat": _repeat,
         "embedding": _embedding,
         "index": _index,
+        "gather": _gather,
+        "roll": _roll,
+        "native_layer_norm": _layer_norm,
     }
 )
 
@@ -329,6 +403,8 @@ class _Plan:
             isinstance(w, str) for w in self.writes
         )
         self.rule: Callable[..., Positions | None] = _RULES.get(name, _pointwise if is_pointwise else _unknown)
+        # For rows it is enough to know that they meet in this run.
+        self.row_rule = _index_now if name == "index" else self.rule
 
 
 @cache

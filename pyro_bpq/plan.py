@@ -180,7 +180,9 @@ class Planner:
             for name, costs in immediate_costs(graph).items()
         }
         flips, components = (
-            self._flips(traced, graph, estimators, immediate, handed) if can_flip and not is_dynamic else (None, {})
+            self._flips(traced, graph, estimators, immediate, handed, cuts_plates)
+            if can_flip and not is_dynamic
+            else (None, {})
         )
         # Costs of a user's own may be dear: critics save calls.
         is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)
@@ -193,7 +195,9 @@ class Planner:
             # The extra run goes on only where it tells most sites everything.
             others = by_row if 2 * len(by_row) < len(rows) else rows
             estimators |= {n: score_function(traced, n) for n in others if pays_to_compare(traced.infos[n])}
-            flips, components = self._flips(traced, graph, estimators, immediate, handed) if can_flip else (None, {})
+            flips, components = (
+                self._flips(traced, graph, estimators, immediate, handed, cuts_plates) if can_flip else (None, {})
+            )
         plain = [name for name in estimators if name not in components and self._is_plain(traced, name)]
         known_patterns, charged = dict(patterns), {}
         specs, tabled, known = {}, {}, set()
@@ -211,7 +215,8 @@ class Planner:
                 estimators[name] = score_function(traced, name)
                 if not is_dynamic and is_comparable(traced, name):
                     is_told = bool(_charged(graph, name, SecondRun(), (), known_patterns))
-                    estimators[name] = compared(traced, graph, name, len(plain) == 1 and not is_told, has_slopes)
+                    is_alone = len(plain) == 1 and not is_told and (cuts_plates or not graph.node(name).plates)
+                    estimators[name] = compared(traced, graph, name, is_alone, has_slopes)
             # Many components at once: what they cost right away is for the extra run, where there is one.
             if critic is None or (info.components is not None and info.components.size > 1 and name in components):
                 known |= set(immediate[name])
@@ -307,9 +312,13 @@ class Planner:
         estimators: dict[str, Estimator],
         immediate: Mapping[str, tuple[str, ...]],
         handed: frozenset[str],
+        cuts_plates: bool,
     ) -> tuple[FlipPlan | None, dict[str, Components]]:
         repeatable = {cost for cost in graph.cost_index if _is_repeatable(traced, cost)} - handed
         costs = {n: tuple(c for c in found if c in repeatable) for n, found in immediate_model_costs(graph).items()}
+        if not cuts_plates:
+            # All rows of a plate are flipped at once.
+            costs = {name: () if graph.node(name).plates else found for name, found in costs.items()}
         if traced.elimination is not None:
             can_flip = traced.elimination.can_flip
             costs = {name: tuple(cost for cost in found if can_flip(cost, name)) for name, found in costs.items()}

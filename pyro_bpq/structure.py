@@ -58,6 +58,7 @@ class StructureCache:
         self.unknown = True
         self.untracked_steps = 0
         self.next_look = 10
+        self.tracked_runs = 0
         self.patience = self.calm = 0
         self.reads: OrderedDict[Any, tuple[Reads, int]] = OrderedDict()
         self.graphs: dict[Any, StochasticComputationGraph] = {}
@@ -84,6 +85,11 @@ class StructureCache:
     def follows_components(self) -> bool:
         """Whether tracked runs follow which components of a site a cost reads."""
         return self.mode in ("auto", "static") and not self.escapes
+
+    @property
+    def follows_rows(self) -> bool:
+        """Whether the next tracked run looks whether rows of a plate meet: first ones, and later looks."""
+        return not self.crosses and (self.tracked_runs < _AGREEMENTS or self.untracked_steps > 0)
 
     def patterns_of(self, runs: Sequence[TracedRun]) -> Patterns:
         """Which components of sites costs read, as far as all runs of that structure, and these, agree."""
@@ -150,7 +156,10 @@ class StructureCache:
         self, traced: TracedRun, reads: Mapping[str, frozenset[str]], learn: bool
     ) -> StochasticComputationGraph:
         if learn:
+            self.tracked_runs += 1
             self.escapes |= traced.escaped
+            if traced.met and not self.crosses:
+                _warn_of_rows(traced, reads)
             self.crosses |= traced.crosses
         if self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)):
             # What other runs with the same key did is not merged in: the key may follow from sampled values.
@@ -258,6 +267,21 @@ class StructureCache:
     def _store(self, key: Any, graph: StochasticComputationGraph) -> StochasticComputationGraph:
         self.graphs[key] = graph
         return graph
+
+
+def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> None:
+    """Says that rows of a plate meet, although the plate declares them independent."""
+    cost, plates = next(iter(traced.met.items()))
+    inside = [n for n in sorted(reads[cost]) if any(plate.name in plates for plate in traced.plates[n])]
+    warnings.warn(
+        f"Rows of the plate {', '.join(map(repr, plates))} meet in {cost}: a row of it reads other rows of "
+        f"{', '.join(map(repr, inside))}, although a plate declares its rows independent. From now on each row is "
+        "charged with the costs of all rows, which is unbiased, with more variance; Pyro's own ELBOs would be biased. "
+        f"If that is not meant, look at the dimensions in which the program of {cost} reduces, flips or indexes; if it "
+        "is, take the dimension into the event with .to_event().",
+        BPQWarning,
+        stacklevel=2,
+    )
 
 
 def _either(sets: Iterable[int]) -> int:

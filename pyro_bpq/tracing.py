@@ -27,7 +27,7 @@ from pyro_bpq.provenance import DependencyTracker
 from pyro_bpq.rollout import Run, SiteRecord
 from pyro_bpq.sandbox import BufferedModules
 from pyro_bpq.scoring import Heard, importance_traces, program_trace
-from pyro_bpq.watch import HANDED, Attach, Choose, Watch, is_enumerated, samples, site_info
+from pyro_bpq.watch import HANDED, PARTICLES, Attach, Choose, Watch, is_enumerated, samples, site_info
 
 __all__ = [
     "PARTICLES",
@@ -37,9 +37,6 @@ __all__ = [
     "cost_of_site",
     "trace_run",
 ]
-
-# Pyro's name of the plate of vectorised particles.
-PARTICLES = "num_particles_vectorized"
 
 
 def cost_of_guide(site: str) -> str:
@@ -88,6 +85,7 @@ class TracedRun:
         patterns: By site and cost, which component of the site each element of the cost reads; tracked runs only.
         handed: Costs of the model that read values of the guide itself, not only what was replayed; tracked runs only.
         has_buffers: Whether it may have called modules with buffers; known of tracked runs.
+        met: Costs in whose plates rows meet, with these plates by name, as far as a tracked run has looked.
     """
 
     key: tuple[Any, ...]
@@ -113,6 +111,7 @@ class TracedRun:
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
     handed: frozenset[str] = frozenset()
     has_buffers: bool = True
+    met: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def plates(self) -> dict[str, tuple[Plate, ...]]:
@@ -140,6 +139,7 @@ def trace_run(
     step: int = 0,
     components: bool = False,
     sloped: frozenset[str] = frozenset(),
+    rows: bool = False,
 ) -> TracedRun:
     """Runs the guide, replays the model against it, and records both.
 
@@ -158,6 +158,7 @@ def trace_run(
         step: Number of steps taken, for those with a schedule.
         components: Whether to track which components of a site a cost reads, too.
         sloped: Sites of whose costs slopes are wanted: their records have leaves that the costs lead back to.
+        rows: Whether to look whether rows of a plate meet inside of it.
 
     Returns:
         The traced run.
@@ -167,7 +168,9 @@ def trace_run(
         PlateError: If shapes do not fit plates, or those of guide and model differ.
     """
     tracker = DependencyTracker() if track else None
-    elements = ElementWatch(tracker) if tracker is not None and components and not only_costs else None
+    elements = None
+    if tracker is not None and (rows or (components and not only_costs)):
+        elements = ElementWatch(tracker, components and not only_costs, rows)
     watch = Watch(tracker, choose, num_particles, attach, noise, step, elements, sloped)
     ledger = None if tracker is None else tracker.ledger
     with contextlib.ExitStack() as stack:
@@ -196,7 +199,11 @@ def trace_run(
             # A GuideMessenger runs guide and model as one: nothing is handed over.
             handed = frozenset(cost for cost, bits in of_model.items() if bits & watch.handed and watch.has_model)
             handed |= _weighted_by_itself(tracker, samples(model_trace))
-        patterns = {} if elements is None else elements.patterns(_scored(guide_sites, samples(model_trace)))
+        patterns, met = {}, dict[str, tuple[str, ...]]()
+        if elements is not None:
+            patterns = elements.patterns(_scored(guide_sites, samples(model_trace)))
+            if elements.rows is not None:
+                met = elements.rows.meeting(_scored(guide_sites, samples(model_trace), user=True))
     escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
     rng = (watch.model_start, torch.get_rng_state())
     traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
@@ -206,19 +213,23 @@ def trace_run(
         enumerated=frozenset(watch.enumerated),
         leaked=escaped & watch.enumerated,
         patterns=patterns,
+        crosses=traced.crosses or bool(met),
+        met=met,
         handed=handed,
         has_buffers=modules is None or bool(modules),
     )
     return _only_costs(traced) if only_costs else traced
 
 
-def _scored(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The sites whose log-probabilities are costs, by name of the cost."""
+def _scored(
+    guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any], user: bool = False
+) -> list[tuple[str, Any]]:
+    """The sites whose log-probabilities are costs, by name of the cost; those of a user's own only if asked for."""
     found = [(site, True) for site in guide_sites.values()] + [(site, False) for site in model_sites.values()]
     return [
         (cost_of_site(site, is_guide), site)
         for site, is_guide in found
-        if cost_options(site) is None and not (is_guide and _is_untraced(site))
+        if (user or cost_options(site) is None) and not (is_guide and _is_untraced(site))
     ]
 
 

@@ -24,7 +24,7 @@ from pyro_bpq.features import finite_components
 from pyro_bpq.graph import Plate
 from pyro_bpq.provenance import DependencyTracker
 
-__all__ = ["HANDED", "Attach", "Choose", "Watch", "is_enumerated", "samples", "site_info"]
+__all__ = ["HANDED", "PARTICLES", "Attach", "Choose", "Watch", "is_enumerated", "samples", "site_info"]
 
 # Chooses the estimator of a site.
 Choose = Callable[[SiteInfo, SiteOptions], Estimator]
@@ -32,6 +32,9 @@ Choose = Callable[[SiteInfo, SiteOptions], Estimator]
 # Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
 Attach = Callable[[Mapping[str, Any]], Any]
 
+
+# Pyro's name of the plate of vectorised particles.
+PARTICLES = "num_particles_vectorized"
 
 HANDED = "what the guide hands over"
 """Source of what comes from the guide's own values, not from those that the model replays."""
@@ -139,7 +142,8 @@ class Watch(Messenger):  # type: ignore[misc]
         if self.tracker is not None and isinstance(msg["value"], Tensor):
             msg["value"] = self.tracker.source(msg["name"], msg["value"])
             if self.elements is not None:
-                self.elements.drawn(msg["name"], msg["fn"], msg["value"])
+                frames = [frame for frame in self.plates[msg["name"]] if frame.name != PARTICLES]
+                self.elements.drawn(msg["name"], msg["fn"], msg["value"], () if self._is_pathwise(msg) else frames)
             if not self._is_pathwise(msg):
                 self.tracker.ledger.taint(msg["value"], self.handed)
         if score is not None:

@@ -61,6 +61,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "baseline_options",
+        "plate_rows",
         "component_costs",
         "plate_errors",
         "watch",
