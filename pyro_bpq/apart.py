@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_bpq.cost_statement import SkipCosts
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.row_runs import agree, is_due, probe
+from pyro_bpq.row_runs import agree, is_due, probe, probe_generator
 from pyro_bpq.sandbox import Sandbox
 from pyro_bpq.substitute import Substitute
 from pyro_bpq.tracing import PARTICLES, TracedRun
@@ -20,8 +20,8 @@ from pyro_bpq.watch import is_enumerated, samples
 
 __all__ = ["Together", "keeps_apart"]
 
-# Particles that are run alone: in the first comparison, and in later ones.
-FIRST, LATER = 8, 3
+# Particles that are run alone at the least: in the first comparison, and in later ones.
+FIRST, LATER = 16, 4
 
 # Model, guide, and their arguments.
 Program = tuple[Any, Any, Any, Any]
@@ -66,23 +66,30 @@ def keeps_apart(
         for name, site in samples(trace).items()
         if not site["is_observed"] and not is_enumerated(site)
     }
-    generator = torch.Generator().manual_seed(seed)
+    runs, generator = _Runs(trace, many.subsamples, has_buffers), probe_generator(seed)
     sampled = {name: site["value"].detach() for name, site in sites.items()}
-    drawn = {name: probe(site["fn"], sampled[name], 1, generator)[0] for name, site in sites.items()}
-    picked = torch.randperm(number, generator=generator)[: FIRST if is_first else LATER].tolist()
-    found: bool | None = False
-    for values in (drawn, sampled):
-        runs = _Runs(trace, many.subsamples, has_buffers)
+
+    def is_same(values: Mapping[str, Tensor], index: int, among: Mapping[str, Tensor]) -> bool | None:
+        own = {name: _alone(sites[name], values[name], index, nesting) for name in sites}
+        alone = runs.costs(one, own)
+        return None if alone is None else _is_same(among, alone, index, nesting)
+
+    def compare(values: Mapping[str, Tensor]) -> bool | None:
         among = runs.costs(all_of_them, values)
-        alone = [
-            runs.costs(one, {name: _alone(sites[name], values[name], i, nesting) for name in sites}) for i in picked
-        ]
-        if runs.has_drawn:
-            return None
-        if among is not None and all(costs is not None for costs in alone):
-            found = all(_is_same(among, costs or {}, i, nesting) for i, costs in zip(picked, alone, strict=True))
+        picked = torch.randperm(number, generator=generator)[:wanted].tolist()
+        found = [False if among is None else is_same(values, i, among) for i in picked]
+        return None if among is None or None in found else all(found)
+
+    # The fewer particles, the likelier they are alike by chance.
+    wanted = FIRST if is_first else LATER
+    found: list[bool | None] = []
+    for _ in range(-(-wanted // number)):
+        found.append(compare({name: probe(site["fn"], sampled[name], 1, generator)[0] for name, site in sites.items()}))
+        if not found[-1]:
             break
-    return found
+    if None in found:
+        found = [compare(sampled)]
+    return None if runs.has_drawn else found == [True] * len(found)
 
 
 class Together:

@@ -24,10 +24,12 @@ from torch import Tensor
 from pyro_bpq.features import finite_components
 from pyro_bpq.sandbox import Sandbox
 
-__all__ = ["RowProgram", "RowRuns", "Way", "agree", "is_due", "probe"]
+__all__ = ["RowProgram", "RowRuns", "Way", "agree", "is_due", "probe", "probe_generator"]
 
 # More rows than these are not run one after the other: exact costs would not be worth their time.
 MOST_SINGLES = 16
+# Largest number of costs of hidden rows that run at once.
+MOST_ELEMENTS = 1 << 21
 # Rows at which ways are compared, and how many of them single runs check.
 PROBES, REFEREES = 8, 2
 # A way is compared with the others again after 1, 2, 4, ... uses, and at the latest after so many.
@@ -101,7 +103,9 @@ class RowProgram:
         def one(*values: Tensor) -> tuple[Tensor, ...]:
             return self._single({**fixed, **dict(zip(names, values, strict=True))})
 
-        found = torch.func.vmap(one, randomness="same")(*rows.values())
+        # Memory is bounded: rows that are many and large run in parts.
+        size = max(1, sum(shape.numel() for shape in self.shapes.values()))
+        found = torch.func.vmap(one, randomness="same", chunk_size=max(1, MOST_ELEMENTS // size))(*rows.values())
         return dict(zip(self.shapes, found, strict=True))
 
     def _singles(
@@ -234,7 +238,7 @@ def _prove(
     seed: int,
 ) -> Way:
     """The fastest way that gives the costs of single runs."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = probe_generator(seed)
     drawn = {name: probe(fn, value, PROBES, generator) for name, (fn, value) in sites.items()}
     rest = {name: value for name, value in fixed.items() if name not in drawn}
     # The program may not run at all values: then those of the rows have to do.
@@ -266,6 +270,11 @@ def _fastest(
         if expected is not None and agree(list(spread.values()), list(expected.values())):
             return Way.BROADCAST
     return Way.SINGLE if hidden is None else Way.HIDDEN
+
+
+def probe_generator(seed: int) -> torch.Generator:
+    """What draws the values that runs are compared at; small seeds would start with few bits."""
+    return torch.Generator().manual_seed(0x9E3779B97F4A7C15 * (seed + 1) % (1 << 63))
 
 
 def probe(fn: Any, value: Tensor, rows: int, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,178 @@
+"""Particles in one vectorised call cost what they cost alone, or they do not run that way."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyro_bpq import TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
+from pyro_bpq import apart as module
+from pyro_bpq.errors import BPQWarning
+from pyro_bpq.testing import assert_unbiased
+
+ROWS = 12
+
+
+@pytest.fixture(autouse=True)
+def double() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+class Programs:
+    """A global latent that hardly varies beside rows of data; ``read`` says how the model takes the latent."""
+
+    def __init__(self, read: Any, probability: float = 0.98) -> None:
+        self.read, self.probability, self.calls = read, probability, 0
+        self.data = torch.linspace(-1.0, 1.0, ROWS)
+
+    def model(self) -> None:
+        self.calls += 1
+        g = pyro.sample("g", dist.Bernoulli(0.5))
+        with pyro.plate("rows", ROWS):
+            y = pyro.sample("y", dist.Bernoulli(logits=torch.zeros(ROWS, 2)).to_event(1))
+            z = pyro.sample("z", dist.Bernoulli(logits=y - 0.5).to_event(1))
+            pyro.sample("x", dist.Normal(z.sum(-1) + self.read(g), 1.0), obs=self.data)
+
+    def guide(self) -> None:
+        pyro.sample("g", dist.Bernoulli(pyro.param("p", torch.tensor(self.probability))))
+        with pyro.plate("rows", ROWS):
+            logits = pyro.param("w", torch.zeros(2)) * self.data.unsqueeze(-1)
+            y = pyro.sample("y", dist.Bernoulli(logits=logits).to_event(1))
+            pyro.sample("z", dist.Bernoulli(logits=y - 0.5).to_event(1))
+
+
+MIXES = {
+    "first": lambda g: g.reshape(-1)[0],
+    "mean": lambda g: g.mean(),
+    "largest": lambda g: g.max(),
+    "rolled": lambda g: g.roll(1, 0) if g.dim() else g,
+}
+
+
+@pytest.mark.parametrize("mixes", MIXES)
+@pytest.mark.parametrize("probability", [0.5, 0.98, 0.9999])
+def test_an_open_number_falls_to_one_where_particles_mix(mixes: str, probability: float) -> None:
+    """Sampled values of the latent are nearly always the same in all particles, and do not tell."""
+    programs = Programs(MIXES[mixes], probability)
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(3):
+        elbo.loss_and_grads(programs.model, programs.guide)
+        assert elbo.num_particles == 1
+
+
+def test_sampled_values_alone_would_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = Programs(MIXES["first"], 0.9999)
+    monkeypatch.setattr(module, "probe", lambda fn, value, rows, generator: value.expand(rows, *value.shape))
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(3):
+        elbo.loss_and_grads(programs.model, programs.guide)
+    assert elbo.num_particles > 1
+
+
+def test_an_open_number_stays_where_particles_keep_apart() -> None:
+    programs = Programs(lambda g: g)
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(20):
+        elbo.loss_and_grads(programs.model, programs.guide)
+    assert elbo.num_particles == 8
+
+
+def guide(read: Any) -> None:
+    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.3, -0.5]))).to_event(1))
+
+
+def model(read: Any) -> None:
+    z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
+    pyro.sample("x", dist.Normal(read(z), 1.0), obs=torch.tensor(0.7))
+
+
+@pytest.mark.parametrize("nesting", [float("inf"), 0, 2])
+@pytest.mark.parametrize("read", [lambda z: z.sum(), lambda z: z.mean() * z[..., 0]], ids=["sum", "mean"])
+def test_particles_that_the_user_vectorised_run_one_after_the_other_where_they_mix(read: Any, nesting: float) -> None:
+    options: dict[str, Any] = {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": nesting}
+    elbo = TraceBackpropQ_ELBO(**options)
+    with pytest.warns(BPQWarning, match="one after the other from now on"):
+        elbo.loss_and_grads(model, guide, read)
+    assert elbo.max_plate_nesting == (0 if nesting == float("inf") else nesting)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            elbo.loss_and_grads(model, guide, read)
+        elbo.eval()
+        assert_unbiased(elbo, model, guide, read)
+
+
+def test_they_draw_what_they_would_have_drawn() -> None:
+    """The draws of the run that is dropped are undone."""
+
+    def read(z: Tensor) -> Tensor:
+        return z.sum()
+
+    found = []
+    for vectorised in (True, False):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(2)
+        elbo = TraceBackpropQ_ELBO(num_particles=3, vectorize_particles=vectorised, max_plate_nesting=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BPQWarning)
+            found.append([elbo.loss_and_grads(model, guide, read) for _ in range(4)])
+    assert found[0] == found[1]
+
+
+def test_samples_of_a_bound_likewise() -> None:
+    losses = []
+    for vectorised in (True, False):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(2)
+        elbo = TraceBackpropQ_IWAE(num_particles=3, vectorize_particles=vectorised, max_plate_nesting=0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses.append([elbo.loss_and_grads(model, guide, torch.sum) for _ in range(4)])
+        assert [item.category for item in caught] == [BPQWarning] * vectorised
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("kind", [TraceBackpropQ_ELBO, TraceBackpropQ_IWAE])
+def test_noise_besides_the_sites_is_left_alone(kind: Any) -> None:
+    """Runs with dropout cannot be compared; particles stay together, as in Pyro."""
+
+    def noisy(read: Any) -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
+        mean = nn.functional.dropout(z, 0.5).sum(-1)
+        pyro.sample("x", dist.Normal(mean, 1.0), obs=torch.tensor(0.7))
+
+    elbo = kind(num_particles=3, vectorize_particles=True, max_plate_nesting=0)
+    for _ in range(3):
+        elbo.loss_and_grads(noisy, guide, None)
+    assert elbo.vectorize_particles
+
+
+def test_functions_of_costs_are_not_called_to_compare() -> None:
+    calls = []
+
+    def priced(read: Any) -> None:
+        model(read)
+        cost("price", lambda: calls.append(1) or 1.0)  # type: ignore[func-returns-value]
+
+    elbo = TraceBackpropQ_ELBO(num_particles=3, vectorize_particles=True, max_plate_nesting=0)
+    for _ in range(3):
+        elbo.loss_and_grads(priced, guide, lambda z: z.sum(-1))
+    assert len(calls) == 3
+
+
+def test_comparisons_become_rare() -> None:
+    programs = Programs(lambda g: g)
+    elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True)
+    found = []
+    for _ in range(40):
+        before = programs.calls
+        elbo.loss_and_grads(programs.model, programs.guide)
+        found.append(programs.calls - before)
+    rare = [n for n in range(40) if n & (n - 1) == 0]
+    assert all((found[n] > min(found)) is (n in rare) for n in range(3, 40))

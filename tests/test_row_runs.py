@@ -1,0 +1,286 @@
+"""Runs at many values: each way gives the costs of single runs, or says that it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch import Tensor, nn
+
+from pyro_bpq import AllAction, TraceBackpropQ_ELBO
+from pyro_bpq import row_runs as module
+from pyro_bpq.row_runs import LONGEST, PROBES, RowProgram, RowRuns, Way, agree, is_due, probe
+from pyro_bpq.substitute import Substitute
+from pyro_bpq.testing import assert_unbiased
+
+
+@pytest.fixture(autouse=True)
+def double() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def guide() -> None:
+    logits = pyro.param("q", torch.tensor([0.3, -0.5, 0.9]))
+    pyro.sample("z", dist.Bernoulli(logits=logits).to_event(1))
+
+
+def coins() -> Tensor:
+    z: Tensor = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6, 0.3])).to_event(1))
+    return z
+
+
+def observed(mean: Tensor) -> None:
+    pyro.sample("x", dist.Normal(mean, 1.0), obs=torch.tensor(0.7))
+
+
+def from_the_right() -> None:
+    z = coins()
+    observed(z[..., 0] - z.sum(-1) * z[..., 1])
+
+
+def from_the_left() -> None:
+    z = coins()
+    observed(z[0] - z.sum() * z[1])
+
+
+def unpacked() -> None:
+    a, b, c = coins()
+    observed(a - b * c)
+
+
+def looped() -> None:
+    z, total = coins(), torch.tensor(0.0)
+    for i in range(3):
+        total = total * 0.5 + z[i]
+    observed(total)
+
+
+def stacked() -> None:
+    z = coins()
+    observed(torch.hstack([z, z[:1] * 2]).mean())
+
+
+def flattened() -> None:
+    observed(coins().reshape(-1)[0])
+
+
+class Recurrent(nn.Module):
+    """Torch's own recurrent layers refuse a hidden dimension."""
+
+    def __init__(self, kind: type[nn.Module], batch_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer: Any = kind(1, 2, batch_first=batch_first).double()
+
+    def __call__(self) -> None:
+        z = coins()
+        _, state = self.layer(z.reshape(-1, 3, 1) if self.layer.batch_first else z.reshape(3, 1))
+        state = state[0] if isinstance(state, tuple) else state
+        observed(state.sum(-1).reshape(z.shape[:-1]))
+
+
+def written() -> None:
+    z, memory = coins(), torch.zeros(3)
+    memory[0] = z[..., 0]
+    memory[1] = z[..., 2]
+    observed(memory.sum())
+
+
+def normalised() -> Callable[[], None]:
+    torch.manual_seed(0)
+    net = nn.BatchNorm1d(1).double().train()
+    return lambda: observed(net(coins().reshape(3, 1)).reshape(3)[0])
+
+
+def made_anew() -> None:
+    z = coins()
+    observed(torch.stack([z[..., 0], z[..., 1]])[0])
+
+
+PROGRAMS: dict[str, tuple[Any, Way]] = {
+    "right": (from_the_right, Way.BROADCAST),
+    "left": (from_the_left, Way.HIDDEN),
+    "unpacked": (unpacked, Way.HIDDEN),
+    "looped": (looped, Way.HIDDEN),
+    "stacked": (stacked, Way.HIDDEN),
+    "flattened": (flattened, Way.HIDDEN),
+    "LSTM over rows": (Recurrent(nn.LSTM, True), Way.BROADCAST),
+    "LSTM": (Recurrent(nn.LSTM, False), Way.SINGLE),
+    "GRU": (Recurrent(nn.GRU, False), Way.SINGLE),
+    "written": (written, Way.SINGLE),
+    "batch norm": (normalised(), Way.SINGLE),
+    "stack": (made_anew, Way.BROADCAST),
+}
+
+
+def trained(model: Any, **options: Any) -> TraceBackpropQ_ELBO:
+    elbo = TraceBackpropQ_ELBO(**options)
+    for _ in range(5):
+        elbo.loss_and_grads(model, guide)
+    return elbo
+
+
+def ways(elbo: TraceBackpropQ_ELBO) -> list[Way]:
+    return [way for way, _ in elbo._row_runs._ways.values()]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("estimator", [None, AllAction(exact=True)], ids=["default", "exact"])
+def test_each_program_runs_in_the_fastest_way_that_is_right(name: str, estimator: Any) -> None:
+    model, way = PROGRAMS[name]
+    elbo = trained(model, estimator=estimator)
+    assert ways(elbo) == [way]
+    elbo.eval()
+    assert_unbiased(elbo, model, guide)
+
+
+@pytest.mark.parametrize("name", ["left", "looped", "flattened"])
+def test_broadcast_rows_that_are_believed_bias_these_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the proof, and with rows taken from whatever the costs hold."""
+
+    def believed(self: RowProgram, fixed: Any, rows: Any, event_ndims: Any) -> dict[str, Tensor]:
+        costs = self.costs({**fixed, **rows}, len(rows["z"]))
+        return {name: cost.reshape(-1)[:1].expand(len(rows["z"])) for name, cost in costs.items()}
+
+    monkeypatch.setattr(module, "_prove", lambda *args: Way.BROADCAST)
+    monkeypatch.setattr(module, "agree", lambda *args: True)
+    monkeypatch.setattr(RowProgram, "_broadcast", believed)
+    model, _ = PROGRAMS[name]
+    elbo = trained(model)
+    assert ways(elbo) == [Way.BROADCAST]
+    elbo.eval()
+    with pytest.raises(AssertionError, match="biased"):
+        assert_unbiased(elbo, model, guide)
+
+
+def test_a_program_that_does_not_run_at_all_values_is_compared_at_its_own() -> None:
+    table = torch.tensor([0.3, 1.2, 0.5])
+
+    def model() -> None:
+        # The guide never draws (1, 1, 1), for which there is no entry.
+        z = pyro.sample("z", dist.Categorical(torch.tensor([0.3, 0.3, 0.3, 0.1])))
+        observed(table[z])
+
+    def own_guide() -> None:
+        logits = pyro.param("q", torch.tensor([0.3, -0.5, 0.9]))
+        pyro.sample("z", dist.Categorical(logits=torch.cat([logits, torch.tensor([-torch.inf])])))
+
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(5):
+        elbo.loss_and_grads(model, own_guide)
+    elbo.eval()
+    assert_unbiased(elbo, model, own_guide)
+
+
+# One program at a time.
+
+
+def program_of(model: Callable[[], None]) -> tuple[RowProgram, dict[str, Any], dict[str, Tensor]]:
+    def costs(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
+        trace = poutine.trace(Substitute(values)(model)).get_trace()
+        return {"x": -trace.nodes["x"]["fn"].log_prob(trace.nodes["x"]["value"])}
+
+    value = torch.tensor([1.0, 0.0, 1.0])
+    sampled = costs({"z": value}, None)
+    fn = dist.Bernoulli(torch.full((3,), 0.5)).to_event(1)
+    state = torch.get_rng_state()
+    shapes = {name: cost.shape for name, cost in sampled.items()}
+    return RowProgram(costs, shapes, 0, (state, state)), {"z": (fn, value)}, sampled
+
+
+ROWS = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ["right", "left", "unpacked", "looped", "stacked", "flattened"])
+def test_hidden_rows_cost_what_single_runs_cost(name: str) -> None:
+    program, *_ = program_of(PROGRAMS[name][0])
+    hidden, single = (program.run(way, {}, {"z": ROWS}, {"z": 1}) for way in (Way.HIDDEN, Way.SINGLE))
+    assert hidden is not None and single is not None
+    torch.testing.assert_close(hidden, single, rtol=0.0, atol=1e-14)
+
+
+def test_hidden_rows_run_in_parts_where_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *_ = program_of(from_the_left)
+    expected = program.run(Way.HIDDEN, {}, {"z": ROWS}, {"z": 1})
+    monkeypatch.setattr(module, "MOST_ELEMENTS", 2)
+    found = program.run(Way.HIDDEN, {}, {"z": ROWS}, {"z": 1})
+    assert found is not None and expected is not None
+    assert torch.equal(found["x"], expected["x"])
+
+
+def test_a_program_that_starts_to_mix_is_proved_anew() -> None:
+    """With the next comparison, and at once where the sampled row tells."""
+    mixes = [False]
+
+    def model() -> None:
+        z = coins()
+        observed(z.sum() if mixes[0] else z.sum(-1))
+
+    program, sites, sampled = program_of(model)
+    runs = RowRuns()
+    for use in range(10):
+        found = runs.run("key", program, sites, {}, {"z": ROWS}, sampled, True)
+        assert runs.way("key") is (Way.BROADCAST if use < 5 else Way.HIDDEN)
+        torch.testing.assert_close(found, program.run(Way.SINGLE, {}, {"z": ROWS}, {"z": 1}))
+        mixes[0] = use >= 4
+
+
+def test_what_is_due() -> None:
+    assert [n for n in range(300) if is_due(n)] == [0, 1, 2, 4, 8, 16, 32, 64, LONGEST, 2 * LONGEST]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        dist.Bernoulli(torch.full((5,), 0.999)),
+        dist.Categorical(torch.tensor([1e-6, 1.0, 1e-6])),
+        dist.OneHotCategorical(torch.tensor([[1e-6, 1.0, 1e-6]] * 4)),
+        dist.Bernoulli(torch.full((2, 5), 1e-9)).to_event(1),
+        dist.Poisson(torch.tensor(1e-6)),
+        dist.Geometric(torch.tensor(0.9999)),
+        dist.Binomial(3, torch.tensor(1e-9)),
+        dist.Normal(torch.zeros(3), 1.0),
+        dist.Dirichlet(torch.ones(3)),
+        dist.Multinomial(4, torch.ones(3)),
+    ],
+    ids=lambda fn: type(fn).__name__,
+)
+def test_probes_vary_and_lie_in_the_support(fn: Any) -> None:
+    value, state = fn.sample(), torch.get_rng_state()
+    drawn = probe(fn, value, 64, torch.Generator().manual_seed(0))
+    assert drawn.shape == (64, *value.shape) and drawn.dtype == value.dtype
+    assert bool(fn.support.check(drawn).all())
+    assert len({tuple(row.reshape(-1).tolist()) for row in drawn}) > 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rounding_agrees_and_a_mixed_mean_does_not() -> None:
+    """A mean over 20,000 rows changes each cost by less than rounding may."""
+    generator = torch.Generator().manual_seed(0)
+    costs = torch.rand(20_000, generator=generator, dtype=torch.float32)
+    noise = torch.rand(20_000, generator=generator, dtype=torch.float32) - 0.5
+    assert agree([costs * (1.0 + 1e-6 * noise)], [costs])
+    assert not agree([costs + 1e-5 * noise.abs()], [costs])
+    assert not agree([costs + 1e-3 * (torch.arange(20_000) == 7)], [costs])
+    assert agree([torch.tensor([torch.inf, torch.nan])], [torch.tensor([torch.inf, torch.nan])])
+    assert not agree([torch.tensor([torch.inf])], [torch.tensor([1.0])])
+    assert not agree([torch.zeros(2)], [torch.zeros(1, 2)])
+
+
+def test_costs_of_another_type_than_the_sample_are_compared() -> None:
+    """A scalar observation of a numpy array is float64 beside float32 latents."""
+    torch.set_default_dtype(torch.float32)
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6, 0.3])).to_event(1))
+        pyro.sample("x", dist.Normal(z[0], 1.0), obs=torch.tensor(0.3, dtype=torch.float64))
+        pyro.sample("y", dist.Normal(z[1], 1.0), obs=torch.tensor(0.3))
+
+    pyro.clear_param_store()
+    assert ways(trained(model)) == [Way.HIDDEN]
+    assert PROBES > 1
