@@ -23,6 +23,8 @@ __all__ = ["MAX_IDLE", "Block", "CriticBank", "Selection", "Write", "average_wri
 MAX_IDLE, _STEPS = 2048, 8
 # Under which a row that was loaded keeps the name of the block that it comes from.
 _HOME = ""
+# Size of a number in a block.
+_LEAST_BYTES = 4
 
 # (block, tensor, rows or None for all of them, new value): a change that is applied after the step.
 Write = tuple[str, str, "Tensor | None", Tensor]
@@ -30,6 +32,9 @@ Write = tuple[str, str, "Tensor | None", Tensor]
 
 class Block(nn.Module):
     """Rows of like-shaped sites.
+
+    A block has a type of its own: ``double()`` and ``float()`` convert it, ``half()`` and ``bfloat16()`` do not, since
+    running squares, counts and step sizes need 32 bits.
 
     Args:
         kind: What the rows are and which shape they have.
@@ -83,7 +88,12 @@ class Block(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Block:
         hidden = [(m, n) for m in self.modules() for n, b in m.named_buffers(recurse=False) if b.requires_grad]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+        def convert(tensor: Tensor) -> Tensor:
+            new: Tensor = fn(tensor)
+            return tensor.to(new.device) if new.element_size() < min(tensor.element_size(), _LEAST_BYTES) else new
+
+        super()._apply(convert, recurse)  # type: ignore[no-untyped-call]
         for module, name in hidden:
             # A converted buffer is no leaf any more.
             module._buffers[name] = getattr(module, name).detach().requires_grad_()
@@ -108,10 +118,10 @@ class Selection:
     parts: tuple[tuple[str, Block, Tensor | None, Tensor | None], ...]
     repeats: bool = False
 
-    def read(self, name: str) -> Tensor:
-        """The buffer ``name`` of the selected rows, with a leading site axis."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The buffer ``name`` of the selected rows, with a leading site axis; in its own type if none is given."""
         # A copy: a later commit writes in place, and autograd may hold what was read.
-        return self.gather(lambda block, rows, at: _rows(getattr(block, name), rows).clone())
+        return self.gather(lambda block, rows, at: _rows(getattr(block, name), rows).to(dtype, copy=True))
 
     def gather(self, evaluate: Callable[[Block, Tensor | None, Tensor | None], Tensor]) -> Tensor:
         """Concatenates ``evaluate(block, rows, positions)`` over the parts, in the selected order."""
@@ -293,7 +303,7 @@ class CriticBank(nn.Module):
             if rows is None:
                 buffer.copy_(value)
             else:
-                buffer[rows] = value
+                buffer[rows] = value.to(buffer.dtype)
 
     def snapshot(self) -> tuple[Any, ...]:
         """A mark to which :meth:`restore` takes the bank back."""

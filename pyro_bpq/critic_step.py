@@ -191,7 +191,8 @@ def _standardised(context: Tensor, selection: Selection, decay: float = 0.95) ->
     """Context features in units of their spread in earlier steps, and the moments' writes."""
     if not context.shape[-1]:
         return context, ()
-    mean, square, count = (selection.read(name) for name in ("context_mean", "context_square", "count"))
+    names = ("context_mean", "context_square", "count")
+    mean, square, count = (selection.read(name, context.dtype) for name in names)
     writes = (
         *selection.write("context_mean", update_mean(mean, context.mean(1), count, decay)),
         *selection.write("context_square", update_mean(square, context.square().mean(1), count, decay)),
@@ -234,7 +235,8 @@ def _units(
     """Scale of the sites, and mean and spreads of the targets in its unit."""
     unit = group.pick(batch.scale)
     lead = (-1, *(1,) * len(batch.batch_shape))
-    mean, spread, step = (selection.read(name).reshape(lead) for name in ("mean", "spread_level", "spread_advantage"))
+    names = ("mean", "spread_level", "spread_advantage")
+    mean, spread, step = (selection.read(name, batch.like.dtype).reshape(lead) for name in names)
     return unit, mean, spread, step
 
 
@@ -279,8 +281,10 @@ def regression(
     """
     particles, samples = target.shape[1], value[0].numel()
     error, scaled = (value - target) / critic.unit, target / critic.unit
-    read = critic.selection.read
-    count, mean = read("count"), read("mean")
+    selection = critic.selection
+    count, mean, old_level, old_step = (
+        selection.read(name, target.dtype) for name in ("count", "mean", "spread_level", "spread_advantage")
+    )
     own_mean, total = joint_mean(ranks, site_mean(scaled), samples)
     new_mean = update_mean(mean, own_mean, count, decay)
     lead = (-1, *(1,) * (target.dim() - 1))
@@ -293,8 +297,8 @@ def regression(
         outer = scaled - new_mean.reshape(lead)
         inner = outer.square()
     squares, _ = joint_mean(ranks, torch.stack((site_mean(outer.square()), site_mean(inner))), samples)
-    level = update_mean(read("spread_level").square(), squares[0], count, decay).sqrt()
-    step = update_mean(read("spread_advantage").square(), squares[1], count, decay).sqrt()
+    level = update_mean(old_level.square(), squares[0], count, decay).sqrt()
+    step = update_mean(old_step.square(), squares[1], count, decay).sqrt()
     floor = 1e-3 * (new_mean.abs() + level) + torch.finfo(target.dtype).tiny
     step = torch.maximum(step, floor)
     # The mean over particles moves less than they do: in its own unit it would drown their differences.
@@ -304,11 +308,11 @@ def regression(
     seen = (count > 0).to(loss.dtype)
     seen = seen if chosen is None else seen * chosen
     writes = [
-        *critic.selection.write("mean", new_mean),
-        *critic.selection.write("spread_level", level),
-        *critic.selection.write("spread_advantage", step),
-        *critic.selection.write("rows", torch.zeros_like(count) + total),
-        *critic.selection.write("count", count + 1),
+        *selection.write("mean", new_mean),
+        *selection.write("spread_level", level),
+        *selection.write("spread_advantage", step),
+        *selection.write("rows", selection.read("rows") * 0.0 + total),
+        *selection.write("count", selection.read("count") + 1),
     ]
     with torch.no_grad():
         variance = site_mean(_centre(scaled).square())
@@ -377,14 +381,20 @@ def _forward(
 ) -> Tensor:
     critic, weights = (block.slow, block.slow_weights()) if slow else (block.critic, block.weights())
     assert critic is not None
+    # Critics have a type of their own, and so has what follows from the rollout.
+    dtype, own = context.dtype, next((w.dtype for w in weights.values() if w.is_floating_point()), context.dtype)
     if at is not None:
         context, cells = context[at], None if cells is None else cells[at]
         site = None if site is None else SiteValue(*(None if part is None else part[at] for part in site))
-    given = (context, cells) if site is None else (context, cells, site)
+    if own != dtype and site is not None:
+        site = SiteValue(*(part.to(own) if part is not None and part.is_floating_point() else part for part in site))
+    given = (context.to(own), cells) if site is None else (context.to(own), cells, site)
     if rows is None:
-        return critic(*given)
-    chosen = {name: weight[rows] for name, weight in weights.items()}
-    return torch.func.functional_call(critic, chosen, given)
+        output: Tensor = critic(*given)
+    else:
+        chosen = {name: weight[rows] for name, weight in weights.items()}
+        output = torch.func.functional_call(critic, chosen, given)
+    return output.to(dtype)
 
 
 def _pool(value: Tensor, source: SiteBatch, target: SiteBatch) -> Tensor:

@@ -85,7 +85,7 @@ def _loss(signals: Signals, critic: CriticBatch) -> Tensor:
     target = torch.where(target.isfinite(), target, slopes.detach())
     event = (-1,) if batch.components.kind == "bernoulli" else (-1, -2)
     lead = (-1, *(1,) * (critic.level.dim() - 1))
-    spread = critic.unit * critic.selection.read("spread_advantage").reshape(lead)
+    spread = critic.unit * critic.selection.read("spread_advantage", slopes.dtype).reshape(lead)
     error = (slopes - target).square().sum(event) / spread.square()
     # As for the values: the first step only finds the spread.
     return (site_mean(error) * known * (critic.selection.read("count") > 0)).sum()

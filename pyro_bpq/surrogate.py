@@ -183,7 +183,7 @@ def _estimate(
     if selection is not None and build:
         new = [write for name, value in term.statistics.items() for write in selection.write(name, value)]
         writes += average_over_ranks(context.ranks, new, context.cost[0].numel())
-        writes += selection.write("count", statistics["count"] + 1)
+        writes += selection.write("count", selection.read("count") + 1)
     if build:
         for i, name in enumerate(context.names):
             info[name] = {k: v[i] for k, v in term.statistics.items() if k in ("scales", "baseline")}
@@ -210,13 +210,16 @@ def _statistics(
     kind = " ".join(("statistics", type(estimator).__name__, str(tuple(initial)))) + sizes
     selection = bank.select(kind, context.names, make if build else None)
     if selection is not None:
-        return selection, {name: selection.read(name) for name in (*initial, "count")}
+        return selection, {name: selection.read(name, like.dtype) for name in (*initial, "count")}
     # Which other sites are missing must not matter to a site: they come with its value.
     rows = [bank.select(kind, (site,), None) for site in context.names]
     new = make(context.names)
     found = {
         name: torch.cat(
-            [getattr(new, name)[i : i + 1] if row is None else row.read(name) for i, row in enumerate(rows)]
+            [
+                (getattr(new, name)[i : i + 1] if row is None else row.read(name)).to(like.dtype)
+                for i, row in enumerate(rows)
+            ]
         )
         for name in (*initial, "count")
     }
