@@ -6,6 +6,7 @@ import argparse
 import gc
 import logging
 import multiprocessing
+import re
 import sys
 import time
 from collections import Counter, defaultdict
@@ -48,7 +49,9 @@ def report(config: str, results: list[Result], seconds: float, shows_features: b
         f"crashed {kinds['crash']}, skipped {kinds['skipped']}; {len(results) / seconds:.1f} a second; "
         f"{rejected} texts that stock Pyro does not run were drawn again"
     )
-    skipped = Counter(verdict.detail for _, verdict, _, _ in results if verdict.kind == "skipped")
+    reasons = (verdict.detail for _, verdict, _, _ in results if verdict.kind == "skipped")
+    # Without the names of sites.
+    skipped = Counter(re.sub(r"\(.*?\)", "", re.sub(r"'\w+'(, '\w+')*", "'...'", reason)) for reason in reasons)
     for reason, count in skipped.most_common(12):
         print(f"  skipped {count}: {reason}")
     bad = [(seed, verdict) for seed, verdict, _, _ in results if verdict.is_bad]

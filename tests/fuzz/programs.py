@@ -25,7 +25,7 @@ __all__ = ["Allowed", "NotRunnable", "Program", "from_source", "random_program"]
 PRELUDE = "from fuzz.prelude import *"
 ATTEMPTS = 40
 # Programs are small by construction; rows of one state are counted as if they had two.
-UNLIMITED = 1 << 62
+UNLIMITED = 1 << 200
 _KINDS = ("coin", "coin", "coin", "bits", "bits", "bits", "pick", "onehot", "onehot", "count", "spin", "real", "faces")
 _KINDS += ("digits", "point")
 MANY = frozenset(("bits", "faces", "digits"))
@@ -73,7 +73,7 @@ class Program:
         return f"# seed {self.seed}: {', '.join(sorted(self.features))}\n{self.source}"
 
 
-def from_source(source: str, seed: int = -1, features: frozenset[str] = frozenset(), rejected: int = 0) -> Program:
+def from_source(source: str, seed: int = 0, features: frozenset[str] = frozenset(), rejected: int = 0) -> Program:
     """The program of a text.
 
     Args:
@@ -131,8 +131,9 @@ class _Draw:
     """One drawing of a text."""
 
     def __init__(self, rng: random.Random, allowed: Allowed, max_states: int, kinds: frozenset[str] | None) -> None:
-        self.rng, self.allowed = rng, allowed
-        self.budget = min(max_states, rng.choices([4, 8, 16, 32, 64], [40, 40, 14, 4, 2])[0])
+        # Where values steer a program all that follows depends on them, and much else is not put to the test.
+        self.rng, self.allowed = rng, replace(allowed, escapes=allowed.escapes and rng.random() < 0.45)
+        self.budget = min(max_states, rng.choices([4, 8, 16, 32, 64], [50, 36, 10, 3, 1])[0])
         # Sites of many components may be served by a second run, which squares the number of outcomes.
         dear = MANY if self.budget > 16 else frozenset[str]()
         self.kinds = [kind for kind in _KINDS if kind not in dear and (kinds is None or kind in kinds)]
@@ -175,24 +176,27 @@ class _Draw:
         draw = rng.random()
         if draw < 0.04 and allowed.left and self.budget >= 8:
             return [Wide("w")]
-        blocks: list[Block] = [Single(self._latent()) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4]))]
-        if draw < 0.4 or not blocks:
+        blocks: list[Block] = []
+        count = rng.choice([0, 1, 1, 2, 2, 3, 4])
+        if draw < 0.4 or not count:
+            blocks += [Single(self._latent()) for _ in range(count)]
             blocks.append(self._rows())
+            count = 0
         elif draw < 0.5 and self.budget >= 4:
             steps = 3 if self.budget >= 8 else 2
             self.budget //= 2**steps
-            infer = self._mark("coin")
             is_plate = rng.random() < 0.5
-            chosen = ", 1" if is_plate and steps == 2 and self.budget >= 2 and rng.random() < 0.4 else ""
+            chosen = ", 1" if is_plate and rng.random() < 0.4 else ""
             header = f'pyro.plate("l_steps", {steps}{chosen})' if is_plate else f"pyro.markov(range({steps}))"
-            blocks.append(Loop("l", steps, header, is_plate, infer))
-        elif draw < 0.65 and allowed.escapes and allowed.left and self.budget >= 2:
+            blocks.append(Loop("l", steps, header, is_plate, self._mark("coin")))
+        elif draw < 0.65 and allowed.escapes and allowed.left and self.budget >= 4:
             self.budget //= 2
-            blocks.append(Branch("m", counts=rng.random() < 0.4))
+            blocks += [Single(self._latent(kinds=("coin", "pick", "count"))), Branch("m", counts=rng.random() < 0.5)]
         elif draw < 0.68 and self.budget >= 4:
-            self.budget //= 4
-            plate = Plate("o_rows", 2, -1)
-            blocks.append(ObservedMask(plate, Latent("o", "coin"), (rng.random() < 0.5, False)))
+            self.budget //= 2
+            blocks.append(ObservedMask(Plate("o_rows", 2, -1), Latent("o", "coin"), (rng.random() < 0.5, False)))
+        more: list[Block] = [Single(self._latent()) for _ in range(count)]
+        blocks = more + blocks if rng.random() < 0.6 else blocks + more
         if allowed.left and allowed.dropped and rng.random() < 0.08:
             blocks.append(Handed("h"))
         if allowed.marks and rng.random() < 0.4:
@@ -237,7 +241,7 @@ class _Draw:
             plates = (Plate("outer", size, -2), inner)
             if rng.random() < 0.3:
                 plates = (Plate("outer", 2, -1), Plate("inner", 2, -2))
-        elif draw < 0.5 and self.budget >= 6:
+        elif draw < 0.55 and self.budget >= 4:
             size = rng.choice([2, 3])
             plates = (Plate("rows", size, -1, size - 1),)
             self.budget //= size

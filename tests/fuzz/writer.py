@@ -134,7 +134,8 @@ class Writer:
 
     def numbers(self, *shape: int, low: float = -1.2, high: float = 1.2) -> str:
         count = math.prod(shape)
-        return literal([round(self.rng.uniform(low, high), 2) for _ in range(count)], shape)
+        # No zeros, which hide what depends on what.
+        return literal([round(self.rng.uniform(low, high), 2) or 0.05 for _ in range(count)], shape)
 
     def constant(self, *shape: int, low: float = -1.2, high: float = 1.2) -> str:
         return f"torch.tensor({self.numbers(*shape, low=low, high=high)})"
