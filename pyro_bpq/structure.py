@@ -28,6 +28,8 @@ STRUCTURES = ("auto", "dynamic", "dense", "static")
 # Tracked runs in agreement after which a key counts as static, and steps after which it is looked at again.
 _AGREEMENTS = 3
 _CAPACITY = 256
+# Tracked runs that look for rows that meet, by number.
+_LOOKS = frozenset((0, *(10**k for k in range(1, 10))))
 # Runs that are tracked, at most, after one of unknown structure that was not.
 _MOST_PATIENCE = 64
 
@@ -88,8 +90,12 @@ class StructureCache:
 
     @property
     def follows_rows(self) -> bool:
-        """Whether the next tracked run looks whether rows of a plate meet: first ones, and later looks."""
-        return not self.crosses and (self.tracked_runs < _AGREEMENTS or self.untracked_steps > 0)
+        """Whether the next tracked run looks whether rows of a plate meet: the first one, and later looks.
+
+        Where every run is tracked, these are the tenth, the hundredth and so on.
+        """
+        is_look = self.untracked_steps > 0 or self.tracked_runs in _LOOKS
+        return not self.crosses and is_look
 
     def patterns_of(self, runs: Sequence[TracedRun]) -> Patterns:
         """Which components of sites costs read, as far as all runs of that structure, and these, agree."""

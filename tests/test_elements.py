@@ -40,6 +40,9 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "cat": lambda z: torch.cat([torch.zeros(2, 1), z[:, 1:], z[:, :1]], -1),
     "flip": lambda z: z.flip(-1),
     "repeat": lambda z: z.repeat(2, 2),
+    "roll": lambda z: z.roll(1, -1),
+    "roll_flat": lambda z: z.roll(2),
+    "gather_one": lambda z: torch.arange(4.0).expand(2, 3, 4).gather(-1, z.long().unsqueeze(-1)),
     "in_place": _in_place,
     "row_sum_of_one": lambda z: z[:, 1:2].sum(-1),
     "pairs": lambda z: z[:, :1] + z,
@@ -61,6 +64,23 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "one_hot": lambda z: one_hot(z.long(), 2).float(),
     "overwritten": lambda z: _overwritten(z)[:, 0],
     "own_rows": lambda z: z - z.mean(0),
+    "max": lambda z: z.max(),
+    "max_values": lambda z: (z + torch.arange(3.0)).max(-1).values,
+    "min_indices": lambda z: z.min(0).indices,
+    "argmax": lambda z: z.argmax(-1),
+    "prod": lambda z: (z + 1.0).prod(-1),
+    "variance": lambda z: (z * torch.arange(1.0, 4.0)).var(-1),
+    "cumprod": lambda z: (z + 1.0).cumprod(0).sum(-1),
+    "layer_norm": lambda z: torch.nn.functional.layer_norm(z, (3,)),
+    "batch_norm": lambda z: torch.nn.functional.batch_norm(z, None, None, training=True),
+    "gather_along": lambda z: z.gather(-1, torch.tensor([[2], [0]])),
+    "vector": lambda z: z @ torch.arange(1.0, 4.0),
+    "dot": lambda z: z[0].dot(z[1] + 1.0),
+    "baddbmm": lambda z: torch.baddbmm(torch.ones(1, 2, 2), z.unsqueeze(0), torch.ones(1, 3, 2)),
+    "elementwise_max": lambda z: torch.max(z, z.flip(0)).sum(-1),
+    "norm": lambda z: z.norm(dim=-1),
+    "median": lambda z: z.median(-1).values,
+    "topk": lambda z: z.topk(2, -1).values,
 }
 
 
@@ -136,3 +156,16 @@ def test_a_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "rule", lambda find, tensor, dims: find(tensor))
     with pytest.raises(AssertionError):
         test_nothing_is_missed("flip")
+
+
+def test_rows_are_read_where_this_run_reads_them() -> None:
+    tracker = DependencyTracker()
+    elements = ElementTracker(tracker.ledger)
+    with tracker, elements:
+        z = tracker.source("z", _source())
+        elements.follow_rows(("rows",), "z", z, np.arange(2, dtype=np.int32)[:, None].repeat(3, 1))
+        picked = elements.positions(("rows",), z[torch.tensor([1, 1, 0])].sum(-1))
+        table = elements.positions(("rows",), torch.arange(4.0)[z.long()].sum(-1))
+    assert picked is not None and picked.tolist() == [1, 1, 0]
+    assert table is not None and table.tolist() == [0, 1]
+    assert not tracker.escaped and elements.followed == ()

@@ -105,6 +105,18 @@ def test_what_is_used_is_not_forgotten() -> None:
     assert len(cache.graphs) == len(cache.reads) == 256
 
 
+def test_rows_are_looked_at_in_first_runs_and_later_looks() -> None:
+    cache = StructureCache("dynamic")
+    looks = []
+    for i in range(102):
+        if cache.follows_rows:
+            looks.append(i)
+        cache.graph(run(BY_NAME["plate"], True))
+    assert looks == [0, 10, 100]
+    cache.crosses = True
+    assert not cache.follows_rows
+
+
 def test_dense_looks_once_for_escapes() -> None:
     cache = StructureCache("dense")
     assert steps(cache, BY_NAME["chain"], 10) == [True] + [False] * 9
