@@ -399,7 +399,11 @@ def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:
 
 
 def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRecord:
-    score = site["score_parts"].score_function
+    score, fn = site["score_parts"].score_function, site["fn"]
+    while isinstance(fn, MaskedDistribution) and fn._mask is False:
+        # It is drawn all the same; Pyro has no score for it.
+        fn = fn.base_dist
+        score = fn.score_parts(site["value"]).score_function
     baseline = None
     if options.baseline is not None:
         baseline = functools.partial(options.baseline.predict, info.name, site["log_prob"].shape)

@@ -195,11 +195,27 @@ def of_parameters() -> tuple[Program, Program]:
     return model, guide
 
 
+def masked_out() -> tuple[Program, Program]:
+    """A site of the guide whose own cost is left out; what reads it is not."""
+
+    def guide() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q")[0]).mask(False))
+        pyro.sample("w", dist.Bernoulli(logits=pyro.param("q")[1] + z))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p")[0]))
+        w = pyro.sample("w", dist.Bernoulli(logits=pyro.param("p")[1] - z))
+        pyro.sample("x", dist.Normal(2.0 * z - w, 0.8), obs=DATA[0])
+
+    return model, guide
+
+
 SITES: dict[str, tuple[Program, Program]] = {
     **{f"early_{kind}_{own}": early(kind, own) for kind in ("scale", "mask") for own in (False, True)},
     "late": late(),
     "of_itself": of_itself(),
     "in_place": in_place(),
+    "masked_out": masked_out(),
     "of_parameters": of_parameters(),
 }
 
