@@ -8,7 +8,8 @@ that the critic predicts, the regression adds
     L = w Σ_d Σ_k |A_d[k] - mean_j A_d[j] - (g_dk - mean_j g_dj)|² / σ_A²            (one-hot)
 
 A gradient at a corner is not a difference between corners: the weight trades fewer samples for an error of second
-order. Estimates stay unbiased, as they do with any critic.
+order. Estimates stay unbiased, as they do with any critic. Where the program does not run with gradients, as where it
+writes with ``out=``, the critic of that site fits values only, and a warning names it.
 
 References:
     | Sobolev training for neural networks (Czarnecki et al., 2017)
@@ -17,11 +18,13 @@ References:
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from pyro_bpq.critic_step import CriticBatch
-from pyro_bpq.errors import OptionError, UnsupportedProgramError
+from pyro_bpq.errors import BPQError, BPQWarning, OptionError, UnsupportedProgramError
 from pyro_bpq.estimators.base import site_mean
 from pyro_bpq.network import QNode
 from pyro_bpq.signals import Signals
@@ -95,10 +98,23 @@ def _gradient(signals: Signals, node: QNode, value: Tensor) -> Tensor | None:
     """Gradient of what a Q-node predicts with respect to its site's value, ``(M, plates, event)``."""
     assert signals.rerun is not None
     leaf = value.detach().to(signals.batches[0].like.dtype).requires_grad_()
-    runs = signals.rerun(node.site, leaf, signals.rollout.runs)
-    with torch.enable_grad():
-        total = sum((run.costs[cost].sum() for run in runs for cost in node.remote), leaf.new_zeros(()))
-    if not total.requires_grad:
+    try:
+        runs = signals.rerun(node.site, leaf, signals.rollout.runs)
+        with torch.enable_grad():
+            total = sum((run.costs[cost].sum() for run in runs for cost in node.remote), leaf.new_zeros(()))
+        if not total.requires_grad:
+            return None
+        (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
+    except BPQError:
+        raise
+    except RuntimeError as error:
+        # It runs with plain values: torch refuses something that the program does with values that carry gradients.
+        warnings.warn(
+            f"Site {node.site!r}: the program failed while its value carried gradients, for CriticLearner(first_order="
+            f"...): {error} The critic fits values only in such steps. Write first_order=0.0, or let the program do "
+            "without out=, in-place writes and .numpy() where this value goes in.",
+            BPQWarning,
+            stacklevel=2,
+        )
         return None
-    (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
     return gradient

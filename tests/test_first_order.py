@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pyro_bpq import AllAction, CriticLearner, LinearCritic, MLPCritic, TraceBackpropQ_ELBO
-from pyro_bpq.errors import OptionError, UnsupportedProgramError
+from pyro_bpq.bank import Block
+from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError
 from pyro_bpq.testing import assert_unbiased
 
 SIZE = 4
@@ -114,6 +115,45 @@ def test_particles_one_by_one_and_the_global_generator() -> None:
 
     (plain, state), (both, other) = run(0.0), run(1.0)
     assert plain == both and torch.equal(state, other)
+
+
+def writes_out(z: Any) -> Any:
+    return torch.sum(z, -1, out=torch.empty(z.shape[:-1], dtype=z.dtype))
+
+
+def fails_backward(z: Any) -> Any:
+    squares, rest = z.square(), z.clone()
+    total = (squares * rest).sum(-1)
+    rest.zero_()
+    return total
+
+
+@pytest.mark.parametrize("read", [writes_out, fails_backward])
+@pytest.mark.parametrize("particles", [1, 2])
+def test_programs_that_do_not_run_with_gradients_are_served(read: Any, particles: int) -> None:
+    def reading() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.3, 0.6, 0.5])).to_event(1))
+        w = pyro.sample("w", dist.Bernoulli(logits=read(z) - 1.0))
+        pyro.sample("x", dist.Normal(w + z[..., 0], 1.0), obs=torch.tensor(0.4))
+
+    def plain() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.1, -0.4, 0.7]))).to_event(1))
+        pyro.sample("w", dist.Bernoulli(logits=pyro.param("p", torch.tensor(0.2)) + z[..., 1]))
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    options = {"critic": LinearCritic(), "estimator": AllAction(exact=False)}
+    elbo = TraceBackpropQ_ELBO(particles, learner=CriticLearner(first_order=1.0), **options)
+    with pytest.warns(BPQWarning, match="Site 'z'.*carried gradients"):
+        for _ in range(20):
+            elbo.loss_and_grads(reading, plain)
+    (critic,) = [
+        block.critic
+        for block in elbo.critics.blocks.values()
+        if isinstance(block, Block) and block.critic is not None and block.keys[0].startswith("z")
+    ]
+    assert any(bool(tensor.any()) for tensor in critic.state_dict().values())
+    assert_unbiased(elbo.eval(), reading, plain)
 
 
 def test_what_cannot_be_served_is_refused() -> None:
