@@ -62,7 +62,7 @@ class Config:
 
 BROADCAST = Allowed(left=False, escapes=False)
 # A pair of particles has the square of the states.
-PAIRS: dict[str, Any] = {"max_states": 8}
+PAIRS: dict[str, Any] = {"max_states": 6}
 TWO: dict[str, Any] = {"num_particles": 2}
 VECTORISED: dict[str, Any] = {**TWO, "vectorize_particles": True}
 
@@ -87,7 +87,7 @@ CONFIGS: dict[str, Config] = {
     "leave_one_out": _served(ScoreFunction(LeaveOneOut()), 2, **PAIRS),
     "crossed": _served(CrossedLeaveOneOut(), 2, **PAIRS),
     "second_run": _served(SecondRun(), **PAIRS),
-    "straight_through": _served(DebiasedStraightThrough(), max_states=8, kinds=FLOAT_KINDS),
+    "straight_through": _served(DebiasedStraightThrough(), **PAIRS, kinds=FLOAT_KINDS),
     "enumeration": Config(
         lambda: TraceBackpropQ_ELBO(enumeration="exact"),
         TraceEnum_ELBO,
