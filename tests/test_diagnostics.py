@@ -312,9 +312,13 @@ def test_large_support_is_found() -> None:
 
 
 def test_model_that_cannot_be_rerun_is_found() -> None:
+    runs = []
+
     def model() -> None:
+        runs.append(1)
         z = pyro.sample("z", dist.Bernoulli(0.4))
-        pyro.sample("x", dist.Normal(z.reshape(()), 1.0), obs=torch.tensor(1.0))
+        # Costs something else in each run.
+        pyro.sample("x", dist.Normal(z + len(runs), 1.0), obs=torch.tensor(1.0))
 
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))

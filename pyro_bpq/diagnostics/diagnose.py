@@ -275,10 +275,12 @@ def _extra_run(look: _Look) -> Iterator[Finding]:
         yield Finding(
             "extra run impossible",
             "warning",
-            "The model could not be run with the values of its sites in a dimension of their own, so that immediate "
-            "costs are not summed over them.",
-            "Let the model broadcast on the left: index with tensors (table[z]), use ... and negative dimensions, "
-            "leave out .reshape and .squeeze of sampled values, and keep max_plate_nesting right.",
+            "The model could not be run at other values of its sites, so that immediate costs are not summed over "
+            "them: it does not broadcast over values on the left, torch.func.vmap refuses it, and runs one after the "
+            "other would be too many, or cost something else each time.",
+            "Leave out what torch.func.vmap refuses (writes of sampled values into plain buffers, recurrent layers, "
+            "batch norm in training mode, .item()) and state that changes from run to run; or index and reduce from "
+            "the right (z[..., 0], z.sum(-1)), so that the model broadcasts.",
         )
 
 
