@@ -145,6 +145,17 @@ def test_exact_gradient_draws_masked_sites_all_the_same() -> None:
     assert float(gradient["a"]) == pytest.approx(2.0 * q * (1 - q), abs=1e-14)
 
 
+def test_exact_gradient_sums_terms_that_are_level_at_the_parameters() -> None:
+    """At p = 0 the factor is the same at all values of the marked site, and its slope is not."""
+
+    def model() -> None:
+        n = pyro.sample("n", dist.Categorical(torch.tensor([0.2, 0.3, 0.5])), infer={"enumerate": "parallel"})
+        pyro.factor("x", n * pyro.param("p", torch.tensor(0.0)))
+
+    found = exact_gradient(model, lambda: None)
+    torch.testing.assert_close(found["p"], torch.tensor(-(0.3 + 2 * 0.5)))
+
+
 def test_expected_moments_of_a_coin_by_hand() -> None:
     q, p = coin_params()
     costs = coin_costs(q, p)

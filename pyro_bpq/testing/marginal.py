@@ -73,13 +73,16 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
     traces = [trace for _, trace in walk(choices, run)]
     sites = [name for name, site in traces[0].nodes.items() if site["type"] == "sample"]
     inside, total, scales = [], torch.zeros(()), set()
+    marked = {float(traces[0].nodes[name]["scale"]) for name in choices.names}
     for name in sites:
         found = [trace.nodes[name] for trace in traces]
-        scaled = [site["log_prob"].sum() for site in found]
-        if name not in choices.names and all(torch.equal(value, scaled[0]) for value in scaled):
+        scaled, scale = [site["log_prob"].sum() for site in found], float(found[0]["scale"])
+        is_alike = name not in choices.names and all(torch.equal(value, scaled[0]) for value in scaled)
+        # Values may be alike where gradients are not; with the scale of the sum both places are right for a constant.
+        if is_alike and not (scaled[0].requires_grad and scale in marked):
             total = total + scaled[0]
             continue
-        scales.add(float(found[0]["scale"]))
+        scales.add(scale)
         inside.append(torch.stack([_unscaled(site, name in choices.names) for site in found]))
     if len(scales) > 1:
         raise UnsupportedProgramError(f"Sites that depend on {sorted(choices.names)} have scales {sorted(scales)}.")
