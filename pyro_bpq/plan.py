@@ -199,7 +199,8 @@ class Planner:
                 self._flips(traced, graph, estimators, immediate, handed, cuts_plates) if can_flip else (None, {})
             )
         plain = [name for name in estimators if name not in components and self._is_plain(traced, name)]
-        known_patterns, charged = dict(patterns), {}
+        # Sums in the same order in every process.
+        known_patterns, charged = dict(sorted(patterns, key=lambda pair: pair[0])), {}
         specs, tabled, known = {}, {}, set()
         for name in traced.run.sites:
             kinds = self._tabled_kinds(traced, name, graph, estimators[name], immediate[name])
