@@ -62,6 +62,8 @@ class CriticTraining(LearnedState):
     def replay(self, sites: Collection[str] | None = None, updates: int = 1) -> int:
         """Updates critics from stored rollouts, at any time and in any order of sites.
 
+        An update that is interrupted leaves everything as it was before it.
+
         Args:
             sites: The sites whose critics learn, one or several; ``None`` for all.
             updates: Number of updates.
@@ -78,10 +80,11 @@ class CriticTraining(LearnedState):
         done = 0
         with self._turn:
             for _ in range(updates):
-                gradients = self._replayer.gradients(self, sites)
-                if self._ranks is not None:
-                    gradients = self._ranks.average_found(gradients, self.critics.weights())
-                self._optimizer.step(self.critics, gradients)
+                with self._all_or_nothing():
+                    gradients = self._replayer.gradients(self, sites)
+                    if self._ranks is not None:
+                        gradients = self._ranks.average_found(gradients, self.critics.weights())
+                    self._advance(gradients)
                 done += bool(gradients)
         return done
 

@@ -2,13 +2,14 @@ r"""What an objective has learned, and when it learns: critics, their optimiser,
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from pyro.util import warn_if_nan
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_bpq.bank import MAX_IDLE, CriticBank, Write
 from pyro_bpq.distributed import Ranks
@@ -17,10 +18,14 @@ from pyro_bpq.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.options import check_not_traced
 from pyro_bpq.registration import register_critics
 from pyro_bpq.replayer import Staged, Transient
+from pyro_bpq.shared_backward import inputs_of
 from pyro_bpq.surrogate import Learning, StepResult, critic_loss
 from pyro_bpq.turn import Turn
 
 __all__ = ["LearnedState"]
+
+# Attributes of any module.
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class LearnedState:
@@ -51,6 +56,8 @@ class LearnedState:
     _goes_back: bool = False
     # What was settled of an open number of particles.
     _open_state: Any = None
+    # Blocks that have changed since the last point to go back to, as they were then; ``None`` where there is none.
+    _changed: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         # That of a module, which every objective is; this class stands before it among the bases.
@@ -76,6 +83,9 @@ class LearnedState:
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Adds the gradients of the loss to ``.grad``, then lets the critics learn.
+
+        A step that fails or is interrupted while a program runs, that of a stored rollout included, leaves what is
+        learned, and ``.grad``, as before; what the programs drew from global generators stays drawn.
 
         Args:
             model: The model.
@@ -104,14 +114,23 @@ class LearnedState:
 
     def _backward(self, loss: Tensor, mark: tuple[Any, ...]) -> None:
         """Adds the gradients of a loss to ``.grad``, then lets the critics learn; undoes the step where that fails."""
-        if loss.requires_grad:
-            try:
+        learning = self.training and torch.is_grad_enabled()
+        # Only replay runs programs when gradients are there already.
+        leaves = inputs_of(loss) if learning and self._replays else []
+        before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+        try:
+            if loss.requires_grad:
                 loss.backward(retain_graph=self.retain_graph)
-            except BaseException:
-                self._restore(mark)
-                raise
-        if self.training and torch.is_grad_enabled():
-            self._learn()
+            if learning:
+                self._learn()
+        except BaseException:
+            for leaf, gradient in zip(leaves, before, strict=True):
+                if leaf.grad is None or gradient is None:
+                    leaf.grad = gradient
+                else:
+                    leaf.grad.copy_(gradient)
+            self._restore(mark)
+            raise
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss, whose ``backward`` gives the gradient estimate.
@@ -198,7 +217,8 @@ class LearnedState:
     def _learn(self) -> None:
         """Applies what the last step taught; forgets what no step has used for long."""
         if self._waiting is not None:
-            self._apply_waiting()
+            with self._all_or_nothing() if self._replays else contextlib.nullcontext():
+                self._apply_waiting()
         gone = self.critics.tidy()
         if gone and self._optimizer is not None:
             self._optimizer.forget(gone, is_final=True)
@@ -207,9 +227,10 @@ class LearnedState:
         assert self._waiting is not None
         (writes, gradients), self._waiting = self._waiting, None
         self.num_steps += 1
+        self._keep_changed(write[0] for write in writes)
         self.critics.commit(writes)
         if self._optimizer is not None:
-            self._optimizer.step(self.critics, gradients)
+            self._advance(gradients)
             self._learn_again()
         built, late = self.critics.blocks, self._late
         self._late = (
@@ -226,15 +247,71 @@ class LearnedState:
             self._optimizer.step(self.critics, own)
         self._late = [write for write in writes if write[0] != key], _without(gradients, own)
 
+    def _advance(self, gradients: dict[str, Tensor]) -> None:
+        """One step of the critics' optimiser."""
+        assert self._optimizer is not None
+        self._keep_changed(name.split(".")[0] for name in gradients)
+        self._optimizer.step(self.critics, gradients)
+
+    # Going back.
+
+    @property
+    def _replays(self) -> bool:
+        """Whether critics learn from stored rollouts in every step: programs then run while they learn."""
+        return self._replayer is not None and self._replayer.replay.updates_per_step > 0
+
     def _mark(self) -> tuple[Any, ...]:
-        return self.critics.snapshot(), self._waiting, self._late, self.info, self.staged
+        own = {name: _copied(value) for name, value in vars(self).items() if name not in _OF_MODULES}
+        structure = own.get("_structure")
+        return self.critics.snapshot(), own, None if structure is None else structure.snapshot()
 
     def _restore(self, mark: tuple[Any, ...]) -> None:
-        """Undoes what a step has built."""
-        bank, self._waiting, self._late, self.info, self.staged = mark
+        """Undoes what a step has built and found out."""
+        bank, own, structure = mark
         built = self.critics.restore(bank)
+        for name in [name for name in vars(self) if name not in own and name not in _OF_MODULES]:
+            del vars(self)[name]
+        vars(self).update(own)
+        if structure is not None:
+            own["_structure"].restore(structure)
         if self._optimizer is not None:
             self._optimizer.forget(built)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Undoes what critics learn within, and what replay draws and drops, if it is interrupted."""
+        mark, outer = self._mark(), self._changed
+        replay = None if self._replayer is None else self._replayer.snapshot()
+        changed: dict[str, Any] = {}
+        self._changed = changed
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for key, (tensors, optimizer) in changed.items():
+                    for tensor, value in tensors:
+                        tensor.copy_(value)
+                    if self._optimizer is not None:
+                        self._optimizer.restore(key, optimizer)
+            if self._replayer is not None:
+                self._replayer.restore(replay)
+            self._restore(mark)
+            raise
+        finally:
+            self._changed = outer
+        if outer is not None:
+            # What was kept first is the older.
+            outer.update({key: kept for key, kept in changed.items() if key not in outer})
+
+    def _keep_changed(self, keys: Iterable[str]) -> None:
+        """Keeps blocks as they are, before they change for the first time."""
+        if self._changed is None:
+            return
+        for key in keys:
+            if key in self.critics.blocks and key not in self._changed:
+                state = self.critics.blocks[key].state_dict(keep_vars=True)
+                tensors = [(t, t.detach().clone()) for t in state.values() if isinstance(t, Tensor)]
+                self._changed[key] = tensors, None if self._optimizer is None else self._optimizer.snapshot(key)
 
     def learning(self) -> Learning:
         """How targets are formed in the present step."""
@@ -274,7 +351,7 @@ class LearnedState:
         for _ in range(self.learner.steps - 1):
             loss = critic_loss([staged.again(self.critics) for staged in items], self.critics, self.learning())
             if loss is not None:
-                self._optimizer.step(self.critics, self._gradients(loss))
+                self._advance(self._gradients(loss))
         self._keep(items)
 
     def _keep(self, items: Sequence[Staged]) -> None:
@@ -314,6 +391,11 @@ class LearnedState:
             self._optimizer.load_state_dict(state["optimizer"])
         if self._replayer is not None and state.get("replay") is not None:
             self._replayer.load_state_dict(state["replay"])
+
+
+def _copied(value: Any) -> Any:
+    """What a step may change in place."""
+    return value.copy() if isinstance(value, (dict, set)) else value
 
 
 def _without(gradients: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:

@@ -148,6 +148,14 @@ class ReplayBuffer:
             self.num_dropped += 1
             self._rollouts = deque(kept, maxlen=self.capacity)
 
+    def snapshot(self) -> tuple[Any, ...]:
+        """A mark to which :meth:`restore` takes the buffer back."""
+        return self._rollouts.copy(), self.num_dropped
+
+    def restore(self, mark: tuple[Any, ...]) -> None:
+        """Undoes what was stored and dropped after ``mark``."""
+        self._rollouts, self.num_dropped = mark
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all stored values."""

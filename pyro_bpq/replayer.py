@@ -178,6 +178,16 @@ class Replayer:
         found = torch.autograd.grad(total, list(weights.values()), allow_unused=True)
         return {name: g for name, g in zip(weights, found, strict=True) if g is not None}
 
+    def snapshot(self) -> tuple[Any, ...]:
+        """A mark to which :meth:`restore` takes everything back."""
+        slow = {name: value.clone() for name, value in self.slow_guide.items()}
+        return self.buffer.snapshot(), self._state, slow, self._leaves
+
+    def restore(self, mark: tuple[Any, ...]) -> None:
+        """Undoes what was stored, drawn and tracked after ``mark``."""
+        buffer, self._state, self.slow_guide, self._leaves = mark
+        self.buffer.restore(buffer)
+
     def state_dict(self) -> dict[str, Any]:
         """What is saved: the generator and the slow guide, not the rollouts."""
         return {"generator": self._state, "slow_guide": self.slow_guide}

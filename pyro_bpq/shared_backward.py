@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.rollout import Run
 
-__all__ = ["SharedBackward", "shared_backward"]
+__all__ = ["SharedBackward", "inputs_of", "shared_backward"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def shared_backward(run: Run, share: float | None) -> SharedBackward:
     total = run.differentiable
     if not total.requires_grad:
         return SharedBackward({name: torch.zeros_like(leaf) for name, leaf in leaves.items()}, total)
-    inputs = [] if share is None else _inputs(total, list(leaves.values()))
+    inputs = [] if share is None else inputs_of(total, list(leaves.values()))
     # A hook is called where a gradient is complete, which it is only in the pass of the loss.
     inputs = [] if any(tensor._backward_hooks for tensor in inputs) else inputs
     # The graph is kept: log-probabilities of the guide may share a part of it.
@@ -79,7 +79,7 @@ class _Known(torch.autograd.Function):
         return None, None, None, *(gradient * factor.to(gradient.device) for gradient in ctx.gradients)
 
 
-def _inputs(total: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+def inputs_of(total: Tensor, leaves: Sequence[Tensor] = ()) -> list[Tensor]:
     """The leaves of a graph that collect gradients, but for some."""
     known, seen, found = {id(leaf) for leaf in leaves}, set(), []
     nodes = [total.grad_fn]
