@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from pyro_bpq import ContextCritic, CostCounter, CriticLearner, ExpectedCost, Replay, cost
-from pyro_bpq.cost_statement import SkipCosts
+from pyro_bpq.tracing.cost_statement import SkipCosts
 
 BATCH, HIDDEN, CALL_SECONDS = 32, 48, 0.05
 

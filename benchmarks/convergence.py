@@ -2,7 +2,7 @@ r"""Tabular critics under a fixed guide: how fast they get to the exact Q-functi
 
 Random graphs of up to seven binary and ternary nodes with several costs and bypasses. A critic is a table over its
 scope; every cell is the running average of the targets of the rollouts that visited it. Targets come from
-``pyro_bpq.targets`` and the rules of the network:
+``pyro_bpq.targets.lambda_return`` and the rules of the network:
 
 - *sampled TD*: the child's table at the child's sampled value,
 - *expected TD*: its expectation over the child's conditional, co-parents sampled,
@@ -25,9 +25,9 @@ import torch
 from common import Row, arguments, progress, table, write_csv, write_markdown
 from torch import Tensor
 
-from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.network import BackpropQNetwork
-from pyro_bpq.targets import monte_carlo_return, td_target
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.targets.lambda_return import monte_carlo_return, td_target
 from pyro_bpq.testing import TabularProgram
 
 ROLLOUTS = (100, 300, 1000, 3000, 10_000, 30_000)

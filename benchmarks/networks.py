@@ -14,8 +14,8 @@ from typing import get_args
 
 from common import Row, arguments, table, write_csv, write_markdown
 
-from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.network import BackpropQNetwork, Reduction
+from pyro_bpq.graph.network import BackpropQNetwork, Reduction
+from pyro_bpq.graph.scg import StochasticComputationGraph
 
 SITES = (125, 250, 500, 1000)
 

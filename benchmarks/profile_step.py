@@ -28,7 +28,7 @@ PARTS: Mapping[tuple[str, str], str] = {
     ("tracing.py", "trace_run"): "run guide and model, read their traces",
     ("structure.py", "graph"): "graph and plan (cached)",
     ("staging.py", "_plan"): "graph and plan (cached)",
-    ("immediate.py", "flipped_costs"): "extra run of the model",
+    ("flipped_costs.py", "flipped_costs"): "extra run of the model",
     ("reruns.py", "_fresh_run"): "runs at other values",
     ("reruns.py", "_run"): "runs at other values",
     ("shared_backward.py", "shared_backward"): "backward through the costs, slopes with it",

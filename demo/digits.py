@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.diagnostics.render import render_scg
 from pyro_bpq.errors import BPQError
-from pyro_bpq.render import render_scg
 
 BATCH, LATENTS, LEARNING_RATE, SLICE = 100, 20, 1e-2, 0.25
 VECTORIZED = {"vectorize_particles": True, "max_plate_nesting": 1}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.network import BackpropQNetwork, Reduction
-from pyro_bpq.render import render_network
+from pyro_bpq.diagnostics.render import render_network
+from pyro_bpq.graph.network import BackpropQNetwork, Reduction
+from pyro_bpq.graph.scg import StochasticComputationGraph
 
 graph_of = StochasticComputationGraph.from_parents
 

@@ -1,15 +1,16 @@
 """Backprop-Q for Pyro: train models with discrete latent variables by swapping one line."""
 
-from pyro_bpq.actor_critic import ActorCriticSVI as ActorCriticSVI
-from pyro_bpq.config import config_bpq as config_bpq
-from pyro_bpq.context_critic import ContextCritic as ContextCritic
-from pyro_bpq.cost_statement import CostCounter as CostCounter
-from pyro_bpq.cost_statement import cost as cost
-from pyro_bpq.critics import LinearCritic as LinearCritic
-from pyro_bpq.critics import MLPCritic as MLPCritic
-from pyro_bpq.critics import TabularCritic as TabularCritic
-from pyro_bpq.distributed import Ranks as Ranks
-from pyro_bpq.elbo import TraceBackpropQ_ELBO as TraceBackpropQ_ELBO
+from pyro_bpq.critics.context import ContextCritic as ContextCritic
+from pyro_bpq.critics.joint import FirstOrderCritic as FirstOrderCritic
+from pyro_bpq.critics.joint import FlipCritic as FlipCritic
+from pyro_bpq.critics.joint import MomentCritic as MomentCritic
+from pyro_bpq.critics.joint import QuadraticCritic as QuadraticCritic
+from pyro_bpq.critics.learner import CriticLearner as CriticLearner
+from pyro_bpq.critics.nets import LinearCritic as LinearCritic
+from pyro_bpq.critics.nets import MLPCritic as MLPCritic
+from pyro_bpq.critics.nets import TabularCritic as TabularCritic
+from pyro_bpq.critics.replay_buffer import Replay as Replay
+from pyro_bpq.critics.slow import SlowTracking as SlowTracking
 from pyro_bpq.estimators import AllAction as AllAction
 from pyro_bpq.estimators import LambdaReturn as LambdaReturn
 from pyro_bpq.estimators import LeaveOneOut as LeaveOneOut
@@ -17,21 +18,20 @@ from pyro_bpq.estimators import Pathwise as Pathwise
 from pyro_bpq.estimators import QProp as QProp
 from pyro_bpq.estimators import RunningBaseline as RunningBaseline
 from pyro_bpq.estimators import ScoreFunction as ScoreFunction
-from pyro_bpq.expected_cost import ExpectedCost as ExpectedCost
-from pyro_bpq.graph import CostNode as CostNode
-from pyro_bpq.graph import StochasticComputationGraph as StochasticComputationGraph
-from pyro_bpq.graph import StochasticNode as StochasticNode
-from pyro_bpq.iwae import TraceBackpropQ_IWAE as TraceBackpropQ_IWAE
-from pyro_bpq.joint_critics import FirstOrderCritic as FirstOrderCritic
-from pyro_bpq.joint_critics import FlipCritic as FlipCritic
-from pyro_bpq.joint_critics import MomentCritic as MomentCritic
-from pyro_bpq.joint_critics import QuadraticCritic as QuadraticCritic
-from pyro_bpq.learner import CriticLearner as CriticLearner
-from pyro_bpq.network import BackpropQNetwork as BackpropQNetwork
-from pyro_bpq.replay import Replay as Replay
-from pyro_bpq.slow import SlowTracking as SlowTracking
-from pyro_bpq.svi import ProximalSVI as ProximalSVI
-from pyro_bpq.svi import TrustRegionSVI as TrustRegionSVI
+from pyro_bpq.graph.network import BackpropQNetwork as BackpropQNetwork
+from pyro_bpq.graph.scg import CostNode as CostNode
+from pyro_bpq.graph.scg import StochasticComputationGraph as StochasticComputationGraph
+from pyro_bpq.graph.scg import StochasticNode as StochasticNode
+from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO as TraceBackpropQ_ELBO
+from pyro_bpq.objectives.expected_cost import ExpectedCost as ExpectedCost
+from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE as TraceBackpropQ_IWAE
+from pyro_bpq.rollout.distributed import Ranks as Ranks
+from pyro_bpq.svi.actor_critic import ActorCriticSVI as ActorCriticSVI
+from pyro_bpq.svi.controlled import ProximalSVI as ProximalSVI
+from pyro_bpq.svi.controlled import TrustRegionSVI as TrustRegionSVI
+from pyro_bpq.tracing.config import config_bpq as config_bpq
+from pyro_bpq.tracing.cost_statement import CostCounter as CostCounter
+from pyro_bpq.tracing.cost_statement import cost as cost
 
 __version__ = "0.1.0"
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_bpq import CriticLearner, Replay, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.slow import SlowTracking
+from pyro_bpq.critics.slow import SlowTracking
 
 PROCESSES, LENGTH, EXACT_STEPS, RANDOM_STEPS = 2, 4, 6, 20
 

@@ -9,7 +9,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_bpq.features import Components, finite_components
+from pyro_bpq.rollout.features import Components, finite_components
 
 POINTS = (-0.7, 0.3, 1.9)
 

@@ -9,8 +9,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.network import BackpropQNetwork, Reduction
+from pyro_bpq.graph.network import BackpropQNetwork, Reduction
+from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.testing import TabularProgram
 
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)

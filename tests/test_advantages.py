@@ -10,12 +10,12 @@ import torch
 from tabular import FORMS, REDUCTIONS, graph_of, largest, random_program
 from torch import Tensor
 
-import pyro_bpq.advantages as module
-from pyro_bpq.advantages import advantages
+import pyro_bpq.targets.advantages as module
 from pyro_bpq.errors import PlateError
-from pyro_bpq.graph import Plate, StochasticComputationGraph
-from pyro_bpq.network import BackpropQNetwork
-from pyro_bpq.targets import lambda_return
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+from pyro_bpq.targets.advantages import advantages
+from pyro_bpq.targets.lambda_return import lambda_return
 from pyro_bpq.testing import TabularProgram
 
 build = BackpropQNetwork.build

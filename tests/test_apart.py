@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bpq import TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
-from pyro_bpq import apart as module
 from pyro_bpq.errors import BPQWarning
+from pyro_bpq.reruns import apart as module
 from pyro_bpq.testing import assert_unbiased
 
 ROWS = 12

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_bpq.bank import Block, CriticBank, Selection
+from pyro_bpq.critics.bank import Block, CriticBank, Selection
 
 
 class Weight(nn.Module):

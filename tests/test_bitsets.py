@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyro_bpq.bitsets import Names, Reads, closure, highest, named, ones, transposed
+from pyro_bpq.graph.bitsets import Names, Reads, closure, highest, named, ones, transposed
 
 SETS = st.sets(st.integers(0, 150), max_size=40)
 

@@ -11,7 +11,7 @@ from models import BY_NAME
 
 import pyro_bpq.estimators as estimators
 from pyro_bpq import LeaveOneOut, LinearCritic, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.citation import Reference, citation, references
+from pyro_bpq.diagnostics.citation import Reference, citation, references
 from pyro_bpq.estimators import DisARM
 
 

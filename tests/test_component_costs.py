@@ -15,9 +15,9 @@ from pyro.optim import Adam
 from torch import Tensor
 
 from pyro_bpq import AllAction, LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq import elements as elements_module
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.testing import assert_unbiased, expected_moments
+from pyro_bpq.tracing import elements as elements_module
 
 # Two rows of a plate, whose components differ.
 ROWS = replace(

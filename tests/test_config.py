@@ -20,8 +20,8 @@ from pyro_bpq import (
     TraceBackpropQ_ELBO,
     config_bpq,
 )
-from pyro_bpq.config import SiteOptions, site_options
 from pyro_bpq.errors import OptionError
+from pyro_bpq.tracing.config import SiteOptions, site_options
 
 
 def model() -> None:

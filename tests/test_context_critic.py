@@ -13,7 +13,7 @@ from pyro.infer import SVI
 from pyro.optim import Adam
 
 from pyro_bpq import ContextCritic, ExpectedCost, cost
-from pyro_bpq.critics import CriticShape
+from pyro_bpq.critics.nets import CriticShape
 from pyro_bpq.errors import OptionError
 from pyro_bpq.testing import exact_gradient, expected_gradient
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics import Critic, CriticShape, LinearCritic, MLPCritic, TabularCritic
+from pyro_bpq.critics.nets import Critic, CriticShape, LinearCritic, MLPCritic, TabularCritic
 from pyro_bpq.errors import OptionError
 
 CRITICS = [MLPCritic(), MLPCritic((8, 4)), MLPCritic(hidden=()), LinearCritic(), TabularCritic()]

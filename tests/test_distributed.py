@@ -15,9 +15,9 @@ from steps import assert_equal, is_equal
 from torch import Tensor
 
 from pyro_bpq import CriticLearner
-from pyro_bpq.distributed import Ranks
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.scales import PAIRS, SIZE
+from pyro_bpq.rollout.distributed import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 

@@ -14,7 +14,13 @@ import pytest
 
 from pyro_bpq import errors
 
-PACKAGES = ("pyro_bpq", "pyro_bpq.estimators", "pyro_bpq.diagnostics", "pyro_bpq.testing", "pyro_bpq.render")
+PACKAGES = (
+    "pyro_bpq",
+    "pyro_bpq.estimators",
+    "pyro_bpq.diagnostics",
+    "pyro_bpq.testing",
+    "pyro_bpq.diagnostics.render",
+)
 OWN_ERRORS = frozenset(name for name in errors.__all__ if name.endswith("Error"))
 
 

@@ -33,7 +33,7 @@ from pyro_bpq import (
     TraceBackpropQ_IWAE,
     cost,
 )
-from pyro_bpq.bank import Block, CriticBank
+from pyro_bpq.critics.bank import Block, CriticBank
 from pyro_bpq.testing import assert_unbiased
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -171,7 +171,7 @@ def test_exception_leaves_everything_as_before(where: str, is_first: bool, monke
     if where == "backward":
         monkeypatch.setattr(Tensor, "backward", fail)
     if where == "critic":
-        monkeypatch.setattr("pyro_bpq.surrogate.regression", fail)
+        monkeypatch.setattr("pyro_bpq.step.surrogate.regression", fail)
     before, rest = state_of(elbo), elbo.num_steps
     with pytest.raises(Stop):
         elbo.loss_and_grads(model, guide)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from pyro_bpq.elements import MANY, NONE, ElementTracker
-from pyro_bpq.provenance import DependencyTracker
+from pyro_bpq.tracing.elements import MANY, NONE, ElementTracker
+from pyro_bpq.tracing.provenance import DependencyTracker
 
 SHAPE = (2, 3)
 
@@ -149,7 +149,7 @@ def test_independent_tensors_read_nothing() -> None:
 
 
 def test_a_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyro_bpq import elements
+    from pyro_bpq.tracing import elements
 
     monkeypatch.setattr(elements, "_flip", None)
     plan = elements._plan(torch.ops.aten.flip.default)

@@ -18,8 +18,8 @@ from pyro.optim import Adam
 from torch import Tensor
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.bitsets import Reads
 from pyro_bpq.errors import BPQWarning, OptionError, PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.testing import exact_gradient, exact_loss, expected_gradient
 
 ATOL = 1e-10

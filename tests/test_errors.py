@@ -28,7 +28,7 @@ from pyro_bpq import (
     TraceBackpropQ_ELBO,
     config_bpq,
 )
-from pyro_bpq.critics import CriticShape
+from pyro_bpq.critics.nets import CriticShape
 from pyro_bpq.errors import (
     BPQError,
     CriticShapeError,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
-from pyro_bpq.features import Components, finite_components
+from pyro_bpq.rollout.features import Components, finite_components
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 

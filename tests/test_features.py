@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_bpq.features import Components, encode_real, finite_components
+from pyro_bpq.rollout.features import Components, encode_real, finite_components
 
 LOGITS = torch.tensor([[0.3, -0.4, 1.1], [0.0, 0.9, -0.6]], dtype=torch.float64)
 

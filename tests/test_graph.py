@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyro_bpq.errors import GraphError, SiteNotFoundError
-from pyro_bpq.graph import CostNode, Plate, StochasticComputationGraph, StochasticNode
+from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph, StochasticNode
 
 
 @st.composite

@@ -17,8 +17,8 @@ from pyro.optim import SGD
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO, graph, program_graph, structure, sums
-from pyro_bpq.bitsets import Names
-from pyro_bpq.tracing import TracedRun
+from pyro_bpq.graph.bitsets import Names
+from pyro_bpq.tracing.traced_run import TracedRun
 
 SIZES = (256, 512)
 

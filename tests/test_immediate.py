@@ -15,14 +15,14 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
-from pyro_bpq import immediate as module
-from pyro_bpq.features import finite_components
-from pyro_bpq.graph import Plate, StochasticComputationGraph
-from pyro_bpq.immediate import flip_plan, immediate_costs, immediate_model_costs
-from pyro_bpq.row_runs import REFEREES, Way
-from pyro_bpq.substitute import Substitute
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+from pyro_bpq.plan.flips import flip_plan, immediate_costs, immediate_model_costs
+from pyro_bpq.reruns import flipped_costs as module
+from pyro_bpq.reruns.row_runs import REFEREES, Way
+from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.testing import assert_unbiased
-from pyro_bpq.tracing import PARTICLES
+from pyro_bpq.tracing.substitute import Substitute
+from pyro_bpq.tracing.traced_run import PARTICLES
 
 Graph = StochasticComputationGraph
 
@@ -39,7 +39,7 @@ class Spy:
             self.calls.append((found, args))
             return found
 
-        monkeypatch.setattr("pyro_bpq.staging.flipped_costs", spy)
+        monkeypatch.setattr("pyro_bpq.objectives.staging.flipped_costs", spy)
 
 
 @pytest.fixture

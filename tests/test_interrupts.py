@@ -27,8 +27,8 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.estimators import DebiasedStraightThrough, SecondRun
-from pyro_bpq.learned_state import LearnedState
-from pyro_bpq.replayer import Replayer
+from pyro_bpq.objectives.learned_state import LearnedState
+from pyro_bpq.objectives.replayer import Replayer
 
 
 class Interrupt(BaseException):

@@ -49,7 +49,7 @@ from pyro_bpq import (
 )
 from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import DisARM
-from pyro_bpq.multi_sample import bound_rollout
+from pyro_bpq.objectives.multi_sample import bound_rollout
 from pyro_bpq.testing import TwoPoint, expected_gradient, expected_moments
 
 STEPS = 50
@@ -195,7 +195,7 @@ def samples_as_particles(*args: Any) -> Any:
 
 
 def test_samples_of_a_bound_as_baselines_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.iwae.bound_rollout", samples_as_particles)
+    monkeypatch.setattr("pyro_bpq.objectives.iwae.bound_rollout", samples_as_particles)
     assert error(train(TraceBackpropQ_IWAE(3, critic=MLPCritic()), COIN), COIN, 3) > 1e-3
 
 
@@ -203,7 +203,7 @@ def test_critic_that_knows_its_own_weight_is_seen(monkeypatch: pytest.MonkeyPatc
     def knowing(log_w: Tensor) -> Tensor:
         return torch.stack((log_w, log_w), -1).detach()
 
-    monkeypatch.setattr("pyro_bpq.iwae.features_of_others", knowing)
+    monkeypatch.setattr("pyro_bpq.objectives.iwae.features_of_others", knowing)
     assert error(train(TraceBackpropQ_IWAE(3, critic=MLPCritic()), COIN), COIN, 3) > 1e-3
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pyro_bpq import FirstOrderCritic, FlipCritic, MomentCritic, QuadraticCritic
-from pyro_bpq.critics import CriticShape
+from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue
+from pyro_bpq.critics.nets import CriticShape
 from pyro_bpq.errors import OptionError
-from pyro_bpq.joint_critics import JointCritic, JointOutput, SiteValue
 
 SHAPE = CriticShape(sites=2, features=3, components=3, cardinality=3)
 FINITE: list[Any] = [

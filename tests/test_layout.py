@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics import MLPCritic
+from pyro_bpq.batching.layout import Layout, QGroup, SiteSpec
+from pyro_bpq.critics.nets import MLPCritic
 from pyro_bpq.estimators import AllAction, Pathwise
-from pyro_bpq.features import Components
-from pyro_bpq.graph import Plate, StochasticComputationGraph
-from pyro_bpq.layout import Layout, QGroup, SiteSpec
-from pyro_bpq.network import BackpropQNetwork
-from pyro_bpq.sequence import sequence_network
-from pyro_bpq.sums import Sums
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+from pyro_bpq.graph.sequence import sequence_network
+from pyro_bpq.rollout.features import Components
+from pyro_bpq.rollout.sums import Sums
 
 Graph = StochasticComputationGraph
 ROWS, COLUMNS = Plate("rows", -1), Plate("columns", -2)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_bpq.bank import Block, CriticBank
-from pyro_bpq.learner import AveragedAdam, CriticLearner, CriticOptimizer
+from pyro_bpq.critics.bank import Block, CriticBank
+from pyro_bpq.critics.learner import AveragedAdam, CriticLearner, CriticOptimizer
 
 
 def bank_of(*kinds: str, rows: int = 2) -> CriticBank:

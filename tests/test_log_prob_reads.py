@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.ledger import Ledger
-from pyro_bpq.scoring import _is_own
 from pyro_bpq.testing import assert_unbiased, exact_gradient
+from pyro_bpq.tracing.ledger import Ledger
+from pyro_bpq.tracing.scoring import _is_own
 
 Program = Callable[[], None]
 DATA = real(0.7, -0.4)
@@ -238,14 +238,14 @@ def test_two_particles(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["branches", "numbers", "arrays", "later", "wrapped", "in_plate"])
 def test_without_listening_it_is_a_bias_that_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.tracing._heard_by", lambda *_: 0)
+    monkeypatch.setattr("pyro_bpq.tracing.traced_run._heard_by", lambda *_: 0)
     model, guide = PROGRAMS[name]
     with pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(trained(model, guide), model, guide)
 
 
 def test_a_prior_of_ones_own_is_not_tabled_by_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.features._has_own_log_prob", lambda fn: False)
+    monkeypatch.setattr("pyro_bpq.rollout.features._has_own_log_prob", lambda fn: False)
     model, guide = PROGRAMS["tempered"]
     with pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(trained(model, guide), model, guide)

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from test_graph import graphs
+from validation import validate_network
 
+from pyro_bpq.diagnostics.render import render_network, render_scg
 from pyro_bpq.errors import BPQError, GraphError, OptionError, SiteNotFoundError
-from pyro_bpq.graph import Plate, StochasticComputationGraph
-from pyro_bpq.network import Average, BackpropQNetwork, QNode, Reduction
-from pyro_bpq.render import render_network, render_scg
-from pyro_bpq.validation import validate_network
+from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode, Reduction
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 
 REDUCTIONS = get_args(Reduction)
 MODES = [(r, i, f) for r in REDUCTIONS for i in ("exact", "learned") for f in ("ancestor", "history")]

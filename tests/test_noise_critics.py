@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.critics import CriticShape
+from pyro_bpq.critics.nets import CriticShape
 from pyro_bpq.testing import expected_moments
 
 

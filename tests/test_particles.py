@@ -14,7 +14,7 @@ from pyro.infer import Trace_ELBO
 
 from pyro_bpq import CriticLearner, FlipCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.particles import ELEMENTS, MOST_PARTICLES
+from pyro_bpq.objectives.particles import ELEMENTS, MOST_PARTICLES
 
 ROWS = 12
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyro_bpq import AllAction, TabularCritic, TraceBackpropQ_ELBO
-from pyro_bpq.layout import Layout
+from pyro_bpq.batching.layout import Layout
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
 SHARED = 0.2 * torch.randn(3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -125,14 +125,14 @@ def test_leave_one_out(vectorised: bool) -> None:
 
 
 def test_unseen_it_is_a_bias_that_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.plate_rows.PlateRows.meeting", lambda *_: {})
+    monkeypatch.setattr("pyro_bpq.tracing.plate_rows.PlateRows.meeting", lambda *_: {})
     model, guide = program(MIXING["roll"], "model")
     with pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(trained(model, guide, estimator=ScoreFunction()), model, guide)
 
 
 def test_flipping_all_rows_at_once_would_be_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyro_bpq.plan import Planner
+    from pyro_bpq.plan.planner import Planner
 
     flips = Planner._flips
     monkeypatch.setattr(Planner, "_flips", lambda self, *args: flips(self, *args[:-1], True))

@@ -25,7 +25,7 @@ from torch.overrides import _len_torch_function_stack
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.checkpoint import checkpoint
 
-from pyro_bpq.provenance import DependencyTracker
+from pyro_bpq.tracing.provenance import DependencyTracker
 
 Program = Callable[["Inputs"], Any]
 

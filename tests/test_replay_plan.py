@@ -7,9 +7,9 @@ import itertools
 import torch
 from tabular import FORMS, REDUCTIONS, graph_of, largest, random_program
 
-from pyro_bpq.network import BackpropQNetwork
-from pyro_bpq.replay_plan import ReplayChild, replay_plan
-from pyro_bpq.targets import td_target
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.replay_plan import ReplayChild, replay_plan
+from pyro_bpq.targets.lambda_return import td_target
 from pyro_bpq.testing import TabularProgram
 
 build = BackpropQNetwork.build

@@ -35,10 +35,10 @@ from pyro_bpq import (
 )
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.measure_valued import MeasureValued
-from pyro_bpq.local_objective import LocalObjective
-from pyro_bpq.redraw import Hold
-from pyro_bpq.replayer import Staged
-from pyro_bpq.surrogate import Learning, critic_targets
+from pyro_bpq.objectives.local_objective import LocalObjective
+from pyro_bpq.objectives.replayer import Staged
+from pyro_bpq.reruns.redraw import Hold
+from pyro_bpq.step.surrogate import Learning, critic_targets
 from pyro_bpq.testing import expected_gradient
 
 EVERYTHING = CriticLearner(

@@ -17,11 +17,11 @@ from steps import CHAIN
 import pyro_bpq
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import History, LogCallback, compare_estimators, critic_fit, diagnose, gradient_moments
-from pyro_bpq.provenance import DependencyTracker
-from pyro_bpq.render import render_network, render_scg
-from pyro_bpq.signals import Signals
-from pyro_bpq.structure import StructureCache
+from pyro_bpq.diagnostics.render import render_network, render_scg
+from pyro_bpq.step.signals import Signals
 from pyro_bpq.testing import ChoiceNoise
+from pyro_bpq.tracing.provenance import DependencyTracker
+from pyro_bpq.tracing.structure_cache import StructureCache
 
 
 def public() -> Iterator[Any]:

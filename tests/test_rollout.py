@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.errors import PlateError
-from pyro_bpq.graph import Plate
-from pyro_bpq.rollout import Rollout, Run, sum_to_plates
+from pyro_bpq.graph.scg import Plate
+from pyro_bpq.rollout.runs import Rollout, Run, sum_to_plates
 
 INNER, OUTER = Plate("inner", -1), Plate("outer", -2)
 SIZES = {INNER: 3, OUTER: 2}

@@ -13,10 +13,10 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
-from pyro_bpq import row_runs as module
-from pyro_bpq.row_runs import LONGEST, PROBES, RowProgram, RowRuns, Way, agree, is_due, probe
-from pyro_bpq.substitute import Substitute
+from pyro_bpq.reruns import row_runs as module
+from pyro_bpq.reruns.row_runs import LONGEST, PROBES, RowProgram, RowRuns, Way, agree, is_due, probe
 from pyro_bpq.testing import assert_unbiased
+from pyro_bpq.tracing.substitute import Substitute
 
 
 @pytest.fixture(autouse=True)

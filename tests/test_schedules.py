@@ -15,8 +15,8 @@ from steps import CHAIN, assert_equal, is_equal, run, state_of
 from test_unbiased import ATOL, exact, largest_error
 
 from pyro_bpq import AllAction, CriticLearner, Replay, SlowTracking, TabularCritic, TraceBackpropQ_ELBO
-from pyro_bpq.bank import Block
-from pyro_bpq.slow import track, two_part_step
+from pyro_bpq.critics.bank import Block
+from pyro_bpq.critics.slow import track, two_part_step
 
 
 def test_two_part_form_is_the_soft_update() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pyro_bpq import TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import RODEO, DebiasedStraightThrough, DoubleCV, ScoreFunction
-from pyro_bpq.site_program import SiteProgramRuns
+from pyro_bpq.step.site_program import SiteProgramRuns
 
 F64 = torch.float64
 ROWS = 3

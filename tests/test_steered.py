@@ -14,10 +14,10 @@ from pyro.infer import SVI
 from pyro.optim import SGD
 
 from pyro_bpq import BackpropQNetwork, StochasticComputationGraph, TraceBackpropQ_ELBO, config_bpq
-from pyro_bpq.bank import average_writes
-from pyro_bpq.critic_step import _index_features
+from pyro_bpq.critics.bank import average_writes
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.sequence import sequence_network
+from pyro_bpq.graph.sequence import sequence_network
+from pyro_bpq.step.critic_step import _index_features
 from pyro_bpq.testing import exact_gradient, expected_moments
 
 LENGTH = 3

@@ -29,11 +29,11 @@ from pyro_bpq import (
     TraceBackpropQ_ELBO,
     cost,
 )
-from pyro_bpq.cost_statement import GiveCosts, given_costs
-from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.network import BackpropQNetwork
-from pyro_bpq.off_policy import OffPolicyPlan, off_policy_plan
-from pyro_bpq.surrogate import Learning, critic_targets
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.off_policy import OffPolicyPlan, off_policy_plan
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.step.surrogate import Learning, critic_targets
+from pyro_bpq.tracing.cost_statement import GiveCosts, given_costs
 
 OLD = {"q1": real(0.4), "q2": real(-0.5, 0.8), "q3": real(0.3, -0.7, 1.0, -0.2).reshape(2, 2)}
 NEW = {"q1": real(-1.5), "q2": real(1.7, -1.2), "q3": real(-1.4, 1.9, -0.8, 1.3).reshape(2, 2)}

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
-from pyro_bpq.program_graph import dense_graph
-from pyro_bpq.structure import STRUCTURES, StructureCache
-from pyro_bpq.tracing import TracedRun, trace_run
+from pyro_bpq.tracing.program_graph import dense_graph
+from pyro_bpq.tracing.structure_cache import STRUCTURES, StructureCache
+from pyro_bpq.tracing.traced_run import TracedRun, trace_run
 
 
 def run(case: Case, track: bool, seed: int = 0) -> TracedRun:

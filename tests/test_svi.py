@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_bpq import LeaveOneOut, ProximalSVI, ScoreFunction, TraceBackpropQ_ELBO, TrustRegionSVI
-from pyro_bpq.local_objective import LocalObjective
+from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.testing import exact_loss
 
 PROGRAMS = ["chain", "diamond", "plate_subsample", "global_local", "vector_layers", "mask_scale", "reordered_guide"]

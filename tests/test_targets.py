@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_bpq.graph import Plate, StochasticComputationGraph
-from pyro_bpq.network import BackpropQNetwork
-from pyro_bpq.targets import lambda_return, lambda_return_solve, monte_carlo_return, td_target
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+from pyro_bpq.targets.lambda_return import lambda_return, lambda_return_solve, monte_carlo_return, td_target
 
 Graph = StochasticComputationGraph
 

@@ -37,9 +37,9 @@ from pyro_bpq import (
     layout,
     sums,
 )
-from pyro_bpq.bitsets import Reads
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
-from pyro_bpq.rules import network_rules
+from pyro_bpq.graph.bitsets import Reads
+from pyro_bpq.targets.rules import network_rules
 from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient, expected_moments
 
 ATOL = 1e-10

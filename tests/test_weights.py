@@ -17,10 +17,10 @@ from pyro.optim import SGD
 from torch import Tensor
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.component_costs import ElementWatch
+from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.estimators import CrossedLeaveOneOut, LeaveOneOut, SecondRun
-from pyro_bpq.site_batch import SiteBatch
 from pyro_bpq.testing import assert_unbiased
+from pyro_bpq.tracing.component_costs import ElementWatch
 
 Program = Callable[[], None]
 DATA = real(0.7, -0.4, 1.3)
@@ -311,7 +311,7 @@ def test_a_scale_of_another_particle_is_a_bias_that_is_caught(monkeypatch: pytes
 
 
 def test_a_weight_by_the_site_itself_is_not_tabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.tracing._weighted_by_itself", lambda *_: frozenset())
+    monkeypatch.setattr("pyro_bpq.tracing.traced_run._weighted_by_itself", lambda *_: frozenset())
     model, guide = SITES["in_place"]
     with pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(trained(model, guide, num_particles=1), model, guide)

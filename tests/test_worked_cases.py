@@ -9,8 +9,8 @@ import torch
 from tabular import FORMS, graph_of, random_graph, random_program
 from torch import Tensor
 
-from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.network import BackpropQNetwork
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.scg import StochasticComputationGraph
 
 build = BackpropQNetwork.build
 

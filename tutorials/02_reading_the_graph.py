@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq import BackpropQNetwork, StochasticComputationGraph, TraceBackpropQ_ELBO
-from pyro_bpq.render import render_network, render_scg
+from pyro_bpq.diagnostics.render import render_network, render_scg
 
 pyro.set_rng_seed(0)
 

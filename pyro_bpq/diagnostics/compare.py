@@ -19,9 +19,9 @@ from torch import Tensor
 from pyro_bpq.diagnostics.comparison import LIMIT, Comparison, Row, recommend
 from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments
 from pyro_bpq.diagnostics.sampling import num_outcomes_of, seeded
-from pyro_bpq.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQError, OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import Estimator, LeaveOneOut, RunningBaseline, ScoreFunction
+from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.testing import exact_gradient
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader

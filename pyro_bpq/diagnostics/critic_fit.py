@@ -13,8 +13,8 @@ from torch import Tensor
 from pyro_bpq.diagnostics.moments import GradientMoments, named_moments, site_gradients
 from pyro_bpq.diagnostics.sampling import accumulate, num_outcomes_of, untouched
 from pyro_bpq.diagnostics.text import number, table
-from pyro_bpq.elbo import TraceBackpropQ_ELBO
-from pyro_bpq.signals import Signals
+from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.step.signals import Signals
 from pyro_bpq.testing import Moments
 from pyro_bpq.testing.parameters import GradientReader
 

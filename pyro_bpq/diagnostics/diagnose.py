@@ -13,12 +13,12 @@ from pyro_bpq.diagnostics.findings import SEVERITIES, Diagnosis, Finding
 from pyro_bpq.diagnostics.moments import COSTS
 from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.diagnostics.text import number
-from pyro_bpq.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import ScoreFunction, SecondRun
 from pyro_bpq.estimators.base import needs_program
-from pyro_bpq.signals import Signals
-from pyro_bpq.tracing import TracedRun
+from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.tracing.traced_run import TracedRun
 
 __all__ = ["diagnose"]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pyro_bpq.diagnostics.sampling import Accumulated, accumulate, num_outcomes_of, untouched
 from pyro_bpq.diagnostics.text import number, table
-from pyro_bpq.elbo import TraceBackpropQ_ELBO
-from pyro_bpq.surrogate import step as surrogate_step
+from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.step.surrogate import step as surrogate_step
 from pyro_bpq.testing import Moments
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader

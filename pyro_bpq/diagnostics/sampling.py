@@ -17,7 +17,7 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError, OptionError
-from pyro_bpq.features import finite_components
+from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.testing import TwoPoint, iter_outcomes
 
 __all__ = ["Accumulated", "accumulate", "num_outcomes_of", "seeded", "untouched"]

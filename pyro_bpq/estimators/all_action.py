@@ -24,7 +24,7 @@ class AllAction:
 
     ``I_X`` are the immediate costs that are known exactly at every value of every component, ``Q_X`` the critic of the
     rest, with table ``A_X`` and residual ``Q_X(x) - E[Q_X]`` (for critics that read the value as a whole see
-    :mod:`pyro_bpq.joint_critics`), ``A_Y`` the graph-wise control variates of later sites. ``b`` is the mean of
+    :mod:`pyro_bpq.critics.joint`), ``A_Y`` the graph-wise control variates of later sites. ``b`` is the mean of
     the same over the other particles or, with one particle, over earlier steps. The scales ``a`` minimise the
     second moment of the gradient with respect to the logits, from running moments of earlier steps, and
     lie in ``[0, max_scale]``: a useless critic leaves leave-one-out, or the running baseline. Exact costs have a

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from pyro_bpq.distributed import Ranks, joint_mean
 from pyro_bpq.errors import OptionError
-from pyro_bpq.features import Components
-from pyro_bpq.moments import Standardised
+from pyro_bpq.rollout.distributed import Ranks, joint_mean
+from pyro_bpq.rollout.features import Components
+from pyro_bpq.rollout.moments import Standardised
 
 __all__ = [
     "Estimator",

@@ -13,7 +13,7 @@ from pyro_bpq.estimators.noise import gumbel, gumbel_given, uniform, uniform_giv
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.substitution import event_sum
 from pyro_bpq.estimators.temperature import Temperature, check_temperature, temperature_at
-from pyro_bpq.features import finite_components
+from pyro_bpq.rollout.features import finite_components
 
 __all__ = ["Concrete", "GumbelStraightThrough"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.temperature import Temperature, check_temperature, temperature_at
-from pyro_bpq.features import finite_components
+from pyro_bpq.rollout.features import finite_components
 
 __all__ = ["ReinMax"]
 

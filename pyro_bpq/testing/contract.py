@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, at_step, needs_program
-from pyro_bpq.features import Components
+from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing.problems import Problem, with_statistics
 
 __all__ = ["check_estimator", "check_unbiased", "default_problems", "largest_z_score"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, initial_statistics, needs_program
-from pyro_bpq.features import Components
+from pyro_bpq.rollout.features import Components
 
 __all__ = ["FakeProgram", "Problem", "with_statistics"]
 

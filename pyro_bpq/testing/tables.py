@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import GraphError
-from pyro_bpq.graph import StochasticComputationGraph
-from pyro_bpq.network import BackpropQNetwork, QNode
+from pyro_bpq.graph.network import BackpropQNetwork, QNode
+from pyro_bpq.graph.scg import StochasticComputationGraph
 
 __all__ = ["TabularProgram"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.estimators.base import SiteContext, initial_statistics
-from pyro_bpq.features import Components
+from pyro_bpq.rollout.features import Components
 
 
 @dataclass

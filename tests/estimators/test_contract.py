@@ -56,7 +56,7 @@ from pyro_bpq.estimators import (
     UnorderedSet,
 )
 from pyro_bpq.estimators.base import SiteContext, SiteTerm, initial_statistics, needs_program
-from pyro_bpq.features import Components
+from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing import check_estimator
 
 ESTIMATORS: list[Any] = [

@@ -44,7 +44,7 @@ from pyro_bpq.estimators import (
     UnorderedSet,
 )
 from pyro_bpq.estimators.base import SiteInfo, needs_program
-from pyro_bpq.features import Components
+from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing import exact_gradient, expected_gradient, sample_gradients, z_scores
 
 KINDS = {"bernoulli": dist.Bernoulli, "categorical": dist.Categorical, "one_hot": dist.OneHotCategorical}

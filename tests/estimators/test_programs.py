@@ -52,7 +52,7 @@ class WhereItServes:
         return {"num_particles": self.num_particles, "critic": None, **more}
 
     def guide(self, case: Case) -> Any:
-        from pyro_bpq.watch import site_info
+        from pyro_bpq.tracing.watch import site_info
 
         def choose(site: Any) -> dict[str, Any]:
             info = site_info(site, (), self.num_particles)
@@ -199,7 +199,7 @@ def test_rows_that_meet_change_one_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     case = BY_NAME["mask_scale"]
     elbo, guide = trained(MeasureValued(), case, 1, steps=1)
     assert largest_error(elbo, case, guide) < ATOL
-    monkeypatch.setattr("pyro_bpq.layout.Layout.rows_meet", lambda *_: False)
+    monkeypatch.setattr("pyro_bpq.batching.layout.Layout.rows_meet", lambda *_: False)
     assert largest_error(elbo, case, guide) > 1e-3
 
 

@@ -30,7 +30,7 @@ from pyro_bpq.estimators import (
     relaxation,
 )
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
-from pyro_bpq.features import Components
+from pyro_bpq.rollout.features import Components
 
 
 def quadratic(value: Tensor) -> Tensor:

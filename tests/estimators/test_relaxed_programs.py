@@ -12,7 +12,7 @@ from models import BY_NAME
 from pyro_bpq import TraceBackpropQ_ELBO, substitute
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import REBAR, RELAX, NetworkVariate
-from pyro_bpq.site_program import SiteProgramRuns
+from pyro_bpq.step.site_program import SiteProgramRuns
 from pyro_bpq.testing import exact_gradient, sample_gradients, z_scores
 
 

@@ -31,7 +31,7 @@ from pyro_bpq.estimators.base import needs_program
 from pyro_bpq.testing import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
 from pyro_bpq.testing.parameters import GradientReader, ParameterCollector
-from pyro_bpq.watch import site_info
+from pyro_bpq.tracing.watch import site_info
 
 __all__ = ["CONFIGS", "Config", "Verdict", "check", "draw"]
 

@@ -1,0 +1,72 @@
+r"""Sums of costs over what lies downstream of a site, for all sites of a class at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.layout import Layout
+from pyro_bpq.rollout.runs import Rollout, Run, sum_to_plates
+
+__all__ = ["component_cost_to_go", "cost_to_go", "stack_costs", "sum_costs"]
+
+
+def stack_costs(layout: Layout, rollout: Rollout) -> list[Tensor]:
+    """The costs of a rollout by class of costs, ``(costs, M, plates)`` each, in nats, detached."""
+    return [
+        rollout.stack(lambda run, name: run.costs[name].detach(), cls.names, cls.plates) for cls in layout.cost_classes
+    ]
+
+
+def sum_costs(layout: Layout, costs: Sequence[Tensor], kind: str, c: int) -> Tensor | None:
+    """For each site of a class the sum of the costs that a matrix of the layout selects.
+
+    Args:
+        layout: The layout.
+        costs: Stacked costs, by class of costs.
+        kind: ``"downstream"``, ``"crossing"`` or ``"tabled"``, as in :meth:`Layout.matrix`.
+        c: Position of the class of sites.
+
+    Returns:
+        Sums that broadcast to ``(G, M, plates)``, or ``None`` where nothing is selected.
+    """
+    total, plates = None, () if kind == "crossing" else layout.classes[c].spec.plates
+    for k, (cls, stacked) in enumerate(zip(layout.cost_classes, costs, strict=True)):
+        selected = layout.matrix(kind, c, k, stacked)
+        if selected is not None:
+            term = selected @ sum_to_plates(stacked, cls.plates, plates)
+            total = term if total is None else total + term
+    return total
+
+
+def cost_to_go(layout: Layout, costs: Sequence[Tensor], c: int, like: Tensor) -> Tensor:
+    """``C_X`` of every site of a class, of the shape ``(G, M, plates)`` of ``like``, in nats."""
+    total = torch.zeros_like(like)
+    for kind in ("downstream", "crossing"):
+        term = sum_costs(layout, costs, kind, c)
+        total = total if term is None else total + term
+    return total
+
+
+def component_cost_to_go(layout: Layout, rollout: Rollout, c: int, joint: Tensor) -> Tensor:
+    """The cost-to-go of each component of every site of a class.
+
+    Args:
+        layout: The layout.
+        rollout: The runs, whose costs are charged to components as far as possible.
+        c: Position of the class of sites.
+        joint: The costs that all components of a site have in common, ``(G, M, plates)``, in nats.
+
+    Returns:
+        Shape ``(G, M, plates, D)``, in nats.
+    """
+    cls = layout.classes[c]
+
+    def own(run: Run, name: str) -> Tensor:
+        charged = run.sites[name].charged
+        assert charged is not None
+        return charged
+
+    return joint.unsqueeze(-1) + rollout.stack(own, cls.names, cls.spec.plates, 1)

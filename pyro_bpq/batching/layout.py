@@ -1,0 +1,469 @@
+r"""How the sites of a graph are batched: classes of like-shaped sites, and the matrices between them.
+
+Everything here depends on structure only and is computed once per structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_bpq.critics.nets import Critic
+from pyro_bpq.estimators.base import Estimator
+from pyro_bpq.graph.bitsets import highest, ones
+from pyro_bpq.graph.crossings import Crossings
+from pyro_bpq.graph.network import BackpropQNetwork, QNode
+from pyro_bpq.graph.relations import Relations, after
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+from pyro_bpq.rollout.features import Components
+from pyro_bpq.rollout.sums import Sums, subset_sums
+from pyro_bpq.targets.rules import Rules, network_rules
+
+__all__ = ["Constants", "ContextPlan", "CostClass", "CrossedCosts", "Layout", "QGroup", "SiteClass", "SiteSpec"]
+
+# Features of the index of a site in a family that shares a critic.
+INDEX_FEATURES = 2
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """What a site is and how it is to be treated; two sites with equal specs are stacked.
+
+    Args:
+        plates: Its plates.
+        components: Its finite components, or ``None``.
+        event_shape: Shape of an event of its distribution.
+        estimator: Its gradient estimator.
+        critic: How to build its critic, or ``None`` for none.
+        tabled: Kinds of immediate costs known at every value: ``"q"``, ``"p"``, ``"model"``.
+        has_params: Whether the critic sees the parameters of the site's distribution.
+        context: Number of context features given by the user.
+        share: Name under which the critic is shared, or ``None``; it then sees the index in the site's name.
+        by_component: Whether each component is told its own cost-to-go.
+        has_moments: Whether mean and variance stand for components that it lacks: its critic's values are
+            functions of the two centred powers of each element.
+    """
+
+    plates: tuple[Plate, ...]
+    components: Components | None
+    event_shape: tuple[int, ...]
+    estimator: Estimator
+    critic: Critic | None = None
+    tabled: frozenset[str] = frozenset()
+    has_params: bool = False
+    context: int = 0
+    share: str | None = None
+    has_moments: bool = False
+    by_component: bool = False
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Number of components and of entries of each in a critic's table."""
+        if self.components is not None:
+            return self.components.size, self.components.cardinality
+        return (int(np.prod(self.event_shape, dtype=int)), 2) if self.has_moments else (0, 0)
+
+
+@dataclass(frozen=True)
+class SiteClass:
+    """Sites with equal specs, in program order."""
+
+    spec: SiteSpec
+    names: tuple[str, ...]
+
+    @property
+    def value_ndim(self) -> int:
+        """Number of event dimensions of a value."""
+        return len(self.spec.event_shape)
+
+    @property
+    def width(self) -> int:
+        """Number of features of an encoded value."""
+        components = self.spec.components
+        if components is None:
+            return int(np.prod(self.spec.event_shape, dtype=int))
+        return components.size * (components.cardinality if components.cardinality > 2 else 1)
+
+
+@dataclass(frozen=True)
+class CostClass:
+    """Costs with the same plates."""
+
+    plates: tuple[Plate, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """Holds numbers that are the same in every step; they go to their device once: the host waits for such a copy."""
+
+    _constants: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def constant(self, name: Any, given: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Numbers, or what a function gives, on a device."""
+        key = (name, device, dtype)
+        if key not in self._constants:
+            self._constants[key] = torch.as_tensor(given() if callable(given) else given, dtype=dtype).to(device)
+        return self._constants[key]
+
+
+@dataclass(frozen=True, eq=False)
+class CrossedCosts(Constants):
+    """Log-probabilities of like-shaped sites that are known beside another particle's past.
+
+    Args:
+        cls: Their class of costs.
+        k: Its position.
+        components: Finite components of the sites.
+        at: Their positions in the class.
+        sites: By name of the cost its site, and whether it is the guide's.
+    """
+
+    cls: CostClass
+    k: int
+    components: Components
+    at: tuple[int, ...]
+    sites: Mapping[str, tuple[str, bool]]
+
+    def pick(self, costs: Sequence[Tensor]) -> Tensor:
+        """Of stacked costs by class of costs, these."""
+        stacked = costs[self.k]
+        return stacked[self.constant("at", self.at, stacked.device, torch.long)]
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """How the context of a batch of Q-nodes is read from the values of one class of sites.
+
+    Args:
+        source: Position of the class.
+        window: Positions ``(Q, W)`` in the class of the most recent members of each scope, latest first;
+            the class's size where there are fewer.
+        columns: Positions of the members of the class in program order.
+        rest: All members of each scope, as bits, whose sum over the square root of their number is a feature; ``None``
+            where the window holds them all.
+    """
+
+    source: int
+    window: np.ndarray
+    columns: tuple[int, ...]
+    rest: tuple[int, ...] | None
+
+    @property
+    def slots(self) -> int:
+        """Number of encoded values that it yields."""
+        return self.window.shape[1] + (self.rest is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class QGroup(Constants):
+    """Q-nodes that are evaluated together: learned, of one class of sites, with like contexts.
+
+    Args:
+        c: Position of the class.
+        nodes: The Q-nodes, in program order of their sites.
+        sites: Position in the class of each one's site.
+        contexts: How their contexts are read.
+    """
+
+    c: int
+    nodes: tuple[QNode, ...]
+    sites: tuple[int, ...]
+    contexts: tuple[ContextPlan, ...]
+
+    def rest(self, k: int, like: Tensor) -> Sums | None:
+        """Matrix ``(Q, G)`` that sums all members of the scopes of a context, over the square root of their number.
+
+        ``None`` where none has any.
+        """
+        key, plan = (("rest", k), like.device, like.dtype), self.contexts[k]
+        if key not in self._constants:
+            rest = plan.rest or ()
+            mask = sum(1 << column for column in plan.columns)
+            # The sum of all, not of the older ones only: a count is then one feature and not five.
+            scale = [max((bits & mask).bit_count(), 1) ** -0.5 for bits in rest]
+            self._constants[key] = subset_sums(rest, plan.columns, like, scale)
+        return self._constants[key]
+
+    def pick(self, tensor: Tensor) -> Tensor:
+        """Of a tensor with a leading axis of the class's sites, those of the Q-nodes."""
+        if self.sites == tuple(range(len(tensor))):
+            return tensor
+        return tensor[self.constant("sites", self.sites, tensor.device, torch.long)]
+
+    def take(self, chosen: Sequence[int]) -> QGroup:
+        """Some of its Q-nodes, by position."""
+        contexts = [
+            replace(
+                plan,
+                window=plan.window[list(chosen)],
+                rest=None if plan.rest is None else tuple(plan.rest[i] for i in chosen),
+            )
+            for plan in self.contexts
+        ]
+        nodes, sites = tuple(self.nodes[i] for i in chosen), tuple(self.sites[i] for i in chosen)
+        return QGroup(self.c, nodes, sites, tuple(contexts))
+
+
+class Layout:
+    """Classes of sites, classes of costs, and what connects them.
+
+    Args:
+        graph: The graph.
+        network: Its Backprop-Q network.
+        specs: Spec of every stochastic node.
+        tabled: For each site, the immediate costs that are known at every value of it.
+        window: Number of most recent scope members per class that a critic sees as they are.
+        cuts_plates: Whether a site's row of a plate can only reach the same row of other sites in it. Where a
+            site or cost is reached through a node outside of the plate this is never assumed.
+        is_steered: Whether sampled values may steer the program. What critics there are, what they see and which of
+            them correct a site must then follow from what was sampled before.
+        charged: For each site the costs that are charged to single components of it, and sum into no cost-to-go here.
+        crossings: The costs that are known beside another particle's past, where an estimator asks for them.
+    """
+
+    def __init__(
+        self,
+        graph: StochasticComputationGraph,
+        network: BackpropQNetwork | None,
+        specs: Mapping[str, SiteSpec],
+        tabled: Mapping[str, tuple[str, ...]],
+        window: int = 4,
+        cuts_plates: bool = True,
+        is_steered: bool = False,
+        charged: Mapping[str, frozenset[str]] | None = None,
+        crossings: Crossings | None = None,
+    ) -> None:
+        self.is_steered = is_steered
+        self.graph, self.network, self.specs, self.window = graph, network, specs, window
+        self.tabled, self.charged = tabled, charged or {}
+        self.crossings = crossings
+        self.relations = Relations(graph, tabled, self.charged, cuts_plates, is_steered)
+        by_spec: dict[SiteSpec, list[str]] = {}
+        for node in graph.nodes:
+            by_spec.setdefault(specs[node.name], []).append(node.name)
+        self.classes = tuple(SiteClass(spec, tuple(names)) for spec, names in by_spec.items())
+        by_plates: dict[tuple[Plate, ...], list[str]] = {}
+        for cost in graph.costs:
+            by_plates.setdefault(cost.plates, []).append(cost.name)
+        self.cost_classes = tuple(CostClass(plates, tuple(names)) for plates, names in by_plates.items())
+        self.place = {n: (c, i) for c, cls in enumerate(self.classes) for i, n in enumerate(cls.names)}
+        self._positions = tuple(tuple(graph.index[name] for name in cls.names) for cls in self.classes)
+        self._masks = tuple(sum(1 << i for i in positions) for positions in self._positions)
+        self._sums: dict[tuple[str, int, int, torch.dtype, torch.device], Sums | None] = {}
+        self._split: dict[int, bool] = {}
+        self._rules: dict[tuple[torch.dtype, torch.device], Rules] = {}
+
+    def __repr__(self) -> str:
+        return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"
+
+    def matrix(self, kind: str, row: int, column: int, like: Tensor) -> Sums | None:
+        """A matrix between a class of sites and a class of costs or sites, or ``None`` if it is zero.
+
+        Args:
+            kind: ``"downstream"`` (sites × costs, row by row of the plates), ``"crossing"`` (sites × costs, all
+                rows), ``"tabled"`` (sites × costs), ``"crossed"`` (sites × twice the costs of a group, see
+                :func:`~pyro_bpq.batching.crossed.crossed_costs`), ``"later"`` (sites × sites), or, for parts of a
+                control variate (:meth:`is_split`), ``"later_own"``, ``"later_model"`` (sites × sites),
+                ``"later_learned"`` (sites × Q-nodes).
+            row: Position of the class of sites.
+            column: Position of the other class; of the group of costs for ``"crossed"``, of Q-nodes for
+                ``"later_learned"``.
+            like: Gives dtype and device.
+        """
+        key = (kind, row, column, like.dtype, like.device)
+        if key not in self._sums:
+            sets, columns = self._sets(kind, column)
+            self._sums[key] = subset_sums([sets[i] for i in self._positions[row]], columns, like)
+        return self._sums[key]
+
+    def _sets(self, kind: str, column: int) -> tuple[Sequence[int], Sequence[int]]:
+        """For every site what counts for it, as bits, and which bits those of a class are."""
+        relations = self.relations
+        if kind == "later_learned":
+            nodes = self.groups[column].nodes
+            return relations.counted_nodes(nodes), range(len(nodes))
+        if kind in ("later_own", "later_model"):
+            part = ("later_own", "later_model").index(kind)
+            return relations.counted([costs[part] for costs in relations.tabled_parts]), self._positions[column]
+        if kind == "crossed":
+            assert self.crossings is not None
+            own = [self.graph.cost_index[cost] for cost in self.crossed[column].sites]
+            size, (by_law, by_value, _) = len(self.graph.costs), self.crossings
+            known = zip(by_law, by_value, relations.downstream, strict=True)
+            sets = [law & rows | (value & rows) << size for law, value, rows in known]
+            return sets, [*own, *(size + i for i in own)]
+        if kind == "later":
+            return relations.later, self._positions[column]
+        sets = getattr(relations, kind)
+        return sets, [self.graph.cost_index[cost] for cost in self.cost_classes[column].names]
+
+    @cached_property
+    def crossed(self) -> tuple[CrossedCosts, ...]:
+        """The costs that are known beside another particle's past, by class of costs and finite components."""
+        if self.crossings is None:
+            return ()
+        found: dict[tuple[int, Components], dict[int, tuple[str, tuple[str, bool]]]] = {}
+        used = set(self.graph.cost_names(self.crossings.used))
+        of_guide = set(self.graph.cost_names(self.crossings.of_guide))
+        for k, cls in enumerate(self.cost_classes):
+            for i, name in enumerate(cls.names):
+                site = self.graph.cost(name).site
+                components = self.specs[site].components if name in used and site is not None else None
+                if components is not None:
+                    found.setdefault((k, components), {})[i] = (name, (site or "", name in of_guide))
+        return tuple(
+            CrossedCosts(self.cost_classes[k], k, components, tuple(costs), dict(costs.values()))
+            for (k, components), costs in found.items()
+        )
+
+    def rows_meet(self, name: str) -> bool:
+        """Whether a cost of one plate row of a site reads another row."""
+        return self.relations.crossed(name) != 0 or self.graph.leaves_plates(name)
+
+    def is_split(self, column: int) -> bool:
+        """Whether a site counts some, but not all costs of a later site of a class among its own.
+
+        Its control variate then falls into parts: tabled costs and Q-nodes, each with costs of its own.
+        """
+        if column not in self._split:
+            self._split[column] = not self.is_steered and self._parts_serve_more(column)
+        return self._split[column]
+
+    def _parts_serve_more(self, column: int) -> bool:
+        later, mask = self.relations.later, self._masks[column]
+        # The later sites of the class that do not count as a whole.
+        left = [after(i, mask & ~whole) for i, whole in enumerate(later)]
+        if not any(left):
+            return False
+        for kind in ("later_own", "later_model"):
+            if any(part & rest for part, rest in zip(self._sets(kind, column)[0], left, strict=True)):
+                return True
+        for g, group in enumerate(self.groups):
+            if group.c == column:
+                sites = [self._positions[column][i] for i in group.sites]
+                parts, _ = self._sets("later_learned", g)
+                if any(rest >> sites[k] & 1 for part, rest in zip(parts, left, strict=True) for k in ones(part)):
+                    return True
+        return False
+
+    def distance(self, row: int, column: int, like: Tensor) -> Tensor:
+        """Steps from a site to a later one: the difference of their depths (longest ways from a root), at least 1."""
+        depth = [self.depth[name] for name in self.classes[row].names]
+        later = [self.depth[name] for name in self.classes[column].names]
+        steps = np.maximum(np.subtract.outer(later, depth).T, 1)
+        return torch.as_tensor(steps, dtype=like.dtype).to(like.device)
+
+    @cached_property
+    def depth(self) -> dict[str, int]:
+        """Number of steps of the longest way from a root to each stochastic node."""
+        depth = [0] * len(self.graph.nodes)
+        for i in range(len(depth)):
+            for j in ones(self.graph.child_bits[i]):
+                depth[j] = max(depth[j], depth[i] + 1)
+        return {node.name: d for node, d in zip(self.graph.nodes, depth, strict=True)}
+
+    @cached_property
+    def groups(self) -> tuple[QGroup, ...]:
+        """The Q-nodes that are learned, grouped for evaluation."""
+        found: dict[tuple[Any, ...], list[QNode]] = {}
+        for node in reversed(self.network.nodes if self.network is not None else ()):
+            c, _ = self.place[node.site]
+            if self.classes[c].spec.critic is not None and (node.is_learned or self.is_steered):
+                found.setdefault((c, *self._signature(node)), []).append(node)
+        groups = []
+        for (c, *_), nodes in sorted(found.items(), key=lambda pair: pair[0][0]):
+            nodes = sorted(nodes, key=lambda n: self.place[n.site][1])
+            sites = tuple(self.place[node.site][1] for node in nodes)
+            groups.append(QGroup(c, tuple(nodes), sites, self._context_plans(nodes)))
+        return tuple(groups)
+
+    def _signature(self, node: QNode) -> tuple[tuple[int, int], ...]:
+        """What the shape of a context depends on: that of other Q-nodes only where nothing is steered."""
+        if not self.is_steered:
+            return ()
+        is_shared = self.specs[node.site].share is not None
+        others = self._others(node)
+        members = sorted((others & mask & -(others & mask), c) for c, mask in enumerate(self._masks) if others & mask)
+        # Shared critics see windows of one size, wherever they are.
+        full = self.window + 1
+        counts = [min((others & self._masks[c]).bit_count(), full) for _, c in members]
+        return tuple((c, full if is_shared else count) for (_, c), count in zip(members, counts, strict=True))
+
+    def _others(self, node: QNode) -> int:
+        """The scope of a Q-node without its own site, as bits."""
+        return self.graph.bits_of(node.scope) & ~(1 << self.graph.index[node.site])
+
+    def membership(self, group: QGroup, nodes: Sequence[QNode], like: Tensor) -> Sums | None:
+        """Matrix (sites × Q-nodes) of the class of a group; ``None`` where it is the identity."""
+        sites = [self.place[node.site][1] for node in nodes]
+        size = len(self.classes[group.c].names)
+        if sites == list(range(size)):
+            return None
+        key = ("membership", group.c, hash(tuple(sites)), like.dtype, like.device)
+        if key not in self._sums:
+            own = [0] * size
+            for k, i in enumerate(sites):
+                own[i] |= 1 << k
+            self._sums[key] = subset_sums(own, range(len(sites)), like)
+        return self._sums[key]
+
+    def _context_plans(self, nodes: Sequence[QNode]) -> tuple[ContextPlan, ...]:
+        scopes = [self._others(node) for node in nodes]
+        is_full = self.is_steered and self.specs[nodes[0].site].share is not None
+        plans = []
+        for c, (mask, positions) in enumerate(zip(self._masks, self._positions, strict=True)):
+            found = [scope & mask for scope in scopes]
+            if not any(found):
+                continue
+            place = {position: i for i, position in enumerate(positions)}
+            longest = self.window + 1 if is_full else max(members.bit_count() for members in found)
+            window = np.full((len(nodes), min(self.window, longest)), len(positions))
+            for q, members in enumerate(found):
+                latest = [place[i] for i in highest(members, window.shape[1])]
+                window[q, : len(latest)] = latest
+            rest = tuple(found) if longest > window.shape[1] else None
+            plans.append(ContextPlan(c, window, positions, rest))
+        return tuple(plans)
+
+    @cached_property
+    def rule_order(self) -> dict[str, int]:
+        """Position of each Q-node of the network in program order."""
+        assert self.network is not None
+        return {node.name: i for i, node in enumerate(reversed(self.network.nodes))}
+
+    def rules(self, like: Tensor) -> Rules:
+        """The network's rules, with dtype and device of ``like``."""
+        assert self.network is not None
+        key = (like.dtype, like.device)
+        if key not in self._rules:
+            self._rules[key] = network_rules(self.network, self.rule_order, like)
+        return self._rules[key]
+
+    def num_features(self, group: QGroup) -> int:
+        """Number of context features of the critics of a group."""
+        cls = self.classes[group.c]
+        total = sum(plan.slots * self.classes[plan.source].width for plan in group.contexts)
+        if cls.spec.has_params and cls.spec.components is not None:
+            total += cls.width
+        elif cls.spec.has_params and cls.spec.has_moments:
+            total += 2 * cls.width
+        return total + cls.spec.context + (0 if cls.spec.share is None else INDEX_FEATURES)
+
+    def cells(self, group: QGroup) -> int:
+        """Joint states of the scope without the site itself; 0 where they are not finite or too many."""
+        total = 1
+        for plan in group.contexts:
+            components = self.classes[plan.source].spec.components
+            if components is None or plan.rest is not None:
+                return 0
+            total *= components.cardinality ** (components.size * plan.window.shape[1])
+            if total > 1 << 30:
+                return 0
+        return total

@@ -1,0 +1,231 @@
+r"""The stacked tensors of one class of sites in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.layout import SiteClass
+from pyro_bpq.errors import PlateError, UnsupportedSiteError
+from pyro_bpq.rollout.features import Components, batch_of, element_log_prob, encode_real
+from pyro_bpq.rollout.moments import Standardised, standardise
+from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
+
+__all__ = ["SiteBatch"]
+
+
+class SiteBatch:
+    """Tensors of ``G`` like-shaped sites, stacked when first asked for.
+
+    Args:
+        cls: The class of sites.
+        rollout: The runs.
+        by_value: Whether the gradient comes by way of ``log q`` of every value, where there are finitely many.
+    """
+
+    def __init__(self, cls: SiteClass, rollout: Rollout, by_value: bool = True) -> None:
+        self.cls, self.rollout = cls, rollout
+        self.by_value = by_value and cls.spec.components is not None and not cls.spec.estimator.is_pathwise
+        self.plates = cls.spec.plates
+        self.batch_shape = rollout.batch_shape(self.plates)
+
+    def __repr__(self) -> str:
+        return f"SiteBatch({', '.join(self.cls.names)}; batch shape {tuple(self.batch_shape)})"
+
+    @property
+    def components(self) -> Components:
+        """The finite components of the sites."""
+        assert self.cls.spec.components is not None
+        return self.cls.spec.components
+
+    def stack(self, pick: Callable[[SiteRecord], Tensor], event_ndim: int) -> Tensor:
+        """Stacks a tensor of every site, ``(G, M, plates, event)``."""
+
+        def from_run(run: Run, name: str) -> Tensor:
+            return pick(run.sites[name])
+
+        try:
+            return self.rollout.stack(from_run, self.cls.names, self.plates, event_ndim)
+        except UnsupportedSiteError:
+            raise
+        except RuntimeError as error:
+            plates = ", ".join(f"{p.name} (dim {p.dim})" for p in self.plates) or "none"
+            raise PlateError(
+                f"Sites {list(self.cls.names)}: a tensor does not fit the plates {plates} of batch shape "
+                f"{self.batch_shape[1:]}. Put every batch dimension into a pyro.plate or into the event "
+                f"with .to_event()."
+            ) from error
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """``log q`` of every value of every component, ``(G, M, plates, D, K)``, with gradient."""
+        split = self.components
+        table = split.log_probs(self.stack(lambda site: split.parameters(site.fn), split.event_ndim))
+        # Values that cannot occur have weight zero: keep them finite, since 0 * inf is NaN.
+        return table.clamp(min=max(-1e6, torch.finfo(table.dtype).min))
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """Probabilities, detached."""
+        return self.log_probs.detach().exp()
+
+    @cached_property
+    def index(self) -> Tensor:
+        """Index of the sampled value, ``(G, M, plates, D)``."""
+        split = self.components
+        if split.kind == "support":
+            return self.stack(lambda site: split.index(site.value.detach(), site.fn), 1)
+        return split.index(self.value)
+
+    @cached_property
+    def value(self) -> Tensor:
+        """Sampled values, ``(G, M, plates, event)``, detached."""
+        return self.stack(lambda site: site.value.detach(), self.cls.value_ndim)
+
+    @cached_property
+    def moments(self) -> Standardised:
+        """Centred powers of values without finite components, ``(G, M, plates, D, ...)``."""
+        ndim, width = self.cls.value_ndim, self.cls.width
+
+        def stacked(pick: Callable[[SiteRecord], Tensor]) -> Tensor:
+            tensor = self.stack(pick, ndim)
+            return tensor.reshape(*tensor.shape[: tensor.dim() - ndim], width)
+
+        mean, variance = stacked(lambda site: site.fn.mean), stacked(lambda site: site.fn.variance)
+        return standardise(stacked(lambda site: site.value.detach().to(mean.dtype)), mean, variance)
+
+    @property
+    def like(self) -> Tensor:
+        """A detached tensor of the dtype and device of the sites' parameters."""
+        if self.cls.spec.components is not None:
+            return self.probs
+        return self.moments.mean if self.cls.spec.has_moments else self.encoded
+
+    @cached_property
+    def score(self) -> Tensor:
+        """``log q`` of the sample, ``(G, M, plates)``, neither scaled nor masked, with gradient."""
+        return self.sampled(self.log_probs).sum(-1) if self.by_value else self.stack(_score, 0)
+
+    @cached_property
+    def component_score(self) -> Tensor:
+        """``log q`` of each component of the sample, ``(G, M, plates, D)``, with gradient."""
+        if self.by_value:
+            return self.sampled(self.log_probs)
+        return self.stack(_component_score, 1)
+
+    @property
+    def log_q(self) -> Tensor:
+        """``log q`` of all values where they are finite, else of the sample, with gradient."""
+        return self.log_probs if self.by_value else self.score
+
+    @cached_property
+    def encoded(self) -> Tensor:
+        """Values as critic inputs, ``(G, M, plates, width)``, detached and centred."""
+        if self.cls.spec.components is None:
+            lead = self.value.shape[: self.value.dim() - self.cls.value_ndim]
+            return encode_real(self.value.reshape(*lead, self.cls.width))
+        if self.components.cardinality == 2:
+            return 2.0 * self.index.to(self.probs.dtype) - 1.0
+        cardinality = self.components.cardinality
+        # one_hot() would look at the values.
+        hot = self.index.unsqueeze(-1) == torch.arange(cardinality, device=self.index.device)
+        return (hot.to(self.probs.dtype) - 1.0 / cardinality).flatten(-2)
+
+    @cached_property
+    def parameters(self) -> Tensor:
+        """Parameters of the distributions as critic inputs, ``(G, M, plates, width)``, detached.
+
+        Log-odds of finite components; mean and log standard deviation of other values.
+        """
+        if self.cls.spec.components is None:
+            mean, spread = self.moments.mean, self.moments.spread
+            return torch.cat((encode_real(mean), spread.log().clamp(-6.0, 6.0)), -1)
+        log_probs = self.log_probs.detach()
+        if self.components.cardinality == 2:
+            return (log_probs[..., 1] - log_probs[..., 0]).clamp(-6.0, 6.0) / 2.0
+        return (log_probs - log_probs.mean(-1, keepdim=True)).clamp(-6.0, 6.0).flatten(-2) / 2.0
+
+    @cached_property
+    def context(self) -> Tensor:
+        """Context features of the user, ``(G, M, plates, C)``, detached."""
+        return self.stack(_context, 1)
+
+    @cached_property
+    def baseline(self) -> Tensor:
+        """The user's own predictions of the cost-to-go, ``(G, M, plates)``, with gradient."""
+        records = [run.sites[name] for run in self.rollout.runs for name in self.cls.names]
+        given = {id(record): record.baseline() for record in records if record.baseline is not None}
+        return self.stack(lambda site: given[id(site)], 0)
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """Scale of the sites, broadcastable to ``(G, M, plates)``."""
+        return self._scales(lambda site: site.scale)
+
+    @cached_property
+    def own_q(self) -> Tensor:
+        """The cost ``log q`` at every value: scale and mask times :attr:`log_probs`, detached."""
+        return self.weighted(self.log_probs.detach())
+
+    def weighted(self, table: Tensor) -> Tensor:
+        """Scale and mask of the sites times a table ``(G, M, plates, D, K)``."""
+        return self._weighted(table, self.scale, lambda site: site.mask)
+
+    @cached_property
+    def own_p(self) -> Tensor:
+        """The cost ``-log p`` of the model's site at every value, ``(G, M, plates, D, K)``, detached."""
+        split = self.components
+        stacked = self.stack(lambda site: split.parameters(site.prior).detach(), split.event_ndim)
+        scale = self._scales(lambda site: site.prior_scale)
+        return -self._weighted(split.log_probs(stacked), scale, lambda site: site.prior_mask)
+
+    def sampled(self, table: Tensor) -> Tensor:
+        """Entry of a table ``(..., D, K)`` at the sampled value, ``(..., D)``."""
+        return table.gather(-1, self.index.unsqueeze(-1)).squeeze(-1)
+
+    def centred(self, table: Tensor) -> Tensor:
+        r"""``Σ_d (T[d, x_d] - E_k T[d, k])``: zero in expectation given all that was sampled before."""
+        return (self.sampled(table) - (self.probs * table).sum(-1)).sum(-1)
+
+    def _scales(self, pick: Callable[[SiteRecord], float | Tensor]) -> Tensor:
+        scales = [pick(run.sites[name]) for run in self.rollout.runs for name in self.cls.names]
+        like, size = self.like, len(self.cls.names)
+        if any(isinstance(scale, Tensor) for scale in scales) or scales != scales[:size] * len(self.rollout.runs):
+            # A scale may read sampled values, and parameters: it is that of its run, and a number here.
+            return self.stack(lambda site: torch.as_tensor(pick(site)).detach().to(like), 0)
+        lead, numbers = (1,) * len(self.batch_shape), [float(scale) for scale in scales[:size]]
+        if numbers == numbers[:1] * len(numbers):
+            return like.new_full((len(numbers), *lead), numbers[0])
+        return torch.tensor(numbers, dtype=like.dtype).to(like.device).reshape(-1, *lead)
+
+    def _weighted(self, table: Tensor, scale: Tensor, mask: Callable[[SiteRecord], Any]) -> Tensor:
+        table = table * scale[..., None, None]
+        if all(mask(run.sites[name]) is None for run in self.rollout.runs for name in self.cls.names):
+            return table
+        masks = self.stack(lambda site: _mask(mask(site), table), 0)
+        return table * masks[..., None, None]
+
+
+def _score(site: SiteRecord) -> Tensor:
+    assert site.score is not None
+    return site.score
+
+
+def _component_score(site: SiteRecord) -> Tensor:
+    log_prob, _ = element_log_prob(site.fn, site.value.detach())
+    return log_prob.reshape(*batch_of(site.fn, site.value), -1)
+
+
+def _context(site: SiteRecord) -> Tensor:
+    assert site.context is not None
+    return site.context.detach()
+
+
+def _mask(mask: Tensor | bool | None, like: Tensor) -> Tensor:
+    if mask is None:
+        return like.new_ones(())
+    return torch.as_tensor(mask, device=like.device).to(like.dtype)

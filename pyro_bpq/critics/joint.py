@@ -1,0 +1,364 @@
+r"""Critics that read the site's value as a whole, with expectations that are known.
+
+A critic of a site with ``D`` components is
+
+    Q(context, x) = V(context) + F(context, x),
+
+and what estimators need of ``F`` is a residual ``o(x)``, a table ``T[d, k]`` for the all-action term that goes with it,
+
+    E[o(x) ∇ log q_d(x_d)] = E[Σ_k ∇q_d(k) T[d, k]]    for every d,
+
+and a variate of mean zero that corrects earlier sites. All of them then stay unbiased for any weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from pyro_bpq.critics.nets import CriticShape, Perceptron
+from pyro_bpq.errors import OptionError
+
+__all__ = [
+    "FirstOrderCritic",
+    "FlipCritic",
+    "JointCritic",
+    "JointOutput",
+    "MomentCritic",
+    "QuadraticCritic",
+    "SiteValue",
+]
+
+
+class SiteValue(NamedTuple):
+    """What a joint critic sees of the site itself, detached.
+
+    Args:
+        chosen: Index of the sampled value of each component, ``(G, N, D)``; ``None`` without finite components.
+        probs: Probabilities ``(G, N, D, K)``, or ``None``.
+        powers: Centred powers ``(G, N, D, 2)`` of a value without finite components, or ``None``.
+    """
+
+    chosen: Tensor | None = None
+    probs: Tensor | None = None
+    powers: Tensor | None = None
+
+
+class JointOutput(NamedTuple):
+    """Normalised output of a batch of joint critics.
+
+    Args:
+        level: ``V``, ``(G, N)``, with the critics' gradient.
+        value: ``F(x)``, ``(G, N)``, with the critics' gradient.
+        mean: ``E[F]``, or another number that does not depend on ``x``, ``(G, N)``, detached.
+        own: ``o``, ``(G, N)``, detached.
+        variate: Has mean zero, ``(G, N)``, detached.
+        table: ``T``, ``(G, N, D, K)``, detached.
+    """
+
+    level: Tensor
+    value: Tensor
+    mean: Tensor
+    own: Tensor
+    variate: Tensor
+    table: Tensor
+
+    def packed(self) -> Tensor:
+        """All of it in one tensor ``(G, N, 5 + D K)``."""
+        return torch.cat((torch.stack(self[:5], -1), self.table.flatten(-2)), -1)
+
+    @classmethod
+    def unpacked(cls, packed: Tensor, components: int, cardinality: int) -> JointOutput:
+        """Inverse of :meth:`packed`."""
+        level, value, *rest = packed[..., :5].unbind(-1)
+        table = packed[..., 5:].reshape(*packed.shape[:-1], components, cardinality)
+        return cls(level, value, *(part.detach() for part in (*rest, table)))
+
+
+@runtime_checkable
+class JointCritic(Protocol):
+    """A critic whose module maps ``(context, cells, SiteValue)`` to a packed :class:`JointOutput`.
+
+    Attributes:
+        uses_cells: As for any critic.
+        is_finite: Whether it serves sites with finite components, or those without.
+    """
+
+    uses_cells: ClassVar[bool]
+    is_finite: ClassVar[bool]
+
+    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
+        """Builds the critics of ``shape.sites`` like-shaped sites."""
+        ...
+
+
+@dataclass(frozen=True)
+class QuadraticCritic:
+    r"""A linear critic plus a quadratic form of low rank, with expectations in closed form.
+
+        F(x) = Σ_d A_d[x_d] + ½ Σ_r c_r (Σ_d b_rd[x_d])²,   b_rd[k] = B_rd[k] - Σ_j p_d(j) B_rd[j]
+
+    ``A`` and ``c`` depend on the context, ``B`` is a parameter of the site. With ``v_rd = Var b_rd[x_d]``
+
+        E[F] = Σ_d E[A_d] + ½ Σ_r c_r Σ_d v_rd
+        T[d, k] = E[F | x_d = k] - const = A_d[k] + ½ Σ_r c_r (b_rd[k]² - v_rd)
+
+    At the first step ``A = c = 0``.
+
+    Args:
+        rank: Number of squares.
+        hidden: Sizes of the hidden layers of ``A``, ``c`` and ``V``.
+
+    Raises:
+        OptionError: If an option is out of range.
+    """
+
+    rank: int = 4
+    hidden: tuple[int, ...] = (32,)
+
+    uses_cells: ClassVar[bool] = False
+    is_finite: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_hidden(self)
+        if not (isinstance(self.rank, int) and self.rank > 0):
+            raise OptionError(f"QuadraticCritic(rank={self.rank!r}): write a positive number.")
+
+    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
+        """Builds the critics."""
+        return _Quadratic(shape, self.rank, self.hidden, generator)
+
+
+@dataclass(frozen=True)
+class FirstOrderCritic:
+    r"""A perceptron of context and value, expanded to first order at the mean.
+
+        F(x) = f(onehot x),   T = ∇f(p),   E[F] ≈ f(p),   o = Σ_d (T[d, x_d] - Σ_k p_d(k) T[d, k])
+
+    The residual has mean zero by construction; what the expansion misses stays in the cost-to-go. The
+    regression fits ``f`` itself.
+
+    Args:
+        hidden: Sizes of the hidden layers, at least one.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
+    """
+
+    hidden: tuple[int, ...] = (32,)
+
+    uses_cells: ClassVar[bool] = False
+    is_finite: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_hidden(self, least=1)
+
+    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
+        """Builds the critics."""
+        return _ValuePerceptron(shape, self.hidden, generator, None)
+
+
+@dataclass(frozen=True)
+class FlipCritic:
+    r"""A perceptron of context and value, evaluated at every flip of one component.
+
+        T[d, k] = F(x with x_d = k),   o = F(x) - f(p),   variate = Σ_d (F(x) - Σ_k p_d(k) T[d, k])
+
+    Given the other components, ``E[F(x) ∇ log q_d] = Σ_k ∇q_d(k) T[d, k]``: unbiased, though ``E[F]`` is out of reach
+    and ``f(p)`` stands for it. A flip changes the first layer by a difference of two rows of its weights, and flips
+    are evaluated some components at a time.
+
+    Args:
+        hidden: Sizes of the hidden layers, at least one.
+        max_elements: Largest number of hidden units held at a time.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | Local expectation gradients for black box variational inference (Titsias and
+          Lázaro-Gredilla, 2015)
+    """
+
+    hidden: tuple[int, ...] = (32,)
+    max_elements: int = 1 << 22
+
+    uses_cells: ClassVar[bool] = False
+    is_finite: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_hidden(self, least=1)
+        if not self.max_elements > 0:
+            raise OptionError(f"FlipCritic(max_elements={self.max_elements!r}): write a positive number.")
+
+    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
+        """Builds the critics."""
+        return _ValuePerceptron(shape, self.hidden, generator, self.max_elements)
+
+
+@dataclass(frozen=True)
+class MomentCritic:
+    r"""First and second order in the standardised value, for sites without finite support.
+
+        F(x) = Σ_i g_i e_i + ½ h_i (e_i² - 1),   e_i = (x_i - μ_i) / σ_i,   E[F] = 0
+
+    for any distribution with finite mean and variance; ``g`` and ``h`` depend on the context and start at zero.
+
+    Args:
+        hidden: Sizes of the hidden layers.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017)
+    """
+
+    hidden: tuple[int, ...] = (32,)
+
+    uses_cells: ClassVar[bool] = False
+    is_finite: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_hidden(self)
+
+    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
+        """Builds the critics."""
+        return _Moments(shape, self.hidden, generator)
+
+
+def _check_hidden(critic: Any, least: int = 0) -> None:
+    if isinstance(critic.hidden, int):
+        object.__setattr__(critic, "hidden", (critic.hidden,))
+    if len(critic.hidden) < least or not all(isinstance(h, int) and h > 0 for h in critic.hidden):
+        raise OptionError(f"{type(critic).__name__}(hidden={critic.hidden!r}): write positive layer sizes, e.g. (32,).")
+
+
+class _Quadratic(nn.Module):
+    def __init__(self, shape: CriticShape, rank: int, hidden: Sequence[int], generator: torch.Generator) -> None:
+        super().__init__()
+        self.shape = shape
+        self.head = Perceptron(shape, hidden if shape.features else (), generator, shape.outputs + rank)
+        table = torch.empty(shape.sites, rank, shape.components, shape.cardinality, device="cpu")
+        self.factors = nn.Parameter(table.normal_(generator=generator) / math.sqrt(shape.components))
+
+    def forward(self, context: Tensor, cells: Tensor | None, site: SiteValue) -> Tensor:
+        assert site.chosen is not None and site.probs is not None
+        shape, probs = self.shape, site.probs
+        output = self.head(context, cells)
+        advantage = output[..., 1 : shape.outputs].reshape(probs.shape)
+        curvature = output[..., shape.outputs :]
+        factors = self.factors.unsqueeze(1)
+        # (G, N, R, D, K), centred under q.
+        factors = factors - (probs.unsqueeze(2) * factors).sum(-1, keepdim=True)
+        chosen = site.chosen.unsqueeze(-1)
+        picked = chosen.unsqueeze(2).expand(*factors.shape[:-1], 1)
+        linear = advantage.gather(-1, chosen).sum((-1, -2))
+        quadratic = 0.5 * (curvature * factors.gather(-1, picked).sum((-1, -2)).square()).sum(-1)
+        with torch.no_grad():
+            squares = factors.square()
+            variance = (probs.unsqueeze(2) * squares).sum(-1)
+            bend = 0.5 * (curvature[..., None, None] * (squares - variance.unsqueeze(-1))).sum(2)
+            mean = (probs * advantage).sum((-1, -2)) + 0.5 * (curvature * variance.sum(-1)).sum(-1)
+            own = linear + quadratic - mean
+            table = advantage + bend
+        return JointOutput(output[..., 0], linear + quadratic, mean, own, own, table).packed()
+
+
+class _ValuePerceptron(nn.Module):
+    """``V(context)`` and ``f(context, value)``; a value enters the first layer of ``f`` as rows of its weights."""
+
+    def __init__(
+        self, shape: CriticShape, hidden: Sequence[int], generator: torch.Generator, max_elements: int | None
+    ) -> None:
+        super().__init__()
+        self.shape, self.max_elements = shape, max_elements
+        self.head = Perceptron(shape, hidden if shape.features else (), generator, 1)
+        first = hidden[0]
+        bound = math.sqrt(3.0 / (shape.features + shape.components))
+        rows = torch.empty(shape.sites, shape.components, shape.cardinality, first, device="cpu")
+        self.rows = nn.Parameter(rows.uniform_(-1, 1, generator=generator) * bound)
+        columns = torch.empty(shape.sites, shape.features, first, device="cpu")
+        self.columns = nn.Parameter(columns.uniform_(-1, 1, generator=generator) * bound)
+        self.bias = nn.Parameter(torch.zeros(shape.sites, 1, first))
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        sizes = [*hidden, 1]
+        for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
+            weight = torch.zeros(shape.sites, fan_in, fan_out, device="cpu")
+            if i < len(hidden) - 1:
+                weight.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / fan_in))
+            self.weights.append(nn.Parameter(weight))
+            self.biases.append(nn.Parameter(torch.zeros(shape.sites, 1, fan_out)))
+
+    def tail(self, hidden: Tensor) -> Tensor:
+        """From the first layer's sums ``(G, ..., H)`` to ``f``, ``(G, ...)``."""
+        lead = hidden.shape[:-1]
+        flat = hidden.reshape(lead[0], -1, hidden.shape[-1])
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            flat = torch.baddbmm(bias, silu(flat), weight)
+        return flat.reshape(lead)
+
+    def forward(self, context: Tensor, cells: Tensor | None, site: SiteValue) -> Tensor:
+        assert site.chosen is not None and site.probs is not None
+        probs, index = site.probs, site.chosen
+        base = self.bias.expand(-1, index.shape[1], -1)
+        if context.shape[-1]:
+            base = torch.baddbmm(self.bias, context, self.columns)
+        sites = torch.arange(len(index), device=index.device)[:, None, None]
+        parts = torch.arange(self.shape.components, device=index.device)
+        rows = self.rows[sites, parts, index]
+        hidden = base + rows.sum(2)
+        value = self.tail(hidden)
+        weights = self.rows.detach().flatten(1, 2)
+        centre = base.detach() + probs.flatten(2) @ weights
+        if self.max_elements is None:
+            with torch.enable_grad():
+                at = centre.requires_grad_()
+                middle = self.tail(at)
+                (slope,) = torch.autograd.grad(middle.sum(), at)
+            mean = middle.detach()
+            table = (slope @ weights.transpose(1, 2)).reshape(probs.shape)
+            own = (table.gather(-1, index.unsqueeze(-1)).squeeze(-1) - (probs * table).sum(-1)).sum(-1)
+            variate = own
+        else:
+            with torch.no_grad():
+                mean, table = self.tail(centre), self.flips(hidden, rows)
+                own, variate = value - mean, (value.unsqueeze(-1) - (probs * table).sum(-1)).sum(-1)
+        return JointOutput(self.head(context, cells)[..., 0], value, mean, own, variate, table).packed()
+
+    def flips(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """``f`` after setting component ``d`` to value ``k``, ``(G, N, D, K)``."""
+        assert self.max_elements is not None
+        size = hidden.numel() * self.shape.cardinality
+        step = max(1, self.max_elements // max(size, 1))
+        tables = []
+        for start in range(0, self.shape.components, step):
+            part = slice(start, start + step)
+            rest = (hidden.unsqueeze(2) - rows[:, :, part]).unsqueeze(3)
+            tables.append(self.tail(rest + self.rows[:, part].unsqueeze(1)))
+        return torch.cat(tables, 2)
+
+
+class _Moments(nn.Module):
+    def __init__(self, shape: CriticShape, hidden: Sequence[int], generator: torch.Generator) -> None:
+        super().__init__()
+        self.components = shape.components
+        self.head = Perceptron(shape, hidden if shape.features else (), generator, 1 + 2 * shape.components)
+
+    def forward(self, context: Tensor, cells: Tensor | None, site: SiteValue) -> Tensor:
+        assert site.powers is not None
+        output = self.head(context, cells)
+        # The table holds the factors of the two powers.
+        table = output[..., 1:].reshape(site.powers.shape) / torch.arange(1, 3, device=output.device)
+        value = (table * site.powers).sum((-1, -2))
+        return JointOutput(output[..., 0], value, torch.zeros_like(value), value, value, table).packed()

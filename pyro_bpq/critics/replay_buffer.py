@@ -1,0 +1,176 @@
+r"""Stored rollouts, for critics that learn from them again: storage only, no program is run here.
+
+A rollout is stored as the values of the sites that some update holds, and the programs with their arguments by
+reference: minibatches are not copied. What an update redraws, and from which guide, is decided where
+programs are run.
+
+References:
+    | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for Experience Replay
+    | Human-level control through deep reinforcement learning (Mnih et al., 2015)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.off_policy import OffPolicyPlan
+
+__all__ = ["Replay", "ReplayBuffer", "StoredRollout"]
+
+_COPARENTS = ("redrawn", "expected", "stored")
+_COSTS = ("called", "stored")
+
+
+@dataclass(frozen=True)
+class Replay:
+    r"""How critics learn from stored rollouts.
+
+    An update of the critic of a site ``X`` holds what ``Q_X`` conditions on at its stored values, gets the rest
+    from the *current* guide, and regresses ``Q_X`` on its target:
+
+        (x, a) ~ Uniform(buffer),   rest ~ q(· | x, a),   min (target(x, a, rest) - Q_X(x, a))²
+
+    Each rollout of a batch runs guide and model once more (twice where immediate costs are evaluated at all values).
+    With ``costs="called"`` that evaluates the costs again: replay then saves steps, and no evaluations. With
+    ``costs="stored"`` the functions of :func:`~pyro_bpq.cost` statements are not called again, see
+    :mod:`pyro_bpq.graph.off_policy`. Where sampled values steer the program, all that came before ``X`` is held and all
+    later sites are redrawn, whichever those then are.
+
+    Args:
+        capacity: Number of rollouts that are kept, the most recent ones; a rollout is all particles of a step.
+        batch_size: Number of rollouts of an update.
+        updates_per_step: Number of updates after each training step; 0 leaves them to ``elbo.replay(...)``.
+        coparents: What happens to the other parents of the children of ``X``. ``"redrawn"``: drawn from the current
+            guide. ``"expected"``: summed over, which needs finite sites in no plate that ``X`` is outside of.
+            ``"stored"``: held as well, the paper's form; they come from an older guide, so that the critic
+            is biased when the guide has moved.
+        costs: ``"called"``: the functions of cost statements are called again, at what was redrawn. ``"stored"``: never
+            again; all sites are held and every cost keeps its value, which is exact as long as the function reads
+            sampled values and arguments of the program alone. Later sites enter by their expectation under the
+            current guide. Critics whose children have parents that are not known at ``X`` bootstrap from
+            redrawn values, and learn from new rollouts only where such a child is a cost.
+        max_assignments: Largest number of joint values of co-parents that ``"expected"`` sums over.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Sec. 4.1
+    """
+
+    capacity: int = 256
+    batch_size: int = 4
+    updates_per_step: int = 1
+    coparents: str = "redrawn"
+    costs: str = "called"
+    max_assignments: int = 64
+
+    def __post_init__(self) -> None:
+        for name, least in (("capacity", 1), ("batch_size", 1), ("updates_per_step", 0), ("max_assignments", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise OptionError(f"Replay({name}={value!r}): write a whole number of at least {least}.")
+        if self.coparents not in _COPARENTS:
+            raise OptionError(f"Replay(coparents={self.coparents!r}): write one of {', '.join(map(repr, _COPARENTS))}.")
+        if self.costs not in _COSTS:
+            raise OptionError(f"Replay(costs={self.costs!r}): write one of {', '.join(map(repr, _COSTS))}.")
+        if self.costs == "stored" and self.coparents != "redrawn":
+            raise OptionError(
+                f'Replay(costs="stored", coparents={self.coparents!r}): stored costs go with coparents="redrawn".'
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRollout:
+    """One step's rollout.
+
+    Args:
+        key: What can be seen of its structure.
+        network: Its Backprop-Q network, shared with all rollouts of that structure.
+        values: Detached values of sites, and indices of subsampled plates, by name; one mapping for each run.
+        programs: Model, guide, arguments and keyword arguments of each run, by reference.
+        is_steered: Whether sampled values may steer the program: what comes after a site need not be as it was.
+        costs: What the functions of costs returned, by name of the statement; one mapping for each run.
+        plan: What learns from it where these costs are not evaluated again, or ``None``.
+    """
+
+    key: Hashable
+    network: BackpropQNetwork
+    values: tuple[Mapping[str, Tensor], ...]
+    programs: tuple[Any, ...]
+    is_steered: bool = False
+    costs: tuple[Mapping[str, Tensor], ...] = ()
+    plan: OffPolicyPlan | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stored values; arguments are references and not counted."""
+        return sum(v.numel() * v.element_size() for part in (*self.values, *self.costs) for v in part.values())
+
+
+class ReplayBuffer:
+    """The most recent rollouts.
+
+    A copy or a pickle of a buffer is empty: the programs and arguments that rollouts refer to belong to the process.
+
+    Args:
+        capacity: Number of rollouts that are kept.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_dropped = 0
+        self._rollouts: deque[StoredRollout] = deque(maxlen=capacity)
+
+    def add(self, rollout: StoredRollout) -> None:
+        """Stores a rollout; the oldest one leaves where there is no room."""
+        self._rollouts.append(rollout)
+
+    def draw(self, number: int, generator: torch.Generator) -> list[StoredRollout]:
+        """Draws rollouts uniformly, with replacement; none where nothing is stored."""
+        if not self._rollouts:
+            return []
+        chosen = torch.randint(len(self._rollouts), (number,), generator=generator, device="cpu")
+        return [self._rollouts[i] for i in chosen.tolist()]
+
+    def drop(self, rollout: StoredRollout) -> None:
+        """Removes a rollout that cannot be replayed any more, and counts it in ``num_dropped``."""
+        kept = [other for other in self._rollouts if other is not rollout]
+        if len(kept) < len(self._rollouts):
+            self.num_dropped += 1
+            self._rollouts = deque(kept, maxlen=self.capacity)
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """A mark to which :meth:`restore` takes the buffer back."""
+        return self._rollouts.copy(), self.num_dropped
+
+    def restore(self, mark: tuple[Any, ...]) -> None:
+        """Undoes what was stored and dropped after ``mark``."""
+        self._rollouts, self.num_dropped = mark
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all stored values."""
+        return sum(rollout.num_bytes for rollout in self._rollouts)
+
+    def __len__(self) -> int:
+        return len(self._rollouts)
+
+    def __deepcopy__(self, memo: Any) -> ReplayBuffer:
+        return ReplayBuffer(self.capacity)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplayBuffer, (self.capacity,)
+
+    def __repr__(self) -> str:
+        return (
+            f"ReplayBuffer({len(self)} of {self.capacity} rollouts, {self.num_bytes} bytes, {self.num_dropped} dropped)"
+        )

@@ -1,0 +1,221 @@
+r"""Draws graphs and their Backprop-Q networks, side by side as in the paper's figures, as DOT text.
+
+Stochastic nodes are ellipses, costs are boxes, plates are boxes around their nodes. In a network every
+Q-node shows its scope, and the signal flows from the roots at the bottom against the edges of the graph.
+Each cost has a colour; an edge has the colours of the sources that it carries. Edges that are averaged
+with others are dashed, immediate costs are dotted.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyro_bpq.errors import BPQError
+from pyro_bpq.graph.network import BackpropQNetwork, QNode
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+
+__all__ = ["Drawing", "render_network", "render_scg"]
+
+# Okabe and Ito's colours, which remain distinct for the colour-blind.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D00")
+_PARALLEL = 4
+_HEAD = (
+    'graph [fontname="Helvetica", labeljust="l"];',
+    'node [fontname="Helvetica", fontsize=11];',
+    "edge [arrowsize=0.7];",
+)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A drawing as DOT text; a notebook shows it as a picture where Graphviz is installed.
+
+    Args:
+        dot: The text.
+    """
+
+    dot: str
+
+    def render(self, format: str = "svg") -> bytes:
+        """Lays the drawing out with Graphviz.
+
+        Args:
+            format: ``"svg"``, ``"png"``, ``"pdf"`` or another format of Graphviz.
+
+        Returns:
+            The picture.
+
+        Raises:
+            BPQError: If the program ``dot`` of Graphviz is missing, or does not know the format.
+        """
+        program = shutil.which("dot")
+        if program is None:
+            raise BPQError(
+                "Drawing a picture needs the program dot of Graphviz (https://graphviz.org/download), which is not "
+                'installed; drawing.save("name.dot") does without.'
+            )
+        done = subprocess.run([program, f"-T{format}"], input=self.dot.encode(), capture_output=True, check=False)
+        if done.returncode:
+            raise BPQError(f"Graphviz could not draw this as {format!r}: {done.stderr.decode().strip()}")
+        return done.stdout
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the drawing; the ending of ``path`` chooses the format.
+
+        Args:
+            path: A file that ends in ``.dot``, which needs nothing, or in ``.svg``, ``.png``, ``.pdf``.
+
+        Returns:
+            The path.
+
+        Raises:
+            BPQError: If the path has no ending, or Graphviz is needed and missing.
+        """
+        path = Path(path)
+        if not path.suffix:
+            raise BPQError(f'{str(path)!r} has no ending; write save("{path}.dot") or save("{path}.svg").')
+        content = self.dot.encode() if path.suffix in (".dot", ".gv") else self.render(path.suffix[1:])
+        path.write_bytes(content)
+        return path
+
+    def _repr_mimebundle_(
+        self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None
+    ) -> dict[str, str]:
+        bundle = {"text/plain": self.dot}
+        try:
+            bundle["image/svg+xml"] = self.render("svg").decode()
+        except BPQError:
+            pass  # a notebook without Graphviz shows the text
+        return bundle
+
+    def __str__(self) -> str:
+        return self.dot
+
+
+def render_scg(graph: StochasticComputationGraph) -> Drawing:
+    """Draws a stochastic computation graph.
+
+    Args:
+        graph: The graph.
+
+    Returns:
+        The drawing; ``.dot`` is its text, ``.save("graph.svg")`` needs Graphviz.
+    """
+    return Drawing(_digraph(_scg_lines(graph)))
+
+
+def render_network(network: BackpropQNetwork) -> Drawing:
+    """Draws a graph and its Backprop-Q network side by side.
+
+    Args:
+        network: The network.
+
+    Returns:
+        The drawing; ``.dot`` is its text, ``.save("network.svg")`` needs Graphviz.
+    """
+    left = _box("cluster scg", "stochastic computation graph", _scg_lines(network.graph))
+    right = _box("cluster network", f"Backprop-Q network ({network.reduction})", _network_lines(network))
+    return Drawing(_digraph([*left, *right]))
+
+
+def _scg_lines(graph: StochasticComputationGraph) -> list[str]:
+    colours = _cost_colours(graph)
+    drawn = [(node.plates, _statement(f"scg {node.name}", label=node.name, shape="ellipse")) for node in graph.nodes]
+    drawn += [
+        (cost.plates, _statement(f"scg {cost.name}", label=cost.name, shape="box", color=colours[cost.name]))
+        for cost in graph.costs
+    ]
+    lines = _in_plates("cluster scg", drawn)
+    for node in graph.nodes:
+        lines += [_edge(f"scg {parent}", f"scg {node.name}") for parent in node.parents]
+    for cost in graph.costs:
+        colour = colours[cost.name]
+        lines += [_edge(f"scg {parent}", f"scg {cost.name}", color=colour) for parent in cost.parents]
+    return lines
+
+
+def _network_lines(network: BackpropQNetwork) -> list[str]:
+    graph, colours = network.graph, _cost_colours(network.graph)
+    read = {child for node in network.nodes for child in (*network.children(node.name), *node.immediate)}
+    drawn = [(graph.node(node.site).plates, _q_statement(node, colours)) for node in reversed(network.nodes)]
+    drawn += [
+        (cost.plates, _statement(f"q {cost.name}", label=cost.name, shape="box", color=colours[cost.name]))
+        for cost in graph.costs
+        if cost.name in read
+    ]
+    lines = _in_plates("cluster network", drawn)
+    sources = {node.name: node.sources for node in network.nodes}
+    for node in reversed(network.nodes):
+        lines += _rule_edges(node, sources, colours)
+    return lines
+
+
+def _q_statement(node: QNode, colours: dict[str, str]) -> str:
+    colour = colours[node.sources[0]] if len(node.sources) == 1 else "black"
+    style = "rounded" if node.is_learned else "rounded,dotted"
+    label = f"Q_{node.name}({', '.join(node.scope)})" if node.is_learned else f"Q_{node.name}"
+    return _statement(f"q {node.name}", label=label, shape="box", style=style, color=colour)
+
+
+def _rule_edges(node: QNode, sources: Mapping[str, Sequence[str]], colours: dict[str, str]) -> list[str]:
+    lines, end = [], f"q {node.name}"
+    for average in node.rule:
+        style = "solid" if len(average.children) == 1 else "dashed"
+        for child in average.children:
+            carried = _parallel([colours[cost] for cost in sources.get(child, (child,))])
+            lines.append(_edge(end, f"q {child}", dir="back", style=style, color=carried))
+    for cost in node.immediate:
+        lines.append(_edge(end, f"q {cost}", dir="back", style="dotted", color=colours[cost]))
+    return lines
+
+
+def _parallel(colours: Sequence[str]) -> str:
+    return ":".join(dict.fromkeys(colours)) if len(colours) <= _PARALLEL else "black"
+
+
+def _cost_colours(graph: StochasticComputationGraph) -> dict[str, str]:
+    return {cost.name: _COLOURS[i % len(_COLOURS)] for i, cost in enumerate(graph.costs)}
+
+
+def _in_plates(prefix: str, drawn: Sequence[tuple[tuple[Plate, ...], str]]) -> list[str]:
+    """Statements inside the boxes of their plates, the leftmost dimension outermost."""
+    ordered = [(tuple(sorted(plates, key=lambda plate: plate.dim)), line) for plates, line in drawn]
+    return _nested(prefix, ordered)
+
+
+def _nested(prefix: str, drawn: Sequence[tuple[tuple[Plate, ...], str]]) -> list[str]:
+    lines = [line for plates, line in drawn if not plates]
+    for outer in dict.fromkeys(plates[0] for plates, _ in drawn if plates):
+        inner = [(plates[1:], line) for plates, line in drawn if plates[:1] == (outer,)]
+        name = f"{prefix} {outer.name}"
+        lines += _box(name, outer.name, _nested(name, inner))
+    return lines
+
+
+def _digraph(lines: Iterable[str]) -> str:
+    return "\n".join(["digraph {", *(f"  {line}" for line in [*_HEAD, *lines]), "}"]) + "\n"
+
+
+def _box(name: str, label: str, lines: Iterable[str]) -> list[str]:
+    head = [f"subgraph {_quoted(name)} {{", f"  label={_quoted(label)}; color=gray;"]
+    return [*head, *(f"  {line}" for line in lines), "}"]
+
+
+def _statement(name: str, **attributes: str) -> str:
+    return f"{_quoted(name)} [{_listed(attributes)}];"
+
+
+def _edge(start: str, end: str, **attributes: str) -> str:
+    return f"{_quoted(start)} -> {_quoted(end)}" + (f" [{_listed(attributes)}];" if attributes else ";")
+
+
+def _listed(attributes: dict[str, str]) -> str:
+    return ", ".join(f"{key}={_quoted(value)}" for key, value in attributes.items())
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

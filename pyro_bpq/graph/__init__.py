@@ -1,0 +1,6 @@
+"""The stochastic computation graph and its Backprop-Q networks: names and sets of names, no tensors.
+
+Imports ``errors`` only. Read ``scg.py`` first, then ``network.py``.
+"""
+
+__all__: tuple[str, ...] = ()

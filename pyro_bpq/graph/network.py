@@ -1,0 +1,307 @@
+r"""The Backprop-Q network of a graph: Q-nodes, their scopes and their update rules, no tensors.
+
+The Q-function of a stochastic node ``X`` predicts the sum of some costs, its *sources*, and every child
+``Y`` of ``X`` on a way to a cost gives an equivalent rule for it:
+
+    Q_X(Sc_X) = E[Σ_f Q_X^f | Sc_X],      Q_X^f = avg_Y Q_Y^f,      Q_f = f at the roots.
+
+Costs are summed, equivalent children averaged, so that each source counts once. An immediate cost of
+``X`` need not be learned: ``Q_X = immediate (exact) + remote (learned)``, and the rule covers the remote
+sources only. What a child gives to a rule is its total, both parts.
+
+References:
+    | Backprop-Q: Generalized Backpropagation for Stochastic Computation Graphs (Xu et al., 2018), Sec. 3
+    | https://arxiv.org/abs/1807.09511
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Literal, get_args
+
+from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
+from pyro_bpq.graph.bitsets import ones, union
+from pyro_bpq.graph.reductions import Reduced, reduce_graph, split
+from pyro_bpq.graph.scg import Form, StochasticComputationGraph
+
+__all__ = ["Average", "BackpropQNetwork", "Immediate", "QNode", "Reduction"]
+
+Reduction = Literal["per_cost", "merged", "tree", "chain", "single"]
+Immediate = Literal["exact", "learned"] | frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """One summand of an update rule: the average over equivalent children.
+
+    Args:
+        children: Names of Q-nodes, or of costs (the roots).
+    """
+
+    children: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QNode:
+    """A Q-function at a stochastic node: ``Q = immediate (exact) + remote (learned)``.
+
+    Args:
+        name: Unique in the network: the site's name if it has one Q-node, else site and sources.
+        site: Its stochastic node.
+        scope: Variables that the learned part sees, in program order; empty if nothing is learned.
+        sources: Costs whose expected sum it predicts.
+        immediate: The sources that are used as they are and never learned.
+        rule: The target of its learned part: a sum of averages over children.
+    """
+
+    name: str
+    site: str
+    scope: Sequence[str]
+    sources: Sequence[str]
+    immediate: Sequence[str]
+    rule: tuple[Average, ...]
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether anything is left to learn besides the immediate costs."""
+        return bool(self.rule)
+
+    @property
+    def remote(self) -> tuple[str, ...]:
+        """The sources that the learned part predicts."""
+        immediate = set(self.immediate)
+        return tuple(cost for cost in self.sources if cost not in immediate)
+
+
+@dataclass(frozen=True, repr=False)
+class BackpropQNetwork:
+    """Q-nodes in the order of a backward pass: a frozen, hashable value without tensors.
+
+    Args:
+        graph: The stochastic computation graph.
+        nodes: Q-nodes, children before those whose rules read them.
+        reduction: How the networks of the costs were reduced, see :meth:`build`.
+        form: What a Q-function conditions on: its ancestors, or all sampled so far.
+        immediate: Which immediate costs are used as they are: all, none, or those named.
+
+    Example:
+        >>> graph = StochasticComputationGraph.from_parents(
+        ...     {"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]}
+        ... )
+        >>> BackpropQNetwork.build(graph, "merged", immediate="learned")
+        Q-node  scope  immediate  rule
+        z       x, z              f2
+        y^f1    y                 f1
+        y^f2    x, y              f2
+        x       x                 Q_y^f1 + (Q_y^f2 + Q_z)/2
+    """
+
+    graph: StochasticComputationGraph
+    nodes: tuple[QNode, ...]
+    reduction: Reduction = "chain"
+    form: Form = "ancestor"
+    immediate: Immediate = "exact"
+
+    @classmethod
+    def build(
+        cls,
+        graph: StochasticComputationGraph,
+        reduction: Reduction = "chain",
+        *,
+        immediate: Immediate = "exact",
+        form: Form = "ancestor",
+    ) -> BackpropQNetwork:
+        """Derives Q-nodes, scopes and update rules.
+
+        The reductions, on the way from what the paper starts with to what is cheapest to learn:
+
+        - ``"per_cost"``: a network per cost; every equivalent child is kept and averaged.
+        - ``"merged"``: those networks, Q-functions summed where the merging theorem allows it.
+        - ``"tree"``: per cost a spanning tree of shortest paths, then merging.
+        - ``"chain"``: per cost the child that comes first in program order on a way to it, then merging.
+        - ``"single"``: all costs wrapped into one; a Q-node per stochastic node, with the longest scopes.
+          Costs that are known before a node is sampled drop out of it where immediate costs are exact.
+
+        Args:
+            graph: The stochastic computation graph.
+            reduction: See above.
+            immediate: ``"exact"`` uses immediate costs as they are; ``"learned"``, the paper's form, has
+                nothing immediate, and the costs that a node reads stand in its rule as roots; a set of
+                names of costs uses these as they are where they are immediate, and learns the others.
+            form: ``"ancestor"``, the paper's, or ``"history"``.
+
+        Returns:
+            The network; a stochastic node without a downstream cost has no Q-node.
+
+        Raises:
+            OptionError: If an option has an unknown name.
+            SiteNotFoundError: If ``immediate`` names an unknown cost.
+            GraphError: If a Q-node would have the name of another one or of a cost.
+
+        References:
+            | Backprop-Q (Xu et al., 2018), Sec. 3.2, Theorem 3
+        """
+        _check_option("reduction", reduction, get_args(Reduction))
+        _check_option("form", form, get_args(Form))
+        reduced = reduce_graph(graph, reduction, _exact_costs(graph, immediate), form)
+        return cls(graph, _Assembly(graph, reduced, form).nodes(), reduction, form, immediate)
+
+    def q_node(self, name: str) -> QNode:
+        """The Q-node called ``name``."""
+        if name not in self._by_name:
+            raise SiteNotFoundError(f"There is no Q-node {name!r}; the Q-nodes are {list(self._by_name)}.")
+        return self._by_name[name]
+
+    def q_nodes(self, site: str) -> tuple[QNode, ...]:
+        """The Q-nodes at a stochastic node; their sources are disjoint and cover its downstream costs."""
+        return self._by_site.get(self.graph.node(site).name, ())
+
+    def children(self, name: str) -> tuple[str, ...]:
+        """Q-nodes and costs that the rule of Q-node ``name`` reads, each once."""
+        averages = self.q_node(name).rule
+        return tuple(dict.fromkeys(child for average in averages for child in average.children))
+
+    @cached_property
+    def learned(self) -> tuple[QNode, ...]:
+        """The Q-nodes with a learned part, in backward order."""
+        return tuple(node for node in self.nodes if node.is_learned)
+
+    @cached_property
+    def _by_name(self) -> dict[str, QNode]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def _by_site(self) -> dict[str, tuple[QNode, ...]]:
+        by_site: dict[str, tuple[QNode, ...]] = {}
+        for node in self.nodes:
+            by_site[node.site] = (*by_site.get(node.site, ()), node)
+        return by_site
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.graph, self.nodes))
+
+    def __getstate__(self) -> dict[str, object]:
+        # Hashes of strings differ between processes, so nothing cached is pickled.
+        return {option.name: getattr(self, option.name) for option in fields(self)}
+
+    def rule_text(self, node: QNode) -> str:
+        """The rule of a Q-node as a formula, ``Q_y^f1 + (Q_y^f2 + Q_z^f2)/2``."""
+        return " + ".join(self._average_text(average) for average in node.rule)
+
+    def _average_text(self, average: Average) -> str:
+        terms = [f"Q_{child}" if child in self._by_name else child for child in average.children]
+        return terms[0] if len(terms) == 1 else f"({' + '.join(terms)})/{len(terms)}"
+
+    def __repr__(self) -> str:
+        rows = [("Q-node", "scope", "immediate", "rule")]
+        for node in self.nodes:
+            rows.append((node.name, ", ".join(node.scope), ", ".join(node.immediate), self.rule_text(node)))
+        widths = [max(len(row[k]) for row in rows) for k in range(4)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+@dataclass
+class _Assembly:
+    """Turns kept children and merged costs into Q-nodes, from the last site to the first."""
+
+    graph: StochasticComputationGraph
+    reduced: Reduced
+    form: Form
+    # A Q-node is found by its site's position and the lowest one of the bits of its sources.
+    names: defaultdict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    known: defaultdict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    scopes: dict[int, Sequence[str]] = field(default_factory=dict)
+
+    def nodes(self) -> tuple[QNode, ...]:
+        nodes: list[QNode] = []
+        for i in reversed(range(len(self.graph.nodes))):
+            nodes += self._site(i)
+        taken = {cost.name for cost in self.graph.costs}
+        for node in nodes:
+            if node.name in taken:
+                raise GraphError(f"Two Q-nodes or costs are called {node.name!r}; rename site {node.site!r}.")
+            taken.add(node.name)
+        return tuple(nodes)
+
+    def _site(self, i: int) -> list[QNode]:
+        blocks = self.reduced.blocks[i]
+        rules: dict[int, list[tuple[int, Average]]] = {block: [] for block in blocks}
+        reads = dict.fromkeys(blocks, 0)
+        for children, costs in self.reduced.edges[i]:
+            for block, part in split(costs, blocks):
+                rules[block] += self._averages(children, part)
+                reads[block] |= self._reads(children, part)
+        return [self._q_node(i, block, rules[block], reads[block]) for block in blocks]
+
+    def _q_node(self, i: int, block: int, rule: list[tuple[int, Average]], reads: int) -> QNode:
+        graph, immediate = self.graph, block & self.reduced.immediate[i]
+        site, sources = graph.nodes[i].name, graph.cost_names(block)
+        scope = graph.frontier_bits(graph.known_bits(i, self.form), reads)
+        if scope not in self.scopes:
+            self.scopes[scope] = graph.node_names(scope)
+        name = site if len(self.reduced.blocks[i]) == 1 else f"{site}^{_abbreviated(sources)}"
+        low = _low(block)
+        self.names[i][low] = name
+        # The scope of the child's total stands for all its costs when the scope of a parent is sought.
+        self.known[i][low] = scope | _reads_of(graph, immediate)
+        if len(rule) > 1:
+            rule = sorted(rule, key=lambda pair: pair[0])
+        averages = tuple([average for _, average in rule])
+        return QNode(name, site, self.scopes[scope], sources, graph.cost_names(immediate), averages)
+
+    def _averages(self, children: int, costs: int) -> list[tuple[int, Average]]:
+        """A rule for ``costs``: an average for each of the Q-nodes that a child has for them."""
+        *sites, last = ones(children)
+        root = last == len(self.graph.nodes)
+        if not root:
+            sites.append(last)
+        averages = []
+        for _, part in split(costs, self.reduced.blocks[sites[0]]) if sites else [(costs, costs)]:
+            low = _low(part)
+            names = [self.names[j][low] for j in sites]
+            averages.append((low, Average((*names, *(self.graph.cost_names(part) if root else ())))))
+        return averages
+
+    def _reads(self, children: int, costs: int) -> int:
+        """The variables through which ``costs`` depend on what is known at a child."""
+        j = _low(children)
+        if j == len(self.graph.nodes):
+            return _reads_of(self.graph, costs)
+        bits = 0
+        for _, part in split(costs, self.reduced.blocks[j]):
+            bits |= self.known[j][_low(part)]
+        return bits
+
+
+def _exact_costs(graph: StochasticComputationGraph, immediate: Immediate) -> int:
+    if isinstance(immediate, str):
+        _check_option("immediate", immediate, ["exact", "learned"])
+        return (1 << len(graph.costs)) - 1 if immediate == "exact" else 0
+    return sum(1 << graph.cost_index[graph.cost(name).name] for name in immediate)
+
+
+def _low(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+def _reads_of(graph: StochasticComputationGraph, costs: int) -> int:
+    return union(graph.cost_bits, costs)
+
+
+def _abbreviated(sources: Sequence[str]) -> str:
+    # The sources of a site's Q-nodes are disjoint: the first ones tell them apart.
+    shown = sources if len(sources) <= 3 else (*sources[:2], f"+{len(sources) - 2}")
+    return ",".join(shown)
+
+
+def _check_option(option: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{option}={value!r} is unknown; use one of {list(allowed)}.")

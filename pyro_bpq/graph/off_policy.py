@@ -1,0 +1,83 @@
+r"""Which critics learn rightly from a stored rollout whose costs are not evaluated again.
+
+A cost is a function of its parents. Where all of them are held its stored value is as good as a new one, whatever guide
+drew them. A lambda-return of expected backups,
+
+    G_X = roots_X + γ Σ_Y [ E_Y[Q_Y] + λ (G_Y - Q_Y(y)) ],   E_Y under the current guide, y as stored,
+
+then has the Q-functions of the *current* guide as its fixed point at any ``λ``: given all up to ``y`` the last term is
+zero in expectation for them, by whatever guide ``y`` was drawn. No probability ratio is needed. That takes rules whose
+children depend on nothing but what is known at ``X``. The other critics bootstrap: what is not known at ``X`` is drawn
+from the current guide, and the critics of its children stand for the costs that would have to be called there.
+
+References:
+    | Backprop-Q (Xu et al., 2018), Sec. 4.1
+    | Q(λ) with off-policy corrections (Harutyunyan et al., 2016), Sec. 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from pyro_bpq.graph.network import BackpropQNetwork
+
+__all__ = ["OffPolicyPlan", "off_policy_plan"]
+
+
+@dataclass(frozen=True)
+class OffPolicyPlan:
+    """Names of Q-nodes.
+
+    Args:
+        held: Those whose lambda-return is right where all sites have their stored values.
+        redrawn: Of the others, those whose one-step target is right where all that is not known at their site is
+            redrawn. Q-nodes in neither learn from new rollouts only.
+    """
+
+    held: frozenset[str]
+    redrawn: frozenset[str]
+
+
+def off_policy_plan(
+    network: BackpropQNetwork,
+    expected: Collection[str],
+    tabled: Mapping[str, Collection[str]],
+    stored: Collection[str],
+) -> OffPolicyPlan:
+    """Plans the use of rollouts with stored costs.
+
+    Args:
+        network: The network.
+        expected: Sites whose critics tell their expectation over the site under the current guide.
+        tabled: Of each site, the immediate costs that are known at all of its values.
+        stored: Costs that are not evaluated again; all others follow from the program's run.
+
+    Returns:
+        The plan.
+
+    References:
+        | Q(λ) with off-policy corrections (Harutyunyan et al., 2016), Sec. 4
+    """
+    graph, held, redrawn = network.graph, set[str](), set[str]()
+    kept = set(stored)
+    # Children come before those that read them.
+    for node in network.learned:
+        known = set(graph.node_names(graph.known_bits(graph.index[node.site], network.form)))
+        all_held = all_redrawn = True
+        for child in network.children(node.name):
+            if child in graph.cost_index:
+                is_known = set(graph.parents(child)) <= known
+                all_held &= is_known
+                all_redrawn &= is_known or child not in kept
+                continue
+            below = network.q_node(child)
+            missing = set(below.immediate) - set(tabled.get(below.site, ()))
+            is_expected = below.is_learned and below.site in expected and not missing
+            all_held &= is_expected and child in held and set(graph.parents(below.site)) <= known
+            all_redrawn &= not missing & kept
+        if all_held:
+            held.add(node.name)
+        elif all_redrawn:
+            redrawn.add(node.name)
+    return OffPolicyPlan(frozenset(held), frozenset(redrawn))

@@ -1,0 +1,249 @@
+r"""Which children an update rule keeps, and which Q-functions of a site may be summed.
+
+Reversing a graph and adding a cost ``f`` as the root gives the Backprop-Q network of ``f``. Every child
+``Y`` of ``X`` on a way to ``f`` gives an equivalent rule ``Q_X = E[Q_Y | Sc_X]``; a reduction says which
+of them are kept. The merging theorem then sums at ``X`` the Q-functions of costs whose networks agree at
+every node upstream of ``X``.
+
+Rules run along the edges of the graph in the history form too: the plates of a child then fit those of
+its parent, which those of a site that merely comes later need not do.
+
+References:
+    | Backprop-Q (Xu et al., 2018), Sec. 3.2 and the appendix on fully connected layers
+    | https://arxiv.org/abs/1807.09511
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pyro_bpq.graph.bitsets import ones, union
+from pyro_bpq.graph.scg import Form, StochasticComputationGraph
+
+__all__ = ["Reduced", "merge", "reduce_graph", "split"]
+
+Edges = list[tuple[int, int]]
+Blocks = dict[int, None]  # an ordered set: what is split is mostly a block itself, found at once
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What a reduction decides, as bits; lists run over the stochastic nodes in program order.
+
+    Args:
+        edges: For each node, pairs of the children that are kept and the costs that keep exactly these.
+            The root, a cost itself, is child number ``len(graph.nodes)``; a pair with it has one cost.
+        blocks: For each node the sets of costs that share a Q-function.
+        immediate: For each node the costs that are used there as they are.
+    """
+
+    edges: list[Edges]
+    blocks: list[Blocks]
+    immediate: list[int]
+
+
+def reduce_graph(graph: StochasticComputationGraph, reduction: str, exact: int, form: Form) -> Reduced:
+    """Reduces the networks of all costs.
+
+    Args:
+        graph: The stochastic computation graph.
+        reduction: One of ``"per_cost"``, ``"merged"``, ``"tree"``, ``"chain"``, ``"single"``.
+        exact: The costs, as bits, that are used as they are where they are immediate.
+        form: ``"ancestor"`` or ``"history"``.
+
+    Returns:
+        Kept children and merged costs.
+    """
+    immediate = _immediate_bits(graph, exact, form)
+    if reduction == "single":
+        return _wrap_all(graph, immediate, exact, form)
+    remote = [d & ~f for d, f in zip(graph.downstream_bits, immediate, strict=True)]
+    keep = {"tree": _shortest_paths, "chain": _first_child}.get(reduction, _every_child)
+    edges = keep(graph, remote)
+    if reduction == "per_cost":
+        singles = [dict.fromkeys(1 << f for f in ones(costs)) for costs in graph.downstream_bits]
+        return Reduced(edges, singles, immediate)
+    return Reduced(edges, merge(graph, edges), immediate)
+
+
+def _immediate_bits(graph: StochasticComputationGraph, costs: int, form: Form) -> list[int]:
+    """For each node those of ``costs`` that read it and otherwise only what its Q-function conditions on."""
+    immediate = [0] * len(graph.nodes)
+    for f in ones(costs):
+        reads = graph.cost_bits[f]
+        last = reads.bit_length() - 1
+        if reads and not reads & ~graph.known_bits(last, form):
+            immediate[last] |= 1 << f
+    return immediate
+
+
+def _every_child(graph: StochasticComputationGraph, remote: list[int]) -> list[Edges]:
+    root = 1 << len(graph.nodes)
+    reaching = [bits | union(graph.ancestor_bits, bits) for bits in graph.cost_bits]
+    return [
+        _group(
+            ((children & reaching[f] | (root if direct >> f & 1 else 0), f) for f in ones(costs)),
+            root,
+        )
+        for children, direct, costs in zip(graph.child_bits, graph.cost_child_bits, remote, strict=True)
+    ]
+
+
+def _shortest_paths(graph: StochasticComputationGraph, remote: list[int]) -> list[Edges]:
+    root = 1 << len(graph.nodes)
+    kept: list[list[tuple[int, int]]] = [[] for _ in graph.nodes]
+    for f, reads in enumerate(graph.cost_bits):
+        seen, nearer, layer = 0, root, reads
+        while layer:
+            for i in ones(layer):
+                if remote[i] >> f & 1:
+                    nearest = root if nearer == root else graph.child_bits[i] & nearer
+                    kept[i].append((nearest & -nearest, f))
+            seen |= layer
+            nearer, layer = layer, union(graph.parent_bits, layer) & ~seen
+    return [_group(pairs, root) for pairs in kept]
+
+
+def _first_child(graph: StochasticComputationGraph, remote: list[int]) -> list[Edges]:
+    root = 1 << len(graph.nodes)
+    edges: list[Edges] = []
+    for children, costs in zip(graph.child_bits, remote, strict=True):
+        kept: Edges = []
+        for j in ones(children):
+            if reached := costs & graph.downstream_bits[j]:
+                kept.append((1 << j, reached))
+            costs &= ~reached
+            if not costs:
+                break
+        edges.append(kept + [(root, 1 << f) for f in ones(costs)])
+    return edges
+
+
+def _wrap_all(graph: StochasticComputationGraph, immediate: list[int], exact: int, form: Form) -> Reduced:
+    """One virtual cost: the sum of all; of those that are used exactly, of all not known before."""
+    every = _known_costs(graph, (1 << len(graph.nodes)) - 1)
+    sources = [every if downstream else 0 for downstream in graph.downstream_bits]
+    remote = list(sources)
+    if exact:
+        for i, own in enumerate(immediate):
+            remote[i] &= ~(exact & _known_costs(graph, graph.known_bits(i, form)))
+            sources[i] = remote[i] | own
+    edges = [_first_of_one(graph, i, costs, sources) for i, costs in enumerate(remote)]
+    return Reduced(edges, [{costs: None} if costs else {} for costs in sources], immediate)
+
+
+def _first_of_one(graph: StochasticComputationGraph, i: int, remote: int, sources: list[int]) -> Edges:
+    child = next((j for j in ones(graph.child_bits[i]) if sources[j] & remote), None)
+    read = 0 if child is None else sources[child]
+    edges = [] if child is None else [(1 << child, read)]
+    # Costs that became known between the node and its child are read from the roots.
+    return edges + [(1 << len(graph.nodes), 1 << f) for f in ones(remote & ~read)]
+
+
+def _known_costs(graph: StochasticComputationGraph, known: int) -> int:
+    """The costs, as bits, that read nothing outside ``known``; constants have no Q-function."""
+    return sum(1 << f for f, reads in enumerate(graph.cost_bits) if reads and not reads & ~known)
+
+
+def _group(kept: Iterable[tuple[int, int]], root: int) -> Edges:
+    """Groups costs by the children that they keep; a cost that keeps its own root stays alone."""
+    alone: Edges = []
+    together: dict[int, int] = {}
+    for children, f in kept:
+        if children & root:
+            alone.append((children, 1 << f))
+        else:
+            together[children] = together.get(children, 0) | 1 << f
+    return [*together.items(), *alone]
+
+
+def merge(graph: StochasticComputationGraph, edges: list[Edges]) -> list[Blocks]:
+    """Applies the merging theorem.
+
+    The Q-functions of two costs at ``X`` are summed if at every strict ancestor of ``X`` in either network
+    both keep the same children, so that averaging weights agree too; what ``X`` itself keeps may differ.
+    Children that are averaged with each other are merged alike: each then carries the same costs.
+
+    Args:
+        graph: The stochastic computation graph.
+        edges: For each node the kept children, as in :class:`Reduced`.
+
+    Returns:
+        For each node, in program order, disjoint sets of costs, as bits; they cover its downstream costs.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Theorem 3
+    """
+    bounds: list[set[int]] = [set() for _ in graph.nodes]
+    while True:
+        blocks, rules = _merge_downwards(graph, edges, bounds)
+        if not _tighten(bounds, blocks, rules):
+            return blocks
+
+
+def _merge_downwards(
+    graph: StochasticComputationGraph, edges: list[Edges], bounds: list[set[int]]
+) -> tuple[list[Blocks], Edges]:
+    """Merges in program order what every rule that reads a node reads together, within ``bounds``."""
+    sites = (1 << len(graph.nodes)) - 1
+    read = [set(bound) for bound in bounds]
+    blocks: list[Blocks] = []
+    rules: Edges = []
+    for i, downstream in enumerate(graph.downstream_bits):
+        blocks.append(_refine(downstream, read[i]))
+        for children, costs in edges[i]:
+            if not children & sites:
+                continue
+            for _, part in split(costs, blocks[i]):
+                rules.append((children & sites, part))
+                for j in ones(children & sites):
+                    read[j].add(part)
+    return blocks, rules
+
+
+def _tighten(bounds: list[set[int]], blocks: list[Blocks], rules: Edges) -> bool:
+    """Adds to ``bounds`` what makes children of one average carry the same costs; says if it had to."""
+    changed = False
+    for children, costs in rules:
+        if not costs & (costs - 1) or not children & (children - 1):
+            continue
+        parts = {j: {part for _, part in split(costs, blocks[j])} for j in ones(children)}
+        finest = set().union(*parts.values())
+        for j, own in parts.items():
+            if own != finest:
+                bounds[j] |= finest
+                changed = True
+    return changed
+
+
+def _refine(whole: int, parts: Iterable[int]) -> Blocks:
+    """The coarsest partition of ``whole`` of which every one of ``parts`` is a union."""
+    blocks = [whole] if whole else []
+    done = set(blocks)
+    for rest in sorted(parts):
+        if rest in done:
+            continue
+        for k, block in enumerate(blocks[:]):
+            if inner := block & rest:
+                if outer := block & ~rest:
+                    blocks[k] = outer
+                    blocks.append(inner)
+                    done |= {inner, outer}
+                rest &= ~inner
+            if not rest:
+                break
+    return dict.fromkeys(sorted(blocks, key=lambda block: block & -block))
+
+
+def split(costs: int, blocks: Blocks) -> Iterator[tuple[int, int]]:
+    """Pairs of a block and its part in ``costs``, for the blocks that meet ``costs``."""
+    if costs in blocks:
+        yield costs, costs
+        return
+    for block in blocks:
+        if part := block & costs:
+            yield block, part
+            costs &= ~part
+        if not costs:
+            break

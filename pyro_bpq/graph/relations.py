@@ -1,0 +1,126 @@
+"""Which costs, and which later sites, count for each site of a graph: sets as bits, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from pyro_bpq.graph.bitsets import ones, union
+from pyro_bpq.graph.network import QNode
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
+
+__all__ = ["Relations", "after"]
+
+
+class Relations:
+    """What the sites of a graph count with, in program order.
+
+    Args:
+        graph: The graph.
+        tabled: For each site, the immediate costs that are known at every value of it.
+        charged: For each site the costs that are charged to single components of it.
+        cuts_plates: Whether a site's row of a plate can only reach the same row of other sites in it.
+        is_steered: Whether sampled values may steer the program.
+    """
+
+    def __init__(
+        self,
+        graph: StochasticComputationGraph,
+        tabled: Mapping[str, tuple[str, ...]],
+        charged: Mapping[str, frozenset[str]],
+        cuts_plates: bool,
+        is_steered: bool,
+    ) -> None:
+        self.graph, self.cuts_plates, self.is_steered = graph, cuts_plates, is_steered
+        self._tabled, self._charged = tabled, charged
+        self._crossing: dict[tuple[Plate, ...], list[int]] = {}
+
+    def __repr__(self) -> str:
+        return f"Relations({len(self.graph.nodes)} sites)"
+
+    @cached_property
+    def downstream(self) -> list[int]:
+        """The costs downstream of each site, row by row of the plates."""
+        downstream, names = self.graph.downstream_bits, self.graph.names
+        return [bits & ~self.crossed(n) & ~self._charges(n) for n, bits in zip(names, downstream, strict=True)]
+
+    @cached_property
+    def crossing(self) -> list[int]:
+        """The costs of which a row of a site may reach the other rows."""
+        return [self.crossed(name) & ~self._charges(name) for name in self.graph.names]
+
+    @cached_property
+    def tabled(self) -> list[int]:
+        """The tabled costs of each site."""
+        return [own | model for own, model in self.tabled_parts]
+
+    @cached_property
+    def tabled_parts(self) -> list[tuple[int, int]]:
+        """The tabled costs of each site: its own log-probabilities, and other costs of the model."""
+        parts = []
+        for name in self.graph.names:
+            own = model = 0
+            for cost in self._tabled.get(name, ()):
+                bit = 1 << self.graph.cost_index[cost]
+                own, model = (own | bit, model) if self.graph.cost(cost).site == name else (own, model | bit)
+            parts.append((own, model))
+        return parts
+
+    def _charges(self, name: str) -> int:
+        """The costs, as bits, that are charged to single components of a site."""
+        return self.graph.cost_bits_of(self._charged.get(name, ()))
+
+    def crossed(self, name: str) -> int:
+        """The costs, as bits, of which a row of a site may reach the other rows."""
+        graph, plates = self.graph, self.graph.node(name).plates
+        if not plates:
+            return 0
+        if not self.cuts_plates:
+            return graph.downstream_bits[graph.index[name]]
+        if plates not in self._crossing:
+            self._crossing[plates] = self._crossed(set(plates))
+        return self._crossing[plates][graph.index[name]]
+
+    def _crossed(self, plates: set[Plate]) -> list[int]:
+        graph, crossed = self.graph, [0] * len(self.graph.nodes)
+        inside = sum(1 << j for j, node in enumerate(graph.nodes) if plates <= set(node.plates))
+        leaving = 0
+        for i in reversed(range(len(crossed))):
+            children = graph.child_bits[i]
+            crossed[i] = union(graph.downstream_bits, children & ~inside) | union(crossed, children & inside & leaving)
+            leaving |= (crossed[i] != 0) << i
+        return crossed
+
+    @cached_property
+    def later(self) -> list[int]:
+        """Which later sites' ``A_Y`` a site uses: those whose costs are all among its own; if steered, all."""
+        every = (1 << len(self.graph.nodes)) - 1
+        if self.is_steered:
+            return [after(i, every) for i in range(len(self.graph.nodes))]
+        return self.counted(self.graph.downstream_bits)
+
+    def counted(self, costs: Sequence[int]) -> list[int]:
+        """For each site the later ones of whose ``costs``, downstream of them, there are some, all its own too."""
+        graph, downstream = self.graph, self.graph.downstream_bits
+        some = sum((bits != 0) << j for j, bits in enumerate(costs))
+        found = []
+        for i, (own, below) in enumerate(zip(downstream, graph.descendant_bits, strict=True)):
+            # Of a descendant they always are.
+            others = after(i, some & ~below)
+            found.append((some & below) | sum(1 << j for j in ones(others) if not costs[j] & ~own))
+        return found
+
+    def counted_nodes(self, nodes: Sequence[QNode]) -> list[int]:
+        """The same for Q-nodes, in program order of their sites, and the costs that they learn: bits of these."""
+        graph = self.graph
+        sites = [graph.index[node.site] for node in nodes]
+        costs = [graph.cost_bits_of(node.sources) & ~graph.cost_bits_of(node.immediate) for node in nodes]
+        return [
+            sum(1 << k for k, j in enumerate(sites) if j > i and costs[k] and not costs[k] & ~own)
+            for i, own in enumerate(graph.downstream_bits)
+        ]
+
+
+def after(i: int, sites: int) -> int:
+    """Those of ``sites`` that come after the one at ``i``."""
+    return sites >> i + 1 << i + 1

@@ -1,0 +1,386 @@
+r"""The stochastic computation graph (SCG) of one program: names and edges, no tensors.
+
+A graph has stochastic nodes (the latent sites of a guide, in program order) and cost nodes (terms to
+be minimised). Deterministic nodes are absorbed: a parent of a node is a stochastic node that its
+conditional distribution, or its cost function, reads directly.
+
+For a set of stochastic nodes ``V`` and a cost ``f`` the *frontier* ``Fr(V)`` is the part of ``V`` from
+which ``f`` is reachable through nodes outside ``V`` only. Given the frontier, the rest of ``V`` does not
+affect the cost, which is what makes it the scope of a Q-function:
+
+    Q_X(Fr(An_X + X)) = E[f | Fr(An_X + X)].
+
+References:
+    | Backprop-Q: Generalized Backpropagation for Stochastic Computation Graphs (Xu et al., 2018), Sec. 3.1
+    | https://arxiv.org/abs/1807.09511
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from pyro_bpq.errors import GraphError, SiteNotFoundError
+from pyro_bpq.graph.bitsets import Names, closure, named, transposed
+
+__all__ = ["CostNode", "Form", "Plate", "StochasticComputationGraph", "StochasticNode"]
+
+Form = Literal["ancestor", "history"]
+
+
+@dataclass(frozen=True, order=True)
+class Plate:
+    """An independence context of Pyro.
+
+    Args:
+        name: Name of the ``pyro.plate``.
+        dim: Its dimension, negative, counted from the right of a site's batch shape.
+    """
+
+    name: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class StochasticNode:
+    """A latent site's place in the graph.
+
+    Args:
+        name: Name of the site.
+        parents: Names of the stochastic nodes that its distribution reads directly.
+        plates: Its plates, sorted.
+        is_reparameterised: Whether its value carries a pathwise gradient.
+    """
+
+    name: str
+    parents: Sequence[str] = ()
+    plates: tuple[Plate, ...] = ()
+    is_reparameterised: bool = False
+
+
+@dataclass(frozen=True)
+class CostNode:
+    """One term to be minimised, in nats.
+
+    Args:
+        name: Name of the cost, unique in the graph.
+        parents: Names of the stochastic nodes that the cost reads directly.
+        plates: Its plates, sorted.
+        site: The site it belongs to, if any: ``log q`` of a guide site, ``-log p`` of a model site.
+    """
+
+    name: str
+    parents: Sequence[str] = ()
+    plates: tuple[Plate, ...] = ()
+    site: str | None = None
+
+
+@dataclass(frozen=True)
+class StochasticComputationGraph:
+    """Stochastic nodes in program order and cost nodes: a frozen, hashable value without tensors.
+
+    Args:
+        nodes: Stochastic nodes; each one's parents come before it.
+        costs: Cost nodes.
+
+    Raises:
+        GraphError: If a name occurs twice, or a parent is unknown or comes later.
+
+    Example:
+        >>> graph = StochasticComputationGraph.from_parents({"x": [], "y": ["x"]}, {"f": ["x", "y"]})
+        >>> sorted(graph.scope("y", ["f"]))
+        ['x', 'y']
+    """
+
+    nodes: tuple[StochasticNode, ...]
+    costs: tuple[CostNode, ...]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for node in self.nodes:
+            _check_parents("Stochastic node", node.name, self._strangers(node.parents, len(seen), seen), seen)
+            seen.add(node.name)
+        names: set[str] = set()
+        for cost in self.costs:
+            _check_parents("Cost node", cost.name, self._strangers(cost.parents, len(seen), seen), seen, names)
+            names.add(cost.name)
+
+    def _strangers(self, parents: Sequence[str], before: int, known: set[str]) -> list[str]:
+        """Parents that are none of the ``known`` nodes, the first ``before`` ones."""
+        if isinstance(parents, Names) and self._is_own(parents) and not parents.bits >> before:
+            return []
+        return [parent for parent in parents if parent not in known]
+
+    @classmethod
+    def from_parents(
+        cls,
+        nodes: Mapping[str, Iterable[str]],
+        costs: Mapping[str, Iterable[str]],
+        plates: Mapping[str, Iterable[Plate]] | None = None,
+    ) -> StochasticComputationGraph:
+        """Builds a graph by hand.
+
+        Args:
+            nodes: Name of each stochastic node and its direct parents, in program order.
+            costs: Name of each cost and the stochastic nodes it reads.
+            plates: Plates of nodes and costs, by name.
+
+        Returns:
+            The graph.
+
+        Raises:
+            GraphError: If a name occurs twice, is unknown, or comes before one of its parents.
+        """
+        framed = {name: tuple(sorted(p)) for name, p in (plates or {}).items()}
+        strangers = sorted(framed.keys() - nodes.keys() - costs.keys())
+        if strangers:
+            raise GraphError(f"Plates are given for {strangers}, which are neither nodes nor costs.")
+        return cls(
+            tuple(StochasticNode(n, tuple(p), framed.get(n, ())) for n, p in nodes.items()),
+            tuple(CostNode(n, tuple(p), framed.get(n, ())) for n, p in costs.items()),
+        )
+
+    # Equality compares the fields only; the hash is kept, since graphs serve as keys at every step.
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        kinds = tuple([node.plates for node in self.nodes])
+        return hash((self.names, kinds, tuple(self.parent_bits), self._cost_names, tuple(self.cost_bits)))
+
+    def __getstate__(self) -> dict[str, object]:
+        # Hashes of strings differ between processes, so nothing cached is pickled.
+        return {"nodes": self.nodes, "costs": self.costs}
+
+    # Sets of nodes are held as the bits of an int.
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the stochastic nodes, in program order."""
+        own = tuple(node.name for node in self.nodes)
+        # One object for all sets of them: they are then known for what they are at a glance.
+        sets = [*(node.parents for node in self.nodes), *(cost.parents for cost in self.costs)]
+        return next((s.of for s in sets if isinstance(s, Names) and s.of == own), own)
+
+    @cached_property
+    def _cost_names(self) -> tuple[str, ...]:
+        return tuple(cost.name for cost in self.costs)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each stochastic node in program order."""
+        return {node.name: i for i, node in enumerate(self.nodes)}
+
+    @cached_property
+    def cost_index(self) -> dict[str, int]:
+        """Position of each cost node."""
+        return {cost.name: i for i, cost in enumerate(self.costs)}
+
+    @cached_property
+    def parent_bits(self) -> list[int]:
+        """For each stochastic node its direct parents, as bits."""
+        return [self.bits_of(node.parents) for node in self.nodes]
+
+    @cached_property
+    def cost_bits(self) -> list[int]:
+        """For each cost the nodes that it reads, as bits."""
+        return [self.bits_of(cost.parents) for cost in self.costs]
+
+    @cached_property
+    def ancestor_bits(self) -> list[int]:
+        """For each stochastic node its ancestors, as bits."""
+        ancestors: list[int] = []
+        for bits in self.parent_bits:
+            ancestors.append(closure(ancestors, bits))
+        return ancestors
+
+    @cached_property
+    def descendant_bits(self) -> list[int]:
+        """For each stochastic node those that depend on it, directly or not, as bits."""
+        return transposed(self.ancestor_bits, len(self.nodes))
+
+    @cached_property
+    def child_bits(self) -> list[int]:
+        """For each stochastic node those that read it directly, as bits."""
+        return transposed(self.parent_bits, len(self.nodes))
+
+    @cached_property
+    def cost_child_bits(self) -> list[int]:
+        """For each stochastic node the costs that read it directly, as bits."""
+        return transposed(self.cost_bits, len(self.nodes))
+
+    @cached_property
+    def downstream_bits(self) -> list[int]:
+        """For each stochastic node, in program order, the costs downstream of it as bits."""
+        upstream = [closure(self.ancestor_bits, bits) for bits in self.cost_bits]
+        return transposed(upstream, len(self.nodes))
+
+    def node(self, name: str) -> StochasticNode:
+        """The stochastic node called ``name``."""
+        return self.nodes[self._position(name)]
+
+    def cost(self, name: str) -> CostNode:
+        """The cost node called ``name``."""
+        if name not in self.cost_index:
+            raise SiteNotFoundError(f"There is no cost {name!r}; the costs are {list(self.cost_index)}.")
+        return self.costs[self.cost_index[name]]
+
+    def parents(self, name: str) -> Sequence[str]:
+        """Direct parents of a stochastic node or a cost, in program order."""
+        if name in self.index:
+            return self.node_names(self.parent_bits[self.index[name]])
+        return self.node_names(self.bits_of(self.cost(name).parents))
+
+    def children(self, name: str) -> Sequence[str]:
+        """Stochastic nodes that read ``name`` directly."""
+        return self.node_names(self.child_bits[self._position(name)])
+
+    def ancestors(self, name: str) -> frozenset[str]:
+        """Transitive parents of a stochastic node or a cost."""
+        if name in self.index:
+            return frozenset(self.node_names(self.ancestor_bits[self.index[name]]))
+        own = self.bits_of(self.cost(name).parents)
+        return frozenset(self.node_names(closure(self.ancestor_bits, own)))
+
+    def descendants(self, name: str) -> frozenset[str]:
+        """Stochastic nodes that depend on ``name``, directly or not."""
+        return frozenset(self.node_names(self.descendant_bits[self._position(name)]))
+
+    def downstream_costs(self, name: str) -> Sequence[str]:
+        """Costs that depend on ``name``, directly or through other nodes."""
+        return self.cost_names(self.downstream_bits[self._position(name)])
+
+    def leaves_plates(self, name: str) -> bool:
+        """Whether a cost that depends on ``name`` lacks one of its plates, so that it reads several rows."""
+        plates = set(self.node(name).plates)
+        return any(not plates <= set(self.cost(cost).plates) for cost in self.downstream_costs(name))
+
+    def cost_names(self, bits: int) -> Sequence[str]:
+        """Names of the costs whose positions are the bits of ``bits``."""
+        if bits and not bits & (bits - 1):
+            return self._single_costs[bits.bit_length() - 1]
+        return named(self._cost_names, bits)
+
+    @cached_property
+    def _single_costs(self) -> list[tuple[str]]:
+        # Networks have a Q-node for every pair of a site and a cost: they share what they can.
+        return [(cost.name,) for cost in self.costs]
+
+    def last_variable(self, cost: str) -> str | None:
+        """The node read by ``cost`` that is sampled last: the cost is immediate there, in history form."""
+        bits = self.cost_set_bits([cost])
+        return self.nodes[bits.bit_length() - 1].name if bits else None
+
+    def frontier(self, names: Iterable[str], costs: Iterable[str]) -> frozenset[str]:
+        """The part of ``names`` from which one of ``costs`` is reachable through nodes outside ``names``.
+
+        Args:
+            names: Stochastic nodes, the set ``V``.
+            costs: Costs; several are treated as one cost that reads what any of them reads.
+
+        Returns:
+            The frontier, a subset of ``names``.
+
+        References:
+            | Backprop-Q (Xu et al., 2018), Theorem 1
+        """
+        return frozenset(self.node_names(self.frontier_bits(self.bits_of(names), self.cost_set_bits(costs))))
+
+    def frontier_bits(self, inside: int, reached: int) -> int:
+        """Frontier in bits: ``inside`` is the set ``V``, ``reached`` the nodes that the costs read."""
+        frontier, outside = reached & inside, reached & ~inside
+        # Walk backwards from the costs; a node inside V stops the walk, one outside passes it on.
+        while outside:
+            i = outside.bit_length() - 1
+            parents = self.parent_bits[i]
+            frontier |= parents & inside
+            outside = (outside ^ 1 << i) | (parents & ~inside)
+        return frontier
+
+    def cost_set_bits(self, costs: Iterable[str]) -> int:
+        """The nodes that any of ``costs`` reads, as bits."""
+        bits = 0
+        for cost in costs:
+            bits |= self.cost_bits[self.cost_index[self.cost(cost).name]]
+        return bits
+
+    def scope(self, name: str, costs: Iterable[str], form: Form = "ancestor") -> frozenset[str]:
+        r"""The variables that the Q-function of ``name`` for ``costs`` must see.
+
+            Sc_X = Fr(An_X + X)          (ancestor form)
+            Sc_X = Fr(all sampled so far)  (history form)
+
+        Args:
+            name: A stochastic node.
+            costs: The costs that its Q-function predicts the sum of.
+            form: ``"ancestor"``, the paper's, or ``"history"``.
+
+        Returns:
+            The scope; ``name`` itself is in it if one of the costs depends on it.
+        """
+        position, reached = self._position(name), self.cost_set_bits(costs)
+        return frozenset(self.node_names(self.scope_bits(position, reached, form)))
+
+    def scope_bits(self, position: int, reached: int, form: Form) -> int:
+        """Scope in bits of the node at ``position`` for costs that read ``reached``."""
+        return self.frontier_bits(self.known_bits(position, form), reached)
+
+    def known_bits(self, position: int, form: Form) -> int:
+        """What the Q-function of the node at ``position`` conditions on: An_X + X, or all sampled so far."""
+        before = self.ancestor_bits[position] if form == "ancestor" else (1 << position) - 1
+        return before | 1 << position
+
+    def _position(self, name: str) -> int:
+        if name not in self.index:
+            raise SiteNotFoundError(f"There is no stochastic node {name!r}; the nodes are {list(self.index)}.")
+        return self.index[name]
+
+    def _is_own(self, names: Names) -> bool:
+        return names.of is self.names or names.of == self.names
+
+    def bits_of(self, names: Iterable[str]) -> int:
+        """The stochastic nodes called ``names``, as bits."""
+        if isinstance(names, Names) and self._is_own(names):
+            return names.bits
+        bits = 0
+        for name in names:
+            bits |= 1 << self._position(name)
+        return bits
+
+    def node_names(self, bits: int) -> Sequence[str]:
+        """Names of the stochastic nodes whose positions are the bits of ``bits``."""
+        return named(self.names, bits)
+
+    def cost_bits_of(self, names: Iterable[str]) -> int:
+        """The costs called ``names``, as bits."""
+        if isinstance(names, Names) and (names.of is self._cost_names or names.of == self._cost_names):
+            return names.bits
+        return sum(1 << self.cost_index[name] for name in set(names))
+
+    def __repr__(self) -> str:
+        rows = [("site", "parents", "plates")]
+        rows += [(n.name, ", ".join(n.parents), _plates(n.plates)) for n in self.nodes]
+        rows += [(f"[{c.name}]", ", ".join(c.parents), _plates(c.plates)) for c in self.costs]
+        widths = [max(len(row[k]) for row in rows) for k in range(3)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _check_parents(
+    kind: str, name: str, unknown: list[str], known: set[str], used: frozenset[str] | set[str] = frozenset()
+) -> None:
+    if name in known or name in used:
+        raise GraphError(f"{kind} {name!r} occurs twice; give every node a name of its own.")
+    if unknown:
+        raise GraphError(
+            f"{kind} {name!r} has the parents {unknown}, which do not come before it; "
+            "list stochastic nodes in the order in which they are sampled."
+        )
+
+
+def _plates(plates: tuple[Plate, ...]) -> str:
+    return ", ".join(f"{p.name}:{p.dim}" for p in plates)

@@ -1,0 +1,72 @@
+r"""``ExpectedCost``: what a stochastic program costs in expectation."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pyro import poutine
+from pyro.infer.elbo import ELBOModule
+
+from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+
+__all__ = ["ExpectedCost"]
+
+
+class ExpectedCost(TraceBackpropQ_ELBO):
+    r"""Expected sum of the costs of a stochastic program, with the gradients of Backprop-Q.
+
+    .. math:: J = E_{q}\Big[\sum_c c\Big],\qquad \nabla J = E_q\Big[\sum_X \nabla\log q_X\, C_X + \sum_c \nabla c\Big]
+
+    Only :func:`~pyro_bpq.cost` statements count: neither ``log q`` nor ``log p`` does. The options are those of
+    :class:`~pyro_bpq.TraceBackpropQ_ELBO`, and the same estimators, critics and structures serve. The program is
+
+    - a policy, ``SVI(None, policy, optim, loss=ExpectedCost())`` or ``ExpectedCost()(policy)``, a module whose
+      call gives the differentiable loss;
+    - a policy and an environment, ``SVI(environment, policy, optim, loss=ExpectedCost())``: the environment runs
+      after the policy and takes over the values of its sites by name; its other sites are sampled in it, and
+      gradients reach their parameters.
+
+    A cost's function is called once per particle and step, in one call for vectorised particles, and never
+    otherwise unless ``exact=True`` is said of the cost. Every run of ``evaluate_loss`` and, unless
+    ``Replay(costs="stored")`` is chosen, every replayed rollout calls it too; further epochs of
+    :class:`~pyro_bpq.ProximalSVI` do not.
+
+    Raises:
+        OptionError: If an option is out of range.
+        UnsupportedProgramError: If a site is observed or a factor: conditioning has no place in this objective.
+
+    References:
+        | Gradient Estimation Using Stochastic Computation Graphs (Schulman et al., 2015)
+        | Backprop-Q: Generalized Backpropagation for Stochastic Computation Graphs (Xu et al., 2018)
+    """
+
+    _only_costs = True
+
+    def __call__(self, *programs: Any) -> ELBOModule:
+        """The loss of a policy, or of an environment and a policy, as a module.
+
+        Args:
+            *programs: ``policy``, or ``environment, policy``.
+
+        Returns:
+            A module that is called with the programs' arguments.
+        """
+        environment, policy = programs if len(programs) == 2 else (None, *programs)
+        return ELBOModule(environment, policy, self)
+
+    def _arguments(self, model: Any, guide: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any, Any, Any]]:
+        program = guide if model is None else functools.partial(_in_turn, guide, model)
+        return super()._arguments(_nothing, program, args, kwargs)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """The model of a program that is all guide."""
+
+
+def _in_turn(policy: Any, environment: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs both as one program."""
+    trace = poutine.trace(policy).get_trace(*args, **kwargs)
+    latent = [name for name, site in trace.nodes.items() if site["type"] == "sample" and not site["is_observed"]]
+    with poutine.block(hide=latent), poutine.replay(trace=trace):
+        return environment(*args, **kwargs)

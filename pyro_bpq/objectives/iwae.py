@@ -1,0 +1,274 @@
+r"""``TraceBackpropQ_IWAE``: the importance-weighted bound, with leave-one-out signals and critics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.infer import ELBO
+from torch import Tensor, nn
+
+from pyro_bpq.batching.layout import Layout
+from pyro_bpq.critics.learner import CriticLearner
+from pyro_bpq.critics.nets import Critic
+from pyro_bpq.errors import OptionError, PlateError
+from pyro_bpq.graph.scg import Plate
+from pyro_bpq.objectives.learned_state import LearnedState
+from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_plain
+from pyro_bpq.objectives.options import check_options
+from pyro_bpq.objectives.replayer import Staged, Transient
+from pyro_bpq.reruns.apart import Together
+from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.surrogate import StepResult, step
+from pyro_bpq.tracing.cost_statement import SkipCosts
+from pyro_bpq.tracing.traced_run import TracedRun, trace_run
+
+__all__ = ["TraceBackpropQ_IWAE"]
+
+
+class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
+    r"""Importance-weighted bound on the evidence, with unbiased gradients for sites of any kind.
+
+    .. math::
+        J = -E\Big[\log\tfrac1K\textstyle\sum_k w_k\Big],\quad
+        \nabla J = -E\Big[\sum_k (\hat L - \hat L_{-k})\,\nabla\log q(z_k) + \sum_k \tilde w_k\,\nabla\log w_k\Big]
+
+    with ``w = exp(log p - log q - costs)``, normalised ``w̃``, ``L̂ = log mean w``. ``L̂_-k`` has ``w_k`` replaced by
+    the geometric mean of the other weights, or leaves it out (arithmetic mean); it does not depend on ``z_k``.
+    The first sum runs over the sites that are not reparameterised, the others have pathwise gradients.
+
+    With critics the sites of a sample have the cost-to-go ``C_k = w̃_k - (L̂ - L̂_-k)``, all that multiplies their
+    ``∇ log q``: a critic ``Q_s`` of a site learns it from the values sampled so far and the other samples' weights, and
+    corrects it as in :class:`~pyro_bpq.AllAction`,
+
+    .. math::
+        (C_k - Q_s(z_{ks}) - \textstyle\sum_{t > s} A_t)\,\nabla\log q(z_{ks}) + \nabla E_q[Q_s],\quad
+        A_t = Q_t(z_{kt}) - E_q[Q_t]
+
+    with adaptive scales. Samples of one bound share their signals and are never each other's baseline; that is the
+    other bounds' mean, or with ``num_outer=1`` that of earlier steps. The gradient is unbiased for any critics.
+
+    Args:
+        num_particles: Number of samples ``K`` of one bound, at least 1.
+        num_outer: Number of independent bounds whose mean is taken.
+        plate: Name of an outermost plate that all sites are in, such as the data points': every row then has
+            weights and a bound of its own. ``None``: one weight for all that a sample draws.
+        baseline: ``"geometric"`` or ``"arithmetic"`` mean of the other samples' weights, or ``None``: the plain
+            score function.
+        max_plate_nesting: As in Pyro's ELBOs.
+        vectorize_particles: Whether all samples run in one vectorised call.
+        critic: How to build the critics of sites that do not choose their own, ``infer={"bpq": {"critic": ...}}``, by
+            the rules of :class:`TraceBackpropQ_ELBO`; ``None`` for none. Finite sites then have
+            :class:`~pyro_bpq.AllAction`, others that are not reparameterised :class:`~pyro_bpq.QProp`.
+        learner: Trains the critics with an optimiser of its own; ``None`` adds their loss to the surrogate, so that the
+            user's optimiser trains them.
+        lam: Weight of the lambda-return against the critic in targets, in ``[0, 1]``, or a function of the step.
+        seed: Seed of the initial weights of critics.
+
+    Attributes:
+        info: As in :class:`TraceBackpropQ_ELBO`, where there are critics; ``cost_to_go`` is ``(num_outer, K, plates)``.
+
+    Raises:
+        OptionError: If an option is out of range.
+        PlateError: If ``plate`` is not a plate of every site.
+        UnsupportedSiteError: If the estimator that a site chose cannot serve it.
+        UnsupportedProgramError: If there are critics and the samples of a step have different sites.
+
+    References:
+        | Importance Weighted Autoencoders (Burda et al., 2016), Eqs. 8 and 14
+        | Variational Inference for Monte Carlo Objectives (Mnih and Rezende, 2016), Eqs. 8 to 11
+        | Backprop-Q (Xu et al., 2018), Eq. 27
+    """
+
+    def __init__(
+        self,
+        num_particles: int = 5,
+        num_outer: int = 1,
+        plate: str | None = None,
+        baseline: str | None = "geometric",
+        max_plate_nesting: float = float("inf"),
+        vectorize_particles: bool = False,
+        *,
+        critic: Critic | None = None,
+        learner: CriticLearner | None = CriticLearner(),
+        lam: float | Callable[[int], float] = 0.97,
+        seed: int = 0,
+    ) -> None:
+        nn.Module.__init__(self)
+        if num_particles < 1 or num_outer < 1:
+            raise OptionError(f"num_particles={num_particles!r}, num_outer={num_outer!r}: write positive numbers.")
+        if baseline not in MEANS:
+            raise OptionError(f'baseline={baseline!r}: write "geometric", "arithmetic" or None.')
+        check_options(None, critic, "single", lam, 1.0, learner)
+        if learner is not None and (learner.replay is not None or learner.first_order > 0.0):
+            raise OptionError(
+                f"learner={learner}: critics of a bound learn from their own steps; leave replay and first_order out."
+            )
+        ELBO.__init__(
+            self,
+            num_particles=num_particles * num_outer,
+            max_plate_nesting=max_plate_nesting,
+            vectorize_particles=vectorize_particles,
+        )
+        self.num_inner, self.num_outer, self.plate, self.baseline = num_particles, num_outer, plate, baseline
+        self.planner = BoundPlanner(
+            *(None, critic, "single"),
+            asks_for_critics=True,
+            num_bounds=num_outer,
+            num_features=2 if num_particles > 1 else 0,
+        )
+        self.lam, self.gamma = lam, 1.0
+        self._start(learner, seed)
+        self._layouts: dict[Any, tuple[Layout, Plate | None]] = {}
+        self._together = Together()
+
+    __call__ = ELBO.__call__
+
+    def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The same as :meth:`differentiable_loss`."""
+        return self.differentiable_loss(model, guide, *args, **kwargs)
+
+    def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Minus the bound, in nats, of one draw of all samples.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The loss.
+        """
+        with torch.no_grad():
+            return float(self.differentiable_loss(model, guide, *args, **kwargs))
+
+    @property
+    def _num_draws(self) -> int:
+        return self.num_outer
+
+    def _evaluate(
+        self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
+    ) -> tuple[Tensor, Tensor, StepResult]:
+        """The loss, and the sums over bounds of what has its gradient."""
+        start = time.perf_counter()
+        runs = self._runs((model, guide, args, kwargs), learning)
+        found = [self._layout(run) for run in runs]
+        layout, rows = found[0]
+        drawn = [index for run in runs for name, index in run.subsamples.items() if name == self.plate]
+        if any(not torch.equal(drawn[0], index) for index in drawn[1:]):
+            raise PlateError(
+                f"Each of the samples of plate {self.plate!r} drew a subsample of its own, so that no row has more "
+                "than one. Write vectorize_particles=True, or hand minibatches to the model."
+            )
+        scale = 1.0 if rows is None else _row_scale(runs[0], rows.name)
+        shape, dim = (self.num_outer, self.num_inner, -1), None if rows is None else rows.dim
+        parts = [self._rows(run, dim, scale) for run in runs]
+        log_w, score = (torch.cat([part[n] for part in parts]).reshape(shape) for n in (0, 1))
+        ready = time.perf_counter()
+        if all(is_plain(each) for each, _ in found) or not torch.is_grad_enabled():
+            signal = leave_one_out_signal(log_w, self.baseline)
+            loss, surrogate = multi_sample_bound(log_w, score, signal)
+            return scale * loss / self.num_outer, scale * surrogate, StepResult(torch.zeros(()), None)
+        # What the weights' own gradient holds of the scores goes to the critics too: it nearly cancels the signals.
+        weights, signal = log_w.detach().softmax(1), leave_one_out_signal(log_w, self.baseline)
+        loss, surrogate = multi_sample_bound(log_w, score, weights)
+        is_vectorized = self.vectorize_particles and self.num_particles > 1
+        ndim = int(self.max_plate_nesting) - 1 if is_vectorized else runs[0].plate_ndim
+        costs, features = scale * (weights - signal), features_of_others(log_w)
+        rollout = bound_rollout(runs, costs, features, rows, ndim, is_vectorized)
+        signals = Signals(layout, rollout, {}, self.critics, learning)
+        staged = Staged(tuple(runs), (), signals)
+        if self.learner is not None and self.learner.steps > 1:
+            self.staged = Transient([staged])
+        result = step([signals], self.critics, self.learning(), learning and self._may_learn([staged], loss))
+        self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
+        return scale * loss / self.num_outer, scale * surrogate, result
+
+    def _runs(self, program: Any, learning: bool) -> list[TracedRun]:
+        """The runs of a step; one after the other from now on, if vectorised samples do not keep apart."""
+        start = torch.get_rng_state()
+        runs = list(self._get_traces(*program))
+        if not (self.vectorize_particles and self.num_particles > 1):
+            return runs
+        model, guide, args, kwargs = program
+        together = self._vectorized_num_particles(model), self._vectorized_num_particles(guide), args, kwargs
+        nesting = int(self.max_plate_nesting)
+        if not self._together.mixes(
+            *(self._trace, program, together, runs[0], self.num_particles, nesting, learning, self.num_steps, True)
+        ):
+            return runs
+        torch.set_rng_state(start)
+        self.vectorize_particles, self.max_plate_nesting = False, nesting - 1
+        return list(self._get_traces(*program))
+
+    def _layout(self, traced: TracedRun) -> tuple[Layout, Plate | None]:
+        """The batching of the sites of a run, and the plate of its rows."""
+        if traced.key not in self._layouts:
+            if len(self._layouts) >= 64:
+                self._layouts.clear()
+            rows = None if self.plate is None else _row_plate(traced, self.plate)
+            self._layouts[traced.key] = self.planner.layout(traced, rows), rows
+        return self._layouts[traced.key]
+
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> TracedRun:
+        return self._trace(model, guide, args, kwargs)
+
+    def _trace(
+        self,
+        model: Any,
+        guide: Any,
+        args: Any,
+        kwargs: Any,
+        track: bool = False,
+        put: Callable[[Any], Any] = lambda program: program,
+    ) -> TracedRun:
+        choose, nesting = self.planner.choose, self.max_plate_nesting
+        return trace_run(put(model), put(guide), args, kwargs, nesting, choose, self.num_particles, track)
+
+    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
+        super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)
+
+    def _rows(self, traced: TracedRun, dim: int | None, scale: float) -> tuple[Tensor, Tensor]:
+        """Log-weights with their gradients, and ``log q`` of the sites that need it, ``(samples, rows)`` each."""
+        costs = list(traced.run.costs.values())
+        scores = [record.score for record in traced.run.sites.values() if record.score is not None]
+        log_w = -sum((self._reduce(cost, dim) for cost in costs), costs[0].new_zeros((1, 1))) / scale
+        score = sum((self._reduce(log_q, dim) for log_q in scores), torch.zeros_like(log_w.detach()))
+        return log_w, score.expand_as(log_w)
+
+    def _reduce(self, value: Tensor, dim: int | None) -> Tensor:
+        """From a batch shape to ``(samples, rows)``."""
+        if self.vectorize_particles and self.num_particles > 1:
+            ndim = int(self.max_plate_nesting)
+            value = value.reshape((1,) * (ndim - value.dim()) + value.shape)
+        else:
+            value = value.unsqueeze(0)
+        if dim is not None:
+            return value.movedim(dim, 1).reshape(value.shape[0], value.shape[dim], -1).sum(-1)
+        return value.reshape(value.shape[0], -1).sum(1, keepdim=True)
+
+
+def _row_plate(traced: TracedRun, plate: str) -> Plate:
+    """The plate of the rows, in which all sites have to be."""
+    rows = None
+    for name, plates, *_ in traced.key:
+        rows = next((p for p in plates if p.name == plate), None)
+        if rows is None:
+            raise PlateError(
+                f"Site {name!r} is not in the plate {plate!r} (its plates: {[p.name for p in plates]}), so its rows "
+                "have no weights of their own; write plate=None."
+            )
+    assert rows is not None
+    return rows
+
+
+def _row_scale(traced: TracedRun, plate: str) -> float:
+    """The scale by which the plate's subsample stands for all."""
+    nodes = (*traced.guide_trace.nodes.values(), *traced.model_trace.nodes.values())
+    frames = [f for node in nodes for f in node.get("cond_indep_stack", ()) if f.name == plate]
+    full = frames[0].full_size
+    return 1.0 if full is None or full < 0 else full / frames[0].size

@@ -1,0 +1,231 @@
+r"""The objective near the guide that made a rollout: signals times probability ratios, and the KL divergence taken.
+
+A step's surrogate is a function of the ``log q`` of its sites. Its derivative there is the signal ``W``, whatever
+the estimator: a cost-to-go minus baselines, critics and control variates for the sample, or a summand for every
+value of a finite site. The local objective replaces ``log q`` by the ratio to the guide ``q_0`` of the rollout,
+
+    L(θ) = Σ_sites Σ_k W_k ρ_k + KL(q_θ || q_0),   ρ_k = q_θ(k) / q_0(k),   W_k = ∂S / ∂log q(k),
+
+whose gradient at ``q_0`` is the step's own. The divergence stands for the costs ``log q`` of the guide's own sites,
+which change with the guide; a site whose ``log q`` is no cost goes without. Of one site whose ``W`` are exact, ``L`` is
+the loss itself up to a constant. Only the guide runs again, with all sites held.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from pyro.distributions.util import is_identically_zero, scale_and_mask
+from torch import Tensor
+from torch.distributions import Distribution, kl_divergence
+
+from pyro_bpq.batching.site_batch import SiteBatch
+from pyro_bpq.errors import UnsupportedSiteError
+from pyro_bpq.estimators.base import needs_program
+from pyro_bpq.objectives.replayer import Staged
+from pyro_bpq.reruns.redraw import Hold, traced_leaves
+from pyro_bpq.rollout.runs import Run, SiteRecord
+from pyro_bpq.tracing.cost_statement import SkipCosts
+from pyro_bpq.tracing.traced_run import cost_of_guide
+
+__all__ = ["LocalObjective", "Nearby"]
+
+
+@dataclass(frozen=True)
+class Nearby:
+    """The guide's sites under other parameters, at the values of the rollout.
+
+    Args:
+        log_q: By rollout and class of sites, as :attr:`SiteBatch.log_q`.
+        kl: ``KL(q_0 || q_θ)`` of each site in nats, summed over plates, mean over particles.
+        penalty: ``KL(q_θ || q_0)`` of all sites whose ``log q`` is a cost, scaled and masked as that, by particle.
+    """
+
+    log_q: tuple[dict[int, Tensor], ...]
+    kl: dict[str, Tensor]
+    penalty: Tensor
+
+    @property
+    def total_kl(self) -> Tensor:
+        """Sum over sites, in nats."""
+        return torch.stack(list(self.kl.values())).sum() if self.kl else torch.zeros(())
+
+
+class LocalObjective:
+    """Signals of one rollout.
+
+    Args:
+        items: What the step worked on, before its backward pass; graphs are kept.
+        num_particles: Number of particles that the objective is the mean of.
+
+    Raises:
+        UnsupportedSiteError: If a site's gradient does not come through its ``log q`` alone.
+    """
+
+    def __repr__(self) -> str:
+        return f"LocalObjective({len(self.items)} rollouts, num_particles={self.num_particles})"
+
+    def __init__(self, items: Sequence[Staged], num_particles: int) -> None:
+        _check(items)
+        self.items, self.num_particles = tuple(items), num_particles
+        self.signals: list[dict[int, Tensor]] = []
+        self.old: list[dict[int, Tensor]] = []
+        for staged in items:
+            assert staged.result is not None
+            tensors = {c: staged.signals.batches[c].log_q for c in staged.signals.active}
+            log_q = {c: tensor for c, tensor in tensors.items() if tensor.requires_grad}
+            found: Sequence[Tensor | None] = ()
+            if log_q and staged.result.surrogate.requires_grad:
+                found = torch.autograd.grad(
+                    staged.result.surrogate, list(log_q.values()), retain_graph=True, allow_unused=True
+                )
+            pairs = zip(log_q.items(), found, strict=False)
+            self.signals.append({c: signal for (c, _), signal in pairs if signal is not None})
+            self.old.append({c: tensor.detach().clone() for c, tensor in tensors.items()})
+        # Distributions may hold the parameters themselves, which an optimiser changes in place.
+        self.frozen = [
+            [{name: _frozen(record.fn) for name, record in t.run.sites.items()} for t in staged.traced]
+            for staged in items
+        ]
+
+    def model_leaves(self) -> list[Tensor]:
+        """The leaf parameters that the model reads."""
+        return [leaf for staged in self.items for t in staged.traced for leaf in traced_leaves(t.model_trace).values()]
+
+    def nearby(self) -> Nearby:
+        """Runs the guide again with its present parameters and all sites held."""
+        tables, kl, penalties = [], dict[str, Tensor](), []
+        for staged, old, frozen in zip(self.items, self.old, self.frozen, strict=True):
+            runs = [_held_run(t.run, t.subsamples, p) for t, p in zip(staged.traced, staged.programs, strict=True)]
+            rollout = replace(staged.signals.rollout, runs=tuple(runs))
+            classes, free = staged.signals.layout.classes, _without_cost(staged)
+            penalty = runs[0].loss.new_zeros(rollout.num_particles)
+            batches = {c: SiteBatch(classes[c], rollout) for c in old}
+            tables.append({c: batch.log_q for c, batch in batches.items()})
+            finite = {c for c, new in tables[-1].items() if new.dim() == len(rollout.batch_shape(())) + 3}
+            for c in finite:
+                new, before = tables[-1][c], old[c]
+                terms = (before.exp() * (before - new)).flatten(1).sum(1)
+                for name, term in zip(classes[c].names, terms.unbind(0), strict=True):
+                    kl[name] = kl.get(name, 0.0) + term / self.num_particles
+                taxed = torch.tensor([name not in free for name in classes[c].names], dtype=new.dtype).to(new.device)
+                penalty = penalty + taxed @ _by_particle(batches[c].weighted(new.exp() * (new - before)))
+            for c, cls in enumerate(classes):
+                for name in cls.names if c not in finite else ():
+                    pairs = {id(r): _divergences(f[name], r.sites[name]) for r, f in zip(runs, frozen, strict=True)}
+                    for forward, _ in pairs.values():
+                        kl[name] = kl.get(name, 0.0) + forward.sum() / self.num_particles
+                    if name not in free:
+                        pick = functools.partial(_backward, pairs)
+                        penalty = penalty + _by_particle(rollout.stack(pick, (name,), cls.spec.plates))[0]
+            penalties.append(penalty)
+        return Nearby(tuple(tables), kl, torch.cat(penalties))
+
+    def value(self, nearby: Nearby, clip: float | None = None) -> Tensor:
+        r"""The local objective of each particle, ``(M,)``, in nats.
+
+            Σ W ρ + KL,   or   Σ max(W ρ, W clip(ρ, 1 - ε, 1 + ε)) + KL
+
+        Args:
+            nearby: The guide's sites under its present parameters.
+            clip: ``ε``, or ``None`` for no clipping.
+
+        References:
+            | Proximal policy optimization algorithms (Schulman et al., 2017), the clipped surrogate objective
+        """
+        totals = []
+        for staged, signals, old, new in zip(self.items, self.signals, self.old, nearby.log_q, strict=True):
+            rollout = staged.signals.rollout
+            total = rollout.runs[0].loss.new_zeros(rollout.num_particles)
+            for c, signal in signals.items():
+                ratio = torch.where(signal != 0, new[c] - old[c], torch.zeros_like(signal)).exp()
+                term = signal * ratio
+                if clip is not None:
+                    term = torch.maximum(term, signal * ratio.clamp(1.0 - clip, 1.0 + clip))
+                total = total + _by_particle(term).sum(0)
+            totals.append(total)
+        return torch.cat(totals) + nearby.penalty
+
+
+def _check(items: Sequence[Staged]) -> None:
+    for staged in items:
+        for c in staged.signals.active:
+            spec, names = staged.signals.layout.classes[c].spec, staged.signals.layout.classes[c].names
+            has_critic = spec.has_moments and spec.critic is not None and spec.estimator.uses_critic
+            if has_critic or (spec.components is None and needs_program(spec.estimator)):
+                raise UnsupportedSiteError(
+                    f"Sites {', '.join(map(repr, names))}: part of the gradient of {spec.estimator} comes through "
+                    "parameters of the distribution and not through its probabilities; write ScoreFunction() there, or "
+                    "use pyro.infer.SVI."
+                )
+        found = [name for name in staged.traced[0].enumerated if name in staged.traced[0].guide_trace.nodes]
+        if found:
+            raise UnsupportedSiteError(
+                f"Sites {', '.join(map(repr, sorted(found)))} of the guide are summed out, so there are no values to "
+                "hold them at; sample them, or use pyro.infer.SVI."
+            )
+
+
+def _held_run(run: Run, subsamples: Any, program: Any) -> Run:
+    _, guide, args, kwargs = program
+    values = {name: record.value.detach() for name, record in run.sites.items()}
+    hold = Hold({**values, **subsamples})
+    with hold, SkipCosts():
+        guide(*args, **kwargs)
+    sites = {name: _moved(record, values[name], hold.fns.get(name, record.fn)) for name, record in run.sites.items()}
+    return Run(sites, run.costs, run.differentiable, run.loss)
+
+
+def _moved(record: SiteRecord, value: Tensor, fn: Any) -> SiteRecord:
+    score: Any = fn.score_parts(value).score_function
+    if is_identically_zero(score):
+        score = fn.log_prob(value)
+    return replace(record, fn=fn, value=value, score=score)
+
+
+def _without_cost(staged: Staged) -> frozenset[str]:
+    """Sites whose ``log q`` is no cost."""
+    traced = staged.traced[0]
+    if traced.only_costs:
+        return frozenset(traced.run.sites)
+    return traced.untraced | {name for name in traced.run.sites if cost_of_guide(name) not in traced.run.costs}
+
+
+def _divergences(old: Any, record: SiteRecord) -> tuple[Tensor, Tensor]:
+    """``KL(q_0 || q_θ)`` and the scaled and masked ``KL(q_θ || q_0)`` of each row.
+
+    Analytic where they are registered, else from the sample.
+    """
+    try:
+        forward, backward = kl_divergence(old, record.fn), kl_divergence(record.fn, old)
+    except NotImplementedError:
+        # Unbiased under q_0 and never negative; the curvature is the sampled Fisher information.
+        log_ratio = record.fn.log_prob(record.value) - old.log_prob(record.value)
+        ratio = log_ratio.exp()
+        forward, backward = ratio - 1.0 - log_ratio, ratio * log_ratio - ratio + 1.0
+    return forward, scale_and_mask(backward, record.scale, record.mask)
+
+
+def _backward(pairs: Mapping[int, tuple[Tensor, Tensor]], run: Run, name: str) -> Tensor:
+    return pairs[id(run)][1]
+
+
+def _by_particle(tensor: Tensor) -> Tensor:
+    """Sums ``(G, M, ...)`` to ``(G, M)``."""
+    return tensor.reshape(*tensor.shape[:2], -1).sum(-1)
+
+
+def _frozen(fn: Any) -> Any:
+    """A distribution that shares no tensor with ``fn`` and carries no gradient."""
+    twin = copy.copy(fn)
+    for name, value in vars(fn).items():
+        if isinstance(value, Tensor):
+            setattr(twin, name, value.detach().clone())
+        elif isinstance(value, Distribution):
+            setattr(twin, name, _frozen(value))
+    return twin

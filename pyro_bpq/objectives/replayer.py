@@ -1,0 +1,360 @@
+r"""Critic updates from rollouts of the past: what a step leaves behind, and how stored rollouts are replayed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.layout import Layout
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.learner import CriticLearner
+from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
+from pyro_bpq.critics.slow import track
+from pyro_bpq.graph.off_policy import OffPolicyPlan, off_policy_plan
+from pyro_bpq.reruns.redraw import (
+    Hold,
+    assignments,
+    coparents,
+    guide_leaves,
+    held_sites,
+    isolated,
+    known_sites,
+    learned_sites,
+    stored_values,
+    swapped,
+    trainable,
+)
+from pyro_bpq.rollout.features import finite_components
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.surrogate import Learning, StepResult, critic_loss, expected_critic_loss
+from pyro_bpq.tracing.cost_statement import GiveCosts, SkipCosts, given_costs
+from pyro_bpq.tracing.traced_run import TracedRun
+
+__all__ = ["Host", "Replayer", "Staged", "Transient"]
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """What a step works on.
+
+    Args:
+        traced: Its runs.
+        programs: Model, guide, arguments and keyword arguments of each run.
+        signals: Their tensors.
+        result: What the step yielded, with all its particles; ``None`` before.
+    """
+
+    traced: tuple[TracedRun, ...]
+    programs: tuple[Any, ...]
+    signals: Signals
+    result: StepResult | None = None
+
+    def differentiable(self) -> list[Tensor]:
+        """The differentiable costs of each run, for the surrogate; to be asked when all sites are done."""
+        rerun = self.signals.rerun
+        return [traced.run.differentiable for traced in self.traced] if rerun is None else rerun.differentiable()
+
+    def again(self, bank: CriticBank) -> Signals:
+        """The tensors with the critics as they are now; nothing is built."""
+        return Signals(self.signals.layout, self.signals.rollout, self.signals.tables, bank, False)
+
+
+class Transient:
+    """What the last step worked on: it belongs to the process, copies and pickles are empty.
+
+    Args:
+        items: What is held.
+    """
+
+    def __init__(self, items: Sequence[Any] = ()) -> None:
+        self.items: tuple[Any, ...] = tuple(items)
+
+    def __repr__(self) -> str:
+        return f"Transient({len(self.items)} items)"
+
+    def __deepcopy__(self, memo: Any) -> Transient:
+        return Transient()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transient, ()
+
+
+class Host(Protocol):
+    """What replay needs of an ELBO."""
+
+    critics: CriticBank
+
+    def run_program(self, program: Any) -> TracedRun:
+        """Runs guide and model."""
+        ...
+
+    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Any]) -> Staged:
+        """Prepares a step on some runs; nothing learns."""
+        ...
+
+    def learning(self) -> Learning:
+        """How targets are formed at present."""
+        ...
+
+
+class _Leaves(dict[str, Tensor]):
+    """Parameters of the guide by name: they belong to the process, copies are empty."""
+
+    def __deepcopy__(self, memo: Any) -> _Leaves:
+        return _Leaves()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Leaves, ()
+
+
+class Replayer:
+    """Holds stored rollouts and forms critics' gradients from them.
+
+    Args:
+        learner: Options of the learner.
+        replay: Options of replay.
+        seed: Seed of what replay draws.
+    """
+
+    def __init__(self, learner: CriticLearner, replay: Replay, seed: int) -> None:
+        self.learner, self.replay = learner, replay
+        self.buffer = ReplayBuffer(replay.capacity)
+        self.slow_guide: dict[str, Tensor] = {}
+        self._leaves = _Leaves()
+        self._state = torch.Generator().manual_seed(seed * 7919 + 1).get_state()
+
+    def __repr__(self) -> str:
+        return f"Replayer({self.replay}, {self.buffer!r})"
+
+    def store(self, staged: Staged) -> None:
+        """Stores a step's rollout; tracks the guide's parameters."""
+        layout = staged.signals.layout
+        network = layout.network
+        if network is None or not network.learned:
+            return
+        # Where values steer, what comes after a site has to follow from the value that it holds.
+        form = "redrawn" if layout.is_steered else self.replay.coparents
+        values = tuple(stored_values(network, traced, form) for traced in staged.traced)
+        stored = StoredRollout(staged.traced[0].key, network, values, staged.programs, layout.is_steered)
+        if self.replay.costs == "stored":
+            stored = replace(stored, **_with_costs(staged, layout))
+        self.buffer.add(stored)
+        slow = self.learner.slow
+        if slow is not None and slow.guide:
+            leaves = guide_leaves(staged.traced[0], staged.programs[0][1])
+            self._leaves = _Leaves(leaves)
+            for name, leaf in leaves.items():
+                if name not in self.slow_guide or self.slow_guide[name].shape != leaf.shape:
+                    self.slow_guide[name] = leaf.detach().clone()
+            for name, leaf in leaves.items():
+                track([self.slow_guide[name]], [leaf.detach()], slow.rate)
+
+    def gradients(self, host: Host, sites: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Gradients of one update, by name of the weight; empty where there is nothing to learn from.
+
+        Args:
+            host: The ELBO.
+            sites: The sites whose critics learn; ``None`` for all.
+        """
+        generator = torch.Generator()
+        generator.set_state(self._state)
+        losses = []
+        for stored in self.buffer.draw(self.replay.batch_size, generator):
+            candidates = [site for site in learned_sites(stored.network) if sites is None or site in sites]
+            first, second = torch.randint(1 << 31, (2,), generator=generator, device="cpu").tolist()
+            if not candidates:
+                continue
+            losses += self._loss(host, stored, candidates[first % len(candidates)], sites, second)
+        self._state = generator.get_state()
+        if not losses:
+            return {}
+        weights = host.critics.touched_weights
+        total = torch.stack(losses).mean()
+        found = torch.autograd.grad(total, list(weights.values()), allow_unused=True)
+        return {name: g for name, g in zip(weights, found, strict=True) if g is not None}
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """A mark to which :meth:`restore` takes everything back."""
+        slow = {name: value.clone() for name, value in self.slow_guide.items()}
+        return self.buffer.snapshot(), self._state, slow, self._leaves
+
+    def restore(self, mark: tuple[Any, ...]) -> None:
+        """Undoes what was stored, drawn and tracked after ``mark``."""
+        buffer, self._state, self.slow_guide, self._leaves = mark
+        self.buffer.restore(buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is saved: the generator and the slow guide, not the rollouts."""
+        return {"generator": self._state, "slow_guide": self.slow_guide}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`; starts with an empty buffer."""
+        self.buffer = ReplayBuffer(self.replay.capacity)
+        self._state = state["generator"].clone()
+        self.slow_guide = {name: value.clone() for name, value in state["slow_guide"].items()}
+
+    def _loss(
+        self, host: Host, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
+    ) -> list[Tensor]:
+        if stored.plan is not None:
+            return self._loss_of_stored(host, stored, stored.plan, site, sites, seed)
+        form = "redrawn" if stored.is_steered else self.replay.coparents
+        held = held_sites(stored.network, site, form)
+        values = [_kept(each, stored, held) for each in stored.values]
+        staged = self._rerun(host, stored, values, seed)
+        if staged is None:
+            return []
+        network = staged.signals.layout.network
+        if network is None or not _reaches(staged, site, held):
+            self.buffer.drop(stored)
+            return []
+        names = coparents(network, site) if form == "expected" else ()
+        # Other processes have stored other rollouts; the gradients are averaged.
+        learning = replace(host.learning(), ranks=None)
+        if form == "redrawn":
+            chosen = {n for n in trainable(network, held) if sites is None or network.q_node(n).site in sites}
+        else:
+            chosen = {node.name for node in network.q_nodes(site)}
+        if names:
+            found = list(self._expected(host, stored, values, staged, names, site, seed))
+            if not found:
+                return []
+            weighted = [(each.signals, _weight(each, names)) for each in found]
+            loss = expected_critic_loss(weighted, host.critics, learning, chosen)
+        else:
+            loss = critic_loss([staged.signals], host.critics, learning, chosen)
+        return self._checked(loss, stored)
+
+    def _checked(self, loss: Tensor | None, stored: StoredRollout) -> list[Tensor]:
+        if loss is None:
+            return []
+        if not bool(torch.isfinite(loss)):
+            # A stored value that has become impossible has infinite cost.
+            self.buffer.drop(stored)
+            return []
+        return [loss]
+
+    def _loss_of_stored(
+        self,
+        host: Host,
+        stored: StoredRollout,
+        plan: OffPolicyPlan,
+        site: str,
+        sites: Collection[str] | None,
+        seed: int,
+    ) -> list[Tensor]:
+        """The loss of a rollout whose costs are not called again; all Q-nodes that learn by holding do so at once."""
+        network, learning = stored.network, host.learning()
+        own = {node.name for node in network.q_nodes(site)}
+        whole = not own & plan.redrawn
+        held = known_sites(network, site)
+        values = stored.values if whole else [_kept(each, stored, held) for each in stored.values]
+        staged = self._rerun(host, stored, values, seed)
+        if staged is None:
+            return []
+        found = staged.signals.layout.network
+        if found is None or (whole and found != network) or not (whole or _reaches(staged, site, held)):
+            self.buffer.drop(stored)
+            return []
+        if whole:
+            chosen = {n for n in plan.held if sites is None or network.q_node(n).site in sites}
+        else:
+            chosen, learning = own & plan.redrawn, replace(learning, lam=0.0)
+        return self._checked(critic_loss([staged.signals], host.critics, learning, chosen) if chosen else None, stored)
+
+    def _expected(
+        self,
+        host: Host,
+        stored: StoredRollout,
+        values: Sequence[Mapping[str, Tensor]],
+        staged: Staged,
+        names: tuple[str, ...],
+        site: str,
+        seed: int,
+    ) -> Iterator[Staged]:
+        limit = self.replay.max_assignments
+        joint = [assignments(traced, names, site, limit) for traced in staged.traced]
+        for assigned in zip(*joint, strict=True):
+            merged = [{**own, **more} for own, more in zip(values, assigned, strict=True)]
+            # The same seed: what the co-parents read is drawn alike for all their values.
+            each = self._rerun(host, stored, merged, seed)
+            if each is None:
+                return
+            yield each
+
+    def _rerun(
+        self,
+        host: Host,
+        stored: StoredRollout,
+        values: Sequence[Mapping[str, Tensor]],
+        seed: int,
+    ) -> Staged | None:
+        """Runs the programs again; drops a rollout whose structure is no more."""
+        slow = self.slow_guide
+        costs: Sequence[Mapping[str, Tensor]] = stored.costs or [{}] * len(values)
+        # Where nothing may be called, neither may be a function that was not reached before.
+        skip = contextlib.nullcontext() if stored.plan is None else SkipCosts()
+        with isolated(seed), torch.enable_grad():
+            traced = []
+            for program, held, paid in zip(stored.programs, values, costs, strict=True):
+                try:
+                    with swapped(self._leaves, slow), Hold(held), skip, GiveCosts(paid):
+                        run = host.run_program(program)
+                except Exception:
+                    # Whatever a program raises that ran before: the stored values do not fit it any more.
+                    run = None
+                if run is None or (run.key != stored.key and not stored.is_steered):
+                    self.buffer.drop(stored)
+                    return None
+                traced.append(run)
+            return host.stage(traced, stored.programs)
+
+
+def _with_costs(staged: Staged, layout: Layout) -> dict[str, Any]:
+    """What else is stored where costs are not called again: all values, the costs, what learns from them."""
+    assert layout.network is not None
+    values, costs, names = [], [], set[str]()
+    for traced in staged.traced:
+        own = {name: record.value.detach().clone() for name, record in traced.run.sites.items()}
+        values.append({**own, **{name: index.clone() for name, index in traced.subsamples.items()}})
+        costs.append(given_costs(traced.guide_trace) | given_costs(traced.model_trace))
+        names |= {name for name, options in traced.user_costs.items() if options.is_function}
+    expected = {
+        name for cls in layout.classes if cls.spec.components and cls.spec.critic is not None for name in cls.names
+    }
+    plan = off_policy_plan(layout.network, expected, layout.tabled, names)
+    return {"values": tuple(values), "costs": tuple(costs), "plan": plan}
+
+
+def _kept(values: Mapping[str, Tensor], stored: StoredRollout, held: Collection[str]) -> dict[str, Tensor]:
+    """The stored values that are held, and all subsample indices."""
+    return {name: value for name, value in values.items() if name in held or name not in stored.network.graph.index}
+
+
+def _reaches(staged: Staged, site: str, held: Collection[str]) -> bool:
+    """Whether a run still comes to a site by what was held; else its critic would learn from another history."""
+    layout = staged.signals.layout
+    if not layout.is_steered:
+        return True
+    assert layout.network is not None
+    return site in layout.graph.index and known_sites(layout.network, site) == held
+
+
+def _weight(staged: Staged, names: Sequence[str]) -> Tensor:
+    """Probability of the co-parents' values, ``(M, plates)``."""
+
+    def log_q(run: Any, name: str) -> Tensor:
+        site = run.sites[name]
+        split = finite_components(site.fn)
+        assert split is not None
+        table = split.log_probs(split.parameters(site.fn).detach())
+        return table.gather(-1, split.index(site.value, site.fn).unsqueeze(-1)).squeeze(-1).sum(-1)
+
+    plates = {entry[0]: entry[1] for entry in reversed(staged.traced[0].key)}
+    terms = [staged.signals.rollout.stack(log_q, (name,), plates[name])[0] for name in names]
+    return sum(terms[1:], terms[0]).exp()

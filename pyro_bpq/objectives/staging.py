@@ -1,0 +1,248 @@
+"""From the programs of a step to its runs, their plans, and what their sites are told."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.learner import CriticLearner
+from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.objectives.replayer import Staged
+from pyro_bpq.plan.planner import Plan, Planner
+from pyro_bpq.reruns.at_values import Reruns, charged
+from pyro_bpq.reruns.flipped_costs import flipped_costs
+from pyro_bpq.reruns.row_runs import RowRuns
+from pyro_bpq.rollout.runs import Rollout
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.tracing.component_costs import Patterns
+from pyro_bpq.tracing.plate_errors import check_declared
+from pyro_bpq.tracing.sandbox import UngraphedBuffers
+from pyro_bpq.tracing.structure_cache import StructureCache
+from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.watch import samples
+
+__all__ = ["Kind", "Staging"]
+
+# What a plan depends on besides the graph, see Staging._kind.
+Kind = tuple[bool, bool, Patterns, frozenset[str], bool, int]
+
+
+class Staging:
+    """The part of an objective that runs the programs of a step and plans what is done on their structure."""
+
+    critics: CriticBank
+    learner: CriticLearner | None
+    planner: Planner
+    max_plate_nesting: float
+    num_particles: int
+    num_noises: int
+    vectorize_particles: bool
+    keeps_staged: bool
+    _structure: StructureCache
+    _plans: dict[Any, Plan]
+    _last_plan: Any
+    _cannot_flip: set[Any]
+    _row_runs: RowRuns
+    _slopes: dict[Any, bool]
+    _only_costs: bool
+    _arguments: Any
+    _trace: Any
+    # Weight of each run in the loss, if slopes may be found in one backward pass with its gradients.
+    _share: float | None = None
+
+    def __repr__(self) -> str:
+        # That of a module, which every objective is; this class stands before it among the bases.
+        return super().__repr__()
+
+    def _observe(
+        self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
+    ) -> tuple[list[TracedRun], list[Staged]]:
+        """The runs of a step, and what their sites are told."""
+        track = self._structure.wants_tracking()
+        programs = self._arguments(model, guide, args, kwargs)
+        runs = self._runs(programs, track)
+        graphs = [self._structure.graph(traced, learning) for traced in runs]
+        is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
+        scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())
+        if is_dynamic and scored and self.vectorize_particles and self.num_particles > 1:
+            raise UnsupportedProgramError(
+                "A sampled value left torch (as by .item(), int(), if, .numpy()) while several particles ran at once, "
+                "so that particles may steer each other; write vectorize_particles=False."
+            )
+        is_alike = all(run.key == runs[0].key for run in runs)
+        kind = self._kind(runs, is_dynamic)
+        if not is_dynamic and is_alike and any(graph != graphs[0] for graph in graphs[1:]):
+            graphs = [self._structure.merge(runs[0], graphs)] * len(runs)
+        # A baseline from those particles that happen to have the same structure would depend on the value of the
+        # site that it is for: either all particles are stacked or each is on its own.
+        members = [list(range(len(runs)))] if is_alike and not is_dynamic else [[i] for i in range(len(runs))]
+        try:
+            items = [
+                self._stage([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
+                for ids in members
+            ]
+        except BPQError:
+            raise
+        except RuntimeError:
+            # Shapes that do not fit are told by the site that they come from.
+            traces = (runs[0].guide_trace, runs[0].model_trace)
+            check_declared(site for trace in traces for site in samples(trace).values())
+            raise
+        return runs, items
+
+    def _runs(self, programs: Sequence[Any], track: bool) -> list[TracedRun]:
+        """Traces the programs of a step, with slopes where the last step's plan asked for them."""
+        last = None if track or not torch.is_grad_enabled() else self._last_plan
+        if last is None or not last[3].led_back:
+            return [self._trace(*program, track=track) for program in programs]
+        start = torch.get_rng_state()
+        try:
+            with UngraphedBuffers() if last[3].has_buffers else contextlib.nullcontext():
+                return [self._trace(*program, track=track, sloped=last[3].led_back) for program in programs]
+        except BPQError:
+            raise
+        except RuntimeError as error:
+            torch.set_rng_state(start)
+            runs = [self._trace(*program, track=track) for program in programs]
+            # It runs with plain values: torch refuses something that the program does with values that carry gradients.
+            self._do_without_slopes(last[0])
+            warnings.warn(
+                f"The program failed while the values of the sites {sorted(last[3].led_back)} carried gradients, for "
+                f"slopes of costs: {error} It does without from now on. Where a value leaves torch write z.detach().",
+                BPQWarning,
+                stacklevel=2,
+            )
+            return runs
+
+    def _do_without_slopes(self, key: Any) -> None:
+        self._slopes[key] = False
+        self._plans.clear()
+        self._last_plan = None
+
+    def _kind(self, runs: Sequence[TracedRun], is_dynamic: bool) -> Kind:
+        """Steering, whether rows stay apart, what elements read, what is handed over, buffers, number of particles."""
+        patterns = frozenset() if is_dynamic else self._structure.patterns_of(runs)
+        cuts_plates = all(self._structure.cuts_plates(traced) for traced in runs)
+        structure = self._structure
+        known = structure.handed_of(runs), structure.has_buffers(runs)
+        return is_dynamic, cuts_plates, patterns, *known, self.num_particles
+
+    def _stage(
+        self,
+        traced: list[TracedRun],
+        graph: Any,
+        programs: list[Any],
+        learning: bool,
+        kind: Kind,
+        reruns: bool = True,
+    ) -> Staged:
+        model, guide, args, kwargs = programs[0]
+        plan = self._plan(traced[0], graph, kind)
+        is_vectorized = self.vectorize_particles and self.num_particles > 1
+        rollout = Rollout(
+            tuple(t.run for t in traced),
+            self.num_particles if is_vectorized else len(traced),
+            traced[0].plate_sizes,
+            # Particles lie to the left of as many dimensions as plates may have, whether there are plates or not.
+            int(self.max_plate_nesting) - 1 if is_vectorized else traced[0].plate_ndim,
+            is_vectorized,
+        )
+        tables = {}
+        if plan.flips is not None:
+            again = guide if self._only_costs else model
+            found = flipped_costs(
+                *(plan.flips, plan.components, traced, rollout, again, args, kwargs, graph, self._row_runs),
+                has_buffers=plan.has_buffers,
+                learning=learning,
+            )
+            if found is None:
+                self._cannot_flip.add(traced[0].key)
+                self._plans.clear()
+                self._last_plan = None
+                plan = self._plan(traced[0], graph, kind)
+            tables = found or {}
+        rerun = generator = None
+        is_first_order = learning and self.learner is not None and self.learner.first_order > 0.0
+        if reruns and (plan.needs_program or is_first_order) and not kind[0]:
+            generator = self._noise()
+            rerun = Reruns(self._trace, programs, traced, plan, generator, self._share)
+            if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
+                plan = self._plan(traced[0], graph, kind)
+            rerun.plan = plan
+        if plan.patterns:
+            # Only now it is certain which plan is carried out.
+            runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)
+            rollout = replace(rollout, runs=runs)
+        signals = Signals(plan.layout, rollout, tables, self.critics, learning, rerun, generator, self.keeps_staged)
+        return Staged(tuple(traced), tuple(programs), signals)
+
+    def _has_slopes(self, rerun: Reruns, key: Any, plan: Plan, rollout: Rollout) -> bool:
+        """Looks, once for each structure, whether costs have gradients to the values of the sites that need some."""
+        if key in self._slopes:
+            return True
+        plates = {name: plan.graph.node(name).plates for name in plan.sloped}
+        try:
+            found = all(rerun.has_slope(name, rollout, own) for name, own in plates.items())
+        except BPQError:
+            raise
+        except RuntimeError:
+            # Torch refuses something that the program does with values that carry gradients.
+            found = False
+        if found:
+            self._slopes[key] = True
+        else:
+            self._do_without_slopes(key)
+        return found
+
+    def _noise(self) -> torch.Generator:
+        """Noise for what estimators draw themselves; the global generator is left alone."""
+        self.num_noises += 1
+        return torch.Generator().manual_seed((self.critics.seed * 7919 + 1) * 1_000_003 + self.num_noises)
+
+    def _plan(self, traced: TracedRun, graph: Any, kind: Kind) -> Plan:
+        last = self._last_plan
+        # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
+        if last is not None and last[1] is graph and last[2] == kind and last[0] == traced.key:
+            return last[3]
+        key = (traced.key, graph, kind)
+        if key not in self._plans:
+            if len(self._plans) >= 64:
+                self._plans.clear()
+            is_dynamic, cuts_plates, patterns, handed, has_buffers, _ = kind
+            plan = self.planner.plan(
+                traced,
+                graph,
+                traced.key not in self._cannot_flip,
+                is_dynamic,
+                cuts_plates,
+                patterns,
+                self._slopes.get(traced.key, True),
+                handed,
+            )
+            self._plans[key] = replace(plan, has_buffers=has_buffers)
+        self._last_plan = (traced.key, graph, kind, self._plans[key])
+        return self._plans[key]
+
+    @property
+    def graph(self) -> StochasticComputationGraph:
+        """The stochastic computation graph of the last step.
+
+        Raises:
+            BPQError: If no step has been taken.
+        """
+        if self._last_plan is None:
+            raise BPQError("There is no graph yet: take a step first, e.g. svi.step(...).")
+        return self._last_plan[3].graph
+
+    @property
+    def network(self) -> BackpropQNetwork | None:
+        """The Backprop-Q network of the last step; ``None`` if no site has a critic."""
+        return None if self._last_plan is None else self._last_plan[3].layout.network

@@ -1,0 +1,7 @@
+"""Decides what a step does on a structure: estimator, critic and exact costs of each site.
+
+Imports ``tracing`` and what is below it; nothing here runs a program. Read ``planner.py`` first, then
+``defaults.py``.
+"""
+
+__all__: tuple[str, ...] = ()

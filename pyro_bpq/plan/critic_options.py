@@ -1,0 +1,81 @@
+"""Whether a critic that was chosen for a site can serve it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyro_bpq.critics.joint import JointCritic, MomentCritic
+from pyro_bpq.critics.nets import Critic, MLPCritic, TabularCritic
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.base import Estimator
+from pyro_bpq.rollout.features import Components
+from pyro_bpq.rollout.moments import has_moments
+
+__all__ = ["checked_critic", "default_critic"]
+
+
+def default_critic(critic: Critic, fn: Any, components: Components | None) -> Critic | None:
+    """The critic of a site for which only the ELBO's is given.
+
+    Args:
+        critic: The ELBO's.
+        fn: The site's distribution.
+        components: Its finite components, or ``None``.
+
+    Returns:
+        Without finite components a :class:`MomentCritic`, if there are moments. With one component the ELBO's critic.
+        With many, that too unless it is a perceptron or a table, which give ``None``: critics that read such a value
+        as a whole lower the variance, but as measured not the time to a given ELBO; they are for who asks for
+        them, ``critic=FlipCritic()``. A critic for the other kind of sites gives ``None``.
+    """
+    is_for_other = isinstance(critic, JointCritic) and critic.is_finite == (components is None)
+    if components is None:
+        own = critic if isinstance(critic, JointCritic) and not is_for_other else MomentCritic()
+        return own if has_moments(fn) else None
+    if is_for_other:
+        return None
+    if components.size == 1:
+        return critic
+    return None if isinstance(critic, MLPCritic | TabularCritic) else critic
+
+
+def checked_critic(critic: Any, name: str, fn: Any, components: Components | None, estimator: Estimator) -> Critic:
+    """Returns the critic if the site has what it reads.
+
+    Args:
+        critic: The choice of the site.
+        name: Name of the site.
+        fn: Its distribution.
+        components: Its finite components, or ``None``.
+        estimator: Its estimator.
+
+    Returns:
+        The critic.
+
+    Raises:
+        OptionError: If it has not.
+    """
+    chosen: Critic = critic
+    kind = type(fn).__name__
+    if not isinstance(critic, JointCritic):
+        if estimator.is_pathwise:
+            raise OptionError(
+                f"Site {name!r} ({kind}) is reparameterised: a critic corrects the sites before it, and "
+                f"{critic} knows no expectation there. Write critic=MomentCritic() or critic=False."
+            )
+        return chosen
+    if critic.is_finite and (components is None or estimator.is_pathwise):
+        raise OptionError(
+            f"Site {name!r} ({kind}) has no finite components, which {critic} sums over. Write critic=MomentCritic()."
+        )
+    if not critic.is_finite and components is not None and not estimator.is_pathwise:
+        raise OptionError(
+            f"Site {name!r} ({kind}) has finite components: write critic=MLPCritic() or critic=QuadraticCritic() "
+            f"instead of {critic}."
+        )
+    if not critic.is_finite and not has_moments(fn):
+        raise OptionError(
+            f"Site {name!r}: {kind} tells no finite mean and variance, which {critic} is centred by. "
+            "Write critic=False."
+        )
+    return chosen

@@ -1,0 +1,250 @@
+r"""Runs a program again with a site at another value, for estimators that compare values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import prune_subsample_sites
+from torch import Tensor
+
+from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.graph.scg import Plate
+from pyro_bpq.plan.planner import Plan
+from pyro_bpq.reruns.shared_backward import SharedBackward, shared_backward
+from pyro_bpq.rollout.runs import Rollout, Run
+from pyro_bpq.step.site_program import gradient_to, slope_of
+from pyro_bpq.tracing.component_costs import Pattern, charge_sites
+from pyro_bpq.tracing.sandbox import Sandbox
+from pyro_bpq.tracing.substitute import Substitute, relaxed_log_prob
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model, cost_of_site
+from pyro_bpq.tracing.watch import samples
+
+__all__ = ["Reruns"]
+
+# Traces (model, guide, args, kwargs) without tracking.
+Trace = Callable[..., TracedRun]
+
+
+class Reruns:
+    """Runs guide and model again with one site at another value.
+
+    Sites sampled downstream of it are drawn afresh, from a generator of the ELBO's own; everything else keeps
+    its value. Global generators, and buffers of modules, are left as they were.
+
+    Args:
+        trace: Traces a program.
+        programs: Model, guide and their arguments, for each run of the step.
+        traced: The runs of the step.
+        plan: What is done on their graph; it may be exchanged for another one on the same.
+        generator: Source of the fresh draws.
+        share: Weight of each run in the step's loss, if the backward pass for slopes is that of the costs too.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        programs: Sequence[tuple[Any, Any, Any, Any]],
+        traced: Sequence[TracedRun],
+        plan: Plan,
+        generator: torch.Generator,
+        share: float | None,
+    ) -> None:
+        self.trace, self.programs, self.traced = trace, programs, traced
+        self.plan, self.generator, self.share = plan, generator, share
+        self.num_runs = 0
+        self._fresh: tuple[Run, ...] | None = None
+        self._led: dict[int, SharedBackward] = {}
+
+    def __repr__(self) -> str:
+        return f"Reruns({len(self.programs)} programs, {self.num_runs} runs so far)"
+
+    def __call__(self, name: str, value: Tensor, held: tuple[Run, ...] | None = None) -> tuple[Run, ...]:
+        """Runs the program once more per run of the step.
+
+        Args:
+            name: The site.
+            value: Its value ``(M, plate dims, event)``; where it requires a gradient, the costs carry it.
+            held: Runs whose values the sites downstream keep, instead of drawing afresh.
+
+        Returns:
+            The runs.
+
+        Raises:
+            UnsupportedProgramError: If the program then has other sites.
+        """
+        fresh = {name, *self.plan.graph.descendants(name)}
+        # Estimators ask without recording gradients: a view made so would not lead back to the value.
+        with torch.set_grad_enabled(value.requires_grad):
+            values = value.split(1) if len(self.traced) > 1 else (value,)
+        return tuple(
+            self._run(name, values[i], fresh, None if held is None else held[i], *pair)
+            for i, pair in enumerate(zip(self.programs, self.traced, strict=True))
+        )
+
+    def _run(self, name: str, value: Tensor, fresh: set[str], held: Run | None, program: Any, traced: TracedRun) -> Run:
+        model, guide, args, kwargs = program
+        sites = traced.run.sites
+        values: dict[str, Any] = {site: record.value.detach() for site, record in sites.items() if site not in fresh}
+        if held is not None:
+            values.update({site: record.value.detach() for site, record in held.sites.items() if site in fresh})
+        values.update(traced.subsamples)
+        own = sites[name].value
+        with torch.set_grad_enabled(value.requires_grad):
+            values[name] = value.reshape(own.shape).to(own.dtype if not value.requires_grad else value.dtype)
+            if value.requires_grad:
+                # A program may change it in place, which no leaf allows.
+                values[name] = values[name].clone()
+        seed = self._seed()
+        relaxed = frozenset({name}) if value.requires_grad else frozenset()
+        with (
+            Sandbox(seed, self.plan.has_buffers),
+            pyro.validation_enabled(False),
+            torch.set_grad_enabled(value.requires_grad),
+        ):
+            put = Substitute(values, relaxed)
+            if len(fresh) == 1 and self._is_last(name, traced):
+                again = _model_run(name, values[name], poutine.trace(put(model)).get_trace(*args, **kwargs), traced)
+            else:
+                again = self.trace(model, guide, args, kwargs, track=False, put=put).run
+        return _with_all_costs(again, traced, name)
+
+    def has_slope(self, name: str, rollout: Rollout, plates: Sequence[Plate]) -> bool:
+        """Whether any cost but its own log-probabilities has a gradient to the value of a site."""
+        ndim = len(self.traced[0].run.sites[name].fn.event_shape)
+        value = rollout.stack(lambda run, site: run.sites[site].value.detach(), [name], plates, ndim)[0]
+        leaf = value.clone().requires_grad_()
+        return bool((slope_of(self(name, leaf), self._others(name), leaf) != 0).any())
+
+    def _others(self, name: str) -> list[str]:
+        """The costs downstream of a site but its own log-probabilities."""
+        own = (cost_of_guide(name), cost_of_model(name))
+        return [cost for cost in self.plan.graph.downstream_costs(name) if cost not in own]
+
+    def slopes(self, name: str) -> tuple[Tensor, ...] | None:
+        """The gradient of all costs downstream to the value of a site in each run of the step.
+
+        Args:
+            name: The site.
+
+        Returns:
+            A tensor of the shape of the value for each run, detached; ``None`` where its values are no leaves.
+        """
+        if any(traced.run.sites[name].leaf is None for traced in self.traced):
+            return None
+        found = [(self._led_back(i).slopes[name], traced.run) for i, traced in enumerate(self.traced)]
+        return tuple(slope + _own_slope(run, name) for slope, run in found)
+
+    def _led_back(self, i: int) -> SharedBackward:
+        """The backward pass through the costs of a run; one for all sites."""
+        if i not in self._led:
+            self._led[i] = shared_backward(self.traced[i].run, self.share)
+        return self._led[i]
+
+    def differentiable(self) -> list[Tensor]:
+        """The differentiable costs of each run, for the surrogate; to be asked when all sites are done."""
+        costs = [traced.run.differentiable for traced in self.traced]
+        return [self._led[i].differentiable if i in self._led else cost for i, cost in enumerate(costs)]
+
+    def fresh(self) -> tuple[Run, ...]:
+        """Runs the program once more per run of the step, with every site drawn afresh; at the first call only.
+
+        Returns:
+            The runs.
+
+        Raises:
+            UnsupportedProgramError: If the program then has other sites.
+        """
+        if self._fresh is None:
+            pairs = zip(self.programs, self.traced, strict=True)
+            self._fresh = tuple(self._fresh_run(program, traced) for program, traced in pairs)
+        return self._fresh
+
+    def _fresh_run(self, program: Any, traced: TracedRun) -> Run:
+        (model, guide, args, kwargs), put = program, Substitute(traced.subsamples)
+        with Sandbox(self._seed(), self.plan.has_buffers), pyro.validation_enabled(False), torch.no_grad():
+            if traced.only_costs or traced.elimination is not None:
+                again = self.trace(model, guide, args, kwargs, track=False, put=put).run
+            else:
+                first = poutine.trace(put(guide)).get_trace(*args, **kwargs)
+                second = poutine.trace(poutine.replay(put(model), trace=first)).get_trace(*args, **kwargs)
+                again = replace(traced.run, costs={**_costs(first, True), **_costs(second, False)})
+                again = charged(again, self.plan.patterns, first, second)
+        return _with_all_costs(again, traced, next(iter(traced.run.sites)))
+
+    def _seed(self) -> int:
+        self.num_runs += 1
+        return int(torch.randint(1 << 62, (), generator=self.generator, device="cpu"))
+
+    def _is_last(self, name: str, traced: TracedRun) -> bool:
+        """Whether no cost of the guide but its own depends on a site that no other site descends from."""
+        if traced.only_costs or traced.elimination is not None:
+            return False
+        others = {cost_of_guide(other) for other in traced.run.sites if other != name}
+        others |= {cost_of_site(site, True) for site in samples(traced.guide_trace).values() if site["is_observed"]}
+        # What the guide hands to the model is made again where the guide runs again as well.
+        return (others | self.plan.handed).isdisjoint(self.plan.graph.downstream_costs(name))
+
+
+def _with_all_costs(again: Run, traced: TracedRun, name: str) -> Run:
+    """A run with the costs that the first run had, compared for a site."""
+    costs = dict(again.costs)
+    for site in traced.untraced:
+        costs.setdefault(cost_of_guide(site), traced.run.costs[cost_of_guide(site)])
+    if costs.keys() != traced.run.costs.keys():
+        changed = sorted(costs.keys() ^ traced.run.costs.keys())
+        raise UnsupportedProgramError(
+            f"Site {name!r}: at another value of it the program has other costs ({', '.join(changed)}), so its "
+            "estimator cannot compare them; use AllAction() or ScoreFunction(RunningBaseline()) at this site."
+        )
+    return replace(again, costs=costs)
+
+
+def _model_run(name: str, value: Tensor, trace: Any, traced: TracedRun) -> Run:
+    """The run with a site at another value, from a run of the model alone."""
+    record, costs = traced.run.sites[name], dict(traced.run.costs)
+    if name not in traced.untraced:
+        site = traced.guide_trace.nodes[name]
+        log_q = relaxed_log_prob(record.fn, value) if value.requires_grad else record.fn.log_prob(value)
+        costs[cost_of_guide(name)] = scale_and_mask(log_q, site["scale"], site["mask"])
+    costs.update(_costs(trace, False))
+    return replace(traced.run, sites={**traced.run.sites, name: replace(record, value=value)}, costs=costs)
+
+
+def _own_slope(run: Run, name: str) -> Tensor:
+    """The gradient of ``log q - log p`` of a site itself to its value, for that of the ``-log p`` of the run."""
+    record = run.sites[name]
+    sides = {
+        cost_of_guide(name): (1.0, record.fn, record.scale, record.mask),
+        cost_of_model(name): (-1.0, record.prior, record.prior_scale, record.prior_mask),
+    }
+    leaf = record.value.clone().requires_grad_()
+    with torch.enable_grad():
+        total = leaf.new_zeros(())
+        for cost, (sign, fn, scale, mask) in sides.items():
+            if cost in run.costs and fn is not None:
+                total = total + sign * scale_and_mask(relaxed_log_prob(fn, leaf), scale, mask).sum()
+        if cost_of_model(name) in run.costs and record.prior is not None:
+            total = total + scale_and_mask(record.prior.log_prob(leaf), record.prior_scale, record.prior_mask).sum()
+    return gradient_to(total, leaf)
+
+
+def charged(run: Run, patterns: Mapping[tuple[str, str], Pattern], guide_trace: Any, model_trace: Any) -> Run:
+    """A run whose components are charged with the costs for which there are patterns."""
+    if not patterns:
+        return run
+    signed = ((guide_trace, True, 1.0), (model_trace, False, -1.0))
+    sites = {cost_of_site(s, g): (sign, s) for trace, g, sign in signed for s in samples(trace).values()}
+    return replace(run, sites=charge_sites(run.sites, patterns, sites))
+
+
+def _costs(trace: Any, is_guide: bool) -> dict[str, Tensor]:
+    trace = prune_subsample_sites(trace)
+    trace.compute_log_prob()
+    sign = 1.0 if is_guide else -1.0
+    return {cost_of_site(site, is_guide): sign * site["log_prob"] for site in samples(trace).values()}

@@ -1,0 +1,379 @@
+r"""Enumerated sites summed out exactly, so that costs without them are left.
+
+A site that only the model has is summed inside of the logarithm, one that the guide has outside of it:
+
+.. math::
+
+    -\log \sum_{z} \prod_i p_i(z, \ldots)
+    \qquad\text{and}\qquad
+    \sum_{z} q(z \mid \ldots) \, c(z, \ldots)
+
+Both are differentiable functions of the parameters and of the sampled sites, hence costs like any other. Values of an
+enumerated site lie in a dimension of its own, to the left of all plates, as in Pyro's ``TraceEnum_ELBO``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from opt_einsum import get_symbol, shared_intermediates
+from pyro.distributions.util import is_identically_zero, scale_and_mask
+from pyro.ops import packed
+from torch import Tensor
+
+from pyro_bpq.errors import PlateError, UnsupportedProgramError
+from pyro_bpq.graph.scg import Plate
+from pyro_bpq.reruns.factors import Packed, Recipe, Term, average, make, pack
+from pyro_bpq.rollout.runs import Run
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
+
+__all__ = ["Elimination", "eliminate"]
+
+
+@dataclass(frozen=True)
+class Elimination:
+    """How the costs of a run were made; makes those of a run with other values.
+
+    Args:
+        recipes: Recipe of every cost, by name of the cost.
+        terms: The model's terms, by site.
+        log_q: Log-probabilities of the enumerated sites of the guide, by site.
+        summed: Enumerated sites that only the model has: name of the dimension, by site.
+        averaged: Those that the guide has.
+        order: Sites of the guide in program order.
+        dims: Plate dimensions, by symbol.
+    """
+
+    recipes: Mapping[str, Recipe]
+    terms: Mapping[str, Term]
+    log_q: Mapping[str, Packed]
+    summed: Mapping[str, str]
+    averaged: Mapping[str, str]
+    order: tuple[str, ...]
+    dims: Mapping[str, int]
+
+    def can_flip(self, cost: str, site: str) -> bool:
+        """Whether another run of the model alone gives a cost after changing a site: ``q`` must not read that site."""
+        averaged = self.recipes[cost].averaged
+        if not averaged or site not in self.order:
+            return not averaged
+        return self.order.index(site) > max(self.order.index(name) for name in averaged)
+
+    def num_elements(self, cost: str) -> int:
+        """Number of elements of all tensors from which a cost is made."""
+        terms = [self.terms[name] for name in self.recipes[cost].sites]
+        return sum(t.cost.numel() * torch.Size(t.site["fn"].event_shape).numel() for t in terms)
+
+    def costs(self, trace: Any, names: Iterable[str], rows: int | None, batch_ndim: int) -> dict[str, Tensor]:
+        """Costs of another run of the model.
+
+        Args:
+            trace: The run.
+            names: Costs of the model.
+            rows: Number of rows of values in a dimension to the left of all others; ``None`` if there is none.
+            batch_ndim: Number of dimensions to the right of the rows.
+
+        Returns:
+            Each cost in nats, of its plate dimensions, or ``(rows, 1.., plate dims)``; one that does not depend on the
+            rows lacks them.
+        """
+        used = {symbol for term in self.terms.values() for symbol in term.symbols.values()}
+        free = next(symbol for symbol in map(get_symbol, itertools.count()) if symbol not in used)
+        row = {} if rows is None else {-1 - batch_ndim: free}
+        dims = {**self.dims, **{symbol: dim for dim, symbol in row.items()}}
+        found = {}
+        with shared_intermediates():
+            for cost in names:
+                terms = {name: self._term(trace, name, row) for name in self.recipes[cost].sites}
+                made = make(self.recipes[cost], terms, self.summed)
+                found[cost] = packed.unpack(average(made, self.recipes[cost], self.log_q, self.averaged), dims)
+        return found
+
+    def _term(self, trace: Any, name: str, row: Mapping[int, str]) -> Term:
+        site, old = trace.nodes[name], self.terms[name]
+        site["unscaled_log_prob"] = site["fn"].log_prob(site["value"])
+        cost = scale_and_mask(site["unscaled_log_prob"], site["scale"], site["mask"])
+        symbols = {**old.symbols, **row}
+        return Term(site, symbols, old.ordinal, pack(name, cost, symbols), old.reads)
+
+
+class _Eliminator:
+    """The elimination of one run."""
+
+    def __init__(self, traced: TracedRun, nesting: int) -> None:
+        self.traced, self.nesting = traced, nesting
+        guide, model = traced.guide_trace, traced.model_trace
+        guide.symbolize_dims()
+        symbols = {n: s["infer"]["_enumerate_symbol"] for n, s in _enumerated(guide)}
+        self.guide = self._terms(guide, guide.plate_to_symbol, symbols)
+        model.symbolize_dims(guide.plate_to_symbol)
+        self.summed = {n: s["infer"]["_enumerate_symbol"] for n, s in _enumerated(model) if n not in guide.nodes}
+        self.model = self._terms(model, model.plate_to_symbol, {**symbols, **self.summed})
+        self.averaged = symbols
+        names = {symbol: name for name, symbol in model.plate_to_symbol.items()}
+        frames = [
+            frame
+            for term in (*self.guide.values(), *self.model.values())
+            for frame in term.site["cond_indep_stack"]
+            if frame.vectorized
+        ]
+        self.plate_names = names
+        self.dims = {model.plate_to_symbol[frame.name]: frame.dim for frame in frames}
+        for frame in frames:
+            dim = self.dims[model.plate_to_symbol[frame.name]]
+            if frame.dim != dim:
+                raise PlateError(
+                    f"Plate {frame.name!r} has the dimensions {frame.dim} and {dim}. Sums over enumerated sites need "
+                    f"one dimension per plate: write dim={min(frame.dim, dim)} in all of them."
+                )
+        self.log_q = {name: self.guide[name].log_weight() for name in symbols}
+
+    def _terms(self, trace: Any, plates: Mapping[str, str], symbols: Mapping[str, str]) -> dict[str, Term]:
+        owners = {symbol: name for name, symbol in symbols.items()}
+        sites = [(name, site) for name, site in trace.nodes.items() if site["type"] == "sample"]
+        return {name: Term.of(site, site["log_prob"], plates, owners) for name, site in sites}
+
+    # Which sites make which cost.
+
+    def recipes(self) -> list[Recipe]:
+        """A recipe per cost, those of the guide first."""
+        plates = self._plates()
+        recipes = [Recipe((name,), plates=plates[cost_of_guide(name)], is_guide=True) for name in self.guide]
+        groups = self._groups()
+        grouped = {name for group in groups for name in group}
+        for name in self.model:
+            if name not in grouped:
+                recipes.append(Recipe((name,), plates=plates[cost_of_model(name)]))
+        for group in groups:
+            common = frozenset.intersection(*(frozenset(plates[cost_of_model(name)]) for name in group))
+            summed = tuple(name for name in group if name in self.summed)
+            recipes.append(Recipe(group, summed, plates=tuple(sorted(common))))
+        return [replace(recipe, averaged=self._averaged(recipe)) for recipe in recipes]
+
+    def _plates(self) -> dict[str, tuple[Plate, ...]]:
+        return {cost: entry[1] for entry, cost in zip(self.traced.key, self.traced.run.costs, strict=True)}
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        """The model's sites that read a common enumerated site of the model, directly or through others."""
+        groups: list[tuple[set[str], set[str]]] = []
+        for name, term in self.model.items():
+            reads = term.reads & self.summed.keys()
+            if name in self.summed:
+                reads |= {name}
+            if not reads:
+                continue
+            members, found = {name}, set(reads)
+            apart = []
+            for group in groups:
+                if group[1] & found:
+                    members |= group[0]
+                    found |= group[1]
+                else:
+                    apart.append(group)
+            groups = [*apart, (members, found)]
+        return [tuple(name for name in self.model if name in members) for members, _ in groups]
+
+    def _averaged(self, recipe: Recipe) -> tuple[str, ...]:
+        terms = self.guide if recipe.is_guide else self.model
+        found: set[str] = set()
+        pending = {read for name in recipe.sites for read in terms[name].reads if read in self.averaged}
+        while pending:
+            name = pending.pop()
+            found.add(name)
+            pending |= self.guide[name].reads - found
+        return tuple(name for name in self.guide if name in found)
+
+    # What cannot be done.
+
+    def check(self, recipes: Sequence[Recipe]) -> None:
+        """Raises where a sum would not be that over the values of the sites."""
+        for name in sorted(self.traced.leaked):
+            raise UnsupportedProgramError(
+                f"The values of the enumerated site {name!r} left torch (if, int(), .item(), .numpy(), x[mask], ...), "
+                'but all of them are given at once. Use operations on tensors, or remove infer={"enumerate": ...} '
+                "there, so that it is sampled."
+            )
+        for name in sorted(self.traced.enumerated - self.guide.keys() - self.model.keys()):
+            raise UnsupportedProgramError(
+                f'Site {name!r} has infer={{"_do_not_trace": True}} and is enumerated; remove one of the two.'
+            )
+        self._check_reads()
+        for name, term in self.guide.items():
+            if name in self.traced.run.sites and term.reads:
+                self._raise_sampled_below(name, min(term.reads))
+        for name in self.traced.untraced:
+            shape = self.traced.run.costs[cost_of_guide(name)].shape
+            if self.averaged and any(size > 1 for size in shape[: max(len(shape) - self.nesting, 0)]):
+                self._raise_sampled_below(name, min(self.averaged))
+        for terms in (self.guide, self.model):
+            for name, term in terms.items():
+                for read in term.reads:
+                    self._check_plates(name, term.ordinal, read)
+        for recipe in recipes:
+            if recipe.summed:
+                ordinal = frozenset.intersection(*(self.model[name].ordinal for name in recipe.sites))
+                for read in {r for name in recipe.sites for r in self.model[name].reads if r in self.averaged}:
+                    self._check_plates(recipe.summed[0], ordinal, read)
+
+    def _check_plates(self, name: str, ordinal: frozenset[str], read: str) -> None:
+        own = self.guide[read].ordinal if read in self.guide else self.model[read].ordinal
+        outside = sorted(self.plate_names[symbol] for symbol in own - ordinal)
+        if outside:
+            raise UnsupportedProgramError(
+                f"Site {name!r} lies outside of the plates {outside}, and what it stands for reads the enumerated site "
+                f"{read!r} inside of them: a sum over the values of all rows together. Remove "
+                f'infer={{"enumerate": ...}} at {read!r}, so that it is sampled in the guide, or loop over the plate '
+                "instead: for i in pyro.plate(...)."
+            )
+
+    def _check_reads(self) -> None:
+        """What tracking knows: no value may reach a site but through the dimension of its values."""
+        traced = self.traced
+        if traced.reads is None:
+            return
+        sizes = {**self._sizes(self.guide, self.averaged), **self._sizes(self.model, self.summed)}
+        for prefix, terms in ((cost_of_guide, self.guide), (cost_of_model, self.model)):
+            for name, term in terms.items():
+                lost = {read for read in traced.reads[prefix(name)] if sizes.get(read, 1) > 1} - term.reads
+                if not lost:
+                    continue
+                if name in traced.run.sites and prefix is cost_of_guide:
+                    self._raise_sampled_below(name, min(lost))
+                raise UnsupportedProgramError(
+                    f"Site {name!r} reads the enumerated site {min(lost)!r}, but the dimension of its values is "
+                    "lost on the way, as by z.sum() or z[0]. Leave the dimensions to the left of all plates alone, or "
+                    f'remove infer={{"enumerate": ...}} at {min(lost)!r}, so that it is sampled.'
+                )
+        for name in traced.untraced:
+            lost = {read for read in traced.reads[cost_of_guide(name)] if sizes.get(read, 1) > 1}
+            if lost:
+                self._raise_sampled_below(name, min(lost))
+
+    @staticmethod
+    def _sizes(terms: Mapping[str, Term], symbols: Mapping[str, str]) -> dict[str, int]:
+        """Number of values of enumerated sites."""
+        return {
+            name: dict(zip(terms[name].cost._pyro_dims, terms[name].cost.shape, strict=True)).get(symbol, 1)
+            for name, symbol in symbols.items()
+        }
+
+    @staticmethod
+    def _raise_sampled_below(name: str, read: str) -> None:
+        raise UnsupportedProgramError(
+            f"Site {name!r} is sampled in the guide and depends on the enumerated site {read!r}: it would have to be "
+            f'sampled once for each value. Remove infer={{"enumerate": ...}} at {read!r}, so that it is sampled too, '
+            f"or enumerate {name!r} as well."
+        )
+
+    # Tensors.
+
+    def cost(self, recipe: Recipe) -> Tensor:
+        """The cost of a recipe with its plate dimensions, in nats."""
+        made = make(recipe, self.guide if recipe.is_guide else self.model, self.summed)
+        tensor: Tensor = packed.unpack(average(made, recipe, self.log_q, self.averaged), self.dims)
+        return tensor
+
+    def result(self, recipes: Mapping[str, Recipe]) -> Elimination:
+        """What makes the costs of other runs."""
+        log_q = {name: self.log_q[name].detach() for name in self.log_q}
+        for name, tensor in log_q.items():
+            tensor._pyro_dims = self.log_q[name]._pyro_dims
+        order = tuple(self.guide)
+        return Elimination(recipes, self.model, log_q, self.summed, self.averaged, order, self.dims)
+
+    def reads(self, recipe: Recipe) -> frozenset[str]:
+        """Sampled sites that a cost reads, through its sites and its weights."""
+        assert self.traced.reads is not None
+        prefix = cost_of_guide if recipe.is_guide else cost_of_model
+        names = [prefix(name) for name in recipe.sites] + [cost_of_guide(name) for name in recipe.averaged]
+        found: frozenset[str] = frozenset().union(*(self.traced.reads[name] for name in names))
+        return found - self.traced.enumerated
+
+
+def _enumerated(trace: Any) -> list[tuple[str, Any]]:
+    return [
+        (name, site)
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and site["infer"].get("_enumerate_dim") is not None
+    ]
+
+
+def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
+    r"""Sums the enumerated sites of a run out of its costs.
+
+    Sites of the model that share an enumerated site become one cost, minus the logarithm of their sum; a cost that
+    reads an enumerated site of the guide becomes its expectation. Scales stand outside of the logarithm and masks
+    inside, as in ``TraceEnum_ELBO``. Weights are neither scaled nor masked. Costs that read no enumerated site stay
+    as they are.
+
+    Args:
+        traced: A run of enumerated programs.
+        nesting: Bound on the number of nested plates, that of vectorised particles included.
+
+    Returns:
+        The run as one of the sampled sites alone.
+
+    Raises:
+        UnsupportedProgramError: If a sampled site depends on an enumerated one of the guide, or a site outside of a
+            plate on an enumerated one inside.
+        UnsupportedSiteError: If sites of one sum have different scales.
+        PlateError: If a dimension belongs to no plate.
+    """
+    if not traced.enumerated:
+        return traced
+    with shared_intermediates():
+        work = _Eliminator(traced, nesting)
+        recipes = work.recipes()
+        work.check(recipes)
+        made = {recipe.name: (recipe, work.cost(recipe)) for recipe in recipes if not _is_as_it_was(recipe)}
+        for recipe in recipes:
+            if _is_as_it_was(recipe):
+                made[recipe.name] = recipe, traced.run.costs[recipe.name]
+    for name in traced.untraced:
+        cost = cost_of_guide(name)
+        made[cost] = Recipe((name,), plates=work._plates()[cost], is_guide=True), traced.run.costs[cost]
+    entries = dict(zip(traced.run.costs, traced.key, strict=True))
+    costs, key, kept = {}, [], {}
+    for name in [*(n for n in entries if n in made), *(n for n in made if n not in entries)]:
+        recipe, costs[name] = made[name]
+        kept[name] = recipe
+        label = recipe.sites[0] if name in entries else name
+        key.append((label, recipe.plates, entries[name] if name in entries else recipe))
+    # What is no site's own cost any more has no table over the site's values.
+    sites = {
+        name: record if cost_of_model(name) in made else replace(record, prior=None)
+        for name, record in traced.run.sites.items()
+    }
+    differentiable, loss = _sums(traced, kept, costs)
+    return replace(
+        traced,
+        key=tuple(key),
+        run=Run(sites, costs, differentiable, loss),
+        reads=None if traced.reads is None else {name: work.reads(recipe) for name, recipe in kept.items()},
+        elimination=work.result(kept),
+    )
+
+
+def _is_as_it_was(recipe: Recipe) -> bool:
+    return not recipe.summed and not recipe.averaged
+
+
+def _sums(traced: TracedRun, recipes: Mapping[str, Recipe], costs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The costs through which pathwise gradients flow, and the loss."""
+    paths, losses = torch.zeros(()), torch.zeros(())
+    for name, recipe in recipes.items():
+        cost = costs[name]
+        losses = losses + cost.detach().sum()
+        site = recipe.sites[0]
+        if recipe.is_guide and site in traced.run.sites:
+            # Of a sampled site only what has a gradient in expectation.
+            term: Any = 0.0 if site in traced.untraced else traced.guide_trace.nodes[site]["score_parts"].entropy_term
+            if is_identically_zero(term):
+                continue
+            cost = term
+        paths = paths + cost.sum()
+    return paths, losses

@@ -1,0 +1,180 @@
+r"""Log-probabilities with named dimensions, and what costs are made of them.
+
+A site that only the model has is summed inside of the logarithm, one that the guide has outside of it:
+
+.. math::
+
+    -\log \sum_{z} \prod_i p_i(z, \ldots)
+    \qquad\text{and}\qquad
+    \sum_{z} q(z \mid \ldots) \, c(z, \ldots)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.distributions import MaskedDistribution
+from pyro.ops import packed
+from pyro.ops.contract import contract_tensor_tree
+from pyro.ops.rings import LogRing
+from torch import Tensor
+
+from pyro_bpq.errors import PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.graph.scg import Plate
+from pyro_bpq.tracing.traced_run import cost_of_guide, cost_of_model
+
+__all__ = ["Packed", "Recipe", "Term", "average", "make", "pack"]
+
+# A tensor without dimensions of size one, whose attribute ``_pyro_dims`` names the others.
+Packed = Any
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a cost is made of log-probabilities.
+
+    Args:
+        sites: Sites whose log-probabilities are added up.
+        summed: Enumerated sites of the model that are summed inside of the logarithm.
+        averaged: Enumerated sites of the guide over which the cost is averaged: those it reads, and their own
+            enumerated ancestors.
+        plates: Plates of the cost.
+        is_guide: Whether it is a cost of the guide.
+    """
+
+    sites: tuple[str, ...]
+    summed: tuple[str, ...] = ()
+    averaged: tuple[str, ...] = ()
+    plates: tuple[Plate, ...] = ()
+    is_guide: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the cost."""
+        if self.summed:
+            more = ", ..." if len(self.summed) > 3 else ""
+            name = f"-log sum({', '.join(self.summed[:3])}{more})"
+        else:
+            name = cost_of_guide(self.sites[0]) if self.is_guide else cost_of_model(self.sites[0])
+        return f"E[{name}]" if self.averaged else name
+
+
+@dataclass(frozen=True)
+class Term:
+    """The log-probability of a site, with its dimensions named.
+
+    Args:
+        site: Its record in the trace.
+        symbols: Names of dimensions.
+        ordinal: Names of the dimensions of its plates.
+        cost: The cost as it stands, scaled and masked.
+        reads: Enumerated sites in whose values it differs.
+    """
+
+    site: Any
+    symbols: Mapping[int, str]
+    ordinal: frozenset[str]
+    cost: Packed
+    reads: frozenset[str]
+
+    @classmethod
+    def of(cls, site: Any, log_prob: Tensor, plates: Mapping[str, str], owners: Mapping[str, str]) -> Term:
+        """Names the dimensions of a site of a trace."""
+        symbols = dict(site["infer"]["_dim_to_symbol"])
+        ordinal = frozenset(plates[frame.name] for frame in site["cond_indep_stack"] if frame.vectorized)
+        cost = pack(site["name"], log_prob, symbols)
+        reads = frozenset(owners[dim] for dim in cost._pyro_dims if dim in owners)
+        return cls(site, symbols, ordinal, cost, reads)
+
+    def factor(self, is_enumerated: bool) -> Packed:
+        """What goes into the sum: masked, unless the site is summed itself, and not scaled."""
+        site = self.site
+        factor = pack(site["name"], site["unscaled_log_prob"], self.symbols)
+        if is_enumerated:
+            return factor
+        mask = site["mask"]
+        if isinstance(mask, Tensor):
+            mask = pack(site["name"], mask, self.symbols)
+        return packed.scale_and_mask(factor, mask=mask)
+
+    def log_weight(self) -> Packed:
+        """The logarithm of a weight: neither scaled nor masked, since a masked site takes its values all the same."""
+        fn = self.site["fn"]
+        if not isinstance(fn, MaskedDistribution):
+            return pack(self.site["name"], self.site["unscaled_log_prob"], self.symbols)
+        while isinstance(fn, MaskedDistribution):
+            fn = fn.base_dist
+        return pack(self.site["name"], fn.log_prob(self.site["value"]), self.symbols)
+
+
+def pack(name: str, tensor: Tensor, symbols: Mapping[int, str]) -> Packed:
+    """Names the dimensions of a tensor of the site ``name``.
+
+    Raises:
+        PlateError: If a dimension has no name.
+    """
+    try:
+        return packed.pack(tensor, symbols)
+    except ValueError as error:
+        raise PlateError(
+            f"Site {name!r} has a dimension that belongs to no plate and no enumerated site. {error}"
+        ) from error
+
+
+def average(cost: Packed, recipe: Recipe, log_q: Mapping[str, Packed], averaged: Mapping[str, str]) -> Packed:
+    """``sum_z q(z) cost(z)`` over the enumerated sites of the guide that the cost reads."""
+    if not recipe.averaged:
+        return cost
+    symbols = {averaged[name] for name in recipe.averaged}
+    others = symbols - set(cost._pyro_dims)
+    weight = packed.exp(LogRing().sumproduct([log_q[name] for name in recipe.averaged], others))
+    cost, weight = packed.broadcast_all(cost, weight)
+    dims = cost._pyro_dims
+    # A value of probability zero may cost infinitely much.
+    total = torch.where(weight > 0, cost, cost.new_zeros(())) * weight
+    total = total.sum([i for i, dim in enumerate(dims) if dim in symbols])
+    total._pyro_dims = "".join(dim for dim in dims if dim not in symbols)
+    return total
+
+
+def make(recipe: Recipe, terms: Mapping[str, Term], summed: Mapping[str, str]) -> Packed:
+    """The cost of a recipe before it is averaged, in nats."""
+    if not recipe.summed:
+        cost = terms[recipe.sites[0]].cost
+        return cost if recipe.is_guide else packed.neg(cost)
+    tree: OrderedDict[frozenset[str], list[Packed]] = OrderedDict()
+    for name in recipe.sites:
+        tree.setdefault(terms[name].ordinal, []).append(terms[name].factor(name in summed))
+    try:
+        contracted = contract_tensor_tree(tree, {summed[name] for name in recipe.summed}, ring=LogRing())
+    except NotImplementedError as error:
+        raise UnsupportedProgramError(
+            f"The enumerated sites {list(recipe.summed)} cannot be summed out together: {error}. Remove "
+            'infer={"enumerate": ...} at one of them and sample it in the guide.'
+        ) from error
+    ((term,),) = contracted.values()
+    return packed.neg(packed.scale_and_mask(term, scale=_common_scale(recipe, terms)))
+
+
+def _common_scale(recipe: Recipe, terms: Mapping[str, Term]) -> Any:
+    """The one scale of all sites of a sum: it stands outside of the logarithm."""
+    scales = {name: terms[name].site["scale"] for name in recipe.sites}
+    for name, scale in scales.items():
+        if isinstance(scale, Tensor) and scale.dim():
+            raise UnsupportedSiteError(
+                f"Site {name!r} has a scale of shape {tuple(scale.shape)} and belongs to a sum over "
+                f"{list(recipe.summed)}. Write poutine.scale with a single number there."
+            )
+    first = recipe.sites[0]
+    for name, scale in scales.items():
+        if float(scale) != float(scales[first]):
+            raise UnsupportedSiteError(
+                f"Sites {first!r} (scale {float(scales[first]):g}) and {name!r} (scale {float(scale):g}) belong to one "
+                f"sum over {list(recipe.summed)}, and need a common scale. Put both under the same poutine.scale and "
+                'subsampled plates, or remove infer={"enumerate": ...} and sample the site in the guide.'
+            )
+    return scales[first]

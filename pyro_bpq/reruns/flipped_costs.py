@@ -1,0 +1,157 @@
+r"""Immediate costs of finite sites at all of their values, from one extra run of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.plan.flips import FlipPlan
+from pyro_bpq.reruns.row_runs import RowProgram, RowRuns
+from pyro_bpq.rollout.features import Components
+from pyro_bpq.rollout.runs import Rollout, sum_to_plates
+from pyro_bpq.tracing.cost_statement import SkipCosts
+from pyro_bpq.tracing.substitute import Substitute
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
+from pyro_bpq.tracing.watch import is_enumerated
+
+__all__ = ["flipped_costs"]
+
+
+@torch.no_grad()
+def flipped_costs(
+    plan: FlipPlan,
+    components: Mapping[str, Components],
+    traced: Sequence[TracedRun],
+    rollout: Rollout,
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    graph: StochasticComputationGraph,
+    runs: RowRuns,
+    has_buffers: bool = True,
+    learning: bool = True,
+) -> dict[str, Tensor] | None:
+    """Runs the model with flipped values and reads the immediate costs off.
+
+    Args:
+        plan: The rows.
+        components: Finite components of the flipped sites.
+        traced: The runs of the step.
+        rollout: Their tensors.
+        model: The model.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        graph: The graph.
+        runs: Decides in which way the rows run.
+        has_buffers: Whether the model may call modules with buffers.
+        learning: Whether this counts as a use of it.
+
+    Returns:
+        For each flipped site its immediate costs in nats, ``(M, plate dims, D, K)``; ``None`` if there is no way to
+        run the model at other values.
+    """
+    tables: dict[str, list[Tensor]] = {name: [] for name in components}
+    for run in traced:
+        rows = _run_flipped(plan, components, run, model, args, kwargs, runs, has_buffers, learning)
+        if rows is None:
+            return None
+        for name, split in components.items():
+            shape = rollout.batch_shape(graph.node(name).plates)
+            if not rollout.is_vectorized:
+                shape = (1, *shape[1:])
+            total = next(iter(rows.values())).new_zeros(())
+            for cost in plan.costs[name]:
+                plates = graph.node(name).plates
+                total = total + _reduce(rows[cost], graph.cost(cost).plates, plates, len(shape))
+            index = split.index(run.run.sites[name].value, run.run.sites[name].fn)
+            index = index.reshape(*(1,) * (len(shape) + 1 - index.dim()), *index.shape)
+            tables[name].append(_table(total, index.expand(*shape, -1), split, plan.start[name]))
+    return {name: torch.cat(parts) for name, parts in tables.items()}
+
+
+def _run_flipped(
+    plan: FlipPlan,
+    components: Mapping[str, Components],
+    traced: TracedRun,
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    runs: RowRuns,
+    has_buffers: bool,
+    learning: bool,
+) -> dict[str, Tensor] | None:
+    """Costs ``(rows, batch)`` of the extra run, by name."""
+    sites = {
+        name: (site["fn"], site["value"].detach())
+        for trace in (traced.guide_trace, traced.model_trace)
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and not site["is_observed"] and not is_enumerated(site)
+    }
+    flipped = {}
+    for name, split in components.items():
+        record = traced.run.sites[name]
+        flipped[name] = _flip(record.value, record.fn, split, plan, name)
+    fixed = {name: value for name, (_, value) in sites.items() if name not in flipped}
+    fixed |= {
+        name: site["value"]
+        for trace in (traced.guide_trace, traced.model_trace)
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and is_enumerated(site)
+    }
+    wanted = tuple(dict.fromkeys(cost for costs in plan.costs.values() for cost in costs))
+    sampled = {name: traced.run.costs[name].detach() for name in wanted}
+
+    def costs(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
+        program = SkipCosts(exact=True)(Substitute(values)(model))
+        trace = poutine.trace(program).get_trace(*args, **kwargs)
+        if traced.elimination is not None:
+            found = traced.elimination.costs(trace, wanted, rows, traced.batch_ndim)
+        else:
+            found = {}
+        site: Any
+        for site in trace.nodes.values():
+            if site["type"] != "sample" or cost_of_site(site, False) not in sampled.keys() - found.keys():
+                continue
+            cost = site["fn"].log_prob(site["value"])
+            found[cost_of_site(site, False)] = -scale_and_mask(cost, site["scale"], site["mask"])
+        return found
+
+    shapes = {name: cost.shape for name, cost in sampled.items()}
+    program = RowProgram(costs, shapes, traced.batch_ndim, traced.rng, has_buffers)
+    key = traced.key, traced.batch_ndim
+    return runs.run(key, program, sites, {**fixed, **traced.subsamples}, flipped, sampled, learning)
+
+
+def _flip(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str) -> Tensor:
+    """Values ``(rows, batch, event)``: one component after the other set to its other values."""
+    delta = plan.steps(name, split, value.device)
+    if split.kind == "bernoulli":
+        shape = (plan.rows, *(1,) * (value.dim() - split.value_ndim), *split.event_shape)
+        return torch.where(delta.reshape(shape) > 0, 1 - value, value)
+    index = split.index(value, fn)
+    delta = delta.reshape(plan.rows, *(1,) * (index.dim() - 1), split.size)
+    return split.value((index + delta) % split.cardinality, fn).to(value.dtype)
+
+
+def _reduce(cost: Tensor, source: Sequence[Any], target: Sequence[Any], ndim: int) -> Tensor:
+    """Brings a cost ``(rows, batch)`` to ``(rows, M, plates)`` with the plates of the site."""
+    cost = cost.reshape(cost.shape[0], *(1,) * (ndim + 1 - cost.dim()), *cost.shape[1:])
+    return sum_to_plates(cost, source, target)
+
+
+def _table(cost: Tensor, index: Tensor, split: Components, start: int) -> Tensor:
+    """From costs by row to costs by component and value, ``(M, plates, D, K)``."""
+    others = split.cardinality - 1
+    flipped = cost[start : start + split.size * others]
+    flipped = flipped.reshape(split.size, others, *cost.shape[1:])
+    sample = cost[:1].unsqueeze(0).expand(split.size, 1, *cost.shape[1:])
+    relative = torch.cat((sample, flipped), 1).movedim((0, 1), (-2, -1))
+    relative = relative.expand(*index.shape, split.cardinality)
+    values = torch.arange(split.cardinality, device=index.device)
+    return relative.gather(-1, (values - index.unsqueeze(-1)) % split.cardinality)

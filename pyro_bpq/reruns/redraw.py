@@ -1,0 +1,229 @@
+r"""Runs programs again with some sites held at stored values, everything else drawn from the current guide.
+
+For an update of ``Q_X`` all of ``An_X + X`` is held, which contains its scope; what else the target needs, the other
+parents of the children of ``X`` and then the children, is drawn afresh. A Q-node of another site ``Z`` may learn
+from the same rollout if what is held and bears on its costs is among ``An_Z + Z``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+import numpy as np
+import torch
+from pyro import poutine
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor, nn
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.graph.bitsets import union
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.rollout.features import finite_components
+from pyro_bpq.tracing.sandbox import Sandbox
+from pyro_bpq.tracing.substitute import Substitute
+from pyro_bpq.tracing.traced_run import TracedRun
+
+__all__ = [
+    "Hold",
+    "StaleError",
+    "assignments",
+    "coparents",
+    "guide_leaves",
+    "held_sites",
+    "isolated",
+    "known_sites",
+    "learned_sites",
+    "stored_values",
+    "swapped",
+    "traced_leaves",
+    "trainable",
+]
+
+
+class StaleError(Exception):
+    """A stored value does not fit the program any more."""
+
+
+class Hold(Substitute):
+    """Holds latent sites and subsample indices at given values, and notes the distributions that they would have.
+
+    Args:
+        values: The values, by name.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__(values)
+        self.fns: dict[str, Any] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name, fn = msg["name"], msg["fn"]
+        if msg["is_observed"] or name not in self.values:
+            return
+        value = self.values[name]
+        # The model's own distribution of a site may be of a smaller shape.
+        if not isinstance(fn, _Subsample) and name not in self.fns:
+            self.fns[name] = fn
+            if tuple(value.shape) != tuple(fn.batch_shape + fn.event_shape):
+                raise StaleError(f"Site {name!r} has another shape than when it was stored.")
+        super()._pyro_sample(msg)
+
+
+def learned_sites(network: BackpropQNetwork) -> tuple[str, ...]:
+    """Sites with a learned Q-node, in program order."""
+    names = {node.site for node in network.learned}
+    return tuple(node.name for node in network.graph.nodes if node.name in names)
+
+
+def known_sites(network: BackpropQNetwork, site: str) -> frozenset[str]:
+    """What the Q-functions of a site condition on: ``An_X + X``."""
+    graph = network.graph
+    return frozenset(graph.node_names(graph.known_bits(graph.index[site], network.form)))
+
+
+def coparents(network: BackpropQNetwork, site: str) -> tuple[str, ...]:
+    """The other parents of the children of a site, neither known at it nor descended from it, in program order."""
+    graph, known = network.graph, known_sites(network, site)
+    excluded, found = known | graph.descendants(site), set[str]()
+    for node in network.q_nodes(site):
+        for child in network.children(node.name):
+            reads = child if child in graph.cost_index else network.q_node(child).site
+            found |= set(graph.parents(reads)) - excluded
+    return tuple(graph.node_names(graph.bits_of(found)))
+
+
+def held_sites(network: BackpropQNetwork, site: str, form: str = "redrawn") -> frozenset[str]:
+    """The sites that an update of a site's Q-nodes holds.
+
+    Args:
+        network: The network.
+        site: The site.
+        form: How the co-parents are treated, see :class:`~pyro_bpq.Replay`.
+
+    Returns:
+        Their names: ``An_X + X``; in the stored form also co-parents, and what else the children's scopes hold.
+    """
+    held = known_sites(network, site)
+    if form != "stored":
+        return held
+    children = [c for node in network.q_nodes(site) for c in network.children(node.name)]
+    scopes = {name for c in children if c not in network.graph.cost_index for name in network.q_node(c).scope}
+    return held | set(coparents(network, site)) | (scopes - network.graph.descendants(site))
+
+
+def trainable(network: BackpropQNetwork, held: Set[str]) -> frozenset[str]:
+    """Names of the Q-nodes whose targets are right where ``held`` has stored values and the rest is redrawn."""
+    graph, found = network.graph, set()
+    bits = graph.bits_of([name for name in held if name in graph.index])
+    for node in network.learned:
+        reads = graph.cost_set_bits(node.remote)
+        relevant = reads | union(graph.ancestor_bits, reads)
+        if not bits & relevant & ~graph.known_bits(graph.index[node.site], network.form):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def stored_values(network: BackpropQNetwork, traced: TracedRun, form: str) -> dict[str, Tensor]:
+    """What a rollout stores of a run: the values that some update holds, and subsample indices."""
+    wanted = frozenset[str]().union(*(held_sites(network, site, form) for site in learned_sites(network)))
+    sites = traced.run.sites
+    values = {name: sites[name].value.detach().clone() for name in sites if name in wanted}
+    return {**values, **{name: index.clone() for name, index in traced.subsamples.items()}}
+
+
+def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int) -> Iterator[dict[str, Tensor]]:
+    """All joint values of finite sites, each the same in all rows of a plate.
+
+    Args:
+        traced: A run, for shapes and supports.
+        names: The sites.
+        site: The site whose co-parents they are.
+        limit: Largest number of joint values.
+
+    Yields:
+        The values, by name.
+
+    Raises:
+        OptionError: If there is no finite number of values, or too many.
+    """
+    advice = 'Write Replay(coparents="redrawn").'
+    supports, number = [], 1
+    plates = {entry[0]: set(entry[1]) for entry in traced.key}
+    for name in names:
+        record = traced.run.sites[name]
+        split = finite_components(record.fn)
+        if split is None or split.size != 1:
+            raise OptionError(f'Replay(coparents="expected"): site {name!r} has no enumerable support. {advice}')
+        if not plates[name] <= plates[site]:
+            raise OptionError(
+                f'Replay(coparents="expected"): site {name!r} is in a plate that site {site!r} is outside of. {advice}'
+            )
+        number *= split.cardinality
+        like = split.index(record.value, record.fn)
+        supports.append(
+            [
+                split.value(torch.full_like(like, k), record.fn).to(record.value.dtype).reshape(record.value.shape)
+                for k in range(split.cardinality)
+            ]
+        )
+    if number > limit:
+        raise OptionError(
+            f'Replay(coparents="expected", max_assignments={limit}): the co-parents {list(names)} of site {site!r} '
+            f"have {number} joint values. {advice}"
+        )
+    for values in itertools.product(*supports):
+        yield dict(zip(names, values, strict=True))
+
+
+@contextlib.contextmanager
+def isolated(seed: int, hides_params: bool = True) -> Iterator[None]:
+    """Runs programs from a seed of their own, without a trace in generators, module buffers or captured parameters."""
+    others = random.getstate(), np.random.get_state()
+    try:
+        with Sandbox(seed), poutine.block(hide_types=["param"] if hides_params else []):
+            random.seed(seed)
+            np.random.seed(seed % (1 << 32))
+            yield
+    finally:
+        random.setstate(others[0])
+        np.random.set_state(others[1])
+
+
+def traced_leaves(trace: Any) -> dict[str, Tensor]:
+    """The leaf parameters in a trace, by name."""
+    leaves = {}
+    for name, site in trace.nodes.items():
+        if site["type"] == "param" and isinstance(site["value"], Tensor):
+            unconstrained = getattr(site["value"], "unconstrained", None)
+            leaf = site["value"] if unconstrained is None else unconstrained()
+            if leaf.is_leaf and leaf.requires_grad:
+                leaves[name] = leaf
+    return leaves
+
+
+def guide_leaves(traced: TracedRun, guide: Any) -> dict[str, Tensor]:
+    """The leaf parameters that a run of the guide reached, by name."""
+    leaves = traced_leaves(traced.guide_trace)
+    # A policy, and an environment, may be wrapped into one program.
+    for part in (guide, *getattr(guide, "args", ())):
+        module = poutine.unwrap(part) if callable(part) else part
+        if isinstance(module, nn.Module):
+            seen = {id(leaf) for leaf in leaves.values()}
+            leaves.update({name: p for name, p in module.named_parameters() if id(p) not in seen})
+    return leaves
+
+
+@contextlib.contextmanager
+def swapped(leaves: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Gives parameters other values for a while."""
+    own = {name: leaf.data for name, leaf in leaves.items() if name in values}
+    try:
+        for name in own:
+            leaves[name].data = values[name]
+        yield
+    finally:
+        for name, value in own.items():
+            leaves[name].data = value

@@ -1,0 +1,333 @@
+r"""Runs a program once at many values of its sites: one row of values each, and the costs of every row.
+
+There are three ways, and each gives the costs that single runs would give:
+
+- *hidden*: :func:`torch.func.vmap` runs the program over the rows. The program sees the values of one row, so
+  ``z[0]`` or ``z.sum()`` mean what they mean in a single run. A value that would leave torch raises an error.
+- *broadcast*: the rows lie in a dimension to the left of all plates. It is faster, but a program that indexes or
+  reduces from the left mixes the rows. It is taken only for programs that were proved to keep them apart.
+- *single*: one run after the other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_bpq.rollout.features import finite_components
+from pyro_bpq.tracing.sandbox import Sandbox
+
+__all__ = ["RowProgram", "RowRuns", "Way", "agree", "is_due", "probe", "probe_generator"]
+
+# More rows than these are not run one after the other: exact costs would not be worth their time.
+MOST_SINGLES = 16
+# Largest number of costs of hidden rows that run at once.
+MOST_ELEMENTS = 1 << 21
+# Rows at which ways are compared, and how many of them single runs check.
+PROBES, REFEREES = 8, 2
+# A way is compared with the others again after 1, 2, 4, ... uses, and at the latest after so many.
+LONGEST = 128
+_CAPACITY = 256
+
+
+class Way(Enum):
+    """How the rows of an extra run are carried out."""
+
+    BROADCAST = "broadcast"
+    HIDDEN = "hidden"
+    SINGLE = "single"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class RowProgram:
+    """A program whose costs are wanted at many values of its sites.
+
+    Args:
+        costs: Gives the costs of a run, by name, from the values of all sites. The second argument is the number of
+            rows in a dimension to the left of all plates; ``None`` for a single run.
+        shapes: The batch shape of each wanted cost in a single run.
+        batch_ndim: Number of dimensions to the right of the rows.
+        rng: State of the global generator before and after a single run.
+        has_buffers: Whether the program may call modules with buffers.
+    """
+
+    costs: Callable[[Mapping[str, Any], int | None], dict[str, Tensor]]
+    shapes: Mapping[str, torch.Size]
+    batch_ndim: int
+    rng: tuple[Tensor, Tensor]
+    has_buffers: bool = True
+
+    def run(
+        self, way: Way, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
+    ) -> dict[str, Tensor] | None:
+        """Runs the program at every row.
+
+        Args:
+            way: How.
+            fixed: Values that are the same in all rows, by name of the site.
+            rows: Values ``(rows, batch, event)``, by name of the site.
+            event_ndims: Number of event dimensions of these values.
+
+        Returns:
+            Each cost ``(rows, batch)``; ``None`` if the program does not run that way, or draws other noise than in
+            a single run.
+        """
+        sandbox = Sandbox(self.rng[0], self.has_buffers)
+        run = {Way.BROADCAST: self._broadcast, Way.HIDDEN: self._hidden, Way.SINGLE: self._singles}[way]
+        try:
+            with sandbox, pyro.validation_enabled(False), warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                found = run(fixed, rows, event_ndims)
+        except Exception:
+            # Whatever the program raises: it does not run that way, and the sampled run stands on its own.
+            return None
+        return None if found is None or self._has_drawn(sandbox) else found
+
+    def _single(self, values: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        found = self.costs(values, None)
+        return tuple(found[name].reshape(shape) for name, shape in self.shapes.items())
+
+    def _hidden(
+        self, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        names = tuple(rows)
+
+        def one(*values: Tensor) -> tuple[Tensor, ...]:
+            return self._single({**fixed, **dict(zip(names, values, strict=True))})
+
+        # Memory is bounded: rows that are many and large run in parts.
+        size = max(1, sum(shape.numel() for shape in self.shapes.values()))
+        found = torch.func.vmap(one, randomness="same", chunk_size=max(1, MOST_ELEMENTS // size))(*rows.values())
+        return dict(zip(self.shapes, found, strict=True))
+
+    def _singles(
+        self, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        found = []
+        for values in zip(*rows.values(), strict=True):
+            torch.set_rng_state(self.rng[0])
+            found.append(self._single({**fixed, **dict(zip(rows, values, strict=True))}))
+        return {name: torch.stack(costs) for name, costs in zip(self.shapes, zip(*found, strict=True), strict=True)}
+
+    def _broadcast(
+        self, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
+    ) -> dict[str, Tensor] | None:
+        number = len(next(iter(rows.values())))
+        padded = {}
+        for name, value in rows.items():
+            lead = self.batch_ndim - (value.dim() - 1 - event_ndims[name])
+            padded[name] = value.reshape(number, *(1,) * lead, *value.shape[1:])
+        found = self.costs({**fixed, **padded}, number)
+        costs = {}
+        for name, shape in self.shapes.items():
+            # A cost that has lost the rows, or has others, was made from several of them.
+            if tuple(found[name].shape) != (number, *(1,) * (self.batch_ndim - len(shape)), *shape):
+                return None
+            costs[name] = found[name].reshape(number, *shape)
+        return costs
+
+    def _has_drawn(self, sandbox: Sandbox) -> bool:
+        """Whether something else was drawn than in a single run, as by dropout over more rows.
+
+        The run is then not the sampled one with other values. Drawing the very same, as for initial values of
+        parameters that are thrown away, does no harm.
+        """
+        before, after = self.rng
+        now, *devices = sandbox.after
+        if not (torch.equal(now, before) or torch.equal(now, after)):
+            return True
+        return any(not torch.equal(old, new) for old, new in zip(sandbox.before[1:], devices, strict=True))
+
+
+class RowRuns:
+    """Decides, for each structure of a program, in which way its rows run.
+
+    Rows are broadcast where the program was proved to keep them apart: at values that are drawn evenly for all of its
+    sites, all rows cost the same as in hidden runs, and some of them the same as in single runs. This is looked at
+    again after 1, 2, 4, ... uses and then every 128. Else they are hidden, and single where the program refuses that
+    too and they are few.
+    """
+
+    def __init__(self) -> None:
+        self._ways: dict[Any, tuple[Way, int]] = {}
+
+    def __repr__(self) -> str:
+        return f"RowRuns({len(self._ways)} structures)"
+
+    def way(self, key: Any) -> Way | None:
+        """The way that was found for a structure; ``None`` before its first run."""
+        return self._ways[key][0] if key in self._ways else None
+
+    def run(
+        self,
+        key: Any,
+        program: RowProgram,
+        sites: Mapping[str, Any],
+        fixed: Mapping[str, Any],
+        rows: Mapping[str, Tensor],
+        sampled: Mapping[str, Tensor],
+        learning: bool,
+    ) -> dict[str, Tensor] | None:
+        """Runs a program at rows of values; row 0 holds the sampled ones.
+
+        Args:
+            key: Its structure.
+            program: The program.
+            sites: All of its latent sites, by name: distribution and value.
+            fixed: Values that are the same in all rows.
+            rows: Values ``(rows, batch, event)``, by name of the site.
+            sampled: The costs of the sampled run, to compare with those of row 0.
+            learning: Whether uses count.
+
+        Returns:
+            Each cost ``(rows, batch)``; ``None`` if there is no way to run it.
+        """
+        way, uses = self._ways.get(key, (None, 0))
+        event_ndims = {name: len(fn.event_shape) for name, (fn, _) in sites.items()}
+        is_checked = way is None or (way is Way.BROADCAST and learning and is_due(uses))
+        if way is None or is_checked:
+            way = _prove(program, sites, fixed, rows, event_ndims, uses)
+        found = _as_sampled(way, program, fixed, rows, event_ndims, sampled)
+        if found is None and not is_checked:
+            # The program has changed since the way was found.
+            way = _prove(program, sites, fixed, rows, event_ndims, uses)
+            found = _as_sampled(way, program, fixed, rows, event_ndims, sampled)
+        if len(self._ways) >= _CAPACITY and key not in self._ways:
+            self._ways.clear()
+        self._ways[key] = Way.NONE if found is None else way, uses + learning
+        return found
+
+
+def is_due(uses: int) -> bool:
+    """Whether what was found out is looked at again after so many uses."""
+    return uses & (uses - 1) == 0 or uses % LONGEST == 0
+
+
+def _as_sampled(
+    way: Way,
+    program: RowProgram,
+    fixed: Mapping[str, Any],
+    rows: Mapping[str, Tensor],
+    event_ndims: Mapping[str, int],
+    sampled: Mapping[str, Tensor],
+) -> dict[str, Tensor] | None:
+    """The costs of every row, if those of row 0 are the sampled ones."""
+    number = len(next(iter(rows.values())))
+    if way is Way.NONE or (way is Way.SINGLE and number > MOST_SINGLES):
+        return None
+    found = program.run(way, fixed, rows, event_ndims)
+    if found is None or not agree([cost[0] for cost in found.values()], [sampled[name] for name in found]):
+        return None
+    return found
+
+
+def _prove(
+    program: RowProgram,
+    sites: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    rows: Mapping[str, Tensor],
+    event_ndims: Mapping[str, int],
+    seed: int,
+) -> Way:
+    """The fastest way that gives the costs of single runs."""
+    generator = probe_generator(seed)
+    drawn = {name: probe(fn, value, PROBES, generator) for name, (fn, value) in sites.items()}
+    rest = {name: value for name, value in fixed.items() if name not in drawn}
+    # The program may not run at all values: then those of the rows have to do.
+    for others, values in ((rest, drawn), (fixed, rows)):
+        number = len(next(iter(values.values())))
+        picked = torch.randperm(number, generator=generator)[:REFEREES]
+        some = {name: value[picked.to(value.device)] for name, value in values.items()}
+        truth = program.run(Way.SINGLE, others, some, event_ndims)
+        if truth is not None:
+            return _fastest(program, others, values, event_ndims, picked, list(truth.values()))
+    return Way.NONE
+
+
+def _fastest(
+    program: RowProgram,
+    fixed: Mapping[str, Any],
+    rows: Mapping[str, Tensor],
+    event_ndims: Mapping[str, int],
+    picked: Tensor,
+    truth: Sequence[Tensor],
+) -> Way:
+    """The fastest way whose costs are those of single runs: of some picked rows, of all where nothing else tells."""
+    hidden = program.run(Way.HIDDEN, fixed, rows, event_ndims)
+    if hidden is not None and not agree([cost[picked.to(cost.device)] for cost in hidden.values()], truth):
+        hidden = None
+    spread = program.run(Way.BROADCAST, fixed, rows, event_ndims)
+    if spread is not None and agree([cost[picked.to(cost.device)] for cost in spread.values()], truth):
+        expected = program.run(Way.SINGLE, fixed, rows, event_ndims) if hidden is None else hidden
+        if expected is not None and agree(list(spread.values()), list(expected.values())):
+            return Way.BROADCAST
+    return Way.SINGLE if hidden is None else Way.HIDDEN
+
+
+def probe_generator(seed: int) -> torch.Generator:
+    """What draws the values that runs are compared at; small seeds would start with few bits."""
+    return torch.Generator().manual_seed(0x9E3779B97F4A7C15 * (seed + 1) % (1 << 63))
+
+
+def probe(fn: Any, value: Tensor, rows: int, generator: torch.Generator) -> Tensor:
+    """Values of a site to compare runs at: drawn evenly where its support is finite, else from its distribution.
+
+    Sampled values may hardly vary, and rows that are mixed do not show where all rows are the same.
+
+    Args:
+        fn: Its distribution.
+        value: Its sampled value, of shape ``batch + event``.
+        rows: Number of rows.
+        generator: Draws them.
+
+    Returns:
+        Values ``(rows, batch, event)``.
+    """
+    split = finite_components(fn)
+    if split is not None:
+        index = split.index(value, fn)
+        drawn = torch.randint(split.cardinality, (rows, *index.shape), generator=generator).to(index.device)
+        return split.value(drawn, fn).to(value.dtype).reshape(rows, *value.shape)
+    repeated = value.detach().expand(rows, *value.shape)
+    with Sandbox(int(torch.randint(1 << 31, (), generator=generator)), has_buffers=False):
+        drawn = fn.sample((rows,)).detach()
+    if drawn.shape != repeated.shape:
+        return repeated
+    if getattr(fn.support, "is_discrete", False) and not fn.event_shape:
+        # Counts may be zero nearly always.
+        more = drawn + torch.randint(3, drawn.shape, generator=generator).to(drawn)
+        drawn = torch.where(fn.support.check(more), more, drawn)
+    return drawn.to(value.dtype)
+
+
+def agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    r"""Whether costs of two runs are the same within rounding, element by element and in total.
+
+    With ``t = eps ** 0.75`` of the coarsest type,
+
+        |a_i - b_i| <= t (1 + |b_i|)   and   |Σ_i (a_i - b_i)| <= t (1 + |b|).
+
+    The total matters: a mixed mean over many rows changes each cost by less than its rounding.
+
+    Args:
+        found: Costs of one run, ``a``.
+        expected: Those of the other, ``b``, of the same shapes.
+    """
+    if any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
+        return False
+    types = [cost.dtype for cost in (*found, *expected) if cost.is_floating_point()]
+    tolerance = max((torch.finfo(dtype).eps for dtype in types), default=0.0) ** 0.75
+    left, right = (torch.cat([cost.detach().reshape(-1).double() for cost in costs]) for costs in (found, expected))
+    difference = torch.where(left == right, 0.0, left - right)
+    difference = torch.where(left.isnan() & right.isnan(), 0.0, difference)
+    finite = torch.where(right.isfinite(), right, 0.0)
+    is_near = (difference.abs() <= tolerance * (1.0 + finite.abs())).all()
+    return bool(is_near & (difference.sum().abs() <= tolerance * (1.0 + finite.norm())))

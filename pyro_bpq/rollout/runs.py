@@ -1,0 +1,204 @@
+r"""The tensors of one step's runs, and how they are stacked.
+
+Tensors of like-shaped sites are stacked along a leading *site axis*; behind it lie one dimension for the
+particles and one for every plate dimension of the program (size 1 where a site is outside the plate):
+
+    (sites G, particles M, plate dims..., event dims...)
+
+so that whatever follows is one batched operation per kind of site, and summing a cost over the plates
+that a site is outside of is a sum over dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.errors import PlateError
+from pyro_bpq.graph.scg import Plate
+
+__all__ = ["Rollout", "Run", "SiteRecord", "sum_to_plates"]
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """One latent site of the guide in one run.
+
+    Args:
+        fn: Its distribution.
+        value: Its value, of shape ``batch_shape + event_shape``.
+        score: ``log q`` where the score function is needed (neither scaled nor masked), else ``None``.
+        scale: Product of the scales that Pyro applies to it (subsampling, ``poutine.scale``).
+        mask: Its mask, or ``None``.
+        prior: The model's distribution at the same site, or ``None``.
+        prior_scale: Scale of the model's site.
+        prior_mask: Mask of the model's site.
+        context: Features of the user, ``infer={"bpq": {"context": ...}}``, or ``None``.
+        baseline: Gives the user's own prediction of the cost-to-go, with its gradient; or ``None``.
+        charged: Costs that single components are charged with, ``batch_shape + (D,)``, in nats, detached; or ``None``.
+        leaf: The value as a leaf that the costs of the run lead back to; or ``None``.
+    """
+
+    fn: Any
+    value: Tensor
+    score: Tensor | None
+    scale: float | Tensor = 1.0
+    mask: Tensor | bool | None = None
+    prior: Any = None
+    prior_scale: float | Tensor = 1.0
+    prior_mask: Tensor | bool | None = None
+    context: Tensor | None = None
+    baseline: Callable[[], Tensor] | None = None
+    charged: Tensor | None = None
+    leaf: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of guide and model.
+
+    Args:
+        sites: The latent sites of the guide, by name.
+        costs: Every cost in nats, scaled and masked, of its batch shape, with its gradient.
+        differentiable: Sum of all costs through which pathwise gradients flow, a scalar.
+        loss: The run's loss, minus its ELBO, a scalar without gradient.
+    """
+
+    sites: Mapping[str, SiteRecord]
+    costs: Mapping[str, Tensor]
+    differentiable: Tensor
+    loss: Tensor
+
+    def with_leaves(self, leaves: Mapping[str, Tensor]) -> Run:
+        """The run with leaves that its costs lead back to; the values themselves stay without gradients."""
+        found = {
+            name: replace(self.sites[name], value=self.sites[name].value.detach(), leaf=leaf)
+            for name, leaf in leaves.items()
+            if name in self.sites
+        }
+        return replace(self, sites={**self.sites, **found}) if found else self
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The runs of one step that share a graph.
+
+    Args:
+        runs: One run per sequential particle, or a single vectorised one.
+        num_particles: Number of particles ``M`` in total.
+        plate_sizes: Size of each plate dimension, rightmost last; 1 where nothing is there.
+        is_vectorized: Whether the one run holds all particles, left of the plate dimensions.
+    """
+
+    runs: tuple[Run, ...]
+    num_particles: int
+    plate_sizes: Mapping[Plate, int]
+    plate_ndim: int
+    is_vectorized: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_vectorized:
+            for name, cost in self.runs[0].costs.items():
+                self._check_particles(name, cost.shape)
+
+    def _check_particles(self, name: str, shape: torch.Size) -> None:
+        """Raises if a cost has dimensions left of the particles: these are then somewhere else, and mixed."""
+        ndim = self.plate_ndim + 1
+        if any(size > 1 for size in shape[: max(0, len(shape) - ndim)]):
+            raise PlateError(
+                f"The cost {name!r} has the batch shape {tuple(shape)}. With vectorised particles it may have {ndim} "
+                f"dimensions, the leftmost for the {self.num_particles} particles. A value was probably given a "
+                "dimension on the right that is no plate, as by z.unsqueeze(-1); that moves particles to the left; "
+                "or max_plate_nesting is too small. Try the program with vectorize_particles=False."
+            )
+
+    def _check_unplated(self, names: Sequence[str], shape: torch.Size, batch: tuple[int, ...]) -> None:
+        """Raises if a dimension that is no plate has the size of the particles: to sum over it would mix them."""
+        for i, (size, full) in enumerate(zip(reversed(shape), reversed(batch[1:]), strict=False)):
+            if full == 1 and size == self.num_particles:
+                raise PlateError(
+                    f"{', '.join(map(repr, names))}: with {size} vectorised particles a tensor of batch shape "
+                    f"{tuple(shape)} has {size} elements in dimension {-1 - i}, which is no plate there: particles may "
+                    f"have moved into it, as by z.sum((-1, -2)). Keep them in dimension {-len(batch)}, as by "
+                    "z.sum((-1, -2), keepdim=True), or put that dimension into a pyro.plate."
+                )
+
+    def batch_shape(self, plates: Sequence[Plate]) -> tuple[int, ...]:
+        """Shape ``(M, plate dims...)`` of a site or cost with these plates."""
+        shape = [1] * self.plate_ndim
+        for plate in plates:
+            shape[plate.dim] = self.plate_sizes[plate]
+        return (self.num_particles, *shape)
+
+    def stack(
+        self,
+        pick: Callable[[Run, str], Tensor],
+        names: Sequence[str],
+        plates: Sequence[Plate],
+        event_ndim: int = 0,
+    ) -> Tensor:
+        """Stacks one tensor of each named site or cost.
+
+        Args:
+            pick: From a run and a name to a tensor of shape ``batch_shape + event``.
+            names: Names with the same plates and event shape.
+            plates: Their plates.
+            event_ndim: Number of rightmost dimensions that are no plates.
+
+        Returns:
+            A tensor of shape ``(len(names), M, plate dims..., event...)``.
+        """
+        batch = self.batch_shape(plates)
+        if self.is_vectorized:
+            tensors = [pick(self.runs[0], name) for name in names]
+            for shape in {tensor.shape[: tensor.dim() - event_ndim] for tensor in tensors}:
+                self._check_unplated(names, shape, batch)
+            return _stack(tensors, batch, event_ndim)
+        stacked = [_stack([pick(run, name) for name in names], (1, *batch[1:]), event_ndim) for run in self.runs]
+        return stacked[0] if len(stacked) == 1 else torch.cat(stacked, dim=1)
+
+
+def _stack(tensors: list[Tensor], batch: tuple[int, ...], event_ndim: int) -> Tensor:
+    shapes = {t.shape for t in tensors}
+    if len(shapes) > 1:
+        tensors = [_align(t.unsqueeze(0), batch, event_ndim)[0] for t in tensors]
+        return torch.stack(tensors)
+    return _align(torch.stack(tensors), batch, event_ndim)
+
+
+def _align(stacked: Tensor, batch: tuple[int, ...], event_ndim: int) -> Tensor:
+    """Brings ``(G, some batch dims, event)`` to ``(G, *batch, event)``; sums dimensions without a plate."""
+    split = stacked.dim() - event_ndim
+    have, event = stacked.shape[1:split], stacked.shape[split:]
+    if have == batch:
+        return stacked
+    missing = len(batch) - len(have)
+    if missing < 0:
+        if event_ndim:
+            raise PlateError(f"A tensor of shape {tuple(stacked.shape[1:])} has dimensions outside {batch}.")
+        stacked, missing = stacked.sum(dim=tuple(range(1, 1 - missing))), 0
+        have = stacked.shape[1:]
+    stacked = stacked.reshape(stacked.shape[0], *(1,) * missing, *have, *event)
+    extra = [i + 1 for i, size in enumerate(batch) if size == 1 and stacked.shape[i + 1] != 1 and not event_ndim]
+    if extra:
+        stacked = stacked.sum(dim=extra, keepdim=True)
+    return stacked.expand(stacked.shape[0], *batch, *event)
+
+
+def sum_to_plates(tensor: Tensor, source: Sequence[Plate], target: Sequence[Plate]) -> Tensor:
+    """Sums over the plates in ``source`` that are not in ``target``, keeping the dimensions.
+
+    Args:
+        tensor: Shape ``(G, M, plate dims...)``.
+        source: Plates of the tensor.
+        target: Plates to keep; those absent from the tensor broadcast.
+
+    Returns:
+        Tensor of the same number of dimensions.
+    """
+    dims = [plate.dim for plate in source if plate not in target]
+    return tensor.sum(dim=dims, keepdim=True) if dims else tensor

@@ -1,0 +1,192 @@
+r"""Sums over subsets of stacked tensors, in memory that follows what differs between the subsets.
+
+A sum of costs over what lies downstream of each of ``G`` sites is a ``G × n`` matrix of zeros and ones times the
+stacked costs. Where every site has all that a later one has and a few more, as in a chain, the rows form a run:
+
+    M = P S D,
+
+``D`` the few new ones of each row, ``S`` cumulative sums along the runs, ``P`` the order of the rows. Where rows
+have little, ``M`` itself is held by its ones. Both take memory and time linear in the number of sites; a small
+matrix is held as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_bpq.graph.bitsets import ones
+
+__all__ = ["Sums", "subset_sums", "weighted_sums"]
+
+# A matrix of so many numbers, or with a one among so many, is held as it is.
+DENSE = 1 << 13
+FULL = 4
+# Rows with so many ones stand for themselves; so many runs are told apart.
+FEW = 8
+RUNS = 64
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A matrix ``(G, n)`` that sums stacked tensors.
+
+    Args:
+        shape: ``(G, n)``.
+        dense: The matrix, where it is small or full; else the rest says what it is.
+        columns: What each row sums, row after row.
+        starts: Where each row begins in ``columns``, and their end.
+        weights: Of each of ``columns``; ``None`` for ones.
+        runs: Number of runs of rows and rows in each; ``None`` where rows stand for themselves.
+        places: Where each row of the matrix stands in the runs.
+        scale: What each row of the matrix is multiplied by, or ``None``.
+        dtype: Type of the stacked tensors.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    dense: Tensor | None = None
+    columns: Tensor | None = None
+    starts: Tensor | None = None
+    weights: Tensor | None = None
+    runs: tuple[int, int] | None = None
+    places: Tensor | None = None
+    scale: Tensor | None = None
+
+    def __matmul__(self, stacked: Tensor) -> Tensor:
+        """``(G, n) @ (n, ...)``."""
+        flat = stacked.reshape(self.shape[1], -1)
+        return self._summed(flat).reshape(self.shape[0], *stacked.shape[1:])
+
+    def _summed(self, flat: Tensor) -> Tensor:
+        if self.dense is not None:
+            return self.dense @ flat
+        assert self.columns is not None
+        total: Tensor = torch.nn.functional.embedding_bag(
+            self.columns, flat, self.starts, mode="sum", per_sample_weights=self.weights, include_last_offset=True
+        )
+        if self.runs is not None:
+            total = total.reshape(*self.runs, -1).cumsum(1).flatten(0, 1)[self.places]
+        return total if self.scale is None else total * self.scale
+
+    def to_dense(self) -> Tensor:
+        """The matrix."""
+        if self.dense is not None:
+            return self.dense
+        assert self.columns is not None
+        return self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.columns.device)
+
+    def times(self, weights: Tensor) -> Sums:
+        """The matrix with each of its entries multiplied by one of ``weights``."""
+        return Sums(self.shape, self.dtype, self.to_dense() * weights)
+
+    @property
+    def stored(self) -> int:
+        """How many numbers it is held by."""
+        parts = (self.dense, self.columns, self.starts, self.weights, self.places, self.scale)
+        return sum(part.numel() for part in parts if part is not None)
+
+
+def subset_sums(
+    rows: Sequence[int], columns: Sequence[int], like: Tensor, scale: Sequence[float] | None = None
+) -> Sums | None:
+    """Sums over subsets.
+
+    Args:
+        rows: The subsets, as bits.
+        columns: Which bit each of the stacked tensors is.
+        like: Gives dtype and device.
+        scale: What each sum is multiplied by.
+
+    Returns:
+        The sums; ``None`` where no subset has one of ``columns``.
+    """
+    mask = sum(1 << column for column in columns)
+    rows, shape = [row & mask for row in rows], (len(rows), len(columns))
+    if not any(rows):
+        return None
+    factor = None if scale is None else torch.as_tensor(scale, dtype=like.dtype).unsqueeze(1).to(like.device)
+    runs, length, new = _shortest(rows) if shape[0] * shape[1] > DENSE else ([], 0, [])
+    if not runs or FULL * _size(new) > shape[0] * shape[1]:
+        dense = torch.as_tensor(_bit_matrix(rows, columns)).to(like.dtype).to(like.device)
+        return Sums(shape, like.dtype, dense if factor is None else dense * factor)
+    at = {column: j for j, column in enumerate(columns)}
+    found = _sparse(shape, [[at[bit] for bit in ones(bits)] for bits in new], None, like)
+    place = {i: r * length + k for r, run in enumerate(runs) for k, i in enumerate(run)}
+    order = [place[i] for i in range(len(rows))]
+    if order == list(range(len(new))) and length == 1:
+        return replace(found, scale=factor)
+    places = torch.tensor(order).to(like.device)
+    return replace(found, runs=(len(runs), length), places=places, scale=factor)
+
+
+def weighted_sums(shape: tuple[int, int], entries: Iterable[tuple[int, int, float]], like: Tensor) -> Sums:
+    """The matrix with some entries ``(row, column, weight)``, which add up where they meet.
+
+    Args:
+        shape: Its shape.
+        entries: The entries.
+        like: Gives dtype and device.
+    """
+    rows: list[list[tuple[int, float]]] = [[] for _ in range(shape[0])]
+    for i, j, weight in entries:
+        rows[i].append((j, weight))
+    if shape[0] * shape[1] > DENSE:
+        columns = [[j for j, _ in row] for row in rows]
+        return _sparse(shape, columns, [weight for row in rows for _, weight in row], like)
+    dense = np.zeros(shape)
+    for i, row in enumerate(rows):
+        for j, weight in row:
+            dense[i, j] += weight
+    return Sums(shape, like.dtype, torch.as_tensor(dense).to(like.dtype).to(like.device))
+
+
+def _sparse(shape: tuple[int, int], rows: list[list[int]], weights: list[float] | None, like: Tensor) -> Sums:
+    starts = np.cumsum([0, *map(len, rows)])
+    columns = torch.tensor([j for row in rows for j in row], dtype=torch.long)
+    given = None if weights is None else torch.tensor(weights, dtype=like.dtype).to(like.device)
+    return Sums(shape, like.dtype, None, columns.to(like.device), torch.as_tensor(starts).to(like.device), given)
+
+
+def _shortest(rows: Sequence[int]) -> tuple[list[list[int]], int, list[int]]:
+    """Runs of rows, their length, and what each row of each run adds: as long runs as can be, or rows on their own."""
+    alone = [[i] for i in range(len(rows))], 1, list(rows)
+    if _size(rows) <= FEW * len(rows):
+        return alone
+    runs = _runs(rows)
+    length = max(map(len, runs))
+    new = []
+    for run in runs:
+        new += [rows[run[0]], *(rows[i] & ~rows[before] for before, i in pairwise(run))]
+        new += [0] * (length - len(run))
+    # Runs of which most are short are mostly empty places.
+    return (runs, length, new) if len(new) <= 4 * len(rows) and _size(new) < _size(rows) else alone
+
+
+def _size(rows: Sequence[int]) -> int:
+    return sum(row.bit_count() for row in rows)
+
+
+def _runs(rows: Sequence[int]) -> list[list[int]]:
+    """Rows in runs in which each has all that the one before has: it joins the run that leaves least to add."""
+    runs: list[list[int]] = []
+    for i in sorted(range(len(rows)), key=lambda i: rows[i].bit_count()):
+        fitting = [run for run in runs[-RUNS:] if not rows[run[-1]] & ~rows[i]]
+        if fitting:
+            max(fitting, key=lambda run: rows[run[-1]].bit_count()).append(i)
+        else:
+            runs.append([i])
+    return runs
+
+
+def _bit_matrix(rows: Sequence[int], columns: Sequence[int]) -> np.ndarray:
+    """Matrix of the bits ``columns`` of each int in ``rows``."""
+    length = max(columns) // 8 + 1
+    data = b"".join(bits.to_bytes(length, "little") for bits in rows)
+    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8).reshape(len(rows), length), axis=1, bitorder="little")
+    return bits[:, list(columns)].astype(np.float32)

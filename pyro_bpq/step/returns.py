@@ -1,0 +1,109 @@
+r"""Lambda-returns of the stacked Q-nodes of a step.
+
+Where all nodes and costs share their plates the returns come from triangular solves, else from a
+backward pass over the nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.layout import Layout, QGroup
+from pyro_bpq.rollout.runs import sum_to_plates
+from pyro_bpq.targets.lambda_return import lambda_return
+from pyro_bpq.targets.rules import solve_rules
+
+__all__ = ["lambda_returns"]
+
+
+def lambda_returns(
+    layout: Layout,
+    costs: Sequence[Tensor],
+    groups: Mapping[int, QGroup],
+    values: Mapping[int, Tensor],
+    ahead: Mapping[int, Tensor],
+    lam: float,
+    gamma: float,
+) -> dict[int, Tensor]:
+    """Targets of all learned Q-nodes.
+
+    Args:
+        layout: The layout.
+        costs: Stacked costs by class of costs, in nats, detached.
+        groups: The Q-nodes of each group.
+        values: ``q_X(x)`` by group, ``(Q, M, plates)``, in nats, detached.
+        ahead: ``E_X[q_X]`` plus the correction of the exact immediate costs to their expectation.
+        lam: Weight of the return against the critic.
+        gamma: Discount per edge.
+
+    Returns:
+        Targets by group, of the shapes of ``values``.
+    """
+    assert layout.network is not None
+    plates = {cls.plates for cls in layout.cost_classes} | {cls.spec.plates for cls in layout.classes}
+    if len(plates) == 1 and len(layout.network.nodes) > 2:
+        return _solve(layout, costs[0], groups, values, ahead, lam, gamma)
+    return _backward(layout, costs, groups, values, ahead, lam, gamma)
+
+
+def _backward(
+    layout: Layout,
+    costs: Sequence[Tensor],
+    groups: Mapping[int, QGroup],
+    values: Mapping[int, Tensor],
+    ahead: Mapping[int, Tensor],
+    lam: float,
+    gamma: float,
+) -> dict[int, Tensor]:
+    network = layout.network
+    assert network is not None
+    roots = {
+        name: cost
+        for cls, stacked in zip(layout.cost_classes, costs, strict=True)
+        for name, cost in zip(cls.names, stacked.unbind(0), strict=True)
+    }
+    q, expected = {}, {}
+    for g, value in values.items():
+        for node, own, mean in zip(groups[g].nodes, value.unbind(0), ahead[g].unbind(0), strict=True):
+            q[node.name] = own
+            expected[node.name] = _with_immediate(layout, node.name, mean, roots)
+    returns = lambda_return(network, q, roots, lam, gamma, expected)
+    return {
+        g: torch.stack([returns[node.name].expand(value.shape[1:]) for node in groups[g].nodes])
+        for g, value in values.items()
+    }
+
+
+def _with_immediate(layout: Layout, name: str, mean: Tensor, roots: Mapping[str, Tensor]) -> Tensor:
+    assert layout.network is not None
+    graph, node = layout.graph, layout.network.q_node(name)
+    plates = graph.node(node.site).plates
+    for cost in node.immediate:
+        mean = mean + sum_to_plates(roots[cost], graph.cost(cost).plates, plates)
+    return mean
+
+
+def _solve(
+    layout: Layout,
+    costs: Tensor,
+    groups: Mapping[int, QGroup],
+    values: Mapping[int, Tensor],
+    ahead: Mapping[int, Tensor],
+    lam: float,
+    gamma: float,
+) -> dict[int, Tensor]:
+    order = layout.rule_order
+    size = (len(order), *costs.shape[1:])
+    learned, mean = costs.new_zeros(size), costs.new_zeros(size)
+    weight = costs.new_ones(len(order))
+    where = {}
+    for g, value in values.items():
+        places = [order[node.name] for node in groups[g].nodes]
+        rows = groups[g].constant("order", places, costs.device, torch.long)
+        learned[rows], mean[rows] = value, ahead[g]
+        where[g], weight = rows, weight.index_fill(0, rows, lam)
+    returns = solve_rules(layout.rules(costs), costs, mean, learned, weight, gamma)
+    return {g: returns[rows] for g, rows in where.items()}

@@ -1,0 +1,332 @@
+r"""What the sites of one rollout are told: cost-to-go, exact immediate costs, critics, control variates.
+
+Backwards along the graph, one batched operation per class of like-shaped sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack_costs, sum_costs
+from pyro_bpq.batching.crossed import crossed_costs
+from pyro_bpq.batching.layout import Layout
+from pyro_bpq.batching.site_batch import SiteBatch
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.estimators.base import SiteContext, needs_crossed, needs_program, needs_table
+from pyro_bpq.estimators.lambda_return import LambdaReturn
+from pyro_bpq.estimators.pyro_baseline import PyroBaseline
+from pyro_bpq.rollout.runs import Rollout, sum_to_plates
+from pyro_bpq.step.critic_step import CriticBatch, Learned, evaluate_critics
+from pyro_bpq.step.returns import lambda_returns
+from pyro_bpq.step.site_program import Rerun, SiteProgramRuns
+
+__all__ = ["Signals"]
+
+
+class Signals:
+    """The intermediate tensors of one rollout, by position of the class of sites or of the group of Q-nodes.
+
+    Args:
+        layout: The batching of its graph.
+        rollout: Its tensors.
+        tables: Immediate costs of the model after setting one component of a site, by site:
+            ``(M, plate dims, D, K)`` in nats, detached.
+        bank: Critics and running statistics.
+        build: Whether missing critics may be built.
+        rerun: Runs the program again with a site at another value, or ``None`` where that cannot be done.
+        generator: Noise of the estimators.
+        by_value: Whether all gradients come by way of ``log q`` of every value, or only where an estimator needs it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rollout: Rollout,
+        tables: Mapping[str, Tensor],
+        bank: CriticBank,
+        build: bool,
+        rerun: Rerun | None = None,
+        generator: torch.Generator | None = None,
+        by_value: bool = True,
+    ) -> None:
+        self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
+        self.rerun, self.generator = rerun, generator
+        self.batches = [SiteBatch(cls, rollout, by_value or needs_table(cls.spec.estimator)) for cls in layout.classes]
+        self.costs = stack_costs(layout, rollout)
+        self.active = [c for c, cls in enumerate(layout.classes) if not cls.spec.estimator.is_pathwise]
+        # A reparameterised site with a critic corrects the sites before it.
+        self.valued = [c for c, cls in enumerate(layout.classes) if c in self.active or cls.spec.critic is not None]
+        found = {g: evaluate_critics(layout, group, self.batches, bank, build) for g, group in enumerate(layout.groups)}
+        self.critics: dict[int, CriticBatch] = {g: critic for g, critic in found.items() if critic is not None}
+
+    def __repr__(self) -> str:
+        return f"Signals({self.layout}, {self.rollout.num_particles} particles, {len(self.critics)} groups of critics)"
+
+    # Parts of the signal.
+
+    @cached_property
+    def exact(self) -> dict[int, Tensor | None]:
+        """Immediate costs at every value of every component, up to a constant per component, by class."""
+        return {c: self._exact(c) for c in self.valued}
+
+    @cached_property
+    def learned(self) -> dict[int, Learned]:
+        """What the critics of each site say, summed over its Q-nodes, by class."""
+        found: dict[int, Learned] = {}
+        for critic in self.critics.values():
+            group = critic.group
+            said = critic.per_site(self.layout.membership(group, group.nodes, critic.level))
+            found[group.c] = said if group.c not in found else found[group.c].plus(said)
+        return found
+
+    @cached_property
+    def variates(self) -> dict[int, Tensor]:
+        """``A_Y = Q_Y(y) - E_Y[Q_Y]`` of each site, by class."""
+        found = {}
+        for c in self.valued:
+            table, learned = self.exact[c], self.learned.get(c)
+            own = None if learned is None else learned.variate
+            if own is None and learned is not None and learned.table is not None:
+                table = learned.table if table is None else table + learned.table
+            if table is not None:
+                centred = self.batches[c].centred(table)
+                found[c] = centred if own is None else centred + own
+            elif own is not None:
+                found[c] = own
+        return found
+
+    def context(self, c: int) -> SiteContext:
+        """What the estimator of a class of sites sees, but for its running statistics."""
+        cls, batch = self.layout.classes[c], self.batches[c]
+        estimator = cls.spec.estimator
+        if cls.spec.by_component:
+            return self._component_context(c)
+        shape = (len(cls.names), *batch.batch_shape)
+        uses = estimator.uses_critic
+        learned = self.learned.get(c) if uses else None
+        exact = self.exact[c] if uses else None
+        cost = cost_to_go(self.layout, self.costs, c, batch.score.detach().new_zeros(shape))
+        shift = self._bootstraps.get(c)
+        return SiteContext(
+            names=cls.names,
+            score=batch.score,
+            cost=cost if shift is None else cost + shift,
+            num_particles=self.rollout.num_particles,
+            log_probs=batch.log_probs if batch.by_value else None,
+            index=batch.index if batch.by_value else None,
+            exact=exact,
+            exact_cost=None if exact is None else _expand(sum_costs(self.layout, self.costs, "tabled", c), shape),
+            learned=None if learned is None else learned.table,
+            level=None if learned is None else learned.level,
+            own=None if learned is None else learned.own,
+            moments=batch.moments if uses and cls.spec.has_moments else None,
+            correction=_expand(self._correction(c), shape) if uses and shift is None else None,
+            baseline=batch.baseline if isinstance(estimator, PyroBaseline) else None,
+            program=self._program(c) if needs_program(estimator) else None,
+            crossed=self._crossed(c, shape) if needs_crossed(estimator) else None,
+        )
+
+    @cached_property
+    def _changes(self) -> list[Tensor]:
+        """What other particles' costs change by beside a particle's past, by group of costs."""
+        return [crossed_costs(group, self.rollout, self.costs) for group in self.layout.crossed]
+
+    def _crossed(self, c: int, shape: Sequence[int]) -> Tensor | None:
+        """For each site of a class the sum of these changes over the costs downstream of it."""
+        found, plates = [], self.layout.classes[c].spec.plates
+        for g, change in enumerate(self._changes if self.rollout.num_particles > 1 else ()):
+            selected = self.layout.matrix("crossed", c, g, change)
+            if selected is not None:
+                found.append(selected @ sum_to_plates(change, self.layout.crossed[g].cls.plates, plates))
+        return _expand(sum(found[1:], found[0]), shape) if found else None
+
+    def _component_context(self, c: int) -> SiteContext:
+        """The same where each component is told its own cost-to-go: as if components were a further plate."""
+        cls, batch = self.layout.classes[c], self.batches[c]
+        estimator = cls.spec.estimator
+        joint = batch.component_score.detach().new_zeros((len(cls.names), *batch.batch_shape))
+        exact = self.exact[c] if estimator.uses_critic else None
+        return SiteContext(
+            names=cls.names,
+            score=batch.component_score,
+            cost=component_cost_to_go(self.layout, self.rollout, c, cost_to_go(self.layout, self.costs, c, joint)),
+            num_particles=self.rollout.num_particles,
+            log_probs=batch.log_probs.unsqueeze(-2) if batch.by_value else None,
+            index=batch.index.unsqueeze(-1) if batch.by_value else None,
+            exact=None if exact is None else exact.unsqueeze(-2),
+            exact_cost=None if exact is None else batch.sampled(exact),
+            program=self._program(c) if needs_program(estimator) else None,
+        )
+
+    def _exact(self, c: int) -> Tensor | None:
+        tables = [table for table in (self._own_table(c), self._model_table(c)) if table is not None]
+        return sum(tables[1:], tables[0]) if tables else None
+
+    def _own_table(self, c: int) -> Tensor | None:
+        """``log q`` and ``-log p`` of the sites themselves at every value, as far as they are tabled."""
+        tabled, batch = self.layout.classes[c].spec.tabled, self.batches[c]
+        if not tabled & {"q", "p"}:
+            return None
+        table = batch.own_q if "q" in tabled else torch.zeros_like(batch.probs)
+        table = table + batch.own_p if "p" in tabled else table
+        return table.masked_fill(batch.probs == 0, 0.0)
+
+    def _model_table(self, c: int) -> Tensor | None:
+        """What the extra run of the model says of other values."""
+        cls, batch = self.layout.classes[c], self.batches[c]
+        if "model" not in cls.spec.tabled:
+            return None
+        table = torch.stack([self.tables[name].expand(batch.probs.shape[1:]) for name in cls.names])
+        return table.masked_fill(batch.probs == 0, 0.0)
+
+    def _correction(self, c: int) -> Tensor | None:
+        """For each site the sum of the control variates of later sites, as far as these count its costs only."""
+        total: Tensor | None = None
+        for k, variate in self.variates.items():
+            parts = self._parts[k] if self.layout.is_split(k) else [("later", k, variate)]
+            for kind, column, part in parts:
+                term = self._selected(c, k, kind, column, part)
+                if term is not None:
+                    total = term if total is None else total + term
+        return total
+
+    def _selected(self, c: int, k: int, kind: str, column: int, variate: Tensor) -> Tensor | None:
+        """Sums for each site of a class those control variates of a later class that a matrix selects."""
+        selected, plates = self.layout.matrix(kind, c, column, variate), self.layout.classes[c].spec.plates
+        if selected is None:
+            return None
+        trace = getattr(self.layout.classes[c].spec.estimator, "trace", 1.0)
+        if trace != 1.0:
+            distance = self.layout.distance(c, k, variate)
+            is_learned = kind == "later_learned"
+            distance = distance[:, list(self.layout.groups[column].sites)] if is_learned else distance
+            selected = selected.times(trace**distance)
+        return selected @ sum_to_plates(variate, self.layout.classes[k].spec.plates, plates)
+
+    @cached_property
+    def _parts(self) -> dict[int, list[tuple[str, int, Tensor]]]:
+        """``A_Y`` by class, of the tabled costs and of each Q-node on its own: kind of matrix, column, tensor."""
+        found: dict[int, list[tuple[str, int, Tensor]]] = {c: [] for c in self.valued}
+        for c in self.valued:
+            for kind, table in (("later_own", self._own_table(c)), ("later_model", self._model_table(c))):
+                if table is not None:
+                    found[c].append((kind, c, self.batches[c].centred(table)))
+        for g, critic in self.critics.items():
+            if critic.joint is not None:
+                found[critic.group.c].append(("later_learned", g, critic.joint.variate))
+            elif critic.advantage is not None:
+                value, mean = self._value_and_mean(critic)
+                found[critic.group.c].append(("later_learned", g, value.detach() - mean))
+        return found
+
+    def _program(self, c: int) -> SiteProgramRuns:
+        """Other values of the sites of a class, and what they cost."""
+        if self.rerun is None or self.generator is None:
+            names = ", ".join(map(repr, self.layout.classes[c].names))
+            raise UnsupportedProgramError(
+                f"Sites {names}: sampled values steer this program, so {self.layout.classes[c].spec.estimator} cannot "
+                "compare its costs at other values; use AllAction() or ScoreFunction(RunningBaseline()) there."
+            )
+        return SiteProgramRuns(self.layout, c, self.batches[c], self.rerun, self.generator)
+
+    # Targets of the critics.
+
+    def values_and_targets(self, lam: float, gamma: float, slow: bool = False) -> dict[int, tuple[Tensor, Tensor]]:
+        """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group.
+
+        Args:
+            lam: Weight of the return against the critic.
+            gamma: Discount per edge.
+            slow: Whether targets are formed with the slow copies of the critics.
+        """
+        values, _ = self._values
+        targets = self._returns(*(self._slow_values if slow else self._values), lam, gamma)
+        return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
+
+    @cached_property
+    def _values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """``q_X(x)`` with the critics' gradient, and its expectation, by group."""
+        return self._evaluated(self.critics)
+
+    @cached_property
+    @torch.no_grad()
+    def _slow_values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """The same of the slow copies."""
+        found = {
+            g: evaluate_critics(self.layout, critic.group, self.batches, self.bank, False, True)
+            for g, critic in self.critics.items()
+        }
+        return self._evaluated({g: critic for g, critic in found.items() if critic is not None})
+
+    def _evaluated(self, critics: Mapping[int, CriticBatch]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        values, ahead = {}, {}
+        for g, critic in critics.items():
+            values[g], mean = self._value_and_mean(critic)
+            ahead[g] = self._with_expected_immediate(critic, mean)
+        return values, ahead
+
+    def _returns(
+        self, values: Mapping[int, Tensor], ahead: Mapping[int, Tensor], lam: float, gamma: float
+    ) -> dict[int, Tensor]:
+        if not values:
+            return {}
+        groups = {g: critic.group for g, critic in self.critics.items()}
+        detached = {g: value.detach() for g, value in values.items()}
+        return lambda_returns(self.layout, self.costs, groups, detached, ahead, lam, gamma)
+
+    @cached_property
+    def _bootstraps(self) -> dict[int, Tensor]:
+        """What turns the cost-to-go of sites into a lambda-return, by class, where an estimator wants that."""
+        estimators = {c: self.layout.classes[c].spec.estimator for c in self.active}
+        wanted = {c: e.lam for c, e in estimators.items() if isinstance(e, LambdaReturn)}
+        if not wanted or not self.critics:
+            return {}
+        values, ahead = self._values
+        none = {g: torch.zeros_like(value.detach()) for g, value in values.items()}
+        plain = self._returns(none, none, 1.0, 1.0)
+        shifts: dict[int, Tensor] = {}
+        for lam in sorted(set(wanted.values())):
+            targets = self._returns(values, ahead, lam, 1.0)
+            for g, critic in self.critics.items():
+                group = critic.group
+                if wanted.get(group.c) == lam:
+                    shift = targets[g] - plain[g]
+                    member = self.layout.membership(group, group.nodes, shift)
+                    shift = shift if member is None else member @ shift
+                    shifts[group.c] = shifts.get(group.c, torch.zeros_like(shift)) + shift
+        return shifts
+
+    def _value_and_mean(self, critic: CriticBatch) -> tuple[Tensor, Tensor]:
+        """``q_X(x)`` with gradient and ``E_X[q_X]`` without, ``(Q, M, plates)`` each."""
+        if critic.joint is not None:
+            return critic.joint.value, critic.joint.mean
+        if critic.advantage is None:
+            return critic.level, critic.level.detach()
+        batch, pick = self.batches[critic.group.c], critic.group.pick
+        index, probs = pick(batch.index).unsqueeze(-1), pick(batch.probs)
+        value = critic.level + critic.advantage.gather(-1, index).squeeze(-1).sum(-1)
+        mean = critic.level.detach() + (probs * critic.advantage.detach()).sum((-1, -2))
+        return value, mean
+
+    def _with_expected_immediate(self, critic: CriticBatch, mean: Tensor) -> Tensor:
+        """Immediate costs in expectation instead of sampled, where the Q-node has all of them."""
+        group, tabled = critic.group, self.layout.tabled
+        exact = self.exact[group.c]
+        if exact is None:
+            return mean
+
+        def is_whole() -> list[bool]:
+            return [set(node.immediate) >= set(tabled[node.site]) for node in group.nodes]
+
+        whole = group.constant("whole", is_whole, mean.device, mean.dtype)
+        centred = group.pick(self.batches[group.c].centred(exact))
+        return mean - centred * whole.reshape(-1, *(1,) * (mean.dim() - 1))
+
+
+def _expand(tensor: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    return None if tensor is None else tensor.expand(shape)

@@ -1,0 +1,186 @@
+r"""What estimators may ask of the program: costs-to-go of sites at other values."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack_costs, sum_costs
+from pyro_bpq.batching.layout import Layout
+from pyro_bpq.batching.site_batch import SiteBatch
+from pyro_bpq.errors import BPQError, BPQWarning
+from pyro_bpq.rollout.runs import Rollout, Run
+
+__all__ = ["Rerun", "SiteProgramRuns", "slope_of"]
+
+
+class Rerun(Protocol):
+    """Runs the program again with a site at another value ``(M, plates, event)``.
+
+    What is sampled downstream of it is drawn afresh, or takes the values of the runs ``held``; everything else
+    keeps its value.
+    """
+
+    def __call__(self, name: str, value: Tensor, held: tuple[Run, ...] | None = None) -> tuple[Run, ...]:
+        """The runs."""
+        ...
+
+    def fresh(self) -> tuple[Run, ...]:
+        """Runs that draw every site afresh, the same ones at every call."""
+        ...
+
+    def slopes(self, name: str) -> tuple[Tensor, ...] | None:
+        """The gradient of all costs of a step's runs to the values of a site; ``None`` where it takes other runs."""
+        ...
+
+    def differentiable(self) -> list[Tensor]:
+        """The differentiable costs of each run, for the surrogate; to be asked when all sites are done."""
+        ...
+
+
+def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor) -> Tensor:
+    """The gradient of the sum of some costs with respect to a value of a site; zero where there is none."""
+    with torch.enable_grad():
+        total = sum((run.costs[cost].sum() for run in runs for cost in costs), leaf.new_zeros(()))
+    return gradient_to(total, leaf)
+
+
+def gradient_to(total: Tensor, leaf: Tensor) -> Tensor:
+    """The gradient of a scalar to a leaf; zero where it does not depend on it."""
+    if not total.requires_grad:
+        return torch.zeros_like(leaf)
+    (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
+    return torch.zeros_like(leaf) if gradient is None else gradient
+
+
+class SiteProgramRuns:
+    """A :class:`~pyro_bpq.estimators.base.SiteProgram` that runs the program again, site after site.
+
+    Args:
+        layout: The layout.
+        c: Position of the class of sites.
+        batch: Its stacked tensors.
+        rerun: Runs the program again.
+        generator: Noise of the estimators.
+        downstream: For each site the runs whose values the sites downstream of it keep, or ``None``.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        c: int,
+        batch: SiteBatch,
+        rerun: Rerun,
+        generator: torch.Generator,
+        downstream: Sequence[tuple[Run, ...] | None] | None = None,
+    ) -> None:
+        self.layout, self.c, self.batch = layout, c, batch
+        self.rerun, self.generator = rerun, generator
+        self.names = layout.classes[c].names
+        self.downstream = [None] * len(self.names) if downstream is None else downstream
+
+    def __repr__(self) -> str:
+        return f"SiteProgramRuns({', '.join(self.names)})"
+
+    @property
+    def value(self) -> Tensor:
+        """The sampled values, detached."""
+        return self.batch.value
+
+    @property
+    def rows_meet(self) -> bool:
+        """Whether a cost of one plate row reads another."""
+        return any(self.layout.rows_meet(name) for name in self.names)
+
+    def cost(self, value: Tensor) -> Tensor:
+        """Costs-to-go at other values, detached."""
+        value = value.detach()
+        runs = [self.rerun(name, value[i], self.downstream[i]) for i, name in enumerate(self.names)]
+        return torch.stack([self._costs(i, found) for i, found in enumerate(runs)])
+
+    def independent(self) -> Tensor:
+        """Costs-to-go of a run that draws every site afresh, detached; of each component where they are told apart."""
+        runs = self.rerun.fresh()
+        total = self._cost_to_go(runs)
+        if not self.layout.classes[self.c].spec.by_component:
+            return total
+        return component_cost_to_go(self.layout, self._rollout(runs), self.c, total)
+
+    def remaining(self) -> Tensor:
+        """Of the same run what is not known at every value of a site, ``(G, M, plates)``, detached."""
+        costs = stack_costs(self.layout, self._rollout(self.rerun.fresh()))
+        total = cost_to_go(self.layout, costs, self.c, costs[0].new_zeros(len(self.names), *self.batch.batch_shape))
+        known = sum_costs(self.layout, costs, "tabled", self.c)
+        return total if known is None else total - known
+
+    def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Costs-to-go at other values, and the gradient of all costs downstream; zero where there is none."""
+        costs, gradients = [], []
+        for i, name in enumerate(self.names):
+            leaf = value[i].detach().requires_grad_()
+            runs = self.rerun(name, leaf, self.downstream[i])
+            wanted = self.layout.graph.downstream_costs(name)
+            gradients.append(slope_of(runs, wanted, leaf))
+            costs.append(self._costs(i, runs))
+        return torch.stack(costs), torch.stack(gradients)
+
+    def slope(self) -> Tensor:
+        """The gradient of all costs downstream at the sampled values, of the step's own runs where that is known."""
+        runs, spec = self.batch.rollout.runs, self.layout.classes[self.c].spec
+        found: dict[tuple[int, str], Tensor] = {}
+        for name in self.names:
+            slopes = self.rerun.slopes(name)
+            if slopes is None:
+                return self._slope_of_other_runs()
+            found.update({(id(run), name): slope for run, slope in zip(runs, slopes, strict=True)})
+        ndim = len(spec.event_shape)
+        return self.batch.rollout.stack(lambda run, name: found[id(run), name], self.names, spec.plates, ndim)
+
+    def _slope_of_other_runs(self) -> Tensor:
+        try:
+            return self.gradient(self.value)[1]
+        except BPQError:
+            raise
+        except RuntimeError as error:
+            # Estimates stay unbiased with any slopes.
+            warnings.warn(
+                f"Sites {', '.join(map(repr, self.names))}: the program failed while their values carried gradients; "
+                f"slopes of its costs are taken for zero: {error}",
+                BPQWarning,
+                stacklevel=2,
+            )
+            return torch.zeros_like(self.value)
+
+    def held(self, value: Tensor) -> SiteProgramRuns:
+        """The same program, in which sites downstream keep the values that they take in a run at ``value``."""
+        value, graph = value.detach(), self.layout.graph
+        held = [self.rerun(name, value[i]) if graph.descendants(name) else None for i, name in enumerate(self.names)]
+        return SiteProgramRuns(self.layout, self.c, self.batch, self.rerun, self.generator, held)
+
+    def from_index(self, index: Tensor) -> Tensor:
+        """Values from indices of finite components."""
+        split = self.batch.components
+        if split.kind != "support":
+            return split.value(index).to(self.value.dtype)
+        fn = self.batch.rollout.runs[0].sites[self.names[0]].fn
+        return split.value(index, fn).to(self.value.dtype).squeeze(-1)
+
+    def stack(self, pick: Callable[[Any], Tensor], event_ndim: int) -> Tensor:
+        """Stacks a tensor of the sites' distributions."""
+        return self.batch.stack(lambda site: pick(site.fn), event_ndim)
+
+    def _costs(self, i: int, runs: tuple[Run, ...]) -> Tensor:
+        return self._cost_to_go(runs)[i]
+
+    def _cost_to_go(self, runs: tuple[Run, ...]) -> Tensor:
+        costs = stack_costs(self.layout, self._rollout(runs))
+        like = costs[0].new_zeros(len(self.names), *self.batch.batch_shape)
+        return cost_to_go(self.layout, costs, self.c, like)
+
+    def _rollout(self, runs: tuple[Run, ...]) -> Rollout:
+        old = self.batch.rollout
+        return Rollout(runs, old.num_particles, old.plate_sizes, old.plate_ndim, old.is_vectorized)

@@ -1,0 +1,341 @@
+r"""From the signals of a step to the sum of its sites' surrogate terms, and to the critics' loss.
+
+One estimator call per class of like-shaped sites. Where sampled values steer a program, its particles need not have
+the same sites: then one call per site, over those particles that have it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.layout import SiteClass
+from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write, average_writes
+from pyro_bpq.errors import UnsupportedSiteError
+from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, at_step, initial_statistics
+from pyro_bpq.rollout.distributed import Ranks
+from pyro_bpq.rollout.distributed import average_writes as average_over_ranks
+from pyro_bpq.rollout.moments import Standardised
+from pyro_bpq.step.critic_step import CriticRows, regression
+from pyro_bpq.step.first_order import first_order_loss
+from pyro_bpq.step.signals import Signals
+
+__all__ = ["Learning", "StepResult", "critic_loss", "critic_targets", "expected_critic_loss", "step"]
+
+# Value and target of the Q-nodes of each group.
+Pairs = Mapping[int, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How critics learn, as far as targets are concerned.
+
+    Args:
+        lam: Weight of the return against the critic.
+        gamma: Discount per edge.
+        level_weight: Weight of the level against differences within a data point.
+        slow: Whether targets are formed with slow copies of the critics.
+        num_steps: Number of steps taken, for estimators with a schedule.
+        first_order: Weight of the slopes of critics against the gradient of the costs; 0 for values only.
+        ranks: The processes that learn together; ``None`` where there are no others.
+    """
+
+    lam: float = 0.97
+    gamma: float = 1.0
+    level_weight: float = 0.1
+    slow: bool = False
+    num_steps: int = 0
+    first_order: float = 0.0
+    ranks: Ranks | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step yields.
+
+    Args:
+        surrogate: Sum of the sites' surrogate terms over particles; only its gradient has meaning.
+        critic_loss: Regression loss of the critics, or ``None``.
+        writes: New running statistics, to be committed after the step.
+        info: Detached diagnostics, by name of site, and its ``"estimator"``.
+        terms: The summands of the surrogate: names of the sites and a tensor, as the estimator returned it.
+        learns: Whether the step teaches anything.
+    """
+
+    surrogate: Tensor
+    critic_loss: Tensor | None
+    writes: list[Write] = field(default_factory=list)
+    info: dict[str, dict[str, Any]] = field(default_factory=dict)
+    terms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
+    learns: bool = False
+
+
+def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build: bool) -> StepResult:
+    """Computes surrogate and critic loss of the rollouts of a step.
+
+    Args:
+        signals: One for all particles; or one for each, where sampled values steer the program.
+        bank: Critics and running statistics.
+        learning: How targets are formed.
+        build: Whether the step learns: missing statistics are built, a critic loss is formed.
+
+    Returns:
+        The result; nothing in the bank has changed but for newly built rows.
+    """
+    writes: list[Write] = []
+    info: dict[str, dict[str, Any]] = {}
+    if build:
+        classes = [cls for one in signals for cls in one.layout.classes]
+        info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
+    number, terms = learning.num_steps, []
+    for cls, context in _contexts(signals, learning.ranks if build else None):
+        start = time.perf_counter()
+        term = _estimate(cls, at_step(cls.spec.estimator, number), context, bank, build, writes, info)
+        terms.append((context.names, term))
+        if build:
+            _add_time(info, context.names, start)
+    loss = _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info) if build else None
+    if build and learning.first_order > 0.0:
+        slopes = [first_order_loss(one, learning.first_order) for one in signals]
+        loss = sum(slopes, torch.zeros_like(slopes[0]) if loss is None else loss)
+    if len(signals) > 1:
+        # Particles, and sites of a family that shares a critic, each have a say.
+        writes = average_writes(writes)
+    sums = [term.sum() for _, term in terms]
+    return StepResult(sum(sums[1:], sums[0]) if sums else torch.zeros(()), loss, writes, info, tuple(terms), build)
+
+
+def _add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: float) -> None:
+    """Shares out the time since ``start`` among the sites of a batched call."""
+    ms = 1e3 * (time.perf_counter() - start) / len(names)
+    for name in names:
+        entry = info.setdefault(name, {})
+        entry["ms"] = entry.get("ms", 0.0) + ms
+
+
+# Estimators.
+
+
+def _contexts(signals: Sequence[Signals], ranks: Ranks | None) -> list[tuple[SiteClass, SiteContext]]:
+    """What each estimator call sees: classes of sites, or single sites of those particles that have them."""
+    if len(signals) == 1:
+        (only,) = signals
+        return [(only.layout.classes[c], replace(only.context(c), ranks=ranks)) for c in only.active]
+    found: dict[Any, list[SiteContext]] = {}
+    for one in signals:
+        for c in one.active:
+            spec, context = one.layout.classes[c].spec, replace(one.context(c), ranks=ranks)
+            for i, name in enumerate(context.names):
+                found.setdefault((name, spec, context.cost.shape[2:]), []).append(_row(context, i))
+    return [(SiteClass(spec, (name,)), _join(contexts)) for (name, spec, _), contexts in found.items()]
+
+
+def _tensors(context: SiteContext) -> dict[str, Tensor]:
+    pairs = ((item.name, getattr(context, item.name)) for item in fields(context))
+    return {name: value for name, value in pairs if isinstance(value, Tensor)}
+
+
+def _row(context: SiteContext, i: int) -> SiteContext:
+    rows: dict[str, Any] = {name: value[i : i + 1] for name, value in _tensors(context).items()}
+    if context.moments is not None:
+        rows["moments"] = Standardised(*(part[i : i + 1] for part in context.moments))
+    return replace(context, names=(context.names[i],), **rows)
+
+
+def _join(contexts: Sequence[SiteContext]) -> SiteContext:
+    """One site of several particles; a part that some of them lack is zero there."""
+    if len(contexts) == 1:
+        return contexts[0]
+    tensors = [_tensors(context) for context in contexts]
+    joined: dict[str, Any] = {}
+    for name in dict.fromkeys(name for found in tensors for name in found):
+        like = next(found[name] for found in tensors if name in found)
+        joined[name] = torch.cat([found.get(name, torch.zeros_like(like)) for found in tensors], 1)
+    if contexts[0].moments is not None:
+        moments = [context.moments for context in contexts if context.moments is not None]
+        joined["moments"] = Standardised(*(torch.cat(parts, 1) for parts in zip(*moments, strict=True)))
+    return replace(contexts[0], num_particles=sum(context.num_particles for context in contexts), **joined)
+
+
+def _estimate(
+    cls: SiteClass,
+    present: Estimator,
+    context: SiteContext,
+    bank: CriticBank,
+    build: bool,
+    writes: list[Write],
+    info: dict[str, dict[str, Any]],
+) -> Tensor:
+    """Calls the estimator of some sites, as it presently is, with its running statistics."""
+    estimator = cls.spec.estimator
+    initial = initial_statistics(estimator, context.num_particles, cls.width)
+    selection, statistics = _statistics(estimator, initial, context, bank, build)
+    context = replace(context, statistics=statistics, count=statistics.get("count"))
+    try:
+        term = present(context)
+    except UnsupportedSiteError as error:
+        raise error.at(*context.names) from error
+    if selection is not None and build:
+        new = [write for name, value in term.statistics.items() for write in selection.write(name, value)]
+        writes += average_over_ranks(context.ranks, new, context.cost[0].numel())
+        writes += selection.write("count", selection.read("count") + 1)
+    if build:
+        for i, name in enumerate(context.names):
+            info[name] = {k: v[i] for k, v in term.statistics.items() if k in ("scales", "baseline")}
+            info[name]["cost_to_go"] = context.cost[i]
+            info[name]["estimator"] = estimator
+    return term.surrogate
+
+
+def _statistics(
+    estimator: Estimator, initial: Statistics, context: SiteContext, bank: CriticBank, build: bool
+) -> tuple[Selection | None, dict[str, Tensor]]:
+    """Rows of running statistics of a class of sites; initial values where there are none yet."""
+    if not initial:
+        return None, {}
+    like = context.cost
+
+    def make(keys: tuple[str, ...]) -> Block:
+        buffers = {k: torch.as_tensor(v).repeat(len(keys), *(1,) * _ndim(v)) for k, v in initial.items()}
+        buffers["count"] = torch.zeros(len(keys))
+        return Block(kind, keys, None, buffers).to(like.device, like.dtype)
+
+    sizes = "".join(f" {tuple(v.shape)}" for v in initial.values() if isinstance(v, Tensor))
+    # Not a formatted string: torch.compile does not find it in a dict.
+    kind = " ".join(("statistics", type(estimator).__name__, str(tuple(initial)))) + sizes
+    selection = bank.select(kind, context.names, make if build else None)
+    if selection is not None:
+        return selection, {name: selection.read(name, like.dtype) for name in (*initial, "count")}
+    # Which other sites are missing must not matter to a site: they come with its value.
+    rows = [bank.select(kind, (site,), None) for site in context.names]
+    new = make(context.names)
+    found = {
+        name: torch.cat(
+            [
+                (getattr(new, name)[i : i + 1] if row is None else row.read(name)).to(like.dtype)
+                for i, row in enumerate(rows)
+            ]
+        )
+        for name in (*initial, "count")
+    }
+    return None, found
+
+
+def _ndim(value: Any) -> int:
+    return torch.as_tensor(value).dim()
+
+
+# Learning.
+
+
+def critic_loss(
+    signals: Sequence[Signals], bank: CriticBank, learning: Learning, chosen: Container[str] | None = None
+) -> Tensor | None:
+    """Regression loss of critics alone; nothing is built or written.
+
+    Args:
+        signals: One for all particles; or one for each, where sampled values steer the program.
+        bank: Critics and running statistics.
+        learning: How targets are formed.
+        chosen: Names of the Q-nodes that learn; ``None`` for all.
+
+    Returns:
+        The loss, a scalar, or ``None`` where no critic learns.
+    """
+    return _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, [], {}, chosen)
+
+
+def expected_critic_loss(
+    weighted: Sequence[tuple[Signals, Tensor]], bank: CriticBank, learning: Learning, chosen: Container[str]
+) -> Tensor | None:
+    r"""Regression loss of critics on a weighted sum of the targets of several rollouts.
+
+        L = |q - Σ_k w_k target_k|²
+
+    Args:
+        weighted: Rollouts of one structure in which the learning critics see the same values, each with its weight
+            ``w_k``, broadcastable to ``(M, plates)``.
+        bank: Critics and running statistics; nothing is built or written.
+        learning: How targets are formed.
+        chosen: Names of the Q-nodes that learn.
+
+    Returns:
+        The loss, a scalar, or ``None`` where no critic learns.
+    """
+    first = weighted[0][0]
+    found = [(_pairs(one, learning), weight) for one, weight in weighted]
+    learners = [g for g in found[0][0] if any(node.name in chosen for node in first.critics[g].group.nodes)]
+    pairs = {}
+    for g in learners:
+        terms = [weight * own[g][1] for own, weight in found]
+        pairs[g] = found[0][0][g][0], sum(terms[1:], terms[0])
+    return _regress([(first, pairs)], bank, learning, [], {}, chosen)
+
+
+def critic_targets(signals: Signals, learning: Learning) -> dict[str, tuple[Tensor, Tensor]]:
+    """What each learned Q-node predicts at a rollout, and its target.
+
+    Args:
+        signals: The tensors of the rollout.
+        learning: How targets are formed.
+
+    Returns:
+        Value and target by name of the Q-node, ``(M, plates)`` each, in nats, detached.
+    """
+    return {
+        node.name: (value[i].detach(), target[i])
+        for g, (value, target) in _pairs(signals, learning).items()
+        for i, node in enumerate(signals.critics[g].group.nodes)
+    }
+
+
+def _pairs(signals: Signals, learning: Learning) -> Pairs:
+    return signals.values_and_targets(learning.lam, learning.gamma, learning.slow)
+
+
+def _regress(
+    rollouts: Sequence[tuple[Signals, Pairs]],
+    bank: CriticBank,
+    learning: Learning,
+    writes: list[Write],
+    info: dict[str, dict[str, Any]],
+    chosen: Container[str] | None = None,
+) -> Tensor | None:
+    """Regression of critics on their lambda-returns; ``None`` if none of them learns."""
+    found: dict[Any, list[tuple[CriticRows, Tensor, Tensor]]] = {}
+    learners: dict[Any, list[bool]] = {}
+    for one, pairs in rollouts:
+        for g, (value, target) in pairs.items():
+            critic = one.critics[g]
+            writes += average_over_ranks(learning.ranks, critic.writes, value[0].numel())
+            weight = learning.level_weight if one.layout.classes[critic.group.c].spec.has_params else 1.0
+            learns = [chosen is None or node.name in chosen for node in critic.group.nodes]
+            if len(rollouts) == 1:
+                found[g, weight] = [(critic.rows(), value, target)]
+                learners[g, weight] = learns
+                continue
+            for i, node in enumerate(critic.group.nodes):
+                key = (node.name, critic.kind, value.shape[2:], weight)
+                found.setdefault(key, []).append((critic.row(i, bank), value[i : i + 1], target[i : i + 1]))
+                learners[key] = learns[i : i + 1]
+    losses = []
+    for key, parts in found.items():
+        learns, weight = learners[key], key[-1]
+        if not any(learns):
+            continue
+        start = time.perf_counter()
+        rows = parts[0][0] if len(parts) == 1 else CriticRows.join([part[0] for part in parts])
+        value, target = (torch.cat([part[k] for part in parts], 1) for k in (1, 2))  # type: ignore[misc]
+        mask = None if all(learns) else value.new_tensor(learns)
+        loss, wrote, diagnostics = regression(rows, value, target, weight, chosen=mask, ranks=learning.ranks)
+        losses.append(loss)
+        writes += wrote
+        for i, site in enumerate(rows.sites):
+            info.setdefault(site, {}).update({k: v[i] for k, v in diagnostics.items()})
+        _add_time(info, rows.sites, start)
+    return sum(losses[1:], losses[0]) if losses else None

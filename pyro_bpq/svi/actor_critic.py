@@ -1,0 +1,125 @@
+r"""``ActorCriticSVI``: a drop-in for ``pyro.infer.SVI`` for costs that are expensive to call, biased by its critics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.infer.util import zero_grads
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.svi.controlled import captured_leaves, descend
+
+__all__ = ["ActorCriticSVI"]
+
+
+class ActorCriticSVI(SVI):
+    r"""SVI that goes on learning between rollouts: the critics from stored ones, the guide from the critics.
+
+    A step is one rollout, then ``rounds`` times: updates of the critics by replay, and a step of the guide along
+
+        Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   all sites newly drawn, the arguments those of stored rollouts
+
+    With ``Replay(costs="stored")`` no round calls the function of a cost statement. The rounds are **biased**
+    by the errors of the critics, which the entropy keeps from being exploited at values that are never drawn; the step
+    along the rollout itself, ``unbiased_step=True``, is not. Parameters that only the model reads move in that
+    step alone.
+
+    Args:
+        model: The model.
+        guide: The guide; its sites are finite and have critics.
+        optim: Pyro's optimiser.
+        loss: A :class:`TraceBackpropQ_ELBO`, or an ``ExpectedCost``, with ``CriticLearner(replay=Replay(...))``.
+        rounds: Number of rounds after each rollout.
+        critic_updates: Number of updates of the critics in each round.
+        warm_up: Number of first rollouts after which the guide stays as it is.
+        entropy: Weight ``α`` of the sites' negative entropies in the rounds.
+        unbiased_step: Whether the guide also takes the plain step of the rollout.
+        arguments: Gives the arguments of a step of the guide in a round, as a tuple; ``None`` for those of a stored
+            rollout.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Algorithm 1 and Sec. 4.1
+        | Mean actor critic (Allen et al., 2017), Eq. 7
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any] | None,
+        guide: Callable[..., Any],
+        optim: Any,
+        loss: TraceBackpropQ_ELBO,
+        *,
+        rounds: int = 4,
+        critic_updates: int = 1,
+        warm_up: int = 10,
+        entropy: float = 0.0,
+        unbiased_step: bool = True,
+        arguments: Callable[[], tuple[Any, ...]] | None = None,
+    ) -> None:
+        if not isinstance(loss, TraceBackpropQ_ELBO) or loss.replay_buffer is None:
+            raise OptionError(
+                f"ActorCriticSVI(loss={loss!r}): write loss=TraceBackpropQ_ELBO(learner=CriticLearner("
+                'replay=Replay(costs="stored"))).'
+            )
+        for name, least in (("rounds", 0), ("critic_updates", 0), ("warm_up", 0)):
+            value = {"rounds": rounds, "critic_updates": critic_updates, "warm_up": warm_up}[name]
+            if not isinstance(value, int) or value < least:
+                raise OptionError(f"ActorCriticSVI({name}={value!r}): write a whole number of at least {least}.")
+        if not entropy >= 0.0:
+            raise OptionError(f"ActorCriticSVI(entropy={entropy!r}): write a number of at least 0.")
+        super().__init__(model, guide, optim, loss)  # type: ignore[arg-type]
+        self.elbo = loss
+        self.rounds, self.critic_updates, self.warm_up, self.entropy = rounds, critic_updates, warm_up, entropy
+        self.unbiased_step, self.arguments = unbiased_step, arguments
+
+    def __repr__(self) -> str:
+        return (
+            f"ActorCriticSVI(rounds={self.rounds}, critic_updates={self.critic_updates}, warm_up={self.warm_up}, "
+            f"entropy={self.entropy}, unbiased_step={self.unbiased_step})"
+        )
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Takes a rollout and its rounds.
+
+        Args:
+            *args: Arguments of model and guide.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The loss of the rollout, minus the ELBO or the cost, in the units of the costs.
+        """
+        with poutine.trace(param_only=True) as capture:
+            loss = self.elbo.loss_and_grads(self.model, self.guide, *args, **kwargs)
+        parameters = captured_leaves(capture)
+        if self.unbiased_step and self.elbo.num_steps > self.warm_up:
+            self.optim(set(parameters))
+        zero_grads(parameters)
+        for _ in range(self.rounds):
+            self.elbo.replay(updates=self.critic_updates)
+            if self.elbo.num_steps > self.warm_up:
+                self._follow_critics(kwargs)
+        return loss
+
+    def _follow_critics(self, kwargs: dict[str, Any]) -> None:
+        model, guide = self.model, self.guide
+        if self.arguments is not None:
+            args = self.arguments()
+        else:
+            assert self.elbo.replay_buffer is not None
+            drawn = self.elbo.replay_buffer.draw(1, self.elbo._noise())
+            if not drawn:
+                return
+            *_, args, kwargs = drawn[0].programs[0]
+        with poutine.trace(param_only=True) as capture:
+            objective = self.elbo.bootstrapped_loss(model, guide, *args, entropy=self.entropy, **kwargs)
+        leaves = captured_leaves(capture)
+        if not objective.requires_grad or not leaves:
+            return
+        descend(self.optim, objective, leaves)

@@ -1,0 +1,344 @@
+r"""Drop-ins for ``pyro.infer.SVI`` that limit how far a step moves the guide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.infer.util import zero_grads
+from torch import Tensor
+
+from pyro_bpq.errors import OptionError
+from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.objectives.local_objective import LocalObjective, Nearby
+
+__all__ = ["ControlledStep", "ProximalSVI", "TrustRegionSVI"]
+
+
+@dataclass(frozen=True)
+class ControlledStep:
+    """What a controlled step did.
+
+    Args:
+        loss: Loss of the rollout, minus the ELBO, in nats.
+        kl: ``KL(q_0 || q)`` that the step took at each site, in nats: summed over plates, mean over particles.
+        total_kl: Their sum.
+        epochs: Number of gradient steps on the rollout, or 1 for a trust-region step that was accepted and 0 for one
+            that was not.
+        improvement: Decrease of the local objective, in nats.
+        stopped_early: Whether ``target_kl`` ended the epochs.
+    """
+
+    loss: float
+    kl: dict[str, float] = field(default_factory=dict)
+    total_kl: float = 0.0
+    epochs: int = 0
+    improvement: float = 0.0
+    stopped_early: bool = False
+
+
+class _ControlledSVI(SVI):
+    """What both share: a rollout whose signals are kept."""
+
+    def __init__(self, model: Any, guide: Any, optim: Any, loss: TraceBackpropQ_ELBO, **kwargs: Any) -> None:
+        if not isinstance(loss, TraceBackpropQ_ELBO):
+            raise OptionError(f"{type(self).__name__}(loss={loss!r}): write loss=TraceBackpropQ_ELBO(...).")
+        super().__init__(model, guide, optim, loss, **kwargs)
+        self.elbo = loss
+        loss.keeps_staged = True
+        self.last: ControlledStep | None = None
+
+    def _rollout(self, args: Any, kwargs: Any) -> tuple[float, LocalObjective, list[Tensor]]:
+        """Loss, local objective, and parameters, whose ``.grad`` is that of a plain step."""
+        with poutine.trace(param_only=True) as capture:
+            loss, items = self.elbo.loss_and_signals(self.model, self.guide, args, kwargs)
+        return loss, items, captured_leaves(capture)
+
+    def _nearby(self, objective: LocalObjective) -> tuple[Nearby, list[Tensor]]:
+        with poutine.trace(param_only=True) as capture:
+            found = objective.nearby()
+        return found, captured_leaves(capture)
+
+
+class ProximalSVI(_ControlledSVI):
+    r"""SVI with several epochs on one rollout, by the clipped objective of proximal policy optimisation.
+
+    The first epoch is a plain step: its gradient is that of the ELBO. Later ones run the guide alone, at the values of
+    the rollout, and change those parameters that the ratios of non-reparameterised sites depend on:
+
+        min Σ max(ρ W, clip(ρ, 1 - ε, 1 + ε) W),   ρ = q_θ / q_0
+
+    Clipping holds for every site, and for every value of a finite one. No epoch but the first calls the model.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        optim: Pyro's optimiser.
+        loss: A :class:`TraceBackpropQ_ELBO`.
+        epochs: Number of gradient steps on a rollout; 1 is plain SVI.
+        clip: ``ε``.
+        target_kl: No further epoch once the total KL in nats exceeds it; ``None`` for no limit.
+
+    Attributes:
+        last: Report of the last step.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | Proximal policy optimization algorithms (Schulman et al., 2017), the clipped surrogate objective
+        | Backprop-Q (Xu et al., 2018), Appendix, Details for Controlled Policy Optimization
+    """
+
+    def __repr__(self) -> str:
+        return f"ProximalSVI(epochs={self.epochs}, clip={self.clip}, target_kl={self.target_kl}, last={self.last})"
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
+        optim: Any,
+        loss: TraceBackpropQ_ELBO,
+        *,
+        epochs: int = 4,
+        clip: float = 0.2,
+        target_kl: float | None = None,
+    ) -> None:
+        super().__init__(model, guide, optim, loss)
+        if not isinstance(epochs, int) or epochs < 1:
+            raise OptionError(f"ProximalSVI(epochs={epochs!r}): write a whole number of at least 1.")
+        if not 0.0 < clip < 1.0:
+            raise OptionError(f"ProximalSVI(clip={clip!r}): write a number in (0, 1).")
+        if target_kl is not None and not target_kl > 0.0:
+            raise OptionError(f"ProximalSVI(target_kl={target_kl!r}): write a positive number or None.")
+        self.epochs, self.clip, self.target_kl = epochs, clip, target_kl
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Takes the epochs of one rollout.
+
+        Args:
+            *args: Arguments of model and guide.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The loss of the rollout, minus the ELBO, in nats.
+        """
+        loss, objective, parameters = self._rollout(args, kwargs)
+        start = sum(float(signal.sum()) for signals in objective.signals for signal in signals.values())
+        self.optim(set(parameters))
+        zero_grads(parameters)
+        done, stopped = 1, False
+        while True:
+            nearby, leaves = self._nearby(objective)
+            value = objective.value(nearby, self.clip).mean()
+            stopped = self.target_kl is not None and float(nearby.total_kl.detach()) > self.target_kl
+            if stopped or done == self.epochs or not value.requires_grad:
+                break
+            descend(self.optim, value, leaves)
+            done += 1
+        improvement = start / self.elbo.num_particles - float(objective.value(nearby).detach().mean())
+        self.last = _report(loss, nearby, done, improvement, stopped and done < self.epochs)
+        return loss
+
+
+class TrustRegionSVI(_ControlledSVI):
+    r"""SVI whose steps of the guide keep a limit on the KL divergence, by trust region policy optimisation.
+
+        min_θ L(θ)   subject to   KL(q_0 || q_θ) ≤ δ in total, and at each site ≤ δ_site
+
+    The direction solves ``F x = ∇L`` by conjugate gradients on products with the Fisher information ``F`` of all sites
+    of the guide; a line search shortens the step until the local objective has decreased and the limits hold. If it
+    never does, the guide stays. What reaches ``L`` otherwise than through the ratios, as by reparameterised values,
+    enters linearly. Parameters that the model reads, or that no site of the guide depends on, take a step of the
+    optimiser: the limit does not bound what they do. The model runs no more often than in a plain step.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        optim: Pyro's optimiser, for the model's parameters.
+        loss: A :class:`TraceBackpropQ_ELBO`.
+        max_kl: Limit ``δ`` in nats, summed over sites and plates, mean over particles.
+        max_site_kl: Limit ``δ_site``, or ``None``.
+        damping: Added to ``F``, in units of its mean curvature along the gradient.
+        iterations: Largest number of conjugate-gradient iterations.
+        backtracks: Largest number of times that a step is shortened, to 0.8 of its length.
+        confidence: The decrease of the local objective must exceed so many of its standard errors over particles.
+
+    Attributes:
+        last: Report of the last step.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | Trust region policy optimization (Schulman et al., 2015), Appendix C
+        | Backprop-Q (Xu et al., 2018), Appendix, Details for Controlled Policy Optimization
+    """
+
+    def __repr__(self) -> str:
+        return f"TrustRegionSVI(max_kl={self.max_kl}, max_site_kl={self.max_site_kl}, last={self.last})"
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
+        optim: Any,
+        loss: TraceBackpropQ_ELBO,
+        *,
+        max_kl: float = 0.01,
+        max_site_kl: float | None = None,
+        damping: float = 0.01,
+        iterations: int = 10,
+        backtracks: int = 20,
+        confidence: float = 1.0,
+    ) -> None:
+        super().__init__(model, guide, optim, loss)
+        limits = {"max_kl": max_kl, "max_site_kl": math.inf if max_site_kl is None else max_site_kl}
+        for name, limit in limits.items():
+            if not limit > 0.0:
+                raise OptionError(f"TrustRegionSVI({name}={limit!r}): write a positive number of nats.")
+        if damping < 0.0 or iterations < 1 or backtracks < 0 or confidence < 0.0:
+            raise OptionError(
+                f"TrustRegionSVI(damping={damping!r}, iterations={iterations!r}, backtracks={backtracks!r}, "
+                f"confidence={confidence!r}): none of them may be negative, and iterations must be at least 1."
+            )
+        self.max_kl, self.max_site_kl = limits.values()
+        self.damping, self.iterations, self.backtracks = damping, iterations, backtracks
+        self.confidence = confidence
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Takes one step.
+
+        Args:
+            *args: Arguments of model and guide.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The loss of the rollout, minus the ELBO, in nats.
+        """
+        loss, objective, parameters = self._rollout(args, kwargs)
+        nearby, leaves = self._nearby(objective)
+        slopes: Sequence[Tensor | None] = ()
+        if nearby.kl and leaves:
+            slopes = torch.autograd.grad(nearby.total_kl, leaves, create_graph=True, allow_unused=True)
+        shared = {id(leaf) for leaf in objective.model_leaves()}
+        pairs = [(leaf, slope) for leaf, slope in zip(leaves, slopes, strict=False) if slope is not None]
+        pairs = [(leaf, slope) for leaf, slope in pairs if id(leaf) not in shared]
+        own = [leaf for leaf, _ in pairs]
+        self.last = ControlledStep(loss)
+        if own:
+            self._move(loss, objective, nearby, own, _flat([slope for _, slope in pairs], own))
+        chosen = {id(leaf) for leaf in own}
+        self.optim({leaf for leaf in parameters if id(leaf) not in chosen})
+        zero_grads(parameters)
+        return loss
+
+    def _move(
+        self, loss: float, objective: LocalObjective, nearby: Nearby, own: Sequence[Tensor], slope: Tensor
+    ) -> None:
+        gradient = _flat([leaf.grad for leaf in own], own)
+        each = objective.value(nearby)
+        before = each.mean()
+        rest = gradient
+        if before.requires_grad:
+            rest = gradient - _flat(torch.autograd.grad(before, own, retain_graph=True, allow_unused=True), own)
+
+        def curvature(vector: Tensor) -> Tensor:
+            product = (slope * vector).sum()
+            if not product.requires_grad:
+                return torch.zeros_like(vector)
+            return _flat(torch.autograd.grad(product, own, retain_graph=True, allow_unused=True), own)
+
+        square = float(gradient @ gradient)
+        if not (square > 0.0 and math.isfinite(square)):
+            return
+        damping = self.damping * max(float(gradient @ curvature(gradient).detach()) / square, 1e-12)
+        direction = _conjugate_gradient(lambda v: curvature(v) + damping * v, gradient, self.iterations)
+        quadratic = float(direction @ curvature(direction).detach())
+        if not (quadratic > 0.0 and math.isfinite(quadratic)):
+            return
+        # Just inside the limit, which the quadratic form meets only approximately.
+        full = -math.sqrt(2.0 * 0.96 * self.max_kl / quadratic) * direction
+        start = [leaf.detach().clone() for leaf in own]
+        for i in range(self.backtracks + 1):
+            change = 0.8**i * full
+            _assign(own, start, change)
+            with torch.no_grad():
+                try:
+                    found, _ = self._nearby(objective)
+                except ValueError:
+                    # Pyro's validation: the step left the domain of a distribution.
+                    continue
+                gains = each.detach() - objective.value(found) - rest @ change
+            improvement, doubt = float(gains.mean()), self.confidence * _standard_error(gains)
+            if improvement > doubt and self._keeps_limits(found):
+                self.last = _report(loss, found, 1, improvement, False)
+                return
+        _assign(own, start, torch.zeros_like(full))
+
+    def _keeps_limits(self, nearby: Nearby) -> bool:
+        sites = [float(value) for value in nearby.kl.values()]
+        return sum(sites) <= self.max_kl and all(value <= self.max_site_kl for value in sites)
+
+
+def _standard_error(values: Tensor) -> float:
+    return float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
+
+
+def _report(loss: float, nearby: Nearby, epochs: int, improvement: float, stopped: bool) -> ControlledStep:
+    kl = {name: float(value.detach()) for name, value in nearby.kl.items()}
+    return ControlledStep(loss, kl, sum(kl.values()), epochs, improvement, stopped)
+
+
+def descend(optim: Any, objective: Tensor, leaves: Sequence[Tensor]) -> None:
+    """One step of a Pyro optimiser along the gradient of an objective; leaves that it does not read stay."""
+    found = torch.autograd.grad(objective, leaves, allow_unused=True)
+    moved = []
+    for leaf, gradient in zip(leaves, found, strict=True):
+        if gradient is not None:
+            leaf.grad = gradient
+            moved.append(leaf)
+    optim(set(moved))
+    zero_grads(moved)
+
+
+def captured_leaves(capture: Any) -> list[Tensor]:
+    """The unconstrained parameters that a trace of parameters holds, each once."""
+    found = {id(leaf): leaf for leaf in (site["value"].unconstrained() for site in capture.trace.nodes.values())}
+    return list(found.values())
+
+
+def _flat(tensors: Iterable[Tensor | None], like: Sequence[Tensor]) -> Tensor:
+    pairs = zip(tensors, like, strict=True)
+    return torch.cat([(torch.zeros_like(leaf) if t is None else t).reshape(-1) for t, leaf in pairs])
+
+
+@torch.no_grad()
+def _assign(leaves: Sequence[Tensor], start: Sequence[Tensor], change: Tensor) -> None:
+    parts = change.split([leaf.numel() for leaf in leaves])
+    for leaf, value, part in zip(leaves, start, parts, strict=True):
+        leaf.copy_(value + part.reshape(leaf.shape))
+
+
+def _conjugate_gradient(product: Callable[[Tensor], Tensor], right: Tensor, iterations: int) -> Tensor:
+    """Solves ``A x = b`` for a positive definite ``A``."""
+    solution, residual = torch.zeros_like(right), right.clone()
+    direction, square = residual, residual @ residual
+    first = square
+    for _ in range(iterations):
+        image = product(direction)
+        curvature = direction @ image
+        if not curvature > 0:
+            break
+        solution = solution + square / curvature * direction
+        residual = residual - square / curvature * image
+        before, square = square, residual @ residual
+        if square <= 1e-16 * first:
+            break
+        direction = residual + square / before * direction
+    return solution

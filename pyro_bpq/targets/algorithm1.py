@@ -1,0 +1,100 @@
+r"""Algorithm 1 of the paper as it is written, for reading and for comparison.
+
+It is **biased**: the gradient takes the learned critic for the expected cost,
+
+    Σ_X Q_w(Sc_X) ∇ log p(x | Pa_X)   instead of   Σ_X E[cost | Sc_X] ∇ log p(x | Pa_X),
+
+so that its error is that of the critics, at the start all there is; with exact Q-functions it is right.
+:class:`~pyro_bpq.TraceBackpropQ_ELBO` is the unbiased estimator.
+
+References:
+    | Backprop-Q (Xu et al., 2018), Algorithm 1
+    | https://arxiv.org/abs/1807.09511
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from pyro_bpq.graph.network import BackpropQNetwork
+
+__all__ = ["backpropq_algorithm1"]
+
+Values = Mapping[str, Tensor]
+
+
+def backpropq_algorithm1(
+    network: BackpropQNetwork,
+    conditionals: Mapping[str, Callable[[Values], Distribution]],
+    costs: Mapping[str, Callable[[Values], Tensor]],
+    critics: Mapping[str, nn.Module],
+    optimizer: torch.optim.Optimizer,
+    critic_lr: float = 0.1,
+    num_steps: int = 1,
+) -> float:
+    r"""Runs Algorithm 1: sample updates of the critics backwards, then the score function with the critics.
+
+        w_X ← w_X + α (Q_target - Q_w(Sc_X)) ∇Q_w(Sc_X),   surrogate = Σ_X Q_w(Sc_X) log p(x | Pa_X) + Σ_f f
+
+    Args:
+        network: The Backprop-Q network: graph, scopes, update rules.
+        conditionals: For each stochastic node, its distribution given the values of the nodes before it.
+        costs: Each cost in nats, given the values of all nodes.
+        critics: For each Q-node with a learned part, a module from the values of its scope to ``Q``, in nats.
+        optimizer: Optimises the parameters of conditionals and costs.
+        critic_lr: Step size ``α`` of the critics; 0 leaves them as they are.
+        num_steps: Number of steps.
+
+    Returns:
+        The total cost of the last rollout, in nats.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Algorithm 1
+    """
+    loss = 0.0
+    for _ in range(num_steps):
+        # A forward pass.
+        values: dict[str, Tensor] = {}
+        score: dict[str, Tensor] = {}
+        for site in network.graph.index:
+            distribution = conditionals[site](values)
+            values[site] = distribution.sample()
+            score[site] = distribution.log_prob(values[site])
+        cost = {name: costs[name](values) for name in network.graph.cost_index}
+
+        # Backpropagation across stochastic nodes: children before those whose rules read them.
+        q = {name: value.detach() for name, value in cost.items()}
+        for node in network.nodes:
+            scope = {site: values[site] for site in node.scope}
+            total = sum((q[name] for name in node.immediate), torch.zeros(()))
+            if node.is_learned:
+                target = sum(sum(q[child] for child in avg.children) / len(avg.children) for avg in node.rule)
+                _take_step(critics[node.name], scope, target, critic_lr)
+                total = total + critics[node.name](scope).detach()
+            q[node.name] = total
+
+        # Backpropagation across deterministic nodes.
+        surrogate = sum(cost.values(), torch.zeros(()))
+        for site in network.graph.index:
+            local = sum((q[node.name] for node in network.q_nodes(site)), torch.zeros(()))
+            surrogate = surrogate + local * score[site]
+        optimizer.zero_grad()
+        surrogate.sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        loss = float(sum(value.detach().sum() for value in cost.values()))
+    return loss
+
+
+def _take_step(critic: nn.Module, scope: Values, target: Tensor | float, critic_lr: float) -> None:
+    """One step of stochastic gradient descent on half the squared error."""
+    weights = [weight for weight in critic.parameters() if weight.requires_grad]
+    if not weights or critic_lr == 0.0:
+        return
+    error = 0.5 * (target - critic(scope)).square().sum()
+    with torch.no_grad():
+        for weight, gradient in zip(weights, torch.autograd.grad(error, weights), strict=True):
+            weight.sub_(critic_lr * gradient)

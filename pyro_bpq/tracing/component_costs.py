@@ -1,0 +1,229 @@
+r"""Which components of a site each element of a cost reads, and the costs of each component.
+
+A site with ``D`` independent components has one ``log q_d`` each, and ``∇ log q_d`` needs only the costs that depend
+on component ``d``. An element of a cost that reads component ``d`` and no other is charged to it alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from pyro_bpq.rollout.features import batch_of, element_log_prob, independent_components
+from pyro_bpq.rollout.runs import SiteRecord
+from pyro_bpq.tracing.elements import MANY, NONE, ElementTracker
+from pyro_bpq.tracing.plate_rows import PlateRows
+from pyro_bpq.tracing.provenance import DependencyTracker
+
+__all__ = ["ElementWatch", "Pattern", "Patterns", "charge_sites"]
+
+# Sources whose elements are followed at the most.
+_MAX_FOLLOWED = 32
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The component of a site that each element of a cost reads.
+
+    Args:
+        shape: Shape of the elements: batch dimensions, of size 1 where all are alike, and event dimensions.
+        event_ndim: Number of event dimensions.
+        components: The component of each element, flattened, ``NONE`` where it reads none.
+        number: Number of components ``D`` of the site.
+    """
+
+    shape: tuple[int, ...]
+    event_ndim: int
+    components: tuple[int, ...]
+    number: int
+
+    def fits(self, batch: torch.Size) -> bool:
+        """Whether it tells of a cost of this batch shape: where rows of a cost differ, of as many rows only."""
+        if self.is_uniform:
+            return True
+        own = self.shape[: len(self.shape) - self.event_ndim]
+        given = (1,) * (len(own) - len(batch)) + tuple(batch)
+        return all(size in (1, have) for size, have in zip(own, given[len(given) - len(own) :], strict=True))
+
+    @cached_property
+    def _index(self) -> Tensor:
+        return torch.tensor(self.components).reshape(self.shape)
+
+    @cached_property
+    def _is_identity(self) -> bool:
+        return self.is_uniform and self.components == tuple(range(self.number))
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all rows of the cost are alike."""
+        return math.prod(self.shape[: len(self.shape) - self.event_ndim]) == 1
+
+    def charge(self, elements: Tensor, batch: torch.Size) -> Tensor:
+        """Sums the elements by component.
+
+        Args:
+            elements: Shape ``batch_of_cost + event``.
+            batch: Batch shape of the site, whose plates the cost has.
+
+        Returns:
+            Shape ``batch + (D,)``.
+        """
+        lead = elements.shape[: elements.dim() - self.event_ndim]
+        flat = elements.reshape(*lead, -1)
+        if not self._is_identity:
+            index = self._index.to(flat.device)
+            index = index.reshape(*index.shape[: index.dim() - self.event_ndim], -1).expand(flat.shape)
+            # Elements that read nothing go to a component that is then left out.
+            charged = flat.new_zeros(*lead, self.number + 1)
+            flat = charged.scatter_add(-1, index % (self.number + 1), flat)[..., : self.number]
+        return flat.sum_to_size(*batch, self.number)
+
+
+# What all runs of a structure agree on: pairs of site and cost with their pattern.
+Patterns = frozenset[tuple[tuple[str, str], Pattern]]
+
+
+class ElementWatch:
+    """Follows the components of latent sites through a tracked run of guide and model.
+
+    Args:
+        tracker: Tells which sites a value depends on.
+        components: Whether to follow components.
+        rows: Whether to follow the rows of plates as well.
+    """
+
+    def __init__(self, tracker: DependencyTracker, components: bool = True, rows: bool = False) -> None:
+        self.tracker, self.elements = tracker, ElementTracker(tracker.ledger)
+        self.rows = PlateRows(self.elements) if rows else None
+        self.components = components
+        self.sizes: dict[str, tuple[torch.Size, int]] = {}
+
+    def __repr__(self) -> str:
+        return f"ElementWatch({', '.join(self.sizes)})"
+
+    def drawn(self, name: str, fn: Any, value: Any, frames: Sequence[Any] = ()) -> None:
+        """Follows a site that has just been drawn in some vectorised plates, inside of both trackers."""
+        if not isinstance(value, Tensor) or name in self.sizes:
+            return
+        if self.rows is not None:
+            self.rows.drawn(name, fn, value, frames)
+        if not self.components:
+            return
+        if self.elements.followed:
+            self._inherit(name, fn, value)
+        number = independent_components(fn)
+        if number is None or number == 1 or getattr(fn, "has_rsample", False) or len(self.sizes) >= _MAX_FOLLOWED:
+            return
+        batch = batch_of(fn, value)
+        self.sizes[name] = (batch, number)
+        elements = np.arange(batch.numel() * number, dtype=np.int32)
+        width = value.numel() // max(len(elements), 1)
+        self.elements.follow(name, value, elements.repeat(width).reshape(tuple(value.shape)))
+
+    def _inherit(self, name: str, fn: Any, value: Tensor) -> None:
+        """What each element of a value was drawn from is what its log-probability depends on."""
+        log_prob, _ = element_log_prob(fn, value)
+        ledger = self.tracker.ledger
+        origins = ledger.origins.get(name, 0)
+        scored = ledger.mask(log_prob) & ~ledger.bits[name]
+        found = {}
+        for source in self.elements.followed:
+            positions = self.elements.positions(source, log_prob)
+            if positions is not None:
+                extra = (1,) * (value.dim() - positions.ndim)
+                positions = np.broadcast_to(positions.reshape(positions.shape + extra), tuple(value.shape))
+            # Drawn from something that the log-probability does not show.
+            found[source] = None if origins & ~scored else positions
+        self.elements.inherit(name, value, origins | scored | ledger.escaped, found)
+
+    def patterns(self, sites: Iterable[tuple[str, Any]]) -> dict[tuple[str, str], Pattern]:
+        """The patterns of costs, inside of both trackers.
+
+        Args:
+            sites: Costs by name, with the traced site that each belongs to.
+
+        Returns:
+            By site and cost, where every element of the cost reads one component of its own row at the most.
+        """
+        if all(self.elements.mixes(name) for name in self.sizes):
+            return {}
+        costs, found = {cost: _elements(site) for cost, site in sites}, {}
+        # They may read values in Python themselves.
+        followed = [name for name in self.sizes if not self.elements.mixes(name)]
+        for cost, (elements, event_ndim) in costs.items():
+            for name in followed:
+                positions = self.elements.positions(name, elements)
+                pattern = None if positions is None else _pattern(positions, event_ndim, *self.sizes[name])
+                if pattern is not None:
+                    found[name, cost] = pattern
+        return found
+
+
+def _elements(site: Any) -> tuple[Tensor, int]:
+    """The elements that a traced site's log-probability sums, scaled and masked, and their event dimensions."""
+    log_prob, event_ndim = element_log_prob(site["fn"], site["value"])
+    scale, mask = (_behind(site[key], event_ndim) for key in ("scale", "mask"))
+    return scale_and_mask(log_prob, scale, mask), event_ndim
+
+
+def _pattern(positions: np.ndarray, event_ndim: int, batch: torch.Size, number: int) -> Pattern | None:
+    """The pattern of a cost, if every row of it reads the same row of the site, all of them alike."""
+    lead = positions.shape[: positions.ndim - event_ndim]
+    if (positions == MANY).any() or len(batch) > len(lead):
+        return None
+    own = (1,) * (len(lead) - len(batch)) + tuple(batch)
+    if any(size not in (1, have) for size, have in zip(own, lead, strict=True)):
+        return None
+    rows = np.arange(batch.numel()).reshape(own + (1,) * event_ndim)
+    if not ((positions == NONE) | (positions // number == rows)).all():
+        return None
+    components = np.where(positions == NONE, NONE, positions % number)
+    alike = tuple(slice(0, 1) if size > 1 else slice(None) for size in own)
+    first = components[alike]
+    if not (components == first).all():
+        return None
+    uniform = tuple(i for i, size in enumerate(first.shape[: len(lead)]) if size > 1)
+    for i in uniform:
+        one = first.take([0], i)
+        first = one if (first == one).all() else first
+    return Pattern(first.shape, event_ndim, tuple(first.reshape(-1).tolist()), number)
+
+
+@torch.no_grad()
+def charge_sites(
+    records: Mapping[str, SiteRecord],
+    patterns: Mapping[tuple[str, str], Pattern],
+    sites: Mapping[str, tuple[float, Any]],
+) -> dict[str, SiteRecord]:
+    """Charges the components of sites with costs.
+
+    Args:
+        records: Sites by name.
+        patterns: Patterns of the costs that are charged, by site and cost.
+        sites: Sign and traced site of each cost, by name of the cost.
+
+    Returns:
+        The sites, with ``charged`` set where a pattern is given.
+    """
+    elements = {}
+    for cost in dict.fromkeys(cost for _, cost in patterns):
+        sign, site = sites[cost]
+        elements[cost] = sign * _elements(site)[0]
+    charged: dict[str, Tensor] = {}
+    for (name, cost), pattern in patterns.items():
+        term = pattern.charge(elements[cost], batch_of(records[name].fn, records[name].value))
+        charged[name] = charged[name] + term if name in charged else term
+    return {name: replace(record, charged=charged.get(name)) for name, record in records.items()}
+
+
+def _behind(weight: Any, event_ndim: int) -> Any:
+    """A weight of the batch shape, with dimensions for the elements of an event."""
+    return weight.reshape(weight.shape + (1,) * event_ndim) if isinstance(weight, Tensor) else weight

@@ -1,0 +1,125 @@
+"""Options per site: ``infer={"bpq": {...}}`` and ``config_bpq``."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from pyro.poutine.messenger import Messenger
+
+from pyro_bpq.critics.nets import Critic
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.base import Estimator
+from pyro_bpq.tracing.baseline_options import BaselineOptions, baseline_options
+
+__all__ = ["SiteOptions", "config_bpq", "site_options"]
+
+
+@dataclass(frozen=True)
+class SiteOptions:
+    """Options of one site; ``None`` leaves the choice to the ELBO.
+
+    Args:
+        estimator: Its gradient estimator.
+        critic: How to build its critic; ``False`` for none.
+        share: Name under which sites of a family share one critic.
+        context: A tensor of features that its critic sees, of shape ``batch_shape + (C,)``, detached.
+        baseline: Pyro's baseline options, ``infer={"baseline": {...}}``, which stay where Pyro has them.
+    """
+
+    estimator: Estimator | None = None
+    critic: Critic | bool | None = None
+    share: str | None = None
+    context: Any = None
+    baseline: BaselineOptions | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is said of how its gradient is estimated."""
+        return all(getattr(self, option.name) is None for option in fields(self))
+
+    def __post_init__(self) -> None:
+        given = self.estimator
+        if given is not None and (isinstance(given, type) or not isinstance(given, Estimator)):
+            raise OptionError(
+                f"estimator={self.estimator!r} is not an estimator; write an object such as AllAction() "
+                "or ScoreFunction(baseline=LeaveOneOut())."
+            )
+        is_value = isinstance(self.critic, Critic) and not isinstance(self.critic, type)
+        if self.critic is not None and self.critic is not False and not is_value:
+            raise OptionError(f"critic={self.critic!r} is not a critic; write an object such as MLPCritic(), or False.")
+
+
+# Most sites: read at every site of every step.
+_UNSET = SiteOptions()
+
+
+def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
+    """Reads the options of a site.
+
+    Args:
+        name: Name of the site.
+        infer: Its ``infer`` dictionary.
+
+    Returns:
+        Its options.
+
+    Raises:
+        OptionError: If an option is unknown or of the wrong kind; the text names the site.
+    """
+    given = infer.get("bpq")
+    if given is None and not infer.get("baseline"):
+        return _UNSET
+    if given is None:
+        return SiteOptions(baseline=baseline_options(name, infer["baseline"]))
+    if not isinstance(given, dict):
+        raise OptionError(f'Site {name!r}: infer={{"bpq": {given!r}}} must be a dictionary of options.')
+    known = [field.name for field in fields(SiteOptions) if field.name != "baseline"]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the options are {known}."
+            raise OptionError(f"Site {name!r}: unknown option {key!r} in infer={{'bpq': ...}}; {hint}")
+    try:
+        options = SiteOptions(**given)
+    except OptionError as error:
+        raise OptionError(f"Site {name!r}: {error}") from error
+    return replace(options, baseline=baseline_options(name, infer.get("baseline")))
+
+
+def config_bpq(guide: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    """Sets options for all latent sites of a guide that do not set them themselves.
+
+    Args:
+        guide: A guide; without it a decorator is returned.
+        **options: Fields of :class:`SiteOptions`.
+
+    Returns:
+        The guide with the options.
+
+    Raises:
+        OptionError: If an option is unknown or of the wrong kind.
+
+    Example:
+        >>> from pyro_bpq import ScoreFunction
+        >>> @config_bpq(estimator=ScoreFunction())
+        ... def guide():
+        ...     pass
+    """
+    site_options("(config_bpq)", {"bpq": options})
+    if guide is None:
+        return functools.partial(config_bpq, **options)
+    return _ConfigMessenger(options)(guide)  # type: ignore[no-any-return]
+
+
+class _ConfigMessenger(Messenger):  # type: ignore[misc]
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not msg["is_observed"]:
+            msg["infer"]["bpq"] = {**self.options, **msg["infer"].get("bpq", {})}

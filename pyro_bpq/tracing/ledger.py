@@ -1,0 +1,191 @@
+"""What is known of the memory behind tensors: a mask of sources for each storage."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["NO_STORAGE", "OWN", "Entry", "Heard", "Ledger", "memory_of"]
+
+OWN = ("pyro_bpq.tracing.ledger", "pyro_bpq.tracing.provenance", "pyro_bpq.tracing.elements")
+"""Modules that look at memory only to follow it."""
+
+NO_STORAGE = (NotImplementedError, RuntimeError)  # raised for sparse tensors and inside torch.func
+
+_storage = Tensor.untyped_storage
+
+
+class Entry(weakref.ref[torch.UntypedStorage]):
+    """What is known about one storage; vanishes with it, so that a reused address starts clean.
+
+    ``views`` is filled once a source has chosen a view (``table[z]``): what each view depends on because of
+    *which* view it is. A view that was not seen to be made counts with all of ``chosen``.
+    """
+
+    key: int
+    mask: int
+    source: int = 0  # the bit of the source that this storage is
+    shared: bool = False  # visible to Python objects outside torch
+    chosen: int = 0
+    views: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
+
+    def mask_of(self, view: Tensor) -> int:
+        """Sources of a view of the storage."""
+        if self.views is None:
+            return self.mask
+        known = self.views.get(id(view))
+        return self.mask | (known[1] if known is not None and known[0]() is view else self.chosen)
+
+    def add(self, view: Tensor, mask: int) -> None:
+        """Notes which view it is that depends on ``mask``."""
+        self.views = self.views or {}
+        known = self.views.get(id(view))
+        if known is not None and known[0]() is view:
+            mask |= known[1]
+        self.views[id(view)] = (weakref.ref(view), mask)
+        self.chosen |= mask
+
+
+class Heard:
+    """Sources, as bits, that were read in Python; known when the listening is over."""
+
+    mask: int = 0
+
+
+class Ledger:
+    """All that a tracker knows: a bit for each source, a mask of bits for each storage."""
+
+    def __init__(self, libraries: tuple[str, ...]) -> None:
+        self.libraries = libraries
+        self.entries: dict[int, Entry] = {}
+        self.bits: dict[str, int] = {}
+        self.origins: dict[str, int] = {}
+        self.escaped = 0
+        self.heard: int | None = None  # not None: somebody wants to know what is read from now on
+        self.reads = 0
+        self.positions = 0  # sources that have chosen a view
+        self.deferred: int | None = None  # not None: scalars read now are positions, collected here
+        entries = self.entries
+        self._expire: Callable[[Any], Any] = lambda entry: entries.pop(entry.key, None)
+
+    def __repr__(self) -> str:
+        return f"Ledger({len(self.bits)} sources, {len(self.entries)} storages)"
+
+    def names(self, mask: int) -> frozenset[str]:
+        """The sources in a mask."""
+        return frozenset(name for name, bit in self.bits.items() if mask & bit) if mask else frozenset()
+
+    def entry(self, storage: torch.UntypedStorage, mask: int = 0) -> Entry:
+        """The entry of a storage; a new one if nothing is known about it, with the sources ``mask``."""
+        key = id(storage)
+        entry = self.entries.get(key)
+        if entry is None:
+            entry = self.entries[key] = Entry(storage, self._expire)
+            entry.key, entry.mask = key, mask
+        return entry
+
+    def mask(self, value: object) -> int:
+        """Sources of a tensor, or of all tensors in nested lists and tuples."""
+        mask = 0
+        if isinstance(value, Tensor):
+            storages = memory_of(value)
+            for storage in storages:
+                entry = self.entries.get(id(storage))
+                if entry is not None:
+                    mask |= entry.mask_of(value)
+            return mask if storages else (1 << len(self.bits)) - 1
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                mask |= self.mask(item)
+        return mask
+
+    def taint(self, value: object, mask: int, *, written: bool = False) -> None:
+        """Adds sources to the tensors in a result; ``written`` if their memory took in something new."""
+        if isinstance(value, Tensor):
+            for storage in memory_of(value):
+                entry = self.entries.get(id(storage))
+                if entry is None:
+                    if mask:
+                        self.entry(storage, mask)
+                elif entry.views is not None and not written:
+                    entry.add(value, mask)
+                else:
+                    entry.mask |= mask
+                    if entry.shared:
+                        self.read(mask, check=False)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self.taint(item, mask, written=written)
+
+    def owns(self, value: Tensor, bit: int) -> bool:
+        """Whether the memory of ``value`` is all its own, so that it may become the source ``bit``."""
+        storages = memory_of(value)
+        if value._base is not None or (value.is_leaf and value.requires_grad) or len(storages) != 1:
+            return False
+        entry = self.entries.get(id(storages[0]))
+        if entry is not None and (entry.shared or entry.views is not None or entry.source not in (0, bit)):
+            return False
+        return value.layout is torch.strided and storages[0].nbytes() == value.numel() * value.element_size()
+
+    def choose(self, base: object, result: object, mask: int) -> None:
+        """Notes that ``result`` was taken from ``base`` at a position that depends on ``mask``."""
+        storages = memory_of(result) if isinstance(result, Tensor) else ()
+        if not isinstance(base, Tensor) or len(storages) != 1 or storages != memory_of(base):
+            return self.taint(result, mask, written=True)
+        entry = self.entry(storages[0])
+        before = entry.mask_of(base) & ~entry.mask
+        entry.add(base, before)
+        entry.add(result, before | mask)  # type: ignore[arg-type]
+
+    def read(self, mask: int, *, check: bool) -> None:
+        """Notes that a value left torch; ``check`` if it is one that libraries may look at."""
+        known = self.escaped if self.heard is None else self.escaped & self.heard
+        if mask & ~known and not (check and self._is_library_check()):
+            self.escape(mask)
+
+    def escape(self, mask: int) -> None:
+        """Notes that values have left torch."""
+        self.escaped |= mask
+        if self.heard is not None:
+            self.heard |= mask
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Heard]:
+        """Collects what leaves torch meanwhile, also if it has left torch before."""
+        found, before = Heard(), self.heard
+        self.heard = 0
+        try:
+            yield found
+        finally:
+            found.mask = self.heard
+            self.heard = None if before is None else before | found.mask
+
+    def _is_library_check(self) -> bool:
+        """Whether the nearest caller outside of torch's internals is one of the libraries."""
+        frame: Any = sys._getframe(2)
+        while frame is not None:
+            module = frame.f_globals.get("__name__") or ""
+            if module.startswith(self.libraries):
+                return bool(frame.f_code.co_name != "__eq__")  # its answer goes on to whoever compares
+            if module != "torch" and module not in OWN and not module.startswith("torch."):
+                return False
+            frame = frame.f_back
+        return False
+
+
+def memory_of(value: Tensor) -> tuple[torch.UntypedStorage, ...]:
+    """The memory that holds the data of a tensor; empty if it cannot be reached."""
+    try:
+        return (_storage(value),)
+    except NO_STORAGE:
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return memory_of(torch._C._functorch.get_unwrapped(value))
+        if value.layout is torch.sparse_coo:
+            return memory_of(value._indices()) + memory_of(value._values())
+        return ()

@@ -1,0 +1,60 @@
+"""The graph of a traced run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pyro_bpq.graph.bitsets import Reads, named
+from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide
+
+__all__ = ["build_graph", "dense_graph"]
+
+
+def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
+    """The graph in which every site reads every earlier one, and every cost of the model all of them.
+
+    It is a superset of any graph that the program can have: right whatever the program does, at the
+    price of more variance.
+    """
+    names, bits, earlier = tuple(traced.run.sites), dict[str, int](), 0
+    position = {name: i for i, name in enumerate(names)}
+    for cost in traced.run.costs:
+        name = _guide_site(cost, traced)
+        if name is not None:
+            earlier |= 1 << position[name]
+        bits[cost] = earlier
+    return build_graph(traced, Reads(names, bits))
+
+
+def _guide_site(cost: str, traced: TracedRun) -> str | None:
+    name = cost[len("log q(") : -1]
+    return name if cost.startswith("log q(") and name in traced.run.sites else None
+
+
+def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
+    """The graph of a run whose sites and costs read what ``reads`` says.
+
+    Args:
+        traced: The run.
+        reads: For each cost the latent sites that it reads; a site's parents are what its ``log q`` reads.
+
+    Returns:
+        The graph: stochastic nodes in the guide's order, costs of the guide, then of the model.
+    """
+    sites = tuple(traced.run.sites)
+    bits, nodes = Reads.over(sites, reads).bits, []
+    until: dict[str, int] = {}
+    for i, name in enumerate(sites):
+        # A draw, and its log q, read nothing later: a view of a table may count with what later views were chosen by.
+        before = bits[cost_of_guide(name)] & (1 << i) - 1
+        until[name] = before | 1 << i
+        nodes.append(StochasticNode(name, named(sites, before), traced.plates[name], traced.infos[name].has_rsample))
+    costs = []
+    for (name, where, *_), cost in zip(traced.key, traced.run.costs, strict=True):
+        if traced.only_costs and cost not in traced.user_costs:
+            continue
+        site = _guide_site(cost, traced)
+        members = bits[cost] if site is None else until[site]
+        costs.append(CostNode(cost, named(sites, members), where, name))
+    return StochasticComputationGraph(tuple(nodes), tuple(costs))

@@ -1,0 +1,370 @@
+"""Which tensors depend on which named sources, through everything a program can do to a tensor.
+
+A *source* is the value of a sample site. What is computed from it depends on it, and so does the memory it is
+written into; provenance is therefore a property of storages, not of Python objects, and is followed below
+autograd, where views, in-place writes, ``out=``, :func:`torch.func.vmap` and scripted functions are plain operator
+calls. A value can also *escape*: once Python has looked at it (``if z``, ``int(z)``, the length of ``x[mask]``)
+everything later has to be taken as dependent. The answers are supersets of the true dependencies.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import cache
+from types import FunctionType, MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pyro_bpq.tracing.ledger import NO_STORAGE, OWN, Ledger, memory_of
+
+__all__ = ["LIBRARIES", "DependencyTracker"]
+
+LIBRARIES = ("torch.distributions.", "pyro.distributions.", "pyro.poutine.", "pyro.util", "pyro.primitives")
+"""Modules whose looks at booleans and shapes are argument checks and steer nothing that the caller sees."""
+
+_storage = Tensor.untyped_storage
+_LIFT = torch.ops.aten.lift_fresh.default  # seen for torch.from_numpy
+_NOT_READ = MappingProxyType({"tensor_split": 1, "tensordot": 2, "ctc_loss": 2})  # operators follow the first
+_MASKS = (torch.bool, torch.uint8)  # types of tensors that select in an index, and do not count
+
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+
+
+class DependencyTracker:
+    """Follows named sources through the tensors of a program that runs inside ``with tracker:``.
+
+    Provenance is kept per storage: an element of a tensor depends on whatever any element depends on, and
+    what was once written into it stays. Only ``table[z]`` with a scalar ``z`` is finer: that view depends on
+    ``z`` and the table does not. Booleans and shapes that modules in ``libraries`` look at (distributions
+    checking their arguments) are no escape; numbers that they read are.
+
+    Not seen, because nothing in torch reports it:
+
+    - work in other threads; the first use of :func:`torch.compile` in a process (later ones run eagerly);
+    - ``to_dlpack``; ``tolist`` and ``numpy`` inside of a scripted function or of a backward pass;
+    - numpy arrays that shared memory with a tensor before the tracker was entered;
+    - an exception that depends on a value and is caught;
+    - what a distribution keeps of a draw besides the value (``flow.inv(z)``, when cached, lacks ``z``).
+
+    Args:
+        libraries: Prefixes of the names of modules whose argument checks are no escapes.
+
+    Example:
+        >>> with DependencyTracker() as tracker:
+        ...     z = tracker.source("z", torch.tensor(1.0))
+        ...     buffer = torch.zeros(2)
+        ...     buffer[0] = z
+        >>> sorted(tracker.sources_of(buffer)), sorted(tracker.escaped)
+        (['z'], [])
+    """
+
+    def __init__(self, libraries: tuple[str, ...] = LIBRARIES) -> None:
+        self._ledger = Ledger(libraries)
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> DependencyTracker:
+        if self._stack is not None:
+            raise RuntimeError("The tracker is active. Nest another one: with DependencyTracker() as inner:")
+        with ExitStack() as stack:
+            stack.enter_context(_Operators(self._ledger))
+            stack.enter_context(_Calls(self._ledger))
+            if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        stack, self._stack = self._stack or ExitStack(), None
+        stack.__exit__(*error)
+
+    def __repr__(self) -> str:
+        return f"DependencyTracker({len(self._ledger.bits)} sources, escaped: {sorted(self.escaped)})"
+
+    @property
+    def escaped(self) -> frozenset[str]:
+        """Sources whose value has left torch so far: all that is sampled or scored later depends on them."""
+        return self._ledger.names(self._ledger.escaped)
+
+    @property
+    def ledger(self) -> Ledger:
+        """All that is known, for those that follow more of a source than its name."""
+        return self._ledger
+
+    def source(self, name: str, value: Any) -> Any:
+        """Returns ``value``, from now on depending on the source ``name`` and on nothing else.
+
+        That is ``value`` itself, so that caches by identity (flows) still know it, or a copy if its memory
+        may hold something else too: a view, a leaf that requires gradients, another source. Gradients flow
+        through the copy. What ``value`` depended on before is kept, see :meth:`origins_of`. Names may recur.
+
+        Args:
+            name: Name of the source.
+            value: A tensor of any shape and type. Anything else is returned as it is and counts as escaped.
+
+        Raises:
+            RuntimeError: If the tracker is not active.
+        """
+        ledger = self._ledger
+        if self._stack is None:
+            raise RuntimeError("The tracker is not active. Write: with tracker: tracker.source(name, value)")
+        bit = ledger.bits.setdefault(name, 1 << len(ledger.bits))
+        if not isinstance(value, Tensor):
+            ledger.escape(bit)
+            return value
+        with torch._C.DisableTorchFunction():
+            ledger.origins[name] = ledger.origins.get(name, 0) | ledger.mask(value) & ~bit
+            value = value if ledger.owns(value, bit) else value.clone()
+            for storage in memory_of(value):
+                entry = ledger.entry(storage)
+                entry.mask = entry.source = bit
+        return value
+
+    def origins_of(self, name: str) -> frozenset[str]:
+        """Sources that the values handed to :meth:`source` under ``name`` depended on before."""
+        return self._ledger.names(self._ledger.origins.get(name, 0))
+
+    def sources_of(self, value: object) -> frozenset[str]:
+        """Names of the sources that the tensors in ``value``, a tensor or a pytree, depend on.
+
+        Escaped sources are not added. Leaves that are no tensors have no sources.
+        """
+        return self._ledger.names(self.mask_of(value))
+
+    def mask_of(self, value: object) -> int:
+        """The same as bits: the n-th source of the ledger is the n-th bit."""
+        leaves = value if isinstance(value, Tensor) else tree_leaves(value)
+        with torch._C.DisableTorchFunction():
+            return self._ledger.mask(leaves)
+
+
+class _Plan(NamedTuple):
+    """What an operator does besides computing new tensors from its arguments."""
+
+    reads: bool = False
+    is_sized: bool = False  # the shape of the result depends on values,
+    shape_from: int | None = None  # those of this argument; of all if None
+    writes: tuple[int | str, ...] = ()
+    is_blank: bool = False
+
+
+_PLAIN = _Plan()
+_SHAPE_FROM = MappingProxyType({"masked_select": 1, "index": 1, "sparse_mask": 1, "_pack_padded_sequence": 1})
+_UNTAGGED_SHAPES = re.compile(
+    r"(_coalesce|_?to_sparse|nonzero_numpy|repeat_interleave|tensor_split|unique_dim|_nested_tensor_from_mask)\..*"
+    r"|where\."
+)
+_METADATA = re.compile(
+    r"(sym_|_is_|is_(?!nonzero)|_use_|_dim|_nested_get|_debug_|_has_|\w*attention)\w*|_fused_sdp_choice|size|dim"
+    r"|numel|stride|(dense|sparse)_dim|result_type|_version|cudnn_is_acceptable|_batch_norm_impl_index"
+)
+
+
+@cache
+def _plan(func: Any) -> _Plan:
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order operator
+        return _PLAIN
+    name = schema.name.removeprefix("aten::")
+    opaque = any("Tensor" not in str(result.type) for result in schema.returns)
+    reads = torch.Tag.data_dependent_output in func.tags or (opaque and not _METADATA.fullmatch(name))
+    sized = torch.Tag.dynamic_output_shape in func.tags or name in _SHAPE_FROM
+    sized = sized or bool(_UNTAGGED_SHAPES.fullmatch(f"{name}.{schema.overload_name}"))
+    writes: list[int | str] = []
+    for position, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        # Training-mode batch norm updates its running statistics without saying so in its schema.
+        if (alias is not None and alias.is_write) or ("batch_norm" in name and "running" in argument.name):
+            writes.append(argument.name if argument.kwarg_only else position)
+    # Only the shape of the argument matters, and a shape that depends on a value has escaped before.
+    tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
+    is_blank = tensors == 1 and bool(re.fullmatch(r"new_\w+|\w+_like", name))
+    plan = _Plan(reads, sized, _SHAPE_FROM.get(name), tuple(writes), is_blank)
+    return _PLAIN if plan == _PLAIN else plan
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows sources through operators, below autograd and :mod:`torch.func`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger = ledger
+        self._find = ledger.entries.get
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True wraps every operator call in two more Python frames
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: _Args = (), kwargs: Any = None) -> Any:
+        mask, find, ledger = 0, self._find, self._ledger
+        try:
+            for arg in args:
+                if isinstance(arg, Tensor):
+                    entry = find(id(_storage(arg)))
+                    if entry is not None:
+                        mask |= entry.mask if entry.views is None else entry.mask_of(arg)
+                elif isinstance(arg, (list, tuple)):
+                    mask |= ledger.mask(arg)
+        except NO_STORAGE:
+            mask = ledger.mask(args)
+        if kwargs:
+            mask |= ledger.mask([*kwargs.values()])
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if mask or ledger.positions:
+            plan = _plan(func)
+            # In a backward pass the graph of a view holds the position of the view as a plain number.
+            if ledger.positions and torch._C._current_graph_task_id() != -1:
+                mask |= ledger.positions
+            if plan is _PLAIN and not ledger.deferred:
+                ledger.taint(result, mask)
+            else:
+                self._settle(plan, args, kwargs or {}, result, mask)
+        return result
+
+    def _settle(self, plan: _Plan, args: _Args, kwargs: _Kwargs, result: object, mask: int) -> None:
+        ledger = self._ledger
+        mask = 0 if plan.is_blank else mask
+        if ledger.deferred:
+            mask |= ledger.deferred
+            if plan is _PLAIN:
+                return ledger.choose(next(iter(args), None), result, mask)
+        if plan.reads:
+            ledger.reads += 1
+            if ledger.deferred is not None and not isinstance(result, Tensor):
+                ledger.deferred |= mask
+                ledger.positions |= mask
+            else:
+                ledger.read(mask, check=isinstance(result, bool))
+        if plan.is_sized:
+            sizing: Any = args if plan.shape_from is None else args[plan.shape_from]
+            if isinstance(sizing, list):  # the indices of a tensor: integer ones do not decide the shape
+                sizing = [index for index in sizing if isinstance(index, Tensor) and index.dtype in _MASKS]
+            shape_mask = ledger.mask(sizing)
+            ledger.read(shape_mask, check=True)
+            if plan.shape_from is not None and isinstance(result, tuple):  # (packed data, batch_sizes)
+                ledger.taint(result[1], shape_mask)
+                result = result[0]
+        ledger.taint(result, mask, written=bool(plan.writes))
+        for key in plan.writes:
+            target = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
+            ledger.taint(target, mask, written=True)
+
+
+class _Calls(TorchFunctionMode):
+    """Sees the calls that no operator reports, and those whose operators tell less than the call."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._find = _handlers().get
+
+    def __torch_function__(self, func: Any, types: Any, args: _Args = (), kwargs: Any = None) -> Any:
+        if (handler := self._find(func)) is not None:
+            return handler(self, func, args, kwargs or {})
+        # The body of a user's function that torch hands over runs where this mode is off.
+        if func.__class__ is FunctionType and not (func.__module__ or "").startswith("torch"):
+            self._ledger.escape((1 << len(self._ledger.bits)) - 1)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def leave(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """The values of the arguments are handed to Python."""
+        skip = _NOT_READ.get(func.__name__, 0)
+        leaves = [leaf for leaf in tree_leaves((args[skip:], kwargs)) if isinstance(leaf, Tensor)]
+        self._ledger.read(self._ledger.mask(leaves), check=all(leaf.dtype is torch.bool for leaf in leaves))
+        return func(*args, **kwargs)
+
+    def scalar(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """A number is read; ``torch.Tensor([z])`` does so out of sight of the operators."""
+        before, result = self._ledger.reads, func(*args)
+        if self._ledger.reads == before:
+            self._ledger.read(self._ledger.mask(args), check=args[0].dtype is torch.bool)
+        return result
+
+    def expose(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """The memory of the argument is handed to Python."""
+        if sys._getframe(2).f_globals.get("__name__") in OWN:  # the ledger looks up a storage
+            return func(*args, **kwargs)
+        for storage in memory_of(args[0]):
+            self._ledger.entry(storage).shared = True  # whatever is written into it later escapes at once
+        return self.leave(func, args, kwargs)
+
+    def copy(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """A tensor is made of tensors or numbers out of sight of the operators, or of foreign memory."""
+        first = 1 if func.__name__ in ("new", "new_tensor", "__set__") else 0
+        data = args[first] if len(args) > first else kwargs.get("data", kwargs.get("obj"))
+        result = func(*args, **kwargs)
+        target = args[0] if result is None else result  # x.data = y
+        is_alias = func in (torch.as_tensor, torch.asarray)
+        if func is _LIFT or (is_alias and not isinstance(data, (Tensor, list, tuple, int, float))):
+            self._ledger.entry(_storage(target)).shared = True
+        self._ledger.taint(target, self._ledger.mask(tree_leaves(data)), written=True)
+        return result
+
+    def defer(self, func: Any, args: _Args, kwargs: _Kwargs, mask: int = 0) -> Any:
+        """Scalars are read as positions only; what is returned depends on them."""
+        ledger = self._ledger
+        before, ledger.deferred = ledger.deferred, mask
+        ledger.positions |= mask
+        try:
+            return func(*args, **kwargs)
+        finally:
+            ledger.deferred = before
+
+    def one_hot(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """The range of the argument is checked; only without ``num_classes`` does that decide anything."""
+        num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        return func(*args, **kwargs) if num_classes == -1 else self.defer(func, args, kwargs)
+
+    def index(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """``x[index]`` and ``x[index] = y``: scalars in the index are read to make a view."""
+        index = args[1]
+        if not _is_position(index, masks=func is Tensor.__setitem__):
+            return func(*args, **kwargs)
+        # Tensors inside lists are converted out of sight of the operators.
+        listed = [item for item in index if isinstance(item, list)] if isinstance(index, tuple) else index
+        return self.defer(func, args, kwargs, self._ledger.mask(listed) if isinstance(listed, list) else 0)
+
+
+def _is_position(index: object, *, masks: bool) -> bool:
+    """Whether an index reads tensors only as positions: no bounds of slices, scalar masks only if allowed."""
+    if isinstance(index, (list, tuple)):
+        return all(_is_position(item, masks=masks) for item in index)
+    if isinstance(index, Tensor):
+        return masks or index.dim() > 0 or index.dtype not in _MASKS
+    if isinstance(index, slice):
+        return not any(isinstance(bound, Tensor) for bound in (index.start, index.stop, index.step))
+    return index is None or index is Ellipsis or isinstance(index, int)
+
+
+@cache
+def _handlers() -> Mapping[Any, Callable[[_Calls, Any, _Args, _Kwargs], Any]]:
+    cls: Any = Tensor  # several of these names are missing from torch's stubs
+    calls: dict[Callable[..., Any], tuple[Any, ...]] = {
+        _Calls.leave: (
+            *(cls.tolist, cls.apply_, cls.map_, cls.map2_, cls.storage_offset, cls.__repr__, cls.__format__),
+            *(cls.__reduce_ex__, cls.tensor_split, torch.tensor_split, torch.functional.tensordot),
+            *(torch.ctc_loss, torch.nn.functional.ctc_loss),
+        ),
+        _Calls.scalar: (cls.item, cls.__bool__, cls.__int__, cls.__float__, cls.__index__, cls.__complex__),
+        _Calls.expose: (
+            *(cls.numpy, cls.__array__, cls.__dlpack__, cls.data_ptr, cls.untyped_storage, cls.storage),
+            *(cls._typed_storage, cls.__cuda_array_interface__.__get__, cls.share_memory_),
+        ),
+        _Calls.copy: (
+            *(torch.tensor, torch.as_tensor, torch.asarray, cls.new_tensor, cls.new, cls.__deepcopy__),
+            *(cls.data.__set__, _LIFT),
+        ),
+        _Calls.one_hot: (torch.nn.functional.one_hot,),
+        _Calls.index: (cls.__getitem__, cls.__setitem__),
+    }
+    return MappingProxyType({call: handler for handler, group in calls.items() for call in group})

@@ -1,0 +1,121 @@
+"""Runs guide and model as Pyro does, and tells what leaves torch while a log-probability is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pyro import poutine
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.guide import GuideMessenger
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import prune_subsample_sites
+from pyro.util import check_model_guide_match, check_site_shape
+from torch import Tensor, nn
+from torch.distributions import Distribution, Transform
+
+from pyro_bpq.tracing.ledger import Ledger
+from pyro_bpq.tracing.watch import samples
+
+__all__ = ["Heard", "importance_traces", "program_trace"]
+
+# Modules whose distributions keep nothing of a value but tensors.
+_LIBRARIES = ("torch.", "pyro.", "pyro_bpq.")
+# Distributions within distributions are looked for so deep.
+_DEPTH = 6
+
+Heard = Mapping[tuple[bool, str], int]
+"""What may have steered the log-probability of a site in Python, as bits; by whether it is the guide's, and name."""
+
+
+def importance_traces(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    max_plate_nesting: float,
+    ledger: Ledger | None,
+) -> tuple[Trace, Trace, Heard]:
+    """A trace of the guide, and one of the model run against it, with log-probabilities.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        args: Their arguments.
+        kwargs: Their keyword arguments.
+        max_plate_nesting: Bound on the number of nested plates, for Pyro's checks.
+        ledger: That of the active tracker, or ``None``.
+
+    Returns:
+        The trace of the model, that of the guide, and what was heard.
+    """
+    messenger = poutine.unwrap(guide)
+    if isinstance(messenger, Messenger):
+        guide(*args, **kwargs)
+        assert isinstance(messenger, GuideMessenger)
+        model_trace, guide_trace = messenger.get_traces()
+    else:
+        guide_trace = poutine.trace(guide, graph_type="flat").get_trace(*args, **kwargs)
+        replayed = poutine.replay(model, trace=guide_trace)
+        model_trace = poutine.trace(replayed, graph_type="flat").get_trace(*args, **kwargs)
+    if is_validation_enabled():  # type: ignore[no-untyped-call]
+        check_model_guide_match(model_trace, guide_trace, max_plate_nesting)
+    guide_trace, model_trace = prune_subsample_sites(guide_trace), prune_subsample_sites(model_trace)
+    heard = {
+        **_score(model_trace, Trace.compute_log_prob, False, ledger),
+        **_score(guide_trace, Trace.compute_score_parts, True, ledger),
+    }
+    _check_shapes(model_trace, max_plate_nesting)
+    _check_shapes(guide_trace, max_plate_nesting)
+    return model_trace, guide_trace, heard
+
+
+def program_trace(
+    program: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_plate_nesting: float, ledger: Ledger | None
+) -> tuple[Trace, Heard]:
+    """The trace of a program that has no model, and what was heard."""
+    trace = prune_subsample_sites(poutine.trace(program, graph_type="flat").get_trace(*args, **kwargs))
+    heard = _score(trace, Trace.compute_score_parts, True, ledger)
+    _check_shapes(trace, max_plate_nesting)
+    return trace, heard
+
+
+def _check_shapes(trace: Trace, max_plate_nesting: float) -> None:
+    if is_validation_enabled():  # type: ignore[no-untyped-call]
+        for site in samples(trace).values():
+            check_site_shape(site, max_plate_nesting)  # type: ignore[arg-type]
+
+
+def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, ledger: Ledger | None) -> Heard:
+    """Computes the log-probabilities of a trace, one after the other where it matters which one reads what."""
+    if ledger is None:
+        compute(trace)
+        return {}
+    heard = {}
+    for name, site in samples(trace).items():
+        one = Trace()
+        one.nodes[name] = site
+        with ledger.listening() as found:
+            try:
+                compute(one)
+            except ValueError:
+                # Once more for the message, which shows the shapes of all sites.
+                compute(trace)
+                raise
+        # An object of a user's own may have kept anything that left torch until now.
+        heard[is_guide, name] = found.mask | (ledger.escaped if ledger.escaped and _is_own(site["fn"]) else 0)
+    return heard
+
+
+def _is_own(fn: Any, depth: int = 0) -> bool:
+    """Whether Python code of a user's own takes part in a distribution."""
+    if isinstance(fn, Tensor):
+        return False
+    if isinstance(fn, (list, tuple)):
+        return any(_is_own(item, depth + 1) for item in fn)
+    if isinstance(fn, (Distribution, Transform, nn.Module)):
+        if not type(fn).__module__.startswith(_LIBRARIES) or depth > _DEPTH:
+            return True
+        return any(_is_own(item, depth + 1) for item in vars(fn).values())
+    return callable(fn) and not (getattr(fn, "__module__", None) or "").startswith(_LIBRARIES)

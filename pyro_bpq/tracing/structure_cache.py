@@ -1,0 +1,303 @@
+r"""Which graph a run has: tracked when it must be, cached when it may be.
+
+A superset of a site's downstream costs is always unbiased, a subset in general not. So cached
+dependencies are merged and never replaced, and a run that was not tracked and whose key is unknown gets the
+dense graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
+from pyro_bpq.graph.bitsets import Reads
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.tracing.component_costs import Patterns
+from pyro_bpq.tracing.program_graph import build_graph, dense_graph
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide
+
+__all__ = ["STRUCTURES", "StructureCache"]
+
+STRUCTURES = ("auto", "dynamic", "dense", "static")
+
+# Tracked runs in agreement after which a key counts as static, and steps after which it is looked at again.
+_AGREEMENTS = 3
+_CAPACITY = 256
+# Tracked runs that look for rows that meet, by number.
+_LOOKS = frozenset((0, *(10**k for k in range(1, 10))))
+# Runs that are tracked, at most, after one of unknown structure that was not.
+_MOST_PATIENCE = 64
+
+
+class StructureCache:
+    """Graphs by key of the run; the 256 that were used last are kept.
+
+    A run that is not tracked and whose key is new has the dense graph for once. Then runs are tracked until 2 in a row,
+    4 after the next such run, and so on up to 64, have brought nothing new: where new keys come often, as with names
+    of subsampled data points, every run is tracked, and none is dense for long.
+
+    Args:
+        mode: ``"auto"``: track until the structure has shown to be static, then reuse the graph and look
+            again now and then; a program that lets a sampled value leave torch stays tracked.
+            ``"dynamic"``: always track. ``"dense"``: every earlier site is an ancestor. ``"static"``: track
+            once, raise if a later look contradicts.
+
+    Raises:
+        OptionError: If the mode is unknown.
+    """
+
+    def __init__(self, mode: str) -> None:
+        if mode not in STRUCTURES:
+            raise OptionError(f"structure={mode!r} is unknown; write one of {', '.join(map(repr, STRUCTURES))}.")
+        self.mode = mode
+        self.escapes = False
+        self.crosses = False
+        self.unknown = True
+        self.untracked_steps = 0
+        self.next_look = 10
+        self.tracked_runs = 0
+        self.patience = self.calm = 0
+        self.reads: OrderedDict[Any, tuple[Reads, int]] = OrderedDict()
+        self.graphs: dict[Any, StochasticComputationGraph] = {}
+        self.patterns: dict[Any, Patterns] = {}
+        self.varying: dict[Any, Patterns] = {}
+        self.handed: dict[Any, frozenset[str]] = {}
+        self.without_buffers: set[Any] = set()
+
+    def __repr__(self) -> str:
+        return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
+
+    def snapshot(self) -> dict[str, Any]:
+        """A mark to which :meth:`restore` takes the cache back."""
+        return {name: value.copy() if isinstance(value, (dict, set)) else value for name, value in vars(self).items()}
+
+    def restore(self, mark: dict[str, Any]) -> None:
+        """Forgets what was learned after ``mark``."""
+        vars(self).update(mark)
+
+    def wants_tracking(self) -> bool:
+        """Whether the next run must be tracked."""
+        if self.unknown or self.always_tracks or self.calm < self.patience:
+            return True
+        return self.mode != "dense" and self.untracked_steps >= self.next_look
+
+    @property
+    def always_tracks(self) -> bool:
+        """Whether every run is tracked, those of stored rollouts too."""
+        return self.mode == "dynamic" or (self.escapes and self.mode == "auto")
+
+    @property
+    def follows_components(self) -> bool:
+        """Whether tracked runs follow which components of a site a cost reads."""
+        return self.mode in ("auto", "static") and not self.escapes
+
+    @property
+    def follows_rows(self) -> bool:
+        """Whether the next tracked run looks whether rows of a plate meet: the first one, and later looks.
+
+        Where every run is tracked, these are the tenth, the hundredth and so on.
+        """
+        is_look = self.untracked_steps > 0 or self.tracked_runs in _LOOKS
+        return not self.crosses and is_look
+
+    def patterns_of(self, runs: Sequence[TracedRun]) -> Patterns:
+        """Which components of sites costs read, as far as all runs of that structure, and these, agree."""
+        first, *others = runs
+        if any(run.key != first.key for run in others):
+            return frozenset()
+        if first.key in self.patterns:
+            found, varying = self.patterns[first.key], self.varying[first.key]
+        else:
+            found = frozenset(first.patterns.items()).intersection(*(run.patterns.items() for run in others))
+            varying = found
+        lost = frozenset(pair for pair in varying if not pair[1].fits(first.run.costs[pair[0][1]].shape))
+        return found - lost if lost else found
+
+    def handed_of(self, runs: Sequence[TracedRun]) -> frozenset[str]:
+        """Costs of the model that read values of the guide itself, in these or earlier runs of that structure."""
+        known = (self.handed.get(run.key, frozenset()) | run.handed for run in runs)
+        return frozenset().union(*known)
+
+    def has_buffers(self, runs: Sequence[TracedRun]) -> bool:
+        """Whether runs of that structure may call modules with buffers."""
+        return any(run.has_buffers and run.key not in self.without_buffers for run in runs)
+
+    def is_dynamic(self, traced: TracedRun) -> bool:
+        """Whether Python may have steered by sampled values, so that the next run may differ in structure.
+
+        Whatever steers by a value lets it leave torch first, in every run: one tracked run shows it.
+        """
+        return self.escapes or traced.escaped or self._is_unseen(traced)
+
+    def cuts_plates(self, traced: TracedRun) -> bool:
+        """Whether rows of a plate stayed apart, as far as values that left torch tell."""
+        return not (self.crosses or traced.crosses or self._is_unseen(traced))
+
+    def _is_unseen(self, traced: TracedRun) -> bool:
+        return self.mode == "dense" and traced.reads is None and traced.key not in self.graphs
+
+    def graph(self, traced: TracedRun, learn: bool = True) -> StochasticComputationGraph:
+        """The graph of a run.
+
+        Args:
+            traced: The run, tracked or not.
+            learn: Whether the cache may change.
+
+        Returns:
+            Its graph; the dense one where nothing is known.
+
+        Raises:
+            StructureChangedError: In mode ``"static"``, if the run contradicts what was seen before.
+        """
+        if traced.reads is not None:
+            return self._tracked(traced, traced.reads, learn)
+        graph = self.graphs.get(traced.key)
+        if learn:
+            self.untracked_steps += 1
+            # A structure that was never tracked: the dense graph is right, and the next run is tracked.
+            self.unknown |= graph is None
+            self._count(traced, graph is None)
+            if graph is None and self.mode != "dense":
+                self.patience = min(max(2 * self.patience, 2), _MOST_PATIENCE)
+        return dense_graph(traced) if graph is None else graph
+
+    def _tracked(
+        self, traced: TracedRun, reads: Mapping[str, frozenset[str]], learn: bool
+    ) -> StochasticComputationGraph:
+        if learn:
+            self.tracked_runs += 1
+            self.escapes |= traced.escaped
+            if traced.met and not self.crosses:
+                _warn_of_rows(traced, reads)
+            self.crosses |= traced.crosses
+        if self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)):
+            # What other runs with the same key did is not merged in: the key may follow from sampled values.
+            return build_graph(traced, reads)
+        if learn:
+            self._learn_programs(traced)
+        if self.mode == "dense":
+            return self._dense(traced, learn)
+        if learn:
+            self._count(traced, traced.key not in self.reads)
+        new = Reads.over(traced.run.sites, reads)
+        known, agreements = self.reads.get(traced.key, (Reads(new.sites, {}), 0))
+        merged = known.union(new)
+        changed = bool(known) and merged.bits != known.bits
+        if changed:
+            self._contradicted(traced, known, merged)
+        if not learn:
+            return build_graph(traced, merged) if changed or not known else self.graphs[traced.key]
+        agreements = 1 if changed else agreements + 1
+        self.reads[traced.key] = (merged, agreements)
+        self._learn_patterns(traced)
+        if len(self.reads) > _CAPACITY:
+            forgotten, _ = self.reads.popitem(last=False)
+            self.graphs.pop(forgotten, None)
+            self.patterns.pop(forgotten, None)
+            self.varying.pop(forgotten, None)
+            self.handed.pop(forgotten, None)
+            self.without_buffers.discard(forgotten)
+        self.unknown = self.mode == "auto" and agreements < _AGREEMENTS
+        if self.untracked_steps >= self.next_look:
+            self.next_look = min(10 * self.next_look, 1000)
+        self.untracked_steps = 0
+        if changed or traced.key not in self.graphs:
+            return self._store(traced.key, build_graph(traced, merged))
+        return self.graphs[traced.key]
+
+    def _count(self, traced: TracedRun, is_new: bool) -> None:
+        """Counts the runs since one of new structure, and keeps those that were used last."""
+        self.calm = 0 if is_new else self.calm + 1
+        if traced.key in self.reads:
+            self.reads.move_to_end(traced.key)
+
+    def _learn_programs(self, traced: TracedRun) -> None:
+        """Keeps what extra runs have to know."""
+        if traced.handed:
+            self.handed[traced.key] = self.handed_of([traced])
+        if traced.has_buffers:
+            self.without_buffers.discard(traced.key)
+        else:
+            self.without_buffers.add(traced.key)
+
+    def _learn_patterns(self, traced: TracedRun) -> None:
+        """Keeps the patterns that every run has shown."""
+        new = frozenset(traced.patterns.items())
+        known = self.patterns.get(traced.key, new)
+        lost = sorted({pair for pair, _ in known - new})
+        self.patterns[traced.key] = known & new if lost else known
+        self.varying[traced.key] = frozenset(pair for pair in self.patterns[traced.key] if not pair[1].is_uniform)
+        if lost and self.untracked_steps:
+            warnings.warn(
+                f"Which components of a site a cost reads changed within the last {self.untracked_steps} steps: "
+                f"{', '.join(f'{cost} of {site}' for site, cost in lost)}. From now on these costs count as reading "
+                'all of them; write structure="dynamic" to track every step.',
+                BPQWarning,
+                stacklevel=2,
+            )
+
+    def _dense(self, traced: TracedRun, learn: bool) -> StochasticComputationGraph:
+        if traced.key in self.graphs:
+            return self.graphs[traced.key]
+        if not learn:
+            return dense_graph(traced)
+        self.unknown = False
+        if len(self.graphs) >= _CAPACITY:
+            self.graphs.clear()
+            self.handed.clear()
+            self.without_buffers.clear()
+        return self._store(traced.key, dense_graph(traced))
+
+    def _contradicted(
+        self, traced: TracedRun, known: Mapping[str, frozenset[str]], merged: Mapping[str, frozenset[str]]
+    ) -> None:
+        added = {cost: sorted(merged[cost] - known[cost]) for cost in merged}
+        new = [f"{cost} also reads {names}" for cost, names in added.items() if names]
+        if self.mode == "static":
+            raise StructureChangedError(
+                f'The program was declared structure="static", but {"; ".join(new)}. '
+                'Write structure="auto" or "dynamic".'
+            )
+        if self.untracked_steps:
+            warnings.warn(
+                f"Dependencies changed within the last {self.untracked_steps} steps: {'; '.join(new)}. They are "
+                'taken into account from now on; write structure="dynamic" to track every step.',
+                BPQWarning,
+                stacklevel=2,
+            )
+
+    def merge(self, traced: TracedRun, graphs: Sequence[StochasticComputationGraph]) -> StochasticComputationGraph:
+        """The union of graphs of runs with the key of ``traced``."""
+        first, sites = graphs[0], tuple(traced.run.sites)
+        reads = {cost_of_guide(n.name): _either(g.bits_of(g.node(n.name).parents) for g in graphs) for n in first.nodes}
+        reads |= {cost.name: _either(g.bits_of(g.cost(cost.name).parents) for g in graphs) for cost in first.costs}
+        return build_graph(traced, Reads(sites, reads))
+
+    def _store(self, key: Any, graph: StochasticComputationGraph) -> StochasticComputationGraph:
+        self.graphs[key] = graph
+        return graph
+
+
+def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> None:
+    """Says that rows of a plate meet, although the plate declares them independent."""
+    cost, plates = next(iter(traced.met.items()))
+    inside = [n for n in sorted(reads[cost]) if any(plate.name in plates for plate in traced.plates[n])]
+    warnings.warn(
+        f"Rows of the plate {', '.join(map(repr, plates))} meet in {cost}: a row of it reads other rows of "
+        f"{', '.join(map(repr, inside))}, although a plate declares its rows independent. From now on each row is "
+        "charged with the costs of all rows, which is unbiased, with more variance; Pyro's own ELBOs would be biased. "
+        f"If that is not meant, look at the dimensions in which the program of {cost} reduces, flips or indexes; if it "
+        "is, take the dimension into the event with .to_event().",
+        BPQWarning,
+        stacklevel=2,
+    )
+
+
+def _either(sets: Iterable[int]) -> int:
+    """The union of sets of bits."""
+    return functools.reduce(operator.or_, sets, 0)

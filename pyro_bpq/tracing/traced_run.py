@@ -1,0 +1,437 @@
+r"""Runs Pyro programs and splits what they did into structure (a graph) and tensors (a run)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from pyro.distributions import MaskedDistribution
+from pyro.distributions.util import is_identically_zero, scale_and_mask
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+
+from pyro_bpq.errors import OptionError, SiteNotFoundError, UnsupportedProgramError
+from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.graph.bitsets import Reads
+from pyro_bpq.graph.scg import Plate
+from pyro_bpq.rollout.runs import Run, SiteRecord
+from pyro_bpq.tracing.component_costs import ElementWatch, Pattern
+from pyro_bpq.tracing.config import SiteOptions, site_options
+from pyro_bpq.tracing.cost_statement import CostOptions, cost_options
+from pyro_bpq.tracing.plate_errors import plate_error
+from pyro_bpq.tracing.provenance import DependencyTracker
+from pyro_bpq.tracing.sandbox import BufferedModules
+from pyro_bpq.tracing.scoring import Heard, importance_traces, program_trace
+from pyro_bpq.tracing.watch import HANDED, PARTICLES, Attach, Choose, Watch, is_enumerated, samples, site_info
+
+__all__ = [
+    "PARTICLES",
+    "TracedRun",
+    "cost_of_guide",
+    "cost_of_model",
+    "cost_of_site",
+    "trace_run",
+]
+
+
+def cost_of_guide(site: str) -> str:
+    """Name of the cost ``log q`` of a guide site."""
+    return f"log q({site})"
+
+
+def cost_of_model(site: str) -> str:
+    """Name of the cost ``-log p`` of a model site."""
+    return f"-log p({site})"
+
+
+def cost_of_site(site: Any, is_guide: bool) -> str:
+    """Name of the cost of a traced site: ``log q``, ``-log p``, or that of a cost statement."""
+    if cost_options(site) is not None:
+        return f"cost({site['name']})"
+    return cost_of_guide(site["name"]) if is_guide else cost_of_model(site["name"])
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """What one run of guide and model did.
+
+    Args:
+        key: What can be seen of its structure without tracking; equal keys mean the same sites, plates,
+            kinds of distributions and options in the same order.
+        run: Its tensors.
+        reads: What every latent site and cost reads: latent sites, by name; ``None`` if not tracked.
+        escaped: Whether a sampled value left torch.
+        crosses: Whether one of them was sampled in a plate, so that its rows may have met.
+        plate_sizes: Size of each vectorised plate.
+        infos: What is known of every latent site.
+        options: Options of every latent site.
+        model_trace: The model's trace, for a replay.
+        guide_trace: The guide's trace.
+        subsamples: Indices that subsampled plates drew, by name of the plate.
+        rng: State of the global generator before and after the run of the model.
+        batch_ndim: Largest number of batch dimensions of any site.
+        untraced: Latent sites of the guide that Pyro leaves out of its traces: ``log q`` is no cost.
+        escaped_sites: The sites whose values left torch.
+        enumerated: Sites that hold all their values at once.
+        leaked: Those whose values left torch.
+        elimination: How they were summed out of the costs, see :mod:`pyro_bpq.reruns.elimination`.
+        user_costs: What every cost statement says of itself, by name of the cost.
+        only_costs: Whether cost statements are all that counts.
+        patterns: By site and cost, which component of the site each element of the cost reads; tracked runs only.
+        handed: Costs of the model that read values of the guide itself, not only what was replayed; tracked runs only.
+        has_buffers: Whether it may have called modules with buffers; known of tracked runs.
+        met: Costs in whose plates rows meet, with these plates by name, as far as a tracked run has looked.
+    """
+
+    key: tuple[Any, ...]
+    run: Run
+    reads: Mapping[str, frozenset[str]] | None
+    escaped: bool
+    crosses: bool
+    plate_sizes: Mapping[Plate, int]
+    infos: Mapping[str, SiteInfo]
+    options: Mapping[str, SiteOptions]
+    model_trace: Any
+    guide_trace: Any
+    subsamples: Mapping[str, Any]
+    rng: tuple[Tensor, Tensor]
+    batch_ndim: int
+    untraced: frozenset[str] = frozenset()
+    escaped_sites: frozenset[str] = frozenset()
+    enumerated: frozenset[str] = frozenset()
+    leaked: frozenset[str] = frozenset()
+    elimination: Any = None
+    user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
+    only_costs: bool = False
+    patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
+    handed: frozenset[str] = frozenset()
+    has_buffers: bool = True
+    met: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def plates(self) -> dict[str, tuple[Plate, ...]]:
+        """Plates of every site; those of its draw where guide and model have it."""
+        return {entry[0]: entry[1] for entry in reversed(self.key)}
+
+    @property
+    def plate_ndim(self) -> int:
+        """Number of plate dimensions."""
+        return max((-plate.dim for plate in self.plate_sizes), default=0)
+
+
+def trace_run(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    max_plate_nesting: float,
+    choose: Choose,
+    num_particles: int = 1,
+    track: bool = False,
+    attach: Attach | None = None,
+    noise: Callable[[], torch.Generator] = torch.Generator,
+    only_costs: bool = False,
+    step: int = 0,
+    components: bool = False,
+    sloped: frozenset[str] = frozenset(),
+    rows: bool = False,
+) -> TracedRun:
+    """Runs the guide, replays the model against it, and records both.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        args: Their arguments.
+        kwargs: Their keyword arguments.
+        max_plate_nesting: Bound on the number of nested plates, for Pyro's shape checks.
+        choose: Gives the estimator of a site.
+        num_particles: Number of particles in all runs of the step.
+        track: Whether to track which values depend on which.
+        attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
+        noise: Makes the generator that such estimators draw from.
+        only_costs: Whether cost statements are all that counts; the guide is then the whole program.
+        step: Number of steps taken, for those with a schedule.
+        components: Whether to track which components of a site a cost reads, too.
+        sloped: Sites of whose costs slopes are wanted: their records have leaves that the costs lead back to.
+        rows: Whether to look whether rows of a plate meet inside of it.
+
+    Returns:
+        The traced run.
+
+    Raises:
+        SiteNotFoundError: If the model has a latent site that the guide lacks.
+        PlateError: If shapes do not fit plates, or those of guide and model differ.
+    """
+    tracker = DependencyTracker() if track else None
+    elements = None
+    if tracker is not None and (rows or (components and not only_costs)):
+        elements = ElementWatch(tracker, components and not only_costs, rows)
+    watch = Watch(tracker, choose, num_particles, attach, noise, step, elements, sloped)
+    ledger = None if tracker is None else tracker.ledger
+    with contextlib.ExitStack() as stack:
+        modules = BufferedModules() if track else None
+        for mode in (tracker, None if elements is None else elements.elements, watch, modules):
+            if mode is not None:
+                stack.enter_context(mode)
+        try:
+            if only_costs:
+                model_trace = Trace()
+                guide_trace, heard = program_trace(watch.guide(guide), args, kwargs, max_plate_nesting, ledger)
+            else:
+                model_trace, guide_trace, heard = importance_traces(
+                    model, watch.guide(guide), args, kwargs, max_plate_nesting, ledger
+                )
+        except ValueError as error:
+            raise plate_error(error, watch.plates) or error from error
+        guide_sites, reads, handed = watch.guide_sites(guide_trace), None, frozenset[str]()
+        if tracker is not None:
+            found = _reads(tracker, guide_sites, watch, heard, True)
+            of_model = _reads(tracker, samples(model_trace), watch, heard, False)
+            # The lowest bit is no site's: it says that a value is one of the guide's own.
+            reads = Reads(
+                tuple(tracker.ledger.bits)[1:], {cost: bits >> 1 for cost, bits in (found | of_model).items()}
+            )
+            # A GuideMessenger runs guide and model as one: nothing is handed over.
+            handed = frozenset(cost for cost, bits in of_model.items() if bits & watch.handed and watch.has_model)
+            handed |= _weighted_by_itself(tracker, samples(model_trace))
+        patterns, met = {}, dict[str, tuple[str, ...]]()
+        if elements is not None:
+            patterns = elements.patterns(_scored(guide_sites, samples(model_trace)))
+            if elements.rows is not None:
+                met = elements.rows.meeting(_scored(guide_sites, samples(model_trace), user=True))
+    escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
+    rng = (watch.model_start, torch.get_rng_state())
+    traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    traced = replace(
+        traced,
+        run=traced.run.with_leaves(watch.leaves),
+        enumerated=frozenset(watch.enumerated),
+        leaked=escaped & watch.enumerated,
+        patterns=patterns,
+        crosses=traced.crosses or bool(met),
+        met=met,
+        handed=handed,
+        has_buffers=modules is None or bool(modules),
+    )
+    return _only_costs(traced) if only_costs else traced
+
+
+def _scored(
+    guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any], user: bool = False
+) -> list[tuple[str, Any]]:
+    """The sites whose log-probabilities are costs, by name of the cost; those of a user's own only if asked for."""
+    found = [(site, True) for site in guide_sites.values()] + [(site, False) for site in model_sites.values()]
+    return [
+        (cost_of_site(site, is_guide), site)
+        for site, is_guide in found
+        if (user or cost_options(site) is None) and not (is_guide and _is_untraced(site))
+    ]
+
+
+def _reads(
+    tracker: DependencyTracker, sites: Mapping[str, Any], watch: Watch, heard: Heard, is_guide: bool
+) -> dict[str, int]:
+    """What the cost of each site of a trace reads, as bits; of a guide's latent also what its draw was made from."""
+    reads = {}
+    for name, site in sites.items():
+        # A GuideMessenger runs guide and model as one.
+        before = watch.escaped.get((is_guide, name), watch.escaped.get((True, name), 0))
+        scored = site["score_parts"].score_function if _is_untraced(site) else site["log_prob"]
+        found = tracker.mask_of(scored) | before | _heard_by(heard, is_guide, name)
+        if is_guide:
+            found |= tracker.ledger.origins.get(name, 0) | watch.heard.get(name, 0)
+        reads[cost_of_site(site, is_guide)] = found
+    return reads
+
+
+def _heard_by(heard: Heard, is_guide: bool, name: str) -> int:
+    """What may have steered the log-probability of a site in Python."""
+    return heard.get((is_guide, name), 0)
+
+
+def _weighted_by_itself(tracker: DependencyTracker, sites: Mapping[str, Any]) -> frozenset[str]:
+    """The costs of the model's sites whose scale or mask reads their own value: that is not known at other values."""
+    bits = tracker.ledger.bits
+    return frozenset(
+        cost_of_site(site, False)
+        for name, site in sites.items()
+        if name in bits and tracker.mask_of([site["scale"], _mask(site)]) & bits[name]
+    )
+
+
+def _record(
+    model_trace: Any,
+    guide_trace: Any,
+    guide_sites: Mapping[str, Any],
+    reads: Mapping[str, frozenset[str]] | None,
+    escaped: frozenset[str],
+    particles: int,
+    subsamples: Mapping[str, Any],
+    rng: tuple[Tensor, Tensor],
+) -> TracedRun:
+    sizes: dict[Plate, int] = {}
+    options, infos, sites, costs = {}, {}, {}, {}
+    user: dict[str, CostOptions] = {}
+    key: list[Any] = []
+    untraced: list[str] = []
+    model_sites = samples(model_trace)
+    for name, site in guide_sites.items():
+        plates = _plates(site, sizes)
+        cost, chosen = cost_of_site(site, True), None
+        costs[cost] = site["log_prob"]
+        given = cost_options(site)
+        if given is not None:
+            user[cost] = replace(given, in_guide=True)
+        if is_enumerated(site):
+            site_options(name, site["infer"])
+        elif not site["is_observed"]:
+            infos[name] = info = site_info(site, plates, particles)
+            options[name] = chosen = site_options(name, site["infer"])
+            if _is_untraced(site):
+                untraced.append(name)
+            sites[name] = _site(site, model_sites.get(name), chosen, info)
+        kind = type(site["fn"])
+        split = infos[name].components if name in infos else None
+        key.append((name, plates, tuple(site["fn"].event_shape), kind, split, _fingerprint(chosen), _is_untraced(site)))
+    for name, site in model_sites.items():
+        if name not in sites and not site["is_observed"] and not is_enumerated(site):
+            raise SiteNotFoundError(
+                f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are "
+                f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it '
+                'out: infer={"enumerate": "parallel"} there, and enumeration="exact".'
+            )
+        cost = cost_of_site(site, False)
+        if cost in costs:
+            raise OptionError(f"Guide and model both have a cost {name!r}; give them names of their own.")
+        costs[cost] = -site["log_prob"]
+        given = cost_options(site)
+        if given is not None:
+            user[cost] = given
+        key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"], user.get(cost)))
+    everything = [*guide_sites.values(), *model_sites.values()]
+    differentiable, loss = _sums(guide_sites, model_sites)
+    run = Run(sites, costs, differentiable, loss)
+    ndim = max((site["log_prob"].dim() for site in everything), default=0)
+    return TracedRun(
+        key=tuple(key),
+        run=run,
+        reads=reads,
+        escaped=bool(escaped),
+        crosses=any(infos[name].plates for name in escaped if name in infos),
+        plate_sizes=sizes,
+        infos=infos,
+        options=options,
+        model_trace=model_trace,
+        guide_trace=guide_trace,
+        subsamples=subsamples,
+        rng=rng,
+        batch_ndim=ndim,
+        untraced=frozenset(untraced),
+        escaped_sites=escaped,
+        user_costs=user,
+    )
+
+
+def _only_costs(traced: TracedRun) -> TracedRun:
+    """The run with its cost statements as all that counts."""
+    for name, site in samples(traced.guide_trace).items():
+        if site["is_observed"] and cost_options(site) is None:
+            raise UnsupportedProgramError(
+                f"Site {name!r} is observed, or a factor, which an expected cost has no place for. Write "
+                f"pyro_bpq.cost({name!r}, -log_prob), or use TraceBackpropQ_ELBO, which adds costs to the ELBO."
+            )
+    total = _sum([traced.run.costs[name].sum() for name in traced.user_costs])
+    run = replace(traced.run, differentiable=total, loss=total.detach())
+    return replace(traced, run=run, only_costs=True)
+
+
+def _is_untraced(site: Any) -> bool:
+    return bool(site["infer"].get("_do_not_trace"))
+
+
+def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The costs through which pathwise gradients flow, and the loss."""
+    guide_sum = _sum([site["log_prob_sum"].detach() for site in guide_sites.values()])
+    model_sum = _sum([site["log_prob_sum"] for site in model_sites.values()])
+    # A factor of the guide is a cost; of the other sites only what has a gradient in expectation.
+    terms = [
+        site["log_prob"] if site["is_observed"] else _entropy_term(site["score_parts"].entropy_term, site)
+        for site in guide_sites.values()
+    ]
+    entropy = _sum([term.sum() for term in terms if not is_identically_zero(term)])
+    return entropy - model_sum, guide_sum - model_sum.detach()
+
+
+def _entropy_term(term: Any, site: Any) -> Any:
+    """What of the cost of a guide's latent has a gradient in expectation: the scale too, which Pyro leaves out."""
+    scale = site["scale"]
+    if is_identically_zero(term) and isinstance(scale, Tensor) and scale.requires_grad:
+        return scale_and_mask(site["unscaled_log_prob"].detach(), scale, site["mask"])
+    return term
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    if not terms:
+        return torch.zeros(())
+    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:
+    """The vectorised plates of a site but for that of the particles."""
+    plates = []
+    for frame in site["cond_indep_stack"]:
+        if frame.vectorized and frame.name != PARTICLES:
+            plate, size = Plate(frame.name, frame.dim), frame.size
+            if size < 0:
+                # pyro.plate("rows") without a size broadcasts nothing: a site is in it as far as its shape says so.
+                shape = site["log_prob"].shape
+                size = shape[frame.dim] if -frame.dim <= len(shape) else 1
+                if size == 1:
+                    continue
+            sizes[plate] = size
+            plates.append(plate)
+    return tuple(sorted(plates)) if len(plates) > 1 else tuple(plates)
+
+
+def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRecord:
+    score, fn = site["score_parts"].score_function, site["fn"]
+    while isinstance(fn, MaskedDistribution) and fn._mask is False:
+        # It is drawn all the same; Pyro has no score for it.
+        fn = fn.base_dist
+        score = fn.score_parts(site["value"]).score_function
+    baseline = None
+    if options.baseline is not None:
+        baseline = functools.partial(options.baseline.predict, info.name, site["log_prob"].shape)
+    return SiteRecord(
+        fn=site["fn"],
+        value=site["value"],
+        score=None if is_identically_zero(score) else score,
+        scale=site["scale"],
+        mask=_mask(site),
+        prior=None if prior is None else prior["fn"],
+        prior_scale=1.0 if prior is None else prior["scale"],
+        prior_mask=None if prior is None else _mask(prior),
+        context=options.context,
+        baseline=baseline,
+    )
+
+
+def _mask(site: Any) -> Tensor | bool | None:
+    """The mask of a site, that of its distribution included."""
+    fn, mask = site["fn"], site["mask"]
+    while isinstance(fn, MaskedDistribution):
+        mask, fn = fn._mask if mask is None else torch.as_tensor(mask) & torch.as_tensor(fn._mask), fn.base_dist
+    return mask
+
+
+def _fingerprint(options: SiteOptions | None) -> tuple[Any, ...] | None:
+    if options is None:
+        return None
+    width = None if options.context is None else options.context.shape[-1]
+    baseline = None if options.baseline is None else options.baseline.estimator()
+    return (options.estimator, options.critic, options.share, width, baseline)

@@ -1,0 +1,289 @@
+r"""Watches a run of guide and model: what leaves torch, what is drawn, and which values carry gradients."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pyro.distributions.score_parts import ScoreParts
+from pyro.distributions.util import is_identically_zero
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor
+
+from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.estimators.base import Estimator, SiteInfo, at_step
+from pyro_bpq.graph.scg import Plate
+from pyro_bpq.rollout.features import finite_components
+from pyro_bpq.tracing.component_costs import ElementWatch
+from pyro_bpq.tracing.config import SiteOptions, site_options
+from pyro_bpq.tracing.contained import ContainedCalls
+from pyro_bpq.tracing.cost_statement import Given
+from pyro_bpq.tracing.provenance import DependencyTracker
+
+__all__ = ["HANDED", "PARTICLES", "Attach", "Choose", "Watch", "is_enumerated", "samples", "site_info"]
+
+# Chooses the estimator of a site.
+Choose = Callable[[SiteInfo, SiteOptions], Estimator]
+
+# Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
+Attach = Callable[[Mapping[str, Any]], Any]
+
+
+# Pyro's name of the plate of vectorised particles.
+PARTICLES = "num_particles_vectorized"
+
+HANDED = "what the guide hands over"
+"""Source of what comes from the guide's own values, not from those that the model replays."""
+
+
+class Watch(Messenger):  # type: ignore[misc]
+    """Notes at every sample statement what has left torch so far; hands out tracked values.
+
+    It must be the outermost handler, so that the traces record the values that it hands out.
+
+    Args:
+        tracker: The tracker, or ``None``.
+        choose: Gives the estimator of a site.
+        particles: Number of particles of the step.
+        attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
+        noise: Makes the generator that such estimators draw from.
+        step: Number of steps taken, for those with a schedule.
+        elements: Follows the components of sites, or ``None``.
+        sloped: Sites of whose costs slopes are wanted: their values are leaves that the costs lead back to.
+    """
+
+    def __init__(
+        self,
+        tracker: DependencyTracker | None,
+        choose: Choose,
+        particles: int,
+        attach: Attach | None,
+        noise: Callable[[], torch.Generator],
+        step: int = 0,
+        elements: ElementWatch | None = None,
+        sloped: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__()
+        self.sloped, self.leaves = sloped, dict[str, Tensor]()
+        self.step, self.elements = step, elements
+        self.tracker, self.choose, self.particles = tracker, choose, particles
+        self.attach, self.noise = attach, functools.lru_cache(noise)
+        self.attached: dict[str, Any] = {}
+        self.given: set[str] = set()
+        self.is_guide = False
+        self.escaped: dict[tuple[bool, str], int] = {}
+        self.heard: dict[str, int] = {}
+        self.subsamples: dict[str, Any] = {}
+        self.model_start = torch.get_rng_state()
+        self.plates: dict[str, tuple[Any, ...]] = {}
+        self.drawn: list[str] = []
+        self.untraced: dict[str, dict[str, Any]] = {}
+        self.enumerated: set[str] = set()
+        self.calls = None if tracker is None else ContainedCalls(tracker)
+        self.has_model = False
+        # The first source of all, so that it is the lowest bit.
+        self.handed = 0 if tracker is None else tracker.ledger.bits.setdefault(HANDED, 1)
+
+    def __repr__(self) -> str:
+        return f"Watch({self.particles} particles, tracked={self.tracker is not None})"
+
+    def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
+        """The guide, whose draws become sources."""
+        # A partial of this form is what Pyro looks through when it tells whether a guide is a GuideMessenger.
+        return functools.partial(_run_guide, self, guide)
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if self.tracker is not None:
+            ledger = self.tracker.ledger
+            self.escaped[self.is_guide, msg["name"]] = ledger.escaped
+            if self.is_guide:
+                # From here to the end of the statement, the draw itself included.
+                ledger.heard = 0
+        if msg["done"] and self.is_guide:
+            self.given.add(msg["name"])
+        self.has_model |= not self.is_guide
+        if not self.is_guide or msg["is_observed"] or not getattr(msg["fn"], "has_rsample", False):
+            return
+        if not self._is_pathwise(msg):
+            msg["fn"] = _without_rsample(msg["fn"])
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        self._note(msg)
+        if self.tracker is not None and self.is_guide:
+            ledger, name = self.tracker.ledger, msg["name"]
+            # A statement within a statement ends the listening of both.
+            found = ledger.escaped if ledger.heard is None else ledger.heard
+            self.heard[name], ledger.heard = self.heard.get(name, 0) | found, None
+
+    def _note(self, msg: Any) -> None:
+        if isinstance(msg["fn"], _Subsample):
+            self.subsamples[msg["name"]] = msg["value"]
+            return
+        self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
+        if is_enumerated(msg):
+            self._enumerate(msg)
+        if not self.is_guide:
+            self._replay(msg)
+        if not self.is_guide or msg["is_observed"] or is_enumerated(msg):
+            return
+        self.drawn.append(msg["name"])
+        self._attach(msg)
+        if msg["name"] in self.sloped:
+            self._lead_back(msg)
+        score = None
+        if msg["infer"].get("_do_not_trace"):
+            score = _score_of_untraced(msg)
+            if score is None:
+                return
+        if self.tracker is not None and isinstance(msg["value"], Tensor):
+            msg["value"] = self.tracker.source(msg["name"], msg["value"])
+            if self.elements is not None:
+                frames = [frame for frame in self.plates[msg["name"]] if frame.name != PARTICLES]
+                self.elements.drawn(msg["name"], msg["fn"], msg["value"], () if self._is_pathwise(msg) else frames)
+            if not self._is_pathwise(msg):
+                self.tracker.ledger.taint(msg["value"], self.handed)
+        if score is not None:
+            self._keep(msg, score)
+
+    def _is_pathwise(self, msg: Any) -> bool:
+        """Whether the value of a site of the guide carries all of its gradient."""
+        if not getattr(msg["fn"], "has_rsample", False):
+            return False
+        return self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])).is_pathwise
+
+    def _replay(self, msg: Any) -> None:
+        """Gives the model a value of its own, to tell it from what the guide has made of the site and handed over."""
+        value = msg["value"]
+        if self.tracker is None or msg["is_observed"] or not isinstance(value, Tensor) or is_enumerated(msg):
+            return
+        if self.tracker.mask_of(value) & self.handed:
+            msg["value"] = self.tracker.source(msg["name"], value.clone())
+
+    def _pyro_bpq_cost(self, msg: Any) -> None:
+        if self.calls is not None:
+            self.calls.open()
+
+    def _pyro_post_bpq_cost(self, msg: Any) -> None:
+        # A cost that is to be evaluated row by row must not look at values: there they are those of all rows.
+        if self.calls is not None and not msg["infer"]["exact"]:
+            value = msg["value"]
+            self.calls.close(msg["args"][2], msg["args"][3:], value.value if isinstance(value, Given) else value)
+
+    def _enumerate(self, msg: Any) -> None:
+        """Follows the values of an enumerated site, to tell where they must not go."""
+        if self.tracker is not None and msg["name"] not in self.enumerated:
+            msg["value"] = self.tracker.source(msg["name"], msg["value"])
+        self.enumerated.add(msg["name"])
+
+    def _attach(self, msg: Any) -> None:
+        """Lets the value of a site carry a gradient, where its estimator does so."""
+        estimator = None if self.attach is None else self.attach(msg["infer"])
+        if msg["name"] in self.given:
+            # Set from outside: it does not follow the parameters.
+            return
+        if estimator is None or (getattr(msg["fn"], "has_rsample", False) and not hasattr(estimator, "correction")):
+            return
+        if self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])) == estimator:
+            try:
+                msg["value"] = at_step(estimator, self.step).attach(msg["fn"], msg["value"], self.noise())
+            except UnsupportedSiteError as error:
+                raise error.at(msg["name"]) from error
+            self.attached[msg["name"]] = estimator
+
+    def _lead_back(self, msg: Any) -> None:
+        """Lets costs lead back to the value of a site; it stays what it is."""
+        value = msg["value"]
+        if torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad:
+            self.leaves[msg["name"]] = leaf = value.detach().requires_grad_()
+            # A program may change it in place, which no leaf allows.
+            msg["value"] = leaf.clone()
+
+    def _keep(self, msg: Any, score: Tensor) -> None:
+        """Notes a site that Pyro leaves out of its traces, but on whose value later costs depend."""
+        name, zero = msg["name"], torch.zeros_like(score)
+        if name in self.untraced:
+            raise UnsupportedProgramError(
+                f'Site {name!r} has infer={{"_do_not_trace": True}} and is sampled twice; give each a name of its own.'
+            )
+        parts = ScoreParts(zero, score, torch.zeros(()))
+        self.untraced[name] = {**msg, "log_prob": zero, "log_prob_sum": zero.sum(), "score_parts": parts}
+
+    def guide_sites(self, trace: Any) -> dict[str, Any]:
+        """The sites of the guide's trace, and those that Pyro left out of it, in the order of their draws."""
+        sites = samples(trace)
+        for name in self.attached.keys() & sites.keys():
+            site, correction = sites[name], getattr(self.attached[name], "correction", None)
+            score = 0.0 if correction is None else correction(site["fn"], site["value"])
+            parts: Any = (site["log_prob"], score, site["log_prob"])
+            sites[name] = {**site, "score_parts": ScoreParts(*parts)}
+        if not self.untraced:
+            return sites
+        order = {name: i for i, name in enumerate(self.drawn)}
+        merged = {**sites, **self.untraced}
+        return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(order)))}
+
+
+def _score_of_untraced(msg: Any) -> Tensor | None:
+    """``log q`` of a site that Pyro leaves out of its traces; ``None`` where its value carries all gradients."""
+    if not torch.is_grad_enabled() or not isinstance(msg["value"], Tensor):
+        return None
+    score: Any = msg["fn"].score_parts(msg["value"]).score_function
+    return None if is_identically_zero(score) else score
+
+
+def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    watch.is_guide = True
+    try:
+        return guide(*args, **kwargs)
+    finally:
+        watch.is_guide = False
+        watch.model_start = torch.get_rng_state()
+
+
+def _without_rsample(fn: Any) -> Any:
+    fn = copy.copy(fn)
+    if hasattr(fn, "base_dist"):
+        fn.base_dist = _without_rsample(fn.base_dist)
+    else:
+        fn.has_rsample = False
+    return fn
+
+
+def is_enumerated(site: Any) -> bool:
+    """Whether a site takes all of its values at once."""
+    return site["infer"].get("_enumerate_dim") is not None
+
+
+def samples(trace: Any) -> dict[str, Any]:
+    """The sample sites of a trace."""
+    return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+
+
+def site_info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
+    """What is known of a site before any tensor.
+
+    Args:
+        site: The site of a trace, or its message.
+        plates: Its vectorised plates.
+        particles: Number of particles.
+    """
+    fn = site["fn"]
+    return SiteInfo(
+        name=site["name"],
+        distribution=_distribution_name(fn),
+        has_rsample=bool(getattr(fn, "has_rsample", False)),
+        components=finite_components(fn),
+        num_particles=particles,
+        plates=tuple(plate.name for plate in plates),
+    )
+
+
+def _distribution_name(fn: Any) -> str:
+    wrappers = ("Independent", "MaskedDistribution", "ExpandedDistribution")
+    while hasattr(fn, "base_dist") and type(fn).__name__ in wrappers:
+        fn = fn.base_dist
+    return type(fn).__name__
