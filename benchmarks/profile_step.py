@@ -25,12 +25,12 @@ from pyro_bpq import TraceBackpropQ_ELBO
 
 # Function of the package -> part. Time inside of it is its part's until another one of these is entered.
 PARTS: Mapping[tuple[str, str], str] = {
-    ("tracing.py", "trace_run"): "run guide and model, read their traces",
-    ("structure.py", "graph"): "graph and plan (cached)",
+    ("traced_run.py", "trace_run"): "run guide and model, read their traces",
+    ("structure_cache.py", "graph"): "graph and plan (cached)",
     ("staging.py", "_plan"): "graph and plan (cached)",
     ("flipped_costs.py", "flipped_costs"): "extra run of the model",
-    ("reruns.py", "_fresh_run"): "runs at other values",
-    ("reruns.py", "_run"): "runs at other values",
+    ("at_values.py", "_fresh_run"): "runs at other values",
+    ("at_values.py", "_run"): "runs at other values",
     ("shared_backward.py", "shared_backward"): "backward through the costs, slopes with it",
     ("site_program.py", "slope_of"): "backward through the costs, slopes with it",
     ("critic_step.py", "evaluate_critics"): "evaluate critics",

@@ -14,7 +14,8 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import kl
 
-from pyro_bpq import TraceBackpropQ_ELBO, analytic
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.objectives import analytic
 from pyro_bpq.testing import TwoPoint, assert_unbiased, expected_gradient
 
 

@@ -217,18 +217,20 @@ def test_nan_warns_as_pyro_does_and_reaches_no_critic(options: dict[str, Any], b
 
 
 def test_nan_in_one_particle_reaches_no_critic() -> None:
-    calls = []
+    calls, bad = [], [0]
 
     def model() -> None:
         CHAIN.model()
         calls.append(None)
-        factor = torch.tensor(float("nan") if len(calls) == 42 else 0.0)
+        factor = torch.tensor(float("nan") if len(calls) == bad[0] else 0.0)
         pyro.sample("f", dist.Unit(factor, validate_args=False), obs=torch.empty(0))
 
     elbo = TraceBackpropQ_ELBO(num_particles=2, estimator=AllAction(exact=True))
     case = Case("nan", model, CHAIN.guide, CHAIN.shapes, 0)
     run(elbo, case)
     before = state_of(elbo)
+    # The second particle of the next step.
+    bad[0] = len(calls) + 2
     with pytest.warns(UserWarning, match="NaN"):
         elbo.loss_and_grads(case.model, case.guide)
     assert_equal(state_of(elbo), before)

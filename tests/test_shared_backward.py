@@ -12,8 +12,9 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
-from pyro_bpq import TraceBackpropQ_ELBO, shared_backward
+from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.estimators import RODEO, DebiasedStraightThrough, DoubleCV
+from pyro_bpq.reruns import shared_backward
 
 F64 = torch.float64
 ROWS = 3

@@ -67,8 +67,12 @@ class Staging:
     ) -> tuple[list[TracedRun], list[Staged]]:
         """The runs of a step, and what their sites are told."""
         track = self._structure.wants_tracking()
-        programs = self._arguments(model, guide, args, kwargs)
+        programs, start = self._arguments(model, guide, args, kwargs), torch.get_rng_state()
         runs = self._runs(programs, track)
+        if not track and not all(self._structure.knows(run) for run in runs):
+            # Of a structure that was never tracked it is not known whether values steer it or rows meet.
+            torch.set_rng_state(start)
+            runs = self._runs(programs, True)
         graphs = [self._structure.graph(traced, learning) for traced in runs]
         is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
         scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())

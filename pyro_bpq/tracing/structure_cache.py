@@ -127,6 +127,10 @@ class StructureCache:
         """Whether runs of that structure may call modules with buffers."""
         return any(run.has_buffers and run.key not in self.without_buffers for run in runs)
 
+    def knows(self, traced: TracedRun) -> bool:
+        """Whether a run was tracked, or one with its key was, or none ever is."""
+        return traced.reads is not None or traced.key in self.graphs or self.mode == "dense"
+
     def is_dynamic(self, traced: TracedRun) -> bool:
         """Whether Python may have steered by sampled values, so that the next run may differ in structure.
 
