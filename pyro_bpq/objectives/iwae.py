@@ -24,6 +24,7 @@ from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import StepResult, step
 from pyro_bpq.tracing.cost_statement import SkipCosts
+from pyro_bpq.tracing.draws import Draws
 from pyro_bpq.tracing.traced_run import TracedRun, trace_run
 
 __all__ = ["TraceBackpropQ_IWAE"]
@@ -190,7 +191,7 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
 
     def _runs(self, program: Any, learning: bool) -> list[TracedRun]:
         """The runs of a step; one after the other from now on, if vectorised samples do not keep apart."""
-        start = torch.get_rng_state()
+        draws = Draws()
         runs = list(self._get_traces(*program))
         if not (self.vectorize_particles and self.num_particles > 1):
             return runs
@@ -201,7 +202,7 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
             *(self._trace, program, together, runs[0], self.num_particles, nesting, learning, self.num_steps, True)
         ):
             return runs
-        torch.set_rng_state(start)
+        draws.again()
         self.vectorize_particles, self.max_plate_nesting = False, nesting - 1
         return list(self._get_traces(*program))
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyro
-import torch
 from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning, StructureChangedError
@@ -24,6 +23,7 @@ from pyro_bpq.objectives.staging import Staging
 from pyro_bpq.plan.planner import Plan
 from pyro_bpq.reruns.apart import Together, keeps_apart
 from pyro_bpq.reruns.row_runs import is_due
+from pyro_bpq.tracing.draws import Draws
 from pyro_bpq.tracing.sandbox import LentBuffers
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
@@ -158,7 +158,7 @@ class OpenParticles(Staging):
         model, guide, args, kwargs = program
         if not (self.vectorize_particles and self.num_particles > 1):
             return super()._observe(model, guide, args, kwargs, learning)
-        start, lends = torch.get_rng_state(), self._together.is_wanted(learning, self.num_steps) and self._has_buffers
+        draws, lends = Draws(), self._together.is_wanted(learning, self.num_steps) and self._has_buffers
         with LentBuffers() if lends else contextlib.nullcontext() as lent:
             found = super()._observe(model, guide, args, kwargs, learning)
             (together,) = self._arguments(*program)
@@ -170,7 +170,7 @@ class OpenParticles(Staging):
                 lent.keep()
         if not mixes:
             return found
-        torch.set_rng_state(start)
+        draws.again()
         self.vectorize_particles, self.max_plate_nesting = False, self.max_plate_nesting - 1
         self._last_plan = None
         return super()._observe(model, guide, args, kwargs, learning)
@@ -207,7 +207,7 @@ class OpenParticles(Staging):
         # Programs change: into another mode, or with what they learn.
         is_checked_again = learning and is_due(self.num_steps)
         compares = not was_compared or is_checked_again or self._structure.wants_tracking()
-        start, reason = torch.get_rng_state(), ""
+        draws, reason = Draws(), ""
         number, nesting, known = self.num_particles, self.max_plate_nesting, set(pyro.get_param_store().keys())
         with LentBuffers() if compares and self._has_buffers else contextlib.nullcontext() as lent:
             try:
@@ -228,7 +228,7 @@ class OpenParticles(Staging):
             if learning:
                 self._lower(found[0][0])
             return found, ""
-        torch.set_rng_state(start)
+        draws.again()
         self._take(1, self._given_nesting)
         self._settled = settled
         for name in created:

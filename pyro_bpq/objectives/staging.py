@@ -23,6 +23,7 @@ from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.component_costs import Patterns
+from pyro_bpq.tracing.draws import Draws
 from pyro_bpq.tracing.plate_errors import check_declared
 from pyro_bpq.tracing.sandbox import UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
@@ -33,6 +34,9 @@ __all__ = ["Kind", "Staging"]
 
 # What a plan depends on besides the graph, see Staging._kind.
 Kind = tuple[bool, bool, Patterns, frozenset[str], bool, int]
+
+# Structures of which it is remembered what did not work.
+_CAPACITY = 256
 
 
 class Staging:
@@ -67,11 +71,11 @@ class Staging:
     ) -> tuple[list[TracedRun], list[Staged]]:
         """The runs of a step, and what their sites are told."""
         track = self._structure.wants_tracking()
-        programs, start = self._arguments(model, guide, args, kwargs), torch.get_rng_state()
+        programs, draws = self._arguments(model, guide, args, kwargs), Draws()
         runs = self._runs(programs, track)
         if not track and not all(self._structure.knows(run) for run in runs):
             # Of a structure that was never tracked it is not known whether values steer it or rows meet.
-            torch.set_rng_state(start)
+            draws.again()
             runs = self._runs(programs, True)
         graphs = [self._structure.graph(traced, learning) for traced in runs]
         is_dynamic = any(self._structure.is_dynamic(traced) for traced in runs)
@@ -107,14 +111,14 @@ class Staging:
         last = None if track or not torch.is_grad_enabled() else self._last_plan
         if last is None or not last[3].led_back:
             return [self._trace(*program, track=track) for program in programs]
-        start = torch.get_rng_state()
+        draws = Draws()
         try:
             with UngraphedBuffers() if last[3].has_buffers else contextlib.nullcontext():
                 return [self._trace(*program, track=track, sloped=last[3].led_back) for program in programs]
         except BPQError:
             raise
         except RuntimeError as error:
-            torch.set_rng_state(start)
+            draws.again()
             runs = [self._trace(*program, track=track) for program in programs]
             # It runs with plain values: torch refuses something that the program does with values that carry gradients.
             self._do_without_slopes(last[0])
@@ -127,7 +131,7 @@ class Staging:
             return runs
 
     def _do_without_slopes(self, key: Any) -> None:
-        self._slopes[key] = False
+        self._know_slopes(key, False)
         self._plans.clear()
         self._last_plan = None
 
@@ -168,6 +172,8 @@ class Staging:
                 learning=learning,
             )
             if found is None:
+                if len(self._cannot_flip) >= _CAPACITY:
+                    self._cannot_flip.clear()
                 self._cannot_flip.add(traced[0].key)
                 self._plans.clear()
                 self._last_plan = None
@@ -201,10 +207,15 @@ class Staging:
             # Torch refuses something that the program does with values that carry gradients.
             found = False
         if found:
-            self._slopes[key] = True
+            self._know_slopes(key, True)
         else:
             self._do_without_slopes(key)
         return found
+
+    def _know_slopes(self, key: Any, there: bool) -> None:
+        if len(self._slopes) >= _CAPACITY:
+            self._slopes.clear()
+        self._slopes[key] = there
 
     def _noise(self) -> torch.Generator:
         """Noise for what estimators draw themselves; the global generator is left alone."""

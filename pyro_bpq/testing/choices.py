@@ -175,6 +175,13 @@ class ChoiceMessenger(Messenger):
             "call elbo.eval() first."
         )
 
+    def _pyro_bpq_mark(self, msg: Any) -> None:
+        msg["value"], msg["done"] = (self._position, len(self.score)), True
+
+    def _pyro_bpq_rewind(self, msg: Any) -> None:
+        self._position, kept = msg["args"][0]
+        del self.score[kept:]
+
     def _pyro_sample(self, msg: Any) -> None:
         if msg["is_observed"] or msg["done"] or msg["value"] is not None:
             return

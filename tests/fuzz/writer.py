@@ -145,14 +145,15 @@ class Writer:
 
     def param(self, *shape: int) -> str:
         """A parameter; now and then one that is used elsewhere too."""
-        again = [name for name, other in self.shared if other == shape]
+        again = [text for text, other in self.shared if other == shape]
         if again and self.chance(0.1):
             self.use("shared parameter")
-            return f'pyro.param("{self.rng.choice(again)}")'
+            # With its initial value: the other statement may stand in a branch that was not taken.
+            return self.rng.choice(again)
         name = self.unique("q" if self.role == "guide" else "p")
         text = f'pyro.param("{name}", {self.constant(*shape)})'
         if self.indent == 1:
-            self.shared.append((name, shape))
+            self.shared.append((text, shape))
         return text
 
     def positive(self) -> str:
