@@ -73,10 +73,11 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
     traces = [trace for _, trace in walk(choices, run)]
     sites = [name for name, site in traces[0].nodes.items() if site["type"] == "sample"]
     inside, total, scales = [], torch.zeros(()), set()
-    marked = {float(traces[0].nodes[name]["scale"]) for name in choices.names}
+    marked = {float(torch.as_tensor(traces[0].nodes[name]["scale"]).detach()) for name in choices.names}
     for name in sites:
         found = [trace.nodes[name] for trace in traces]
-        scaled, scale = [site["log_prob"].sum() for site in found], float(found[0]["scale"])
+        scaled = [site["log_prob"].sum() for site in found]
+        scale = float(torch.as_tensor(found[0]["scale"]).detach())
         is_alike = name not in choices.names and all(torch.equal(value, scaled[0]) for value in scaled)
         # Values may be alike where gradients are not; with the scale of the sum both places are right for a constant.
         if is_alike and not (scaled[0].requires_grad and scale in marked):
