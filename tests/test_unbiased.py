@@ -34,11 +34,11 @@ from pyro_bpq import (
     ScoreFunction,
     TabularCritic,
     TraceBackpropQ_ELBO,
-    layout,
-    sums,
 )
+from pyro_bpq.batching import layout
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.graph.bitsets import Reads
+from pyro_bpq.rollout import sums
 from pyro_bpq.targets.rules import network_rules
 from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient, expected_moments
 

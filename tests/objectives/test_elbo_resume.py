@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -190,7 +191,10 @@ def test_pickle_continues_in_a_new_process(options: dict[str, Any], tmp_path: Pa
         "print(*(loss.hex() for loss in session.train(5)))\n"
     )
     command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "saved")]
-    done = subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True)
+    paths = [str(Path(__file__).parents[up]) for up in (1, 2)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    folder = Path(__file__).parent
+    done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)
     assert done.stdout.split() == [loss.hex() for loss in session.train(5)]
 
 

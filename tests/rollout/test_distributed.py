@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", worker.__file__]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, timeout=300)

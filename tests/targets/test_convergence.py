@@ -15,7 +15,7 @@ ROLLOUTS = (100, 300, 1000, 3000, 10_000, 30_000)
 
 @pytest.fixture(scope="module")
 def convergence() -> ModuleType:
-    folder = str(Path(__file__).parents[1] / "benchmarks")
+    folder = str(Path(__file__).parents[2] / "benchmarks")
     sys.path.insert(0, folder)
     try:
         return importlib.import_module("convergence")
