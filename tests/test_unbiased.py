@@ -318,7 +318,7 @@ def test_rows_that_do_not_meet_are_cut() -> None:
     case, elbo = BY_NAME["global_local"], TraceBackpropQ_ELBO(estimator=ScoreFunction())
     case.params()
     elbo.loss_and_grads(case.model, case.guide, *case.args)
-    (plan,) = elbo._plans.values()
+    (plan,) = elbo._plans.plans.values()
     assert plan.layout.relations.crossed("z") == 0 and plan.layout.relations.crossed("g") == 0
 
 
@@ -403,7 +403,7 @@ def test_largest_error_sees_a_missing_dependency() -> None:
     for key, (reads, agreements) in list(elbo._structure.reads.items()):
         elbo._structure.reads[key] = (Reads.over(reads.sites, {**reads, **lost}), agreements)
         elbo._structure.graphs[key] = _without(elbo._structure.graphs[key], "-log p(x)", "c")
-    elbo._plans.clear()
+    elbo._plans.forget()
     assert largest_error(elbo, case) > 1e-3
 
 

@@ -270,7 +270,7 @@ def _structure(look: _Look) -> Iterator[Finding]:
 
 
 def _extra_run(look: _Look) -> Iterator[Finding]:
-    keys = look.elbo._cannot_flip
+    keys = look.elbo._plans.unflippable
     if any(run.key in keys for run in look.runs):
         yield Finding(
             "extra run impossible",

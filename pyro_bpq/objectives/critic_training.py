@@ -14,6 +14,7 @@ from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.learned_state import LearnedState
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.replayer import Replayer, Staged
+from pyro_bpq.plan.plan_cache import PlanCache
 from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.structure_cache import StructureCache
@@ -27,9 +28,10 @@ class CriticTraining(LearnedState):
 
     _replayer: Replayer | None
     _structure: StructureCache
-    _last_plan: Any
+    _plans: PlanCache
     _trace: Any
     _stage: Any
+    _facts: Any
     _kind: Any
     _noise: Any
     _arguments: Any
@@ -131,11 +133,11 @@ class CriticTraining(LearnedState):
 
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Any]) -> Staged:
         """Prepares runs of a known structure as a step does; nothing learns."""
-        last = self._last_plan
-        kind = self._kind(traced, self._structure.is_dynamic(traced[0]))
+        last = self._plans.last
+        facts = self._facts(traced, self._structure.is_dynamic(traced[0]))
         graph = self._structure.graph(traced[0], False)
-        staged = self._stage(list(traced), graph, list(programs), False, kind, reruns=False)
-        self._last_plan = last
+        staged = self._stage(list(traced), graph, list(programs), False, facts, reruns=False)
+        self._plans.last = last
         return staged
 
     def _keep(self, items: Sequence[Staged]) -> None:

@@ -21,14 +21,13 @@ from pyro_bpq.critics.nets import Critic, MLPCritic
 from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph.network import Reduction
-from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.analytic import differentiable_cost
 from pyro_bpq.objectives.critic_training import CriticTraining
 from pyro_bpq.objectives.options import check_options
 from pyro_bpq.objectives.particles import OpenParticles
 from pyro_bpq.objectives.replayer import Replayer, Transient
-from pyro_bpq.objectives.staging import Kind
-from pyro_bpq.plan.planner import Plan, Planner, check_gradients
+from pyro_bpq.plan.plan_cache import PlanCache
+from pyro_bpq.plan.planner import Planner, check_gradients
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
 from pyro_bpq.reruns.row_runs import RowRuns
@@ -163,11 +162,8 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
         self._replayer = None if learner is None or replay is None else Replayer(learner, replay, seed)
         self.keeps_staged = replay is not None or (learner is not None and learner.steps > 1)
         self._structure = StructureCache(structure)
-        self._plans: dict[Any, Plan] = {}
-        self._last_plan: tuple[Any, StochasticComputationGraph, Kind, Plan] | None = None
-        self._cannot_flip: set[Any] = set()
+        self._plans = PlanCache(self.planner)
         self._row_runs = RowRuns()
-        self._slopes: dict[Any, bool] = {}
         is_plain = not (vectorize_particles or self._only_costs) and enumeration == "sample"
         self._leave_open(num_particles is None and is_plain)
 

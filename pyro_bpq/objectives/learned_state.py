@@ -27,6 +27,9 @@ __all__ = ["LearnedState"]
 # Attributes of any module.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
+# Parts of an objective that find things out in a step, and go back to a mark by themselves.
+_PARTS = ("_structure", "_plans", "_row_runs", "_together")
+
 
 class LearnedState:
     """The part of an objective that learns from its steps; the objective itself evaluates them.
@@ -262,18 +265,18 @@ class LearnedState:
 
     def _mark(self) -> tuple[Any, ...]:
         own = {name: _copied(value) for name, value in vars(self).items() if name not in _OF_MODULES}
-        structure = own.get("_structure")
-        return self.critics.snapshot(), own, None if structure is None else structure.snapshot()
+        parts = {name: own[name].snapshot() for name in _PARTS if name in own}
+        return self.critics.snapshot(), own, parts
 
     def _restore(self, mark: tuple[Any, ...]) -> None:
         """Undoes what a step has built and found out."""
-        bank, own, structure = mark
+        bank, own, parts = mark
         built = self.critics.restore(bank)
         for name in [name for name in vars(self) if name not in own and name not in _OF_MODULES]:
             del vars(self)[name]
         vars(self).update(own)
-        if structure is not None:
-            own["_structure"].restore(structure)
+        for name, part in parts.items():
+            own[name].restore(part)
         if self._optimizer is not None:
             self._optimizer.forget(built)
 

@@ -172,7 +172,7 @@ class OpenParticles(Staging):
             return found
         draws.again()
         self.vectorize_particles, self.max_plate_nesting = False, self.max_plate_nesting - 1
-        self._last_plan = None
+        self._plans.last = None
         return super()._observe(model, guide, args, kwargs, learning)
 
     def _settle(self, model: Any, guide: Any, traced: TracedRun) -> None:
@@ -180,7 +180,7 @@ class OpenParticles(Staging):
         structure, given = self._structure, self._given_nesting
         self._settled, self._is_compared = Transient((model, guide)), False
         is_fixed = not (structure.is_dynamic(traced) or structure.always_tracks or self._ranks is not None)
-        number = num_particles_for(self._last_plan[3], traced) if is_fixed else 1
+        number = num_particles_for(self._planned, traced) if is_fixed else 1
         if number > 1:
             # One particle may still have to be reckoned with in this step.
             self._next = number, 1 + (traced.batch_ndim if math.isinf(given) else given)
@@ -190,7 +190,7 @@ class OpenParticles(Staging):
         """Lets fewer particles run from the next step on, where plates have grown."""
         if traced.plate_sizes != self._sizes:
             self._sizes = dict(traced.plate_sizes)
-            number = num_particles_for(self._last_plan[3], traced, self.num_particles)
+            number = num_particles_for(self._planned, traced, self.num_particles)
             if 1 < number < self.num_particles:
                 self._next = number, self.max_plate_nesting
 
@@ -245,7 +245,7 @@ class OpenParticles(Staging):
 
     @property
     def _has_buffers(self) -> bool:
-        return self._last_plan is None or self._last_plan[3].has_buffers
+        return self._plans.last is None or self._plans.last.plan.has_buffers
 
     def _difference(self, many: TracedRun, program: Any, lent: LentBuffers | None) -> str:
         """What tells a particle among others from one on its own; empty where nothing does."""

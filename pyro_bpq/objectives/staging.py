@@ -16,13 +16,13 @@ from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.replayer import Staged
-from pyro_bpq.plan.planner import Plan, Planner
+from pyro_bpq.plan.plan_cache import PlanCache
+from pyro_bpq.plan.planner import Plan, Planner, StructureFacts
 from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.flipped_costs import flipped_costs
 from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.tracing.component_costs import Patterns
 from pyro_bpq.tracing.draws import Draws
 from pyro_bpq.tracing.plate_errors import check_declared
 from pyro_bpq.tracing.sandbox import UngraphedBuffers
@@ -30,13 +30,7 @@ from pyro_bpq.tracing.structure_cache import StructureCache
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
 
-__all__ = ["Kind", "Staging"]
-
-# What a plan depends on besides the graph, see Staging._kind.
-Kind = tuple[bool, bool, Patterns, frozenset[str], bool, int]
-
-# Structures of which it is remembered what did not work.
-_CAPACITY = 256
+__all__ = ["Staging"]
 
 
 class Staging:
@@ -51,11 +45,8 @@ class Staging:
     vectorize_particles: bool
     keeps_staged: bool
     _structure: StructureCache
-    _plans: dict[Any, Plan]
-    _last_plan: Any
-    _cannot_flip: set[Any]
+    _plans: PlanCache
     _row_runs: RowRuns
-    _slopes: dict[Any, bool]
     _only_costs: bool
     _arguments: Any
     _trace: Any
@@ -86,7 +77,7 @@ class Staging:
                 "so that particles may steer each other; write vectorize_particles=False."
             )
         is_alike = all(run.key == runs[0].key for run in runs)
-        kind = self._kind(runs, is_dynamic)
+        facts = self._facts(runs, is_dynamic)
         if not is_dynamic and is_alike and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [self._structure.merge(runs[0], graphs)] * len(runs)
         # A baseline from those particles that happen to have the same structure would depend on the value of the
@@ -94,7 +85,7 @@ class Staging:
         members = [list(range(len(runs)))] if is_alike and not is_dynamic else [[i] for i in range(len(runs))]
         try:
             items = [
-                self._stage([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, kind)
+                self._stage([runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], learning, facts)
                 for ids in members
             ]
         except BPQError:
@@ -108,40 +99,35 @@ class Staging:
 
     def _runs(self, programs: Sequence[Any], track: bool) -> list[TracedRun]:
         """Traces the programs of a step, with slopes where the last step's plan asked for them."""
-        last = None if track or not torch.is_grad_enabled() else self._last_plan
-        if last is None or not last[3].led_back:
+        last = None if track or not torch.is_grad_enabled() else self._plans.last
+        if last is None or not last.plan.led_back:
             return [self._trace(*program, track=track) for program in programs]
         draws = Draws()
         try:
-            with UngraphedBuffers() if last[3].has_buffers else contextlib.nullcontext():
-                return [self._trace(*program, track=track, sloped=last[3].led_back) for program in programs]
+            with UngraphedBuffers() if last.plan.has_buffers else contextlib.nullcontext():
+                return [self._trace(*program, track=track, sloped=last.plan.led_back) for program in programs]
         except BPQError:
             raise
         except RuntimeError as error:
             draws.again()
             runs = [self._trace(*program, track=track) for program in programs]
             # It runs with plain values: torch refuses something that the program does with values that carry gradients.
-            self._do_without_slopes(last[0])
+            self._plans.know_slopes(last.key, False)
             warnings.warn(
-                f"The program failed while the values of the sites {sorted(last[3].led_back)} carried gradients, for "
+                f"The program failed while the values of the sites {sorted(last.plan.led_back)} carried gradients, for "
                 f"slopes of costs: {error} It does without from now on. Where a value leaves torch write z.detach().",
                 BPQWarning,
                 stacklevel=2,
             )
             return runs
 
-    def _do_without_slopes(self, key: Any) -> None:
-        self._know_slopes(key, False)
-        self._plans.clear()
-        self._last_plan = None
-
-    def _kind(self, runs: Sequence[TracedRun], is_dynamic: bool) -> Kind:
-        """Steering, whether rows stay apart, what elements read, what is handed over, buffers, number of particles."""
+    def _facts(self, runs: Sequence[TracedRun], is_dynamic: bool) -> StructureFacts:
+        """What is known of the structure of runs besides their graph."""
         patterns = frozenset() if is_dynamic else self._structure.patterns_of(runs)
         cuts_plates = all(self._structure.cuts_plates(traced) for traced in runs)
         structure = self._structure
         known = structure.handed_of(runs), structure.has_buffers(runs)
-        return is_dynamic, cuts_plates, patterns, *known, self.num_particles
+        return StructureFacts(is_dynamic, cuts_plates, patterns, *known, self.num_particles)
 
     def _stage(
         self,
@@ -149,11 +135,11 @@ class Staging:
         graph: Any,
         programs: list[Any],
         learning: bool,
-        kind: Kind,
+        facts: StructureFacts,
         reruns: bool = True,
     ) -> Staged:
         model, guide, args, kwargs = programs[0]
-        plan = self._plan(traced[0], graph, kind)
+        plan = self._plans.plan(traced[0], graph, facts)
         is_vectorized = self.vectorize_particles and self.num_particles > 1
         rollout = Rollout(
             tuple(t.run for t in traced),
@@ -172,20 +158,16 @@ class Staging:
                 learning=learning,
             )
             if found is None:
-                if len(self._cannot_flip) >= _CAPACITY:
-                    self._cannot_flip.clear()
-                self._cannot_flip.add(traced[0].key)
-                self._plans.clear()
-                self._last_plan = None
-                plan = self._plan(traced[0], graph, kind)
+                self._plans.do_without_flips(traced[0].key)
+                plan = self._plans.plan(traced[0], graph, facts)
             tables = found or {}
         rerun = generator = None
         is_first_order = learning and self.learner is not None and self.learner.first_order > 0.0
-        if reruns and (plan.needs_program or is_first_order) and not kind[0]:
+        if reruns and (plan.needs_program or is_first_order) and not facts.is_dynamic:
             generator = self._noise()
             rerun = Reruns(self._trace, programs, traced, plan, generator, self._share)
             if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
-                plan = self._plan(traced[0], graph, kind)
+                plan = self._plans.plan(traced[0], graph, facts)
             rerun.plan = plan
         if plan.patterns:
             # Only now it is certain which plan is carried out.
@@ -196,7 +178,7 @@ class Staging:
 
     def _has_slopes(self, rerun: Reruns, key: Any, plan: Plan, rollout: Rollout) -> bool:
         """Looks, once for each structure, whether costs have gradients to the values of the sites that need some."""
-        if key in self._slopes:
+        if key in self._plans.slopes:
             return True
         plates = {name: plan.graph.node(name).plates for name in plan.sloped}
         try:
@@ -206,45 +188,19 @@ class Staging:
         except RuntimeError:
             # Torch refuses something that the program does with values that carry gradients.
             found = False
-        if found:
-            self._know_slopes(key, True)
-        else:
-            self._do_without_slopes(key)
+        self._plans.know_slopes(key, found)
         return found
-
-    def _know_slopes(self, key: Any, there: bool) -> None:
-        if len(self._slopes) >= _CAPACITY:
-            self._slopes.clear()
-        self._slopes[key] = there
 
     def _noise(self) -> torch.Generator:
         """Noise for what estimators draw themselves; the global generator is left alone."""
         self.num_noises += 1
         return torch.Generator().manual_seed((self.critics.seed * 7919 + 1) * 1_000_003 + self.num_noises)
 
-    def _plan(self, traced: TracedRun, graph: Any, kind: Kind) -> Plan:
-        last = self._last_plan
-        # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
-        if last is not None and last[1] is graph and last[2] == kind and last[0] == traced.key:
-            return last[3]
-        key = (traced.key, graph, kind)
-        if key not in self._plans:
-            if len(self._plans) >= 64:
-                self._plans.clear()
-            is_dynamic, cuts_plates, patterns, handed, has_buffers, _ = kind
-            plan = self.planner.plan(
-                traced,
-                graph,
-                traced.key not in self._cannot_flip,
-                is_dynamic,
-                cuts_plates,
-                patterns,
-                self._slopes.get(traced.key, True),
-                handed,
-            )
-            self._plans[key] = replace(plan, has_buffers=has_buffers)
-        self._last_plan = (traced.key, graph, kind, self._plans[key])
-        return self._plans[key]
+    @property
+    def _planned(self) -> Plan:
+        """The plan of the last step."""
+        assert self._plans.last is not None
+        return self._plans.last.plan
 
     @property
     def graph(self) -> StochasticComputationGraph:
@@ -253,11 +209,11 @@ class Staging:
         Raises:
             BPQError: If no step has been taken.
         """
-        if self._last_plan is None:
+        if self._plans.last is None:
             raise BPQError("There is no graph yet: take a step first, e.g. svi.step(...).")
-        return self._last_plan[3].graph
+        return self._plans.last.plan.graph
 
     @property
     def network(self) -> BackpropQNetwork | None:
         """The Backprop-Q network of the last step; ``None`` if no site has a critic."""
-        return None if self._last_plan is None else self._last_plan[3].layout.network
+        return None if self._plans.last is None else self._plans.last.plan.layout.network

@@ -27,7 +27,7 @@ from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.cost_statement import CostOptions
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 
-__all__ = ["Plan", "Planner", "check_gradients"]
+__all__ = ["Plan", "Planner", "StructureFacts", "check_gradients"]
 
 
 def check_gradients(traced: TracedRun) -> None:
@@ -88,6 +88,28 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class StructureFacts:
+    """What is known of a structure besides its graph.
+
+    Args:
+        is_dynamic: Whether sampled values may steer the program.
+        cuts_plates: Whether rows of a plate stay apart.
+        patterns: Which component of a site each element of a cost reads, by site and cost.
+        handed: Costs of the model that read values of the guide itself: what the model alone costs at other values does
+            not show them.
+        has_buffers: Whether the programs may call modules with buffers.
+        num_particles: Number of particles.
+    """
+
+    is_dynamic: bool = False
+    cuts_plates: bool = True
+    patterns: Patterns = frozenset()
+    handed: frozenset[str] = frozenset()
+    has_buffers: bool = True
+    num_particles: int = 1
+
+
+@dataclass(frozen=True)
 class Planner:
     """Options of an ELBO that decide what is done on a structure.
 
@@ -145,12 +167,9 @@ class Planner:
         self,
         traced: TracedRun,
         graph: StochasticComputationGraph,
-        can_flip: bool,
-        is_dynamic: bool = False,
-        cuts_plates: bool = True,
-        patterns: Patterns = frozenset(),
+        facts: StructureFacts,
+        can_flip: bool = True,
         has_slopes: bool = True,
-        handed: frozenset[str] = frozenset(),
     ) -> Plan:
         """Plans the steps on a structure.
 
@@ -162,17 +181,14 @@ class Planner:
         Args:
             traced: A run of that structure.
             graph: Its graph.
-            can_flip: Whether the model has not failed to run with an extra dimension.
-            is_dynamic: Whether sampled values may steer the program.
-            cuts_plates: Whether rows of a plate stay apart.
-            patterns: Which component of a site each element of a cost reads, by site and cost.
+            facts: What else is known of it.
+            can_flip: Whether the model has not failed to run at other values.
             has_slopes: Whether costs are not known to be without gradients to the values of sites.
-            handed: Costs of the model that read values of the guide itself: what the model alone costs at other values
-                does not show them.
 
         Returns:
             The plan.
         """
+        is_dynamic, cuts_plates, handed = facts.is_dynamic, facts.cuts_plates, facts.handed
         estimators = {name: self._estimator(traced, name) for name in traced.run.sites}
         # What a cost reads at other values of a site is known where the model alone gets these.
         immediate = {
@@ -200,7 +216,7 @@ class Planner:
             )
         plain = [name for name in estimators if name not in components and self._is_plain(traced, name)]
         # Sums in the same order in every process.
-        known_patterns, charged = dict(sorted(patterns, key=lambda pair: pair[0])), {}
+        known_patterns, charged = dict(sorted(facts.patterns, key=lambda pair: pair[0])), {}
         specs, tabled, known = {}, {}, set()
         for name in traced.run.sites:
             kinds = self._tabled_kinds(traced, name, graph, estimators[name], immediate[name])

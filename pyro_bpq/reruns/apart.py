@@ -104,6 +104,14 @@ class Together:
     def __repr__(self) -> str:
         return f"Together({len(self._proved)} structures)"
 
+    def snapshot(self) -> Any:
+        """A mark to which :meth:`restore` goes back."""
+        return self._proved.copy()
+
+    def restore(self, mark: Any) -> None:
+        """Forgets what was found out after ``mark``."""
+        self._proved = mark.copy()
+
     def is_wanted(self, learning: bool, num_steps: int) -> bool:
         """Whether the step may have to compare runs: its buffers are then lent."""
         return not self._proved or (learning and is_due(num_steps))

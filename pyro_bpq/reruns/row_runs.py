@@ -162,6 +162,14 @@ class RowRuns:
     def __repr__(self) -> str:
         return f"RowRuns({len(self._ways)} structures)"
 
+    def snapshot(self) -> Any:
+        """A mark to which :meth:`restore` goes back."""
+        return self._ways.copy()
+
+    def restore(self, mark: Any) -> None:
+        """Forgets what was found out after ``mark``."""
+        self._ways = mark.copy()
+
     def way(self, key: Any) -> Way | None:
         """The way that was found for a structure; ``None`` before its first run."""
         return self._ways[key][0] if key in self._ways else None

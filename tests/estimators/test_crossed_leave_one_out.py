@@ -276,7 +276,7 @@ def test_the_gradient_is_exact(program: Program, way: dict[str, Any]) -> None:
 def test_a_law_that_reads_the_site_itself_would_be_told_by_enumeration() -> None:
     program = layers()
     elbo = trained(program, CrossedLeaveOneOut(), VECTORISED)
-    layout = elbo._last_plan[3].layout
+    layout = elbo._plans.last.plan.layout
     graph, first = layout.graph, layout.graph.index["z1"]
     # log q(z2) reads z1.
     wrong = list(layout.crossings.own_law)
@@ -287,7 +287,7 @@ def test_a_law_that_reads_the_site_itself_would_be_told_by_enumeration() -> None
 
 def test_what_the_guide_hands_over_does_not_cross() -> None:
     elbo = trained(handed(), CrossedLeaveOneOut(), {})
-    assert [name for group in elbo._last_plan[3].layout.crossed for name in group.sites] == ["log q(y)"]
+    assert [name for group in elbo._plans.last.plan.layout.crossed for name in group.sites] == ["log q(y)"]
 
 
 def test_variance_is_below_that_of_leave_one_out_in_wide_layers() -> None:
@@ -349,7 +349,7 @@ def test_batch_dimensions_without_a_plate_do_not_cross() -> None:
     with pyro.validation_enabled(False):
         elbo = trained(program, CrossedLeaveOneOut(), {})
         assert error_and_variance(elbo, program)[0] < 1e-10
-    assert [name for group in elbo._last_plan[3].layout.crossed for name in group.sites] == ["log q(b)"]
+    assert [name for group in elbo._plans.last.plan.layout.crossed for name in group.sites] == ["log q(b)"]
 
 
 def test_it_needs_two_particles() -> None:

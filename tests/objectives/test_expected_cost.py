@@ -362,8 +362,8 @@ def test_a_function_is_called_once_per_particle(particles: int) -> None:
             elbo.loss_and_grads(model, guide)
     assert box.calls == 7 * particles == counter.total == counter.calls["box"]
     # The extra run took place all the same.
-    (plan,) = elbo._plans.values()
-    assert plan.flips is not None and not elbo._cannot_flip
+    (plan,) = elbo._plans.plans.values()
+    assert plan.flips is not None and not elbo._plans.unflippable
 
 
 def test_given_values_rule_the_extra_run_out() -> None:
@@ -397,7 +397,7 @@ def exact_costs() -> None:
 def test_exact_costs_are_evaluated_at_every_value() -> None:
     objective = ExpectedCost()
     train(objective, None, exact_costs)
-    (plan,) = objective._plans.values()
+    (plan,) = objective._plans.plans.values()
     assert plan.flips is not None and set(plan.flips.costs) == {"a", "b"}
     pyro.clear_param_store()
     with CostCounter() as counter:

@@ -589,11 +589,11 @@ def test_costs_that_read_no_enumerated_site_stay_as_they_are() -> None:
 
 
 def test_extra_run_of_the_model_reaches_sums_and_means() -> None:
-    flips = {name: graph_of(BY_NAME[name])._last_plan[3].flips for name in ("plate", "mean")}
+    flips = {name: graph_of(BY_NAME[name])._plans.last.plan.flips for name in ("plate", "mean")}
     assert flips["plate"].costs == {"b": ("-log sum(z)",)}
     assert set(flips["mean"].costs["b"]) == {"E[-log p(b)]", "E[-log p(x)]"}
     # There, the weights of the mean read the site.
-    early = graph_of(BY_NAME["early"], estimator=AllAction(exact=True))._last_plan[3].flips
+    early = graph_of(BY_NAME["early"], estimator=AllAction(exact=True))._plans.last.plan.flips
     assert early is None or "E[-log p(x)]" not in early.costs.get("b", ())
 
 
@@ -608,7 +608,7 @@ def test_a_lost_parent_of_a_sum_is_seen() -> None:
             Reads.over(graph.index, {**elbo._structure.reads[key][0], **{c.name: c.parents for c in costs}}),
             3,
         )
-    elbo._plans.clear()
+    elbo._plans.forget()
     elbo._structure.unknown = False
     assert largest_error(elbo, program) > 1e-3
 

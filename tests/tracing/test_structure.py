@@ -243,7 +243,7 @@ def test_particles_with_different_graphs_share_the_union() -> None:
 
     elbo = TraceBackpropQ_ELBO(num_particles=2, structure="dynamic", estimator=ScoreFunction())
     elbo.loss_and_grads(model, drifting()[1])
-    (plan,) = elbo._plans.values()
+    (plan,) = elbo._plans.plans.values()
     assert set(plan.graph.parents("-log p(x)")) == {"z", "w"}
 
 
@@ -258,7 +258,7 @@ def test_caches_stay_bounded() -> None:
         elbo = TraceBackpropQ_ELBO(structure=mode, estimator=ScoreFunction())
         for n in range(1, 300):
             elbo.differentiable_loss(model, guide, n)
-        assert len(elbo._structure.graphs) <= 256 and len(elbo._plans) <= 64
+        assert len(elbo._structure.graphs) <= 256 and len(elbo._plans.plans) <= 64
 
 
 def test_control_flow_is_not_a_matter_of_luck() -> None:
