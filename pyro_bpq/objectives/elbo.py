@@ -153,16 +153,14 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
             raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
         self.enumeration = enumeration
         chosen = (reduction, lam, gamma, learner) != ("chain", 0.97, 1.0, CriticLearner())
-        self.planner = Planner(
-            estimator, critic, reduction, asks_for_critics=chosen or critic not in (None, MLPCritic())
-        )
+        planner = Planner(estimator, critic, reduction, asks_for_critics=chosen or critic not in (None, MLPCritic()))
+        self._plans = PlanCache(planner)
         self.lam, self.gamma, self.analytic_kl = lam, gamma, analytic_kl
         self._start(learner, seed)
         replay = None if learner is None else learner.replay
         self._replayer = None if learner is None or replay is None else Replayer(learner, replay, seed)
         self.keeps_staged = replay is not None or (learner is not None and learner.steps > 1)
         self._structure = StructureCache(structure)
-        self._plans = PlanCache(self.planner)
         self._row_runs = RowRuns()
         is_plain = not (vectorize_particles or self._only_costs) and enumeration == "sample"
         self._leave_open(num_particles is None and is_plain)
@@ -171,6 +169,15 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
 
     # Whether cost statements are all that counts: an expected cost instead of an ELBO.
     _only_costs = False
+
+    @property
+    def planner(self) -> Planner:  # type: ignore[override]
+        """The options that decide what is done on a structure."""
+        return self._plans.planner
+
+    @planner.setter
+    def planner(self, planner: Planner) -> None:
+        self._plans.planner = planner
 
     def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The same as :meth:`differentiable_loss`."""
