@@ -11,15 +11,18 @@ There are three ways, and each gives the costs that single runs would give:
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 import pyro
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.tracing.sandbox import Sandbox
@@ -35,6 +38,20 @@ PROBES, REFEREES = 8, 2
 # A way is compared with the others again after 1, 2, 4, ... uses, and at the latest after so many.
 LONGEST = 128
 _CAPACITY = 256
+
+
+class _Wrapped(TorchFunctionMode):
+    """Collects the tensors with a hidden dimension that torch's functions return."""
+
+    def __init__(self, seen: list[weakref.ref[Tensor]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(result):
+            self.seen.append(weakref.ref(result))
+        return result
 
 
 class Way(Enum):
@@ -57,6 +74,7 @@ class RowProgram:
         batch_ndim: Number of dimensions to the right of the rows.
         rng: State of the global generator before and after a single run.
         has_buffers: Whether the program may call modules with buffers.
+        seen: Collects the tensors of hidden runs; ``None`` for not.
     """
 
     costs: Callable[[Mapping[str, Any], int | None], dict[str, Tensor]]
@@ -64,6 +82,19 @@ class RowProgram:
     batch_ndim: int
     rng: tuple[Tensor, Tensor]
     has_buffers: bool = True
+    seen: list[weakref.ref[Tensor]] | None = None
+
+    def keeps_hidden_rows(
+        self, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
+    ) -> bool:
+        """Whether the program keeps tensors of a hidden run, as by ``self.z = z``: they are of no use after it."""
+        seen: list[weakref.ref[Tensor]] = []
+        with _Wrapped(seen):
+            replace(self, seen=seen).run(Way.HIDDEN, fixed, rows, event_ndims)
+        if any(ref() is not None for ref in seen):
+            # Traces hold cycles.
+            gc.collect()
+        return any(ref() is not None for ref in seen)
 
     def run(
         self, way: Way, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
@@ -101,6 +132,8 @@ class RowProgram:
         names = tuple(rows)
 
         def one(*values: Tensor) -> tuple[Tensor, ...]:
+            if self.seen is not None:
+                self.seen.extend(map(weakref.ref, values))
             return self._single({**fixed, **dict(zip(names, values, strict=True))})
 
         # Memory is bounded: rows that are many and large run in parts.
@@ -277,7 +310,9 @@ def _fastest(
         expected = program.run(Way.SINGLE, fixed, rows, event_ndims) if hidden is None else hidden
         if expected is not None and agree(list(spread.values()), list(expected.values())):
             return Way.BROADCAST
-    return Way.SINGLE if hidden is None else Way.HIDDEN
+    if hidden is None or program.keeps_hidden_rows(fixed, rows, event_ndims):
+        return Way.SINGLE
+    return Way.HIDDEN
 
 
 def probe_generator(seed: int) -> torch.Generator:

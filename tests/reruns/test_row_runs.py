@@ -113,6 +113,18 @@ def noisy_or() -> None:
     pyro.sample("x", dist.Bernoulli(1.0 - 0.9 * fails), obs=torch.tensor(1.0))
 
 
+class Keeping:
+    """Keeps what it has drawn and made, to be looked at after the step."""
+
+    def __init__(self, made: bool) -> None:
+        self.made = made
+
+    def __call__(self) -> None:
+        z = coins()
+        self.kept = z * 2.0 if self.made else z
+        observed(z[0] - z[1])
+
+
 def made_anew() -> None:
     z = coins()
     observed(torch.stack([z[..., 0], z[..., 1]])[0])
@@ -132,6 +144,8 @@ PROGRAMS: dict[str, tuple[Any, Way | None]] = {
     "batch norm": (normalised(), Way.SINGLE),
     "stack": (made_anew, Way.BROADCAST),
     "noisy or": (noisy_or, Way.HIDDEN),
+    "keeps values": (Keeping(False), Way.SINGLE),
+    "keeps results": (Keeping(True), Way.SINGLE),
     # Values leave torch: there is no extra run at all.
     "boolean mask": (selected, None),
     "torch.tensor": (rebuilt, None),
@@ -229,6 +243,13 @@ def test_a_program_that_does_not_run_at_all_values_is_compared_at_its_own() -> N
         elbo.loss_and_grads(model, own_guide)
     elbo.eval()
     assert_unbiased(elbo, model, own_guide)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_what_a_program_keeps_can_be_looked_at(made: bool) -> None:
+    model = Keeping(made)
+    trained(model)
+    assert model.kept.shape == (3,) and float(model.kept.sum()) >= 0.0
 
 
 # One program at a time.
