@@ -205,10 +205,15 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
 
     def _arguments(self, model: Any, guide: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any, Any, Any]]:
         """The programs of each run, wrapped for vectorised particles as Pyro does."""
+        model, guide = self._alone(model, guide)
         if self.enumeration == "exact" and math.isinf(self.max_plate_nesting):
             # Dimensions of values lie to the left of all plates.
             self._guess_max_plate_nesting(model, guide, args, kwargs)
         return list(self._get_traces(model, guide, args, kwargs))
+
+    def _alone(self, model: Any, guide: Any) -> tuple[Any, Any]:
+        """Model and guide as they run for one particle."""
+        return model, guide
 
     def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
         super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)

@@ -55,9 +55,8 @@ class ExpectedCost(TraceBackpropQ_ELBO):
         environment, policy = programs if len(programs) == 2 else (None, *programs)
         return ELBOModule(environment, policy, self)
 
-    def _arguments(self, model: Any, guide: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any, Any, Any]]:
-        program = guide if model is None else functools.partial(_in_turn, guide, model)
-        return super()._arguments(_nothing, program, args, kwargs)
+    def _alone(self, model: Any, guide: Any) -> tuple[Any, Any]:
+        return _nothing, guide if model is None else functools.partial(_in_turn, guide, model)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -71,6 +71,7 @@ class OpenParticles(Staging):
     vectorize_particles: bool
     _is_open: bool
     _ranks: Any
+    _alone: Any
 
     def _leave_open(self, is_open: bool) -> None:
         """Sets up the choice; called by the objective when its other options are known."""
@@ -163,7 +164,7 @@ class OpenParticles(Staging):
             found = super()._observe(model, guide, args, kwargs, learning)
             (together,) = self._arguments(*program)
             mixes = self._together.mixes(
-                *(self._trace, program, together, found[0][0], self.num_particles),
+                *(self._trace, (*self._alone(model, guide), args, kwargs), together, found[0][0], self.num_particles),
                 *(int(self.max_plate_nesting), learning, self.num_steps, self._has_buffers),
             )
             if lent is not None and not mixes:

@@ -74,6 +74,7 @@ class RowProgram:
         batch_ndim: Number of dimensions to the right of the rows.
         rng: State of the global generator before and after a single run.
         has_buffers: Whether the program may call modules with buffers.
+        is_strict: Whether every cost has to show the rows where they are broadcast: all sites have other values.
         seen: Collects the tensors of hidden runs; ``None`` for not.
     """
 
@@ -82,6 +83,7 @@ class RowProgram:
     batch_ndim: int
     rng: tuple[Tensor, Tensor]
     has_buffers: bool = True
+    is_strict: bool = False
     seen: list[weakref.ref[Tensor]] | None = None
 
     def keeps_hidden_rows(
@@ -161,10 +163,14 @@ class RowProgram:
         found = self.costs({**fixed, **padded}, number)
         costs = {}
         for name, shape in self.shapes.items():
-            # A cost that has lost the rows, or has others, was made from several of them.
-            if tuple(found[name].shape) != (number, *(1,) * (self.batch_ndim - len(shape)), *shape):
+            cost = found[name]
+            if cost.shape == shape and not self.is_strict:
+                # It does not depend on the values that differ here.
+                cost = cost.expand(number, *shape)
+            elif tuple(cost.shape) != (number, *(1,) * (self.batch_ndim - len(shape)), *shape):
+                # A cost that has lost the rows, or has others, was made from several of them.
                 return None
-            costs[name] = found[name].reshape(number, *shape)
+            costs[name] = cost.reshape(number, *shape)
         return costs
 
     def _has_drawn(self, sandbox: Sandbox) -> bool:
@@ -283,7 +289,8 @@ def _prove(
     drawn = {name: probe(fn, value, PROBES, generator) for name, (fn, value) in sites.items()}
     rest = {name: value for name, value in fixed.items() if name not in drawn}
     # The program may not run at all values: then those of the rows have to do.
-    for others, values in ((rest, drawn), (fixed, rows)):
+    for others, values, is_strict in ((rest, drawn, True), (fixed, rows, False)):
+        program = replace(program, is_strict=is_strict)
         number = len(next(iter(values.values())))
         picked = torch.randperm(number, generator=generator)[:REFEREES]
         some = {name: value[picked.to(value.device)] for name, value in values.items()}

@@ -73,23 +73,35 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
     traces = [trace for _, trace in walk(choices, run)]
     sites = [name for name, site in traces[0].nodes.items() if site["type"] == "sample"]
     inside, total, scales = [], torch.zeros(()), set()
-    marked = {float(torch.as_tensor(traces[0].nodes[name]["scale"]).detach()) for name in choices.names}
+    marked = {_scale(traces[0].nodes[name]) for name in choices.names}
     for name in sites:
         found = [trace.nodes[name] for trace in traces]
         scaled = [site["log_prob"].sum() for site in found]
-        scale = float(torch.as_tensor(found[0]["scale"]).detach())
         is_alike = name not in choices.names and all(torch.equal(value, scaled[0]) for value in scaled)
         # Values may be alike where gradients are not; with the scale of the sum both places are right for a constant.
-        if is_alike and not (scaled[0].requires_grad and scale in marked):
+        if is_alike and not (marked and scaled[0].requires_grad and _scale(found[0]) in marked):
             total = total + scaled[0]
             continue
-        scales.add(scale)
+        scales.add(_scale(found[0]))
         inside.append(torch.stack([_unscaled(site, name in choices.names) for site in found]))
     if len(scales) > 1:
-        raise UnsupportedProgramError(f"Sites that depend on {sorted(choices.names)} have scales {sorted(scales)}.")
+        raise UnsupportedProgramError(
+            f"Sites that depend on {sorted(choices.names)} have scales {sorted(map(str, scales))}."
+        )
     if inside:
-        total = total + scales.pop() * torch.stack(inside).sum(0).logsumexp(0)
+        (scale,) = scales
+        if scale is None:
+            raise UnsupportedProgramError(
+                f"Sites that depend on {sorted(choices.names)} have a scale for each element."
+            )
+        total = total + scale * torch.stack(inside).sum(0).logsumexp(0)
     return total
+
+
+def _scale(site: Any) -> float | None:
+    """The scale of a site; ``None`` where its elements have scales of their own."""
+    scale = torch.as_tensor(site["scale"]).detach()
+    return float(scale) if scale.numel() == 1 else None
 
 
 def _unscaled(site: Any, is_own: bool) -> Tensor:

@@ -57,6 +57,9 @@ class Heard:
 
     mask: int = 0
 
+    def __repr__(self) -> str:
+        return f"Heard({self.mask:b})"
+
 
 class Ledger:
     """All that a tracker knows: a bit for each source, a mask of bits for each storage."""

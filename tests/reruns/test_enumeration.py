@@ -609,7 +609,7 @@ def test_a_lost_parent_of_a_sum_is_seen() -> None:
             3,
         )
     elbo._plans.forget()
-    elbo._structure.unknown = False
+    elbo._structure.unknown, elbo._structure.calm = False, elbo._structure.patience
     assert largest_error(elbo, program) > 1e-3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
+from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.plan.flips import flip_plan, immediate_costs, immediate_model_costs
 from pyro_bpq.reruns import flipped_costs as module
@@ -218,8 +220,11 @@ def test_models_that_do_not_broadcast_stay_unbiased(model: Callable[[], None], e
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=exact))
-    for _ in range(20):
-        elbo.loss_and_grads(model, guide)
+    # Two of them put rows of the plate together, by a matrix product and by a mean; the others do not.
+    meets = model in (matrix_model, wrong_dimension_model)
+    with pytest.warns(BPQWarning, match="Rows of the plate") if meets else contextlib.nullcontext():
+        for _ in range(20):
+            elbo.loss_and_grads(model, guide)
     elbo.eval()
     assert_unbiased(elbo, model, guide)
 
@@ -229,8 +234,6 @@ def test_models_that_do_not_broadcast_stay_unbiased(model: Callable[[], None], e
     [
         (reshaping_model, Way.HIDDEN),
         (summing_model, Way.BROADCAST),  # only y is wanted
-        (matrix_model, Way.HIDDEN),
-        (wrong_dimension_model, Way.HIDDEN),
         (buffer_model, Way.BROADCAST),
         (buffer_from_the_left_model, Way.SINGLE),
     ],
