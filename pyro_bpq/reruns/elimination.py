@@ -29,7 +29,7 @@ from pyro_bpq.errors import PlateError, UnsupportedProgramError
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.reruns.factors import Packed, Recipe, Term, average, make, pack
 from pyro_bpq.rollout.runs import Run
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model, entropy_term
 
 __all__ = ["Elimination", "eliminate"]
 
@@ -285,6 +285,20 @@ class _Eliminator:
         order = tuple(self.guide)
         return Elimination(recipes, self.model, log_q, self.summed, self.averaged, order, self.dims)
 
+    def rows_meet(self, recipes: Iterable[Recipe]) -> bool:
+        """Whether rows of a plate meet in the weights of a mean over a site outside of it; tracked runs only.
+
+        ``q(z)`` outside of the plate may read all rows. Then each row of a mean over ``z`` reads them too.
+        """
+        traced, plates = self.traced, self._plates()
+        for recipe in recipes if traced.reads is not None else ():
+            for name in recipe.averaged:
+                outside = set(recipe.plates) - set(plates[cost_of_guide(name)])
+                read = (traced.reads or {})[cost_of_guide(name)] & traced.run.sites.keys()
+                if any(outside & set(traced.plates[site]) for site in read):
+                    return True
+        return False
+
     def reads(self, recipe: Recipe) -> frozenset[str]:
         """Sampled sites that a cost reads, through its sites and its weights."""
         assert self.traced.reads is not None
@@ -355,6 +369,7 @@ def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
         run=Run(sites, costs, differentiable, loss),
         reads=None if traced.reads is None else {name: work.reads(recipe) for name, recipe in kept.items()},
         elimination=work.result(kept),
+        crosses=traced.crosses or work.rows_meet(recipes),
     )
 
 
@@ -371,7 +386,10 @@ def _sums(traced: TracedRun, recipes: Mapping[str, Recipe], costs: Mapping[str, 
         site = recipe.sites[0]
         if recipe.is_guide and site in traced.run.sites:
             # Of a sampled site only what has a gradient in expectation.
-            term: Any = 0.0 if site in traced.untraced else traced.guide_trace.nodes[site]["score_parts"].entropy_term
+            term: Any = 0.0
+            if site not in traced.untraced:
+                node = traced.guide_trace.nodes[site]
+                term = entropy_term(node["score_parts"].entropy_term, node)
             if is_identically_zero(term):
                 continue
             cost = term

@@ -35,6 +35,7 @@ __all__ = [
     "cost_of_guide",
     "cost_of_model",
     "cost_of_site",
+    "entropy_term",
     "trace_run",
 ]
 
@@ -360,14 +361,14 @@ def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tup
     model_sum = _sum([site["log_prob_sum"] for site in model_sites.values()])
     # A factor of the guide is a cost; of the other sites only what has a gradient in expectation.
     terms = [
-        site["log_prob"] if site["is_observed"] else _entropy_term(site["score_parts"].entropy_term, site)
+        site["log_prob"] if site["is_observed"] else entropy_term(site["score_parts"].entropy_term, site)
         for site in guide_sites.values()
     ]
     entropy = _sum([term.sum() for term in terms if not is_identically_zero(term)])
     return entropy - model_sum, guide_sum - model_sum.detach()
 
 
-def _entropy_term(term: Any, site: Any) -> Any:
+def entropy_term(term: Any, site: Any) -> Any:
     """What of the cost of a guide's latent has a gradient in expectation: the scale too, which Pyro leaves out."""
     scale = site["scale"]
     if is_identically_zero(term) and isinstance(scale, Tensor) and scale.requires_grad:

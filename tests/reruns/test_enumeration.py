@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning, OptionError, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.graph.bitsets import Reads
-from pyro_bpq.testing import exact_gradient, exact_loss, expected_gradient
+from pyro_bpq.testing import assert_unbiased, exact_gradient, exact_loss, expected_gradient
 
 ATOL = 1e-10
 DATA = real(0.3, -1.2, 2.0, 0.8)
@@ -851,3 +851,41 @@ def test_guide_messengers() -> None:
     Program("mixture", model, empty, MIXTURE).params()
     with pytest.raises(UnsupportedProgramError, match="GuideMessenger"):
         exactly(max_plate_nesting=1).loss_and_grads(model, Messenger(model))
+
+
+def test_a_mean_whose_weights_read_all_rows_is_charged_to_each() -> None:
+    """The guide's enumerated site lies outside of the plate and reads all of its rows."""
+
+    def guide() -> None:
+        with pyro.plate("rows", 2, dim=-1):
+            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(-0.74))))
+        pyro.sample("y", dist.Bernoulli(logits=z.mean(-1, keepdim=True)), infer={"enumerate": "parallel"})
+
+    def model() -> None:
+        y = pyro.sample("y", dist.Bernoulli(logits=torch.tensor(0.38)))
+        with pyro.plate("rows", 2, dim=-1):
+            pyro.sample("z", dist.Bernoulli(logits=y.exp()))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(enumeration="exact")
+    for _ in range(5):
+        elbo.loss_and_grads(model, guide)
+    assert_unbiased(elbo.eval(), model, guide)
+
+
+def test_a_scale_of_the_guide_keeps_its_gradient_beside_sums() -> None:
+    def guide() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=torch.tensor(0.4)))
+        with poutine.scale(scale=(0.5 + z * pyro.param("s", torch.tensor(0.7))) ** 2):
+            pyro.sample("y", dist.Bernoulli(logits=torch.tensor(-0.3)))
+
+    def model() -> None:
+        for name in ("z", "y"):
+            pyro.sample(name, dist.Bernoulli(logits=torch.tensor(0.1)))
+        pyro.sample("n", dist.Bernoulli(logits=torch.tensor(-0.69)), infer={"enumerate": "parallel"})
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(enumeration="exact")
+    for _ in range(5):
+        elbo.loss_and_grads(model, guide)
+    assert_unbiased(elbo.eval(), model, guide)
