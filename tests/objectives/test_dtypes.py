@@ -37,6 +37,8 @@ from pyro_bpq.critics.bank import Block, CriticBank
 from pyro_bpq.testing import assert_unbiased
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+# The default suite converts to these; `make test-all` to all.
+QUICK = (torch.float64, torch.float16)
 Program = Callable[[], None]
 
 
@@ -176,7 +178,9 @@ def step(objective: Any, programs: tuple[Any, Any], times: int) -> None:
 
 
 @pytest.mark.parametrize("program", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=() if dtype in QUICK else pytest.mark.slow, id=str(dtype)) for dtype in TYPES]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_objectives_of_any_type_train(name: str, dtype: torch.dtype, program: torch.dtype) -> None:
     make_programs, make = CASES[name]

@@ -96,6 +96,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic": {"structure": "dynamic"},
     "dense": {"structure": "dense"},
 }
+# The default suite tries these; `make test-all` tries all.
+QUICK = ("default", "score_function", "exact", "dynamic")
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -106,7 +108,9 @@ def test_rows_that_meet_are_charged_whole(name: str) -> None:
     assert_unbiased(elbo, model, guide)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in OPTIONS]
+)
 @pytest.mark.parametrize("where", ["model", "guide", "prior", "scale", "cost"])
 def test_wherever_they_meet(where: str, options: str) -> None:
     model, guide = program(MIXING["roll"], where)
