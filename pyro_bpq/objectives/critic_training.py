@@ -32,7 +32,6 @@ class CriticTraining(LearnedState):
     _trace: Any
     _stage: Any
     _facts: Any
-    _kind: Any
     _noise: Any
     _arguments: Any
     keeps_staged: bool

@@ -18,7 +18,7 @@ from pyro_bpq.rollout.runs import Rollout, sum_to_plates
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
-from pyro_bpq.tracing.watch import is_enumerated
+from pyro_bpq.tracing.watch import is_enumerated, samples
 
 __all__ = ["flipped_costs"]
 
@@ -87,23 +87,19 @@ def _run_flipped(
     learning: bool,
 ) -> dict[str, Tensor] | None:
     """Costs ``(rows, batch)`` of the extra run, by name."""
-    sites = {
-        name: (site["fn"], site["value"].detach())
+    latents = {
+        name: site
         for trace in (traced.guide_trace, traced.model_trace)
-        for name, site in trace.nodes.items()
-        if site["type"] == "sample" and not site["is_observed"] and _is_varied(site)
+        for name, site in samples(trace).items()
+        if not site["is_observed"]
     }
+    sites = {name: (site["fn"], site["value"].detach()) for name, site in latents.items() if _is_varied(site)}
     flipped = {}
     for name, split in components.items():
         record = traced.run.sites[name]
         flipped[name] = _flip(record.value, record.fn, split, plan, name)
     fixed = {name: value for name, (_, value) in sites.items() if name not in flipped}
-    fixed |= {
-        name: site["value"]
-        for trace in (traced.guide_trace, traced.model_trace)
-        for name, site in trace.nodes.items()
-        if site["type"] == "sample" and not site["is_observed"] and not _is_varied(site)
-    }
+    fixed |= {name: site["value"] for name, site in latents.items() if not _is_varied(site)}
     wanted = tuple(dict.fromkeys(cost for costs in plan.costs.values() for cost in costs))
     sampled = {name: traced.run.costs[name].detach() for name in wanted}
 

@@ -239,9 +239,9 @@ class RowRuns:
         """
         way, uses = self._ways.get(key, (None, 0))
         event_ndims = {name: len(fn.event_shape) for name, (fn, _) in sites.items()}
-        is_checked = way is None or (way is Way.BROADCAST and learning and is_due(uses))
-        if way is None or is_checked:
-            way = _prove(program, sites, fixed, rows, event_ndims, uses)
+        is_checked = False
+        if way is None or (way is Way.BROADCAST and learning and is_due(uses)):
+            is_checked, way = True, _prove(program, sites, fixed, rows, event_ndims, uses)
         found = _as_sampled(way, program, fixed, rows, event_ndims, sampled)
         if found is None and not is_checked:
             # The program has changed since the way was found.
