@@ -50,9 +50,9 @@ def critic_error(chain: Chain, elbo: TraceBackpropQ_ELBO, draws: int = 50) -> fl
 
 def unlocked_update(elbo: TraceBackpropQ_ELBO, writes: threading.Lock) -> None:
     """An update that locks nothing but what it writes."""
-    gradients = elbo._replayer.gradients(elbo)
+    gradients = elbo.trainer.replayer.gradients(elbo)
     with writes:
-        elbo._optimizer.step(elbo.critics, gradients)
+        elbo.trainer.optimizer.step(elbo.critics, gradients)
 
 
 class Background(threading.Thread):

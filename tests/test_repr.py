@@ -52,12 +52,20 @@ def objects() -> Iterator[Any]:
         elbo.loss_and_grads(CHAIN.model, CHAIN.guide)
     history = History()
     history.record(elbo)
-    _, items = elbo._observe(CHAIN.model, CHAIN.guide, (), {}, False)
+    items = elbo.observe(CHAIN.model, CHAIN.guide).items
     signals = [item.signals for item in items]
     quick = {"num_warmup": 1, "num_rounds": 1, "num_samples": 4, "progress": False, "verbose": False, "exact": False}
     with DependencyTracker() as tracker:
         tracker.source("z", torch.tensor(1.0))
-    yield from (elbo, elbo.critics, elbo.graph, elbo.network, elbo.planner, elbo._optimizer, elbo._structure)
+    yield from (
+        elbo,
+        elbo.critics,
+        elbo.graph,
+        elbo.network,
+        elbo.planner,
+        elbo.trainer.optimizer,
+        elbo.runner.structure,
+    )
     yield from (history, LogCallback(print), signals[0], signals[0].layout, signals[0].batches[0], tracker)
     yield from (render_scg(elbo.graph), render_network(elbo.network), ChoiceNoise(), StructureCache("auto"))
     yield gradient_moments(elbo, CHAIN.model, CHAIN.guide, exact=False, num_samples=4)

@@ -318,7 +318,7 @@ def test_rows_that_do_not_meet_are_cut() -> None:
     case, elbo = BY_NAME["global_local"], TraceBackpropQ_ELBO(estimator=ScoreFunction())
     case.params()
     elbo.loss_and_grads(case.model, case.guide, *case.args)
-    (plan,) = elbo._plans.plans.values()
+    (plan,) = elbo.runner.plans.plans.values()
     assert plan.layout.relations.crossed("z") == 0 and plan.layout.relations.crossed("g") == 0
 
 
@@ -400,10 +400,10 @@ def test_largest_error_sees_a_missing_dependency() -> None:
     case, elbo = BY_NAME["chain"], TraceBackpropQ_ELBO()
     train(elbo, case, 10)
     lost = {"-log p(x)": frozenset({"b"})}
-    for key, (reads, agreements) in list(elbo._structure.reads.items()):
-        elbo._structure.reads[key] = (Reads.over(reads.sites, {**reads, **lost}), agreements)
-        elbo._structure.graphs[key] = _without(elbo._structure.graphs[key], "-log p(x)", "c")
-    elbo._plans.forget()
+    for key, (reads, agreements) in list(elbo.runner.structure.reads.items()):
+        elbo.runner.structure.reads[key] = (Reads.over(reads.sites, {**reads, **lost}), agreements)
+        elbo.runner.structure.graphs[key] = _without(elbo.runner.structure.graphs[key], "-log p(x)", "c")
+    elbo.runner.plans.forget()
     assert largest_error(elbo, case) > 1e-3
 
 

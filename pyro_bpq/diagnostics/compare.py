@@ -229,9 +229,9 @@ def _rounding(gradient: Mapping[str, Tensor]) -> float:
 
 
 def _claims_unbiased(elbo: Any) -> bool | None:
-    if not isinstance(elbo, TraceBackpropQ_ELBO) or elbo._plans.last is None:
+    if not isinstance(elbo, TraceBackpropQ_ELBO) or elbo.plan is None:
         return None
-    return all(cls.spec.estimator.is_unbiased for cls in elbo._plans.last.plan.layout.classes)
+    return all(cls.spec.estimator.is_unbiased for cls in elbo.plan.layout.classes)
 
 
 def _times(

@@ -110,7 +110,7 @@ def critic_fit(
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
     with untouched(elbo, seed), torch.enable_grad():
         with torch.no_grad():
-            is_subsampled = any(run.subsamples for run in elbo._observe(model, guide, args, kwargs, False)[0])
+            is_subsampled = any(run.subsamples for run in elbo.observe(model, guide, args, kwargs).runs)
         count = math.inf if exact is False else num_outcomes_of(guide, args, kwargs, elbo.num_particles)
         with GradientReader(model, guide, None) as reader:
 
@@ -130,7 +130,7 @@ def critic_fit(
                 pairs.clear()
                 for _ in range(num_samples):
                     reader.clear()
-                    _, items = elbo._observe(model, guide, args, kwargs, False)
+                    items = elbo.observe(model, guide, args, kwargs).items
                     _note_targets([item.signals for item in items], pairs)
         moments = named_moments(found, reader)
     return _fits(moments, pairs, is_subsampled)

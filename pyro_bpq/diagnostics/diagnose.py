@@ -76,9 +76,8 @@ def diagnose(
         raise OptionError(f"diagnose() looks into a TraceBackpropQ_ELBO, not a {type(elbo).__name__}.")
     with untouched(elbo, seed), torch.enable_grad():
         # Tracked, so that it shows what leaves torch.
-        tracked = [elbo._trace(*program, track=True) for program in elbo._arguments(model, guide, args, kwargs)]
-        _, items = elbo._observe(model, guide, args, kwargs, False)
-        signals = [item.signals for item in items]
+        tracked = elbo.tracked_runs(model, guide, args, kwargs)
+        signals = [item.signals for item in elbo.observe(model, guide, args, kwargs).items]
     limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "seed": seed}
     fit = critic_fit(elbo, model, guide, *args, **limits, **kwargs)
     look = _Look(elbo, tracked, signals, fit)
@@ -251,7 +250,7 @@ def _structure(look: _Look) -> Iterator[Finding]:
     escaped = sorted(frozenset().union(*(run.escaped_sites for run in look.runs)))
     if not escaped:
         return
-    cached = look.elbo._structure.mode in ("static", "dense")
+    cached = look.elbo.runner.structure.mode in ("static", "dense")
     crossing = (
         " Rows of a plate may have met, so that credit is not cut by plates."
         if any(run.crosses for run in look.runs)
@@ -270,7 +269,7 @@ def _structure(look: _Look) -> Iterator[Finding]:
 
 
 def _extra_run(look: _Look) -> Iterator[Finding]:
-    keys = look.elbo._plans.unflippable
+    keys = look.elbo.runner.plans.unflippable
     if any(run.key in keys for run in look.runs):
         yield Finding(
             "extra run impossible",

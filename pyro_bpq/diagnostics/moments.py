@@ -191,8 +191,8 @@ def site_gradients(
     Returns:
         Gradients, detached.
     """
-    runs, items = elbo._observe(model, guide, args, kwargs, False)
-    signals = [item.signals for item in items]
+    seen = elbo.observe(model, guide, args, kwargs)
+    runs, signals = seen.runs, [item.signals for item in seen.items]
     result = surrogate_step(signals, elbo.critics, elbo.learning(), False)
     summands: dict[Any, Tensor] = {COSTS: sum((run.run.differentiable for run in runs), torch.zeros(()))}
     for names, term in result.terms:

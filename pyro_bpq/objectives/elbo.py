@@ -2,49 +2,40 @@ r"""``TraceBackpropQ_ELBO``: wiring only."""
 
 from __future__ import annotations
 
-import math
 import time
-import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 from numbers import Integral
 from typing import Any, Literal
 
 import torch
-from pyro.infer import ELBO
-from pyro.infer.util import is_validation_enabled
-from pyro.util import check_if_enumerated, warn_if_nan
-from torch import Tensor, nn
+from pyro.util import warn_if_nan
+from torch import Tensor
 
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
-from pyro_bpq.errors import BPQWarning, OptionError
+from pyro_bpq.critics.replay_buffer import ReplayBuffer
+from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.estimators import Estimator
-from pyro_bpq.graph.network import Reduction
+from pyro_bpq.graph.network import BackpropQNetwork, Reduction
+from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.analytic import differentiable_cost
-from pyro_bpq.objectives.critic_training import CriticTraining
+from pyro_bpq.objectives.imagined import bootstrapped_surrogate
+from pyro_bpq.objectives.local_objective import LocalObjective
+from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.options import check_options
-from pyro_bpq.objectives.particles import OpenParticles
-from pyro_bpq.objectives.replayer import Replayer, Transient
-from pyro_bpq.plan.plan_cache import PlanCache
-from pyro_bpq.plan.planner import Planner, check_gradients
-from pyro_bpq.reruns.elimination import eliminate
-from pyro_bpq.reruns.enumeration import enumerated_programs
-from pyro_bpq.reruns.row_runs import RowRuns
+from pyro_bpq.objectives.programs import Program, programs_of
+from pyro_bpq.objectives.runner import Mode, StepRunner
+from pyro_bpq.objectives.staged import Observation, Staged
+from pyro_bpq.plan.planner import Plan, Planner
+from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.step.surrogate import StepResult, step
 from pyro_bpq.tracing.cost_statement import SkipCosts
-from pyro_bpq.tracing.structure_cache import StructureCache
-from pyro_bpq.tracing.traced_run import TracedRun, trace_run
+from pyro_bpq.tracing.traced_run import TracedRun
 
 __all__ = ["TraceBackpropQ_ELBO"]
 
-_NOTHING_ENUMERATED = (
-    'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
-    'pyro.infer.config_enumerate, or write enumeration="sample".'
-)
 
-
-class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
+class TraceBackpropQ_ELBO(Objective):
     r"""ELBO whose gradients through non-reparameterised sites come from Backprop-Q.
 
     Each latent site of the guide gets a gradient estimator that fits it. By default: reparameterised sites the
@@ -59,7 +50,7 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
     Args:
         num_particles: Number of particles ``M``. ``None``: up to eight in one vectorised call, where baselines of other
             particles know rows of data that critics do not see, and the program is found to compute the same costs for
-            a particle among others as for one alone (:func:`~pyro_bpq.objectives.particles.num_particles_for`). For
+            a particle among others as for one alone (:func:`~pyro_bpq.plan.particles.num_particles_for`). For
             that it runs some twenty times more in the first step, and six times after 1, 2, 4, 8, ... steps and then
             every 128. One where an estimator or an option about critics is chosen, with ``vectorize_particles=True``,
             cost statements, summed-out sites and several processes, and where sampled values steer the program.
@@ -135,9 +126,11 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
         is_number = isinstance(num_particles, Integral) and not isinstance(num_particles, bool)
         if num_particles is not None and not (is_number and num_particles >= 1):
             raise OptionError(f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.")
-        nn.Module.__init__(self)
-        ELBO.__init__(
-            self,
+        check_options(estimator, critic, reduction, lam, gamma, learner)
+        if enumeration not in ("sample", "exact"):
+            raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
+        super().__init__(
+            *(learner, seed, lam, gamma),
             num_particles=1 if num_particles is None else num_particles,
             max_plate_nesting=max_plate_nesting,
             max_iarange_nesting=max_iarange_nesting,
@@ -148,40 +141,102 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
             retain_graph=retain_graph,
             tail_adaptive_beta=tail_adaptive_beta,
         )
-        check_options(estimator, critic, reduction, lam, gamma, learner)
-        if enumeration not in ("sample", "exact"):
-            raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
-        self.enumeration = enumeration
+        self.enumeration, self.analytic_kl = enumeration, analytic_kl
         chosen = (reduction, lam, gamma, learner) != ("chain", 0.97, 1.0, CriticLearner())
         planner = Planner(estimator, critic, reduction, asks_for_critics=chosen or critic not in (None, MLPCritic()))
-        self._plans = PlanCache(planner)
-        self.lam, self.gamma, self.analytic_kl = lam, gamma, analytic_kl
-        self._start(learner, seed)
-        replay = None if learner is None else learner.replay
-        self._replayer = None if learner is None or replay is None else Replayer(learner, replay, seed)
-        self.keeps_staged = replay is not None or (learner is not None and learner.steps > 1)
-        self._structure = StructureCache(structure)
-        self._row_runs = RowRuns()
-        is_plain = not (vectorize_particles or self._only_costs) and enumeration == "sample"
-        self._leave_open(num_particles is None and is_plain)
-
-    __call__ = ELBO.__call__
+        enumerates = enumeration == "exact"
+        self.runner = StepRunner(
+            *(planner, structure, self.critics, self._only_costs, enumerates, strict_enumeration_warning)
+        )
+        if num_particles is None and not (vectorize_particles or self._only_costs or enumerates):
+            self.particles.leave_open()
 
     # Whether cost statements are all that counts: an expected cost instead of an ELBO.
     _only_costs = False
 
     @property
-    def planner(self) -> Planner:  # type: ignore[override]
+    def planner(self) -> Planner:
         """The options that decide what is done on a structure."""
-        return self._plans.planner
+        return self.runner.plans.planner
 
     @planner.setter
     def planner(self, planner: Planner) -> None:
-        self._plans.planner = planner
+        self.runner.plans.planner = planner
 
-    def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The same as :meth:`differentiable_loss`."""
-        return self.differentiable_loss(model, guide, *args, **kwargs)
+    @property
+    def plan(self) -> Plan | None:
+        """What the last step did on the program's structure; ``None`` before the first one."""
+        return None if self.runner.plans.last is None else self.runner.plans.last.plan
+
+    @property
+    def graph(self) -> StochasticComputationGraph:
+        """The stochastic computation graph of the last step.
+
+        Raises:
+            BPQError: If no step has been taken.
+        """
+        if self.plan is None:
+            raise BPQError("There is no graph yet: take a step first, e.g. svi.step(...).")
+        return self.plan.graph
+
+    @property
+    def network(self) -> BackpropQNetwork | None:
+        """The Backprop-Q network of the last step; ``None`` if no site has a critic."""
+        return None if self.plan is None else self.plan.layout.network
+
+    @property
+    def num_noises(self) -> int:
+        """Number of generators that estimators have drawn from."""
+        return self.runner.noise.number
+
+    @num_noises.setter
+    def num_noises(self, number: int) -> None:
+        self.runner.noise.number = number
+
+    @property
+    def replay_buffer(self) -> ReplayBuffer | None:
+        """The stored rollouts; ``state_dict()``, copies and pickles leave them out."""
+        return None if self.trainer.replayer is None else self.trainer.replayer.buffer
+
+    @property
+    def _parts(self) -> Sequence[Any]:
+        return self.runner.parts
+
+    @property
+    def _needs_nesting(self) -> bool:
+        # Dimensions of enumerated values lie to the left of all plates, too.
+        return self.vectorize_particles or self.enumeration == "exact"
+
+    def _mode(self, learning: bool, goes_back: bool = False) -> Mode:
+        return super()._mode(learning, goes_back and not self.analytic_kl)
+
+    # Runs.
+
+    def run_program(self, program: Program) -> TracedRun:
+        """Runs guide and model as a step does, tracked only where sampled values steer them."""
+        track = self.runner.structure.always_tracks
+        return self.runner.trace(program, self.particles.now, self.num_steps, track)
+
+    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
+        """Prepares runs of a known structure as a step does; nothing learns."""
+        return self.runner.stage(traced, programs, self.particles.now, self._mode(False))
+
+    def observe(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None) -> Observation:
+        """The runs of a step, and what their sites are told; nothing learns. For diagnostics.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            args: Their arguments.
+            kwargs: Their keyword arguments.
+        """
+        program = self._program(model, guide, args, kwargs or {})
+        return self.particles.observe(self.runner, program, self._mode(False))
+
+    def tracked_runs(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None) -> list[TracedRun]:
+        """The same runs, tracked: they show what leaves torch. For diagnostics."""
+        programs = programs_of(self._program(model, guide, args, kwargs or {}), self.particles.now)
+        return [self.runner.trace(program, self.particles.now, self.num_steps, True) for program in programs]
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the ELBO of ``num_particles`` draws, of one where that is left open, in nats; nothing learns.
@@ -195,105 +250,123 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
         Returns:
             The loss.
         """
-        with torch.no_grad(), self._one_if_open():
-            runs = [self._trace(*arguments, track=False) for arguments in self._arguments(model, guide, args, kwargs)]
-            loss = self._mean([traced.run.loss for traced in runs])
+        with torch.no_grad():
+            program = self._program(model, guide, args, kwargs)
+            particles = self.particles.for_evaluation
+            programs = programs_of(program, particles)
+            losses = [self.runner.trace(each, particles, self.num_steps).run.loss for each in programs]
+            loss = sum(losses[1:], losses[0]) / particles.number
         warn_if_nan(loss, "loss")
         return float(loss.item())
 
-    # One step.
-
-    def _arguments(self, model: Any, guide: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any, Any, Any]]:
-        """The programs of each run, wrapped for vectorised particles as Pyro does."""
-        model, guide = self._alone(model, guide)
-        if self.enumeration == "exact" and math.isinf(self.max_plate_nesting):
-            # Dimensions of values lie to the left of all plates.
-            self._guess_max_plate_nesting(model, guide, args, kwargs)
-        return list(self._get_traces(model, guide, args, kwargs))
-
-    def _alone(self, model: Any, guide: Any) -> tuple[Any, Any]:
-        """Model and guide as they run for one particle."""
-        return model, guide
-
-    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
-        super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)
-
-    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        return model, guide, args, kwargs
-
-    def _trace(
-        self,
-        model: Any,
-        guide: Any,
-        args: Any,
-        kwargs: Any,
-        track: bool,
-        sloped: frozenset[str] = frozenset(),
-        put: Callable[[Any], Any] = lambda program: program,
-    ) -> TracedRun:
-        def run(model: Any, guide: Any) -> TracedRun:
-            planner = self.planner
-            again: Any = model if model is None else put(model)
-            # Values that are put in stand outside of enumeration, which follows the sites that it passes.
-            return trace_run(
-                *(
-                    again,
-                    put(guide),
-                    args,
-                    kwargs,
-                    self.max_plate_nesting,
-                    planner.choose,
-                    self.num_particles,
-                    track,
-                ),
-                attach=planner.attach,
-                noise=self._noise,
-                step=self.num_steps,
-                only_costs=self._only_costs,
-                components=self._structure.follows_components and self.enumeration == "sample",
-                sloped=sloped,
-                rows=self._structure.follows_rows and self.enumeration == "sample",
-            )
-
-        if self.enumeration == "exact":
-            nesting = int(self.max_plate_nesting)
-            with enumerated_programs(model, guide, nesting) as programs:
-                traced = run(*programs)
-            if self.strict_enumeration_warning and is_validation_enabled() and not traced.enumerated:
-                warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
-            return eliminate(traced, nesting)
-        traced = run(model, guide)
-        check_gradients(traced)
-        if is_validation_enabled():
-            check_if_enumerated(traced.guide_trace)
-        return traced
-
-    def _evaluate(
-        self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
-    ) -> tuple[Tensor, Tensor, StepResult]:
-        """The loss, the differentiable costs, and what the step yields."""
+    def _evaluate(self, program: Program, mode: Mode) -> tuple[Tensor, Tensor, StepResult]:
         start = time.perf_counter()
-        runs, items = self._observe(model, guide, args, kwargs, learning)
+        seen = self.particles.observe(self.runner, program, mode)
         ready = time.perf_counter()
-        signals = [item.signals for item in items]
-        loss = self._mean([traced.run.loss for traced in runs])
-        result = step(signals, self.critics, self.learning(), learning and self._may_learn(items, loss))
-        costs = [cost for item in items for cost in item.differentiable()]
+        signals = [item.signals for item in seen.items]
+        losses = [traced.run.loss for traced in seen.runs]
+        loss = sum(losses[1:], losses[0]) / self.num_particles
+        learns = mode.learning and self.trainer.may_learn(seen.items, loss)
+        result = step(signals, self.critics, self.learning(), learns)
+        costs = [cost for item in seen.items for cost in item.differentiable()]
         if self.analytic_kl:
             # One graph for all particles, or one for each.
-            graphs = [one.layout.graph for one in signals] * (len(runs) // len(signals))
-            costs = [differentiable_cost(*pair) for pair in zip(runs, graphs, strict=True)]
+            graphs = [one.layout.graph for one in signals] * (len(seen.runs) // len(signals))
+            costs = [differentiable_cost(*pair) for pair in zip(seen.runs, graphs, strict=True)]
         self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
         if self.keeps_staged:
-            self.staged = Transient([replace(item, result=result) for item in items])
+            self.trainer.keep(seen.items, result)
         return loss, sum(costs, torch.zeros(())), result
 
-    @property
-    def _share(self) -> float | None:  # type: ignore[override]
-        return 1.0 / self.num_particles if self._goes_back and not (self.analytic_kl or self.retain_graph) else None
+    # More ways to learn.
 
-    def _mean(self, losses: list[Tensor]) -> Tensor:
-        return sum(losses[1:], losses[0]) / self.num_particles
+    def loss_and_signals(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[float, LocalObjective]:
+        """Like ``loss_and_grads``, and keeps what the gradient is made of.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            args: Their arguments.
+            kwargs: Their keyword arguments.
+
+        Returns:
+            The loss in nats, and the local objective of the rollout.
+        """
+        mark = self.mark()
+        self.keeps_staged = True
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        self.trainer.register()
+        try:
+            objective = LocalObjective(self.staged.items, self.num_particles)
+        except BaseException:
+            self.go_back(mark)
+            raise
+        self._backward(loss, mark)
+        return float(loss.item()), objective
+
+    def replay(self, sites: Collection[str] | None = None, updates: int = 1) -> int:
+        """Updates critics from stored rollouts, at any time and in any order of sites.
+
+        An update that is interrupted leaves everything as it was before it.
+
+        Args:
+            sites: The sites whose critics learn, one or several; ``None`` for all.
+            updates: Number of updates.
+
+        Returns:
+            The number of updates that found something to learn from.
+
+        Raises:
+            OptionError: If nothing is stored by choice: ``CriticLearner(replay=None)``.
+            BusyError: If another thread takes a step or replays.
+        """
+        if self.trainer.replayer is None:
+            raise OptionError("replay(...) needs stored rollouts: learner=CriticLearner(replay=Replay(capacity=...)).")
+        with self._turn:
+            return self.trainer.replay(self, sites, updates)
+
+    def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:
+        r"""A loss that takes critics for costs: it calls the function of no cost statement, and nothing learns from it.
+
+            S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   new values of all sites from the present guide
+
+        Its gradient is **biased** by the errors of the critics; with exact ones it is that of the loss, as
+        far as that comes through the guide's probabilities. Values are drawn from a generator of the ELBO's own.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments, not necessarily those of a rollout.
+            entropy: Weight ``α`` of the sites' negative entropies, in nats of cost per nat. A guide that is nearly
+                deterministic tells critics nothing more of other values.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            A scalar, the mean over particles; only its gradient has meaning.
+
+        Raises:
+            UnsupportedSiteError: If a site has no finite values, or no critic by choice.
+        """
+        self.particles.close()
+        seed = int(torch.randint(1 << 31, (), generator=self.runner.noise()))
+        with isolated(seed, hides_params=False), SkipCosts():
+            programs = programs_of(self._program(model, guide, args, kwargs), self.particles.now)
+            runs = [self.run_program(program) for program in programs]
+            alike = all(run.key == runs[0].key for run in runs) and not self.runner.structure.is_dynamic(runs[0])
+            members = [list(range(len(runs)))] if alike else [[i] for i in range(len(runs))]
+            items = [self.stage([runs[i] for i in ids], [programs[i] for i in ids]) for ids in members]
+        return bootstrapped_surrogate([item.signals for item in items], entropy) / self.num_particles
+
+    # State.
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
+        return {**super().get_extra_state(), "num_noises": self.num_noises}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`get_extra_state`."""
+        super().set_extra_state(state)
+        self.num_noises = state["num_noises"]
 
     def extra_repr(self) -> str:
         """The options."""
@@ -301,5 +374,5 @@ class TraceBackpropQ_ELBO(OpenParticles, CriticTraining, ELBO, nn.Module):
         return (
             f"num_particles={self.num_particles}, estimator={planner.estimator}, critic={planner.critic}, "
             f"reduction={planner.reduction!r}, lam={self.lam}, gamma={self.gamma}, learner={self.learner}, "
-            f"structure={self._structure.mode!r}, enumeration={self.enumeration!r}"
+            f"structure={self.runner.structure.mode!r}, enumeration={self.enumeration!r}"
         )

@@ -3,34 +3,33 @@ r"""``TraceBackpropQ_IWAE``: the importance-weighted bound, with leave-one-out s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from pyro.infer import ELBO
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.objectives.learned_state import LearnedState
 from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_plain
+from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.options import check_options
-from pyro_bpq.objectives.replayer import Staged, Transient
-from pyro_bpq.reruns.apart import Together
+from pyro_bpq.objectives.programs import Program, programs_of
+from pyro_bpq.objectives.runner import Mode
+from pyro_bpq.objectives.staged import Observation, Staged
+from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import StepResult, step
-from pyro_bpq.tracing.cost_statement import SkipCosts
-from pyro_bpq.tracing.draws import Draws
-from pyro_bpq.tracing.traced_run import TracedRun, trace_run
+from pyro_bpq.tracing.traced_run import TracedRun, trace_particles, trace_run
 
 __all__ = ["TraceBackpropQ_IWAE"]
 
 
-class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
+class TraceBackpropQ_IWAE(Objective):
     r"""Importance-weighted bound on the evidence, with unbiased gradients for sites of any kind.
 
     .. math::
@@ -98,7 +97,6 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
         lam: float | Callable[[int], float] = 0.97,
         seed: int = 0,
     ) -> None:
-        nn.Module.__init__(self)
         if num_particles < 1 or num_outer < 1:
             raise OptionError(f"num_particles={num_particles!r}, num_outer={num_outer!r}: write positive numbers.")
         if baseline not in MEANS:
@@ -108,29 +106,29 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
             raise OptionError(
                 f"learner={learner}: critics of a bound learn from their own steps; leave replay and first_order out."
             )
-        ELBO.__init__(
-            self,
+        super().__init__(
+            *(learner, seed, lam, 1.0),
             num_particles=num_particles * num_outer,
             max_plate_nesting=max_plate_nesting,
             vectorize_particles=vectorize_particles,
         )
         self.num_inner, self.num_outer, self.plate, self.baseline = num_particles, num_outer, plate, baseline
-        self.planner = BoundPlanner(
+        planner = BoundPlanner(
             *(None, critic, "single"),
             asks_for_critics=True,
             num_bounds=num_outer,
             num_features=2 if num_particles > 1 else 0,
         )
-        self.lam, self.gamma = lam, 1.0
-        self._start(learner, seed)
-        self._layouts: dict[Any, tuple[Layout, Plate | None]] = {}
-        self._together = Together()
+        self.runner = BoundRunner(planner)
 
-    __call__ = ELBO.__call__
+    @property
+    def planner(self) -> BoundPlanner:
+        """The options that decide what is done at a site."""
+        return self.runner.planner
 
-    def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The same as :meth:`differentiable_loss`."""
-        return self.differentiable_loss(model, guide, *args, **kwargs)
+    @property
+    def _parts(self) -> Sequence[Any]:
+        return (self.runner,)
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats, of one draw of all samples.
@@ -151,13 +149,19 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
     def _num_draws(self) -> int:
         return self.num_outer
 
-    def _evaluate(
-        self, model: Any, guide: Any, args: Any, kwargs: Any, learning: bool
-    ) -> tuple[Tensor, Tensor, StepResult]:
+    def run_program(self, program: Program) -> TracedRun:
+        """Runs guide and model as a step does."""
+        return self.runner.trace(program, self.particles.now, self.num_steps)
+
+    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
+        """Critics of a bound learn from their own steps only."""
+        raise NotImplementedError
+
+    def _evaluate(self, program: Program, mode: Mode) -> tuple[Tensor, Tensor, StepResult]:
         """The loss, and the sums over bounds of what has its gradient."""
         start = time.perf_counter()
-        runs = self._runs((model, guide, args, kwargs), learning)
-        found = [self._layout(run) for run in runs]
+        runs = self.particles.observe(self.runner, program, mode).runs
+        found = [self.runner.layout(run, self.plate) for run in runs]
         layout, rows = found[0]
         drawn = [index for run in runs for name, index in run.subsamples.items() if name == self.plate]
         if any(not torch.equal(drawn[0], index) for index in drawn[1:]):
@@ -177,61 +181,18 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
         # What the weights' own gradient holds of the scores goes to the critics too: it nearly cancels the signals.
         weights, signal = log_w.detach().softmax(1), leave_one_out_signal(log_w, self.baseline)
         loss, surrogate = multi_sample_bound(log_w, score, weights)
-        is_vectorized = self.vectorize_particles and self.num_particles > 1
+        is_vectorized = self.particles.now.has_plate
         ndim = int(self.max_plate_nesting) - 1 if is_vectorized else runs[0].plate_ndim
         costs, features = scale * (weights - signal), features_of_others(log_w)
         rollout = bound_rollout(runs, costs, features, rows, ndim, is_vectorized)
-        signals = Signals(layout, rollout, {}, self.critics, learning)
+        signals = Signals(layout, rollout, {}, self.critics, mode.learning)
         staged = Staged(tuple(runs), (), signals)
-        if self.learner is not None and self.learner.steps > 1:
-            self.staged = Transient([staged])
-        result = step([signals], self.critics, self.learning(), learning and self._may_learn([staged], loss))
+        learns = mode.learning and self.trainer.may_learn([staged], loss)
+        result = step([signals], self.critics, self.learning(), learns)
+        if self.keeps_staged:
+            self.trainer.keep([staged], result)
         self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
         return scale * loss / self.num_outer, scale * surrogate, result
-
-    def _runs(self, program: Any, learning: bool) -> list[TracedRun]:
-        """The runs of a step; one after the other from now on, if vectorised samples do not keep apart."""
-        draws = Draws()
-        runs = list(self._get_traces(*program))
-        if not (self.vectorize_particles and self.num_particles > 1):
-            return runs
-        model, guide, args, kwargs = program
-        together = self._vectorized_num_particles(model), self._vectorized_num_particles(guide), args, kwargs
-        nesting = int(self.max_plate_nesting)
-        if not self._together.mixes(
-            *(self._trace, program, together, runs[0], self.num_particles, nesting, learning, self.num_steps, True)
-        ):
-            return runs
-        draws.again()
-        self.vectorize_particles, self.max_plate_nesting = False, nesting - 1
-        return list(self._get_traces(*program))
-
-    def _layout(self, traced: TracedRun) -> tuple[Layout, Plate | None]:
-        """The batching of the sites of a run, and the plate of its rows."""
-        if traced.key not in self._layouts:
-            if len(self._layouts) >= 64:
-                self._layouts.clear()
-            rows = None if self.plate is None else _row_plate(traced, self.plate)
-            self._layouts[traced.key] = self.planner.layout(traced, rows), rows
-        return self._layouts[traced.key]
-
-    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> TracedRun:
-        return self._trace(model, guide, args, kwargs)
-
-    def _trace(
-        self,
-        model: Any,
-        guide: Any,
-        args: Any,
-        kwargs: Any,
-        track: bool = False,
-        put: Callable[[Any], Any] = lambda program: program,
-    ) -> TracedRun:
-        choose, nesting = self.planner.choose, self.max_plate_nesting
-        return trace_run(put(model), put(guide), args, kwargs, nesting, choose, self.num_particles, track)
-
-    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
-        super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)
 
     def _rows(self, traced: TracedRun, dim: int | None, scale: float) -> tuple[Tensor, Tensor]:
         """Log-weights with their gradients, and ``log q`` of the sites that need it, ``(samples, rows)`` each."""
@@ -243,7 +204,7 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
 
     def _reduce(self, value: Tensor, dim: int | None) -> Tensor:
         """From a batch shape to ``(samples, rows)``."""
-        if self.vectorize_particles and self.num_particles > 1:
+        if self.particles.now.has_plate:
             ndim = int(self.max_plate_nesting)
             value = value.reshape((1,) * (ndim - value.dim()) + value.shape)
         else:
@@ -251,6 +212,60 @@ class TraceBackpropQ_IWAE(LearnedState, ELBO, nn.Module):
         if dim is not None:
             return value.movedim(dim, 1).reshape(value.shape[0], value.shape[dim], -1).sum(-1)
         return value.reshape(value.shape[0], -1).sum(1, keepdim=True)
+
+
+class BoundRunner:
+    """Runs the programs of a bound.
+
+    Args:
+        planner: Decides what is done at a site.
+    """
+
+    has_buffers, is_looking = True, False
+
+    def __init__(self, planner: BoundPlanner) -> None:
+        self.planner = planner
+        self._layouts: dict[Any, tuple[Layout, Plate | None]] = {}
+
+    def __repr__(self) -> str:
+        return f"BoundRunner({self.planner})"
+
+    def trace(
+        self,
+        program: Program,
+        particles: Particles,
+        num_steps: int,
+        *,
+        put: Callable[[Any], Any] = lambda part: part,
+    ) -> TracedRun:
+        """Runs a program once."""
+        model, guide, args, kwargs = program
+        return trace_run(put(model), put(guide), args, kwargs, particles.nesting, self.planner.choose, particles.number)
+
+    def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
+        """The runs of a step."""
+        if particles.is_hidden:
+            choose, number = self.planner.choose, particles.number
+            hidden = trace_particles(*program, particles.nesting, choose, number, is_checked=mode.is_checked)
+            return Observation(tuple(hidden))
+        programs = programs_of(program, particles)
+        return Observation(tuple(self.trace(each, particles, mode.num_steps) for each in programs))
+
+    def forget_last(self) -> None:
+        """Nothing is kept of the last step."""
+
+    def good_for(self, traced: TracedRun, particles: int = 1) -> int:
+        """Samples of a bound are never left open."""
+        return 1
+
+    def layout(self, traced: TracedRun, plate: str | None) -> tuple[Layout, Plate | None]:
+        """The batching of the sites of a run, and the plate of its rows."""
+        if traced.key not in self._layouts:
+            if len(self._layouts) >= 64:
+                self._layouts.clear()
+            rows = None if plate is None else _row_plate(traced, plate)
+            self._layouts[traced.key] = self.planner.layout(traced, rows), rows
+        return self._layouts[traced.key]
 
 
 def _row_plate(traced: TracedRun, plate: str) -> Plate:

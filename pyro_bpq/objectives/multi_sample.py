@@ -56,7 +56,7 @@ class BoundRollout(Rollout):
         """Stacks one tensor of each named site or cost, ``(len(names), bounds, samples, plate dims..., event...)``."""
         total = self.num_particles * self.num_samples
         flat = Rollout(self.runs, total, self.plate_sizes, self.plate_ndim, self.is_vectorized)
-        return flat.stack(pick, names, plates, event_ndim).unflatten(1, (self.num_particles, self.num_samples))  # type: ignore[no-untyped-call]
+        return flat.stack(pick, names, plates, event_ndim).unflatten(1, (self.num_particles, self.num_samples))
 
 
 def bound_rollout(
@@ -105,7 +105,7 @@ def _run(run: Run, cost: Tensor, others: Tensor) -> Run:
     def context(record: SiteRecord) -> Tensor:
         if record.context is None:
             return others
-        lead = torch.broadcast_shapes(record.context.shape[:-1], others.shape[:-1])  # type: ignore[no-untyped-call]
+        lead = torch.broadcast_shapes(record.context.shape[:-1], others.shape[:-1])
         return torch.cat([part.expand(*lead, -1) for part in (record.context.to(others.dtype), others)], -1)
 
     sites = {name: replace(record, context=context(record)) for name, record in run.sites.items()}

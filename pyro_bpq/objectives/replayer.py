@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
 from pyro_bpq.critics.slow import track
 from pyro_bpq.graph.off_policy import OffPolicyPlan, off_policy_plan
+from pyro_bpq.objectives.staged import Staged
 from pyro_bpq.reruns.redraw import (
     Hold,
     assignments,
@@ -30,58 +31,11 @@ from pyro_bpq.reruns.redraw import (
     trainable,
 )
 from pyro_bpq.rollout.features import finite_components
-from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.surrogate import Learning, StepResult, critic_loss, expected_critic_loss
+from pyro_bpq.step.surrogate import Learning, critic_loss, expected_critic_loss
 from pyro_bpq.tracing.cost_statement import GiveCosts, SkipCosts, given_costs
 from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = ["Host", "Replayer", "Staged", "Transient"]
-
-
-@dataclass(frozen=True, eq=False)
-class Staged:
-    """What a step works on.
-
-    Args:
-        traced: Its runs.
-        programs: Model, guide, arguments and keyword arguments of each run.
-        signals: Their tensors.
-        result: What the step yielded, with all its particles; ``None`` before.
-    """
-
-    traced: tuple[TracedRun, ...]
-    programs: tuple[Any, ...]
-    signals: Signals
-    result: StepResult | None = None
-
-    def differentiable(self) -> list[Tensor]:
-        """The differentiable costs of each run, for the surrogate; to be asked when all sites are done."""
-        rerun = self.signals.rerun
-        return [traced.run.differentiable for traced in self.traced] if rerun is None else rerun.differentiable()
-
-    def again(self, bank: CriticBank) -> Signals:
-        """The tensors with the critics as they are now; nothing is built."""
-        return Signals(self.signals.layout, self.signals.rollout, self.signals.tables, bank, False)
-
-
-class Transient:
-    """What the last step worked on: it belongs to the process, copies and pickles are empty.
-
-    Args:
-        items: What is held.
-    """
-
-    def __init__(self, items: Sequence[Any] = ()) -> None:
-        self.items: tuple[Any, ...] = tuple(items)
-
-    def __repr__(self) -> str:
-        return f"Transient({len(self.items)} items)"
-
-    def __deepcopy__(self, memo: Any) -> Transient:
-        return Transient()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Transient, ()
+__all__ = ["Host", "Replayer"]
 
 
 class Host(Protocol):

@@ -54,14 +54,6 @@ class PlanCache:
     def __repr__(self) -> str:
         return f"PlanCache({len(self.plans)} plans)"
 
-    def snapshot(self) -> dict[str, Any]:
-        """A mark to which :meth:`restore` takes the cache back."""
-        return {name: value.copy() if isinstance(value, (dict, set)) else value for name, value in vars(self).items()}
-
-    def restore(self, mark: dict[str, Any]) -> None:
-        """Forgets what was found out after ``mark``."""
-        vars(self).update(mark)
-
     def plan(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
         """The plan of a structure, a new one where there is none.
 

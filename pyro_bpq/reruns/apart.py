@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pyro
@@ -18,27 +19,39 @@ from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import PARTICLES, TracedRun
 from pyro_bpq.tracing.watch import is_enumerated, samples
 
-__all__ = ["Together", "keeps_apart"]
+__all__ = ["Comparison", "Program", "Together", "keeps_apart"]
 
 # Particles that are run alone at the least: in the first comparison, and in later ones.
 FIRST, LATER = 16, 4
 
 # Model, guide, and their arguments.
 Program = tuple[Any, Any, Any, Any]
-Trace = Callable[..., TracedRun]
 
 
-def keeps_apart(
-    trace: Trace,
-    one: Program,
-    all_of_them: Program,
-    many: TracedRun,
-    number: int,
-    nesting: int,
-    seed: int,
-    is_first: bool,
-    has_buffers: bool,
-) -> bool | None:
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared: particles that run together, and the same particles on their own.
+
+    Args:
+        trace: Traces a program of one particle or of all, after a function has wrapped model and guide.
+        one: Model and guide for one particle, and their arguments.
+        together: The same for all particles.
+        many: A run of all particles.
+        number: Number of particles.
+        nesting: Bound on the number of nested plates, the plate of the particles included.
+        has_buffers: Whether the programs may call modules with buffers.
+    """
+
+    trace: Callable[[Program, Callable[[Any], Any]], TracedRun]
+    one: Program
+    together: Program
+    many: TracedRun
+    number: int
+    nesting: int
+    has_buffers: bool
+
+
+def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     """Compares particles that run together with the same particles on their own.
 
     They are compared at values that are drawn evenly for every site (:func:`~pyro_bpq.reruns.row_runs.probe`): sampled
@@ -46,36 +59,31 @@ def keeps_apart(
     values, they are compared at the sampled ones.
 
     Args:
-        trace: Traces programs.
-        one: Model and guide for one particle, and their arguments.
-        all_of_them: The same for all particles.
-        many: The run of all particles.
-        number: Number of particles.
-        nesting: Bound on the number of nested plates, the plate of the particles included.
+        compared: What is compared.
         seed: Draws the values, and the particles that are run alone.
         is_first: Whether this is the first comparison of these programs: then more particles are run alone.
-        has_buffers: Whether the programs may call modules with buffers.
 
     Returns:
         Whether they cost the same; ``None`` if the programs draw noise besides their sites, so that runs cannot be
         compared.
     """
+    many, number, nesting = compared.many, compared.number, compared.nesting
     sites = {
         name: site
         for trace in (many.model_trace, many.guide_trace)
         for name, site in samples(trace).items()
         if not site["is_observed"] and not is_enumerated(site) and isinstance(site["value"], Tensor)
     }
-    runs, generator = _Runs(trace, many.subsamples, has_buffers), probe_generator(seed)
+    runs, generator = _Runs(compared), probe_generator(seed)
     sampled = {name: site["value"].detach() for name, site in sites.items()}
 
     def is_same(values: Mapping[str, Tensor], index: int, among: Mapping[str, Tensor]) -> bool | None:
         own = {name: _alone(sites[name], values[name], index, nesting) for name in sites}
-        alone = runs.costs(one, own)
+        alone = runs.costs(compared.one, own)
         return None if alone is None else _is_same(among, alone, index, nesting)
 
     def compare(values: Mapping[str, Tensor]) -> bool | None:
-        among = runs.costs(all_of_them, values)
+        among = runs.costs(compared.together, values)
         picked = torch.randperm(number, generator=generator)[:wanted].tolist()
         found = [False if among is None else is_same(values, i, among) for i in picked]
         return None if among is None or None in found else all(found)
@@ -104,58 +112,46 @@ class Together:
     def __repr__(self) -> str:
         return f"Together({len(self._proved)} structures)"
 
-    def snapshot(self) -> Any:
-        """A mark to which :meth:`restore` goes back."""
-        return self._proved.copy()
-
-    def restore(self, mark: Any) -> None:
-        """Forgets what was found out after ``mark``."""
-        self._proved = mark.copy()
-
     def is_wanted(self, learning: bool, num_steps: int) -> bool:
         """Whether the step may have to compare runs: its buffers are then lent."""
         return not self._proved or (learning and is_due(num_steps))
 
-    def mixes(
-        self,
-        trace: Trace,
-        one: Program,
-        all_of_them: Program,
-        many: TracedRun,
-        number: int,
-        nesting: int,
-        learning: bool,
-        num_steps: int,
-        has_buffers: bool,
-    ) -> bool:
+    def mixes(self, compared: Comparison, learning: bool, num_steps: int) -> bool:
         """Whether particles that ran together do not keep apart; warns if so. See :func:`keeps_apart`.
 
         Noise besides the sites differs from run to run: then nothing can be compared, and nothing is said.
+
+        Args:
+            compared: What is compared.
+            learning: Whether the step learns.
+            num_steps: Number of steps taken.
         """
-        is_known = many.key in self._proved
+        key = compared.many.key
+        is_known = key in self._proved
         if is_known and not (learning and is_due(num_steps)):
             return False
-        if keeps_apart(trace, one, all_of_them, many, number, nesting, num_steps, not is_known, has_buffers) is False:
+        if keeps_apart(compared, num_steps, not is_known) is False:
             warnings.warn(
-                f"vectorize_particles=True: the costs of one of the {number} particles depend on the others, so the "
-                "program mixes particles, as by z[0] or z.sum(). They run one after the other from now on. Index and "
-                "reduce from the right (z[..., 0], z.sum(-1)), or write vectorize_particles=False.",
+                f"vectorize_particles=True: the costs of one of the {compared.number} particles depend on the others, "
+                "so the program mixes particles, as by z[0] or z.sum(). From now on they run without seeing each "
+                "other, which takes longer. Index and reduce from the right (z[..., 0], z.sum(-1)), or write "
+                "vectorize_particles=False.",
                 BPQWarning,
                 stacklevel=3,
             )
             return True
         if len(self._proved) >= 256:
             self._proved.clear()
-        self._proved.add(many.key)
+        self._proved.add(key)
         return False
 
 
 class _Runs:
     """Runs of programs at given values, without a trace in generators and buffers."""
 
-    def __init__(self, trace: Trace, subsamples: Mapping[str, Any], has_buffers: bool) -> None:
-        self.trace, self.subsamples, self.has_buffers = trace, subsamples, has_buffers
-        self.has_drawn = False
+    def __init__(self, compared: Comparison) -> None:
+        self.trace, self.subsamples = compared.trace, compared.many.subsamples
+        self.has_buffers, self.has_drawn = compared.has_buffers, False
 
     def costs(self, program: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """The costs of a run; ``None`` if it fails."""
@@ -164,7 +160,7 @@ class _Runs:
             with sandbox, pyro.validation_enabled(False), torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 # Functions of costs may be dear: they are called once a step.
-                run = self.trace(*program, track=False, put=lambda part: SkipCosts()(put(part))).run
+                run = self.trace(program, lambda part: SkipCosts()(put(part))).run
         except Exception:
             return None
         self.has_drawn |= any(not torch.equal(*pair) for pair in zip(sandbox.before, sandbox.after, strict=True))

@@ -27,7 +27,7 @@ from pyro_bpq.tracing.watch import samples
 
 __all__ = ["Reruns"]
 
-# Traces (model, guide, args, kwargs) without tracking.
+# Traces a program (model, guide, args, kwargs) without tracking; ``put`` wraps model and guide.
 Trace = Callable[..., TracedRun]
 
 
@@ -88,7 +88,7 @@ class Reruns:
         )
 
     def _run(self, name: str, value: Tensor, fresh: set[str], held: Run | None, program: Any, traced: TracedRun) -> Run:
-        model, guide, args, kwargs = program
+        model, _, args, kwargs = program
         sites = traced.run.sites
         values: dict[str, Any] = {site: record.value.detach() for site, record in sites.items() if site not in fresh}
         if held is not None:
@@ -111,7 +111,7 @@ class Reruns:
             if len(fresh) == 1 and self._is_last(name, traced):
                 again = _model_run(name, values[name], poutine.trace(put(model)).get_trace(*args, **kwargs), traced)
             else:
-                again = self.trace(model, guide, args, kwargs, track=False, put=put).run
+                again = self.trace(program, put=put).run
         return _with_all_costs(again, traced, name)
 
     def has_slope(self, name: str, rollout: Rollout, plates: Sequence[Plate]) -> bool:
@@ -169,7 +169,7 @@ class Reruns:
         (model, guide, args, kwargs), put = program, Substitute(traced.subsamples)
         with Sandbox(self._seed(), self.plan.has_buffers), pyro.validation_enabled(False), torch.no_grad():
             if traced.only_costs or traced.elimination is not None:
-                again = self.trace(model, guide, args, kwargs, track=False, put=put).run
+                again = self.trace(program, put=put).run
             else:
                 first = poutine.trace(put(guide)).get_trace(*args, **kwargs)
                 second = poutine.trace(poutine.replay(put(model), trace=first)).get_trace(*args, **kwargs)

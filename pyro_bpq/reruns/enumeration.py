@@ -18,7 +18,7 @@ __all__ = ["enumerated_programs"]
 _ONE_VALUE_ONLY = ("is ambiguous", "converted to Scalar", "converted to Python scalar", "converted to an index")
 
 
-class _Enumerate(EnumMessenger):  # type: ignore[misc]
+class _Enumerate(EnumMessenger):
     """Enumerates all marked sites in parallel; refuses what is not exact.
 
     Args:
@@ -33,7 +33,7 @@ class _Enumerate(EnumMessenger):  # type: ignore[misc]
     def _pyro_sample(self, msg: Any) -> None:
         mark, name = msg["infer"].get("enumerate"), msg["name"]
         if mark is None or msg["is_observed"] or msg["done"]:
-            return super()._pyro_sample(msg)  # type: ignore[no-any-return]
+            return super()._pyro_sample(msg)
         if mark not in ("parallel", "sequential"):
             raise UnsupportedSiteError(
                 f'Site {name!r}: infer={{"enumerate": {mark!r}}} is unknown; write "parallel" or leave it out.'
@@ -52,7 +52,7 @@ class _Enumerate(EnumMessenger):  # type: ignore[misc]
         msg["infer"]["enumerate"] = "parallel"
         self.seen.append(name)
         try:
-            return super()._pyro_sample(msg)  # type: ignore[no-any-return]
+            return super()._pyro_sample(msg)
         except NotImplementedError as error:
             raise UnsupportedSiteError(
                 f'Site {name!r}: {error}. Remove infer={{"enumerate": ...}} there, so that it is sampled.'

@@ -11,7 +11,6 @@ There are three ways, and each gives the costs that single runs would give:
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +21,9 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.rollout.features import finite_components
+from pyro_bpq.tracing.hidden_particles import Wrapped
 from pyro_bpq.tracing.sandbox import Sandbox
 
 __all__ = ["RowProgram", "RowRuns", "Way", "agree", "is_due", "probe", "probe_generator"]
@@ -38,20 +37,6 @@ PROBES, REFEREES = 8, 2
 # A way is compared with the others again after 1, 2, 4, ... uses, and at the latest after so many.
 LONGEST = 128
 _CAPACITY = 256
-
-
-class _Wrapped(TorchFunctionMode):
-    """Collects the tensors with a hidden dimension that torch's functions return."""
-
-    def __init__(self, seen: list[weakref.ref[Tensor]]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(result):
-            self.seen.append(weakref.ref(result))
-        return result
 
 
 class Way(Enum):
@@ -91,12 +76,10 @@ class RowProgram:
     ) -> bool:
         """Whether the program keeps tensors of a hidden run, as by ``self.z = z``: they are of no use after it."""
         seen: list[weakref.ref[Tensor]] = []
-        with _Wrapped(seen):
+        wrapped = Wrapped(seen)
+        with wrapped:
             replace(self, seen=seen).run(Way.HIDDEN, fixed, rows, event_ndims)
-        if any(ref() is not None for ref in seen):
-            # Traces hold cycles.
-            gc.collect()
-        return any(ref() is not None for ref in seen)
+        return wrapped.any_alive()
 
     def run(
         self, way: Way, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
@@ -200,14 +183,6 @@ class RowRuns:
 
     def __repr__(self) -> str:
         return f"RowRuns({len(self._ways)} structures)"
-
-    def snapshot(self) -> Any:
-        """A mark to which :meth:`restore` goes back."""
-        return self._ways.copy()
-
-    def restore(self, mark: Any) -> None:
-        """Forgets what was found out after ``mark``."""
-        self._ways = mark.copy()
 
     def way(self, key: Any) -> Way | None:
         """The way that was found for a structure; ``None`` before its first run."""

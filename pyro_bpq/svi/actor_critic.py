@@ -74,7 +74,7 @@ class ActorCriticSVI(SVI):
                 raise OptionError(f"ActorCriticSVI({name}={value!r}): write a whole number of at least {least}.")
         if not entropy >= 0.0:
             raise OptionError(f"ActorCriticSVI(entropy={entropy!r}): write a number of at least 0.")
-        super().__init__(model, guide, optim, loss)  # type: ignore[arg-type]
+        super().__init__(model, guide, optim, loss)  # type: ignore[no-untyped-call]
         self.elbo = loss
         self.rounds, self.critic_updates, self.warm_up, self.entropy = rounds, critic_updates, warm_up, entropy
         self.unbiased_step, self.arguments = unbiased_step, arguments
@@ -113,7 +113,7 @@ class ActorCriticSVI(SVI):
             args = self.arguments()
         else:
             assert self.elbo.replay_buffer is not None
-            drawn = self.elbo.replay_buffer.draw(1, self.elbo._noise())
+            drawn = self.elbo.replay_buffer.draw(1, self.elbo.runner.noise())
             if not drawn:
                 return
             *_, args, kwargs = drawn[0].programs[0]

@@ -48,7 +48,7 @@ class _ControlledSVI(SVI):
     def __init__(self, model: Any, guide: Any, optim: Any, loss: TraceBackpropQ_ELBO, **kwargs: Any) -> None:
         if not isinstance(loss, TraceBackpropQ_ELBO):
             raise OptionError(f"{type(self).__name__}(loss={loss!r}): write loss=TraceBackpropQ_ELBO(...).")
-        super().__init__(model, guide, optim, loss, **kwargs)
+        super().__init__(model, guide, optim, loss, **kwargs)  # type: ignore[no-untyped-call]
         self.elbo = loss
         loss.keeps_staged = True
         self.last: ControlledStep | None = None

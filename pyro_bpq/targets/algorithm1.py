@@ -83,7 +83,7 @@ def backpropq_algorithm1(
             local = sum((q[node.name] for node in network.q_nodes(site)), torch.zeros(()))
             surrogate = surrogate + local * score[site]
         optimizer.zero_grad()
-        surrogate.sum().backward()  # type: ignore[no-untyped-call]
+        surrogate.sum().backward()
         optimizer.step()
         loss = float(sum(value.detach().sum() for value in cost.values()))
     return loss

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError, StructureChangedError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.testing.distributions import TwoPoint
+from pyro_bpq.tracing.hidden_particles import PARTICLE
 
 __all__ = ["ChoiceMessenger", "ChoiceNoise", "iter_outcomes", "walk"]
 
@@ -201,9 +202,9 @@ class ChoiceMessenger(Messenger):
         if chosen is None or chosen >= size:
             return None  # Pyro draws nothing here
         count = math.comb(size, chosen)
-        (index,) = self.choose(name, count, 1, lambda: torch.full((count, 1), -math.log(count)).double())
-        subset = next(itertools.islice(itertools.combinations(range(size), chosen), index, None))
-        return torch.tensor(subset, device=fn.device)
+        found = self._indices(name, count, torch.Size(), lambda: torch.full((count, 1), -math.log(count)).double())
+        subsets = torch.tensor(list(itertools.combinations(range(size), chosen)), device=fn.device)
+        return subsets[found.to(fn.device)]
 
     def _value(self, name: str, fn: Any) -> Tensor | None:
         core = _unwrap(fn)
@@ -214,21 +215,29 @@ class ChoiceMessenger(Messenger):
         support = _support(name, core)
         # The shape of a distribution that was built under provenance tracking is a bare tuple.
         num_values, shape = support.shape[0], torch.Size(core.batch_shape)
-        index = self.choose(name, num_values, shape.numel(), lambda: _log_probs(core, support))
+        index = self._indices(name, num_values, shape, lambda: _log_probs(core, support))
         rows = support.reshape((num_values, *core.event_shape))
-        value = rows[torch.tensor(index, dtype=torch.long, device=rows.device).reshape(shape)]
+        value = rows[index.to(rows.device)]
         if self.keep_score:
             self.score.append(core.log_prob(value).sum())
             return value
         return _in_place_of_draw(core, value)
 
+    def _indices(self, name: str, num_values: int, shape: torch.Size, log_probs: Callable[[], Tensor]) -> Tensor:
+        """The index of every element, of the given shape; each hidden particle has its own."""
+        hidden = PARTICLE.get()
+        if hidden is None:
+            index = self.choose(name, num_values, shape.numel(), log_probs)
+            return torch.tensor(index, dtype=torch.long).reshape(shape)
+        particle, number = hidden
+        size = number * shape.numel()
+        index = self.choose(name, num_values, size, lambda: _of_all(log_probs(), number))
+        return torch.tensor(index, dtype=torch.long).reshape(number, *shape)[particle]
+
     def _transported(self, name: str, core: TwoPoint) -> Tensor:
         shape = torch.Size(core.batch_shape)
-        num_elements = shape.numel()
-        index = self.choose(
-            name, 2, num_elements, lambda: torch.full((2, num_elements), -math.log(2.0), dtype=torch.float64)
-        )
-        noise = torch.tensor(index, dtype=core.loc.dtype, device=core.loc.device).reshape(shape)
+        even = torch.full((2, shape.numel()), -math.log(2.0), dtype=torch.float64)
+        noise = self._indices(name, 2, shape, lambda: even).to(core.loc)
         return core.transport(2 * noise - 1)
 
 
@@ -260,6 +269,16 @@ def _log_probs(core: Any, support: Tensor) -> Tensor:
     """Log-probability of every value of every element, shape ``(num_values, num_elements)``."""
     table: Tensor = core.log_prob(support)
     return table.expand((support.shape[0], *core.batch_shape)).reshape(support.shape[0], -1)
+
+
+def _of_all(table: Tensor, number: int) -> Tensor:
+    """The tables ``(num_values, num_elements)`` of all hidden particles, ``(num_values, particles * num_elements)``."""
+    if torch._C._functorch.is_batchedtensor(table):
+        dim = torch._C._functorch.maybe_get_bdim(table)
+        every = torch._C._functorch.get_unwrapped(table).movedim(dim, 1)
+    else:
+        every = table.unsqueeze(1).expand(-1, number, -1)
+    return every.flatten(1)
 
 
 def _in_place_of_draw(core: Any, value: Tensor) -> Tensor:

@@ -112,10 +112,10 @@ def config_bpq(guide: Callable[..., Any] | None = None, **options: Any) -> Calla
     site_options("(config_bpq)", {"bpq": options})
     if guide is None:
         return functools.partial(config_bpq, **options)
-    return _ConfigMessenger(options)(guide)  # type: ignore[no-any-return]
+    return _ConfigMessenger(options)(guide)
 
 
-class _ConfigMessenger(Messenger):  # type: ignore[misc]
+class _ConfigMessenger(Messenger):
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
         self.options = options

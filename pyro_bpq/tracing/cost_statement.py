@@ -167,7 +167,7 @@ class _Cost(TorchDistribution):
         return _Cost(self.value.expand(torch.Size(batch_shape)), validate_args=False)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        return self.value.detach().new_empty(torch.Size(sample_shape) + self.shape())
+        return self.value.detach().new_empty(torch.Size(sample_shape) + self.shape())  # type: ignore[no-untyped-call]
 
     def log_prob(self, value: Tensor) -> Tensor:
         return -self.value
@@ -176,7 +176,7 @@ class _Cost(TorchDistribution):
         return ScoreParts(self.value, 0, self.value)  # type: ignore[arg-type]
 
 
-class SkipCosts(Messenger):  # type: ignore[misc]
+class SkipCosts(Messenger):
     """Leaves out the functions of costs; those that may be evaluated anywhere are called if ``exact``.
 
     Args:
@@ -195,7 +195,7 @@ class SkipCosts(Messenger):  # type: ignore[misc]
             msg["done"] = True
 
 
-class GiveCosts(Messenger):  # type: ignore[misc]
+class GiveCosts(Messenger):
     """Gives the functions of costs values that they once returned instead of calling them.
 
     Args:
@@ -224,7 +224,7 @@ def given_costs(trace: Any) -> dict[str, Tensor]:
     return found
 
 
-class CostCounter(Messenger):  # type: ignore[misc]
+class CostCounter(Messenger):
     """Counts cost statements, in every run that happens inside of it, extra runs too.
 
     Attributes:

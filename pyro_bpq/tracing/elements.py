@@ -33,7 +33,7 @@ Positions = np.ndarray
 _Find = Callable[[Any], Positions | None]
 
 
-class ElementTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ElementTracker(TorchDispatchMode):
     """Follows elements of sources through the operators of a program, inside an active ``DependencyTracker``.
 
     Args:

@@ -191,7 +191,7 @@ def _plan(func: Any) -> _Plan:
     return _PLAIN if plan == _PLAIN else plan
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operators(TorchDispatchMode):
     """Follows sources through operators, below autograd and :mod:`torch.func`."""
 
     supports_higher_order_operators = True

@@ -114,7 +114,7 @@ class Sandbox:
         return f"Sandbox({'seed' if isinstance(self._start, int) else 'state of the generator'})"
 
     def __enter__(self) -> Sandbox:
-        is_cuda_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        is_cuda_used = torch.cuda.is_initialized()
         self._devices = list(range(torch.cuda.device_count())) if is_cuda_used else []
         self._states = self._generators()
         if isinstance(self._start, int):

@@ -35,7 +35,7 @@ def importance_traces(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     max_plate_nesting: float,
-    ledger: Ledger | None,
+    ledger: Ledger | None = None,
 ) -> tuple[Trace, Trace, Heard]:
     """A trace of the guide, and one of the model run against it, with log-probabilities.
 
@@ -59,7 +59,7 @@ def importance_traces(
         guide_trace = poutine.trace(guide, graph_type="flat").get_trace(*args, **kwargs)
         replayed = poutine.replay(model, trace=guide_trace)
         model_trace = poutine.trace(replayed, graph_type="flat").get_trace(*args, **kwargs)
-    if is_validation_enabled():  # type: ignore[no-untyped-call]
+    if is_validation_enabled():
         check_model_guide_match(model_trace, guide_trace, max_plate_nesting)
     guide_trace, model_trace = prune_subsample_sites(guide_trace), prune_subsample_sites(model_trace)
     heard = {
@@ -82,7 +82,7 @@ def program_trace(
 
 
 def _check_shapes(trace: Trace, max_plate_nesting: float) -> None:
-    if is_validation_enabled():  # type: ignore[no-untyped-call]
+    if is_validation_enabled():
         for site in samples(trace).values():
             check_site_shape(site, max_plate_nesting)  # type: ignore[arg-type]
 

@@ -72,14 +72,6 @@ class StructureCache:
     def __repr__(self) -> str:
         return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
 
-    def snapshot(self) -> dict[str, Any]:
-        """A mark to which :meth:`restore` takes the cache back."""
-        return {name: value.copy() if isinstance(value, (dict, set)) else value for name, value in vars(self).items()}
-
-    def restore(self, mark: dict[str, Any]) -> None:
-        """Forgets what was learned after ``mark``."""
-        vars(self).update(mark)
-
     def wants_tracking(self) -> bool:
         """Whether the next run must be tracked."""
         if self.unknown or self.always_tracks or self.calm < self.patience:

@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["Substitute", "relaxed_log_prob"]
 
 
-class Substitute(Messenger):  # type: ignore[misc]
+class Substitute(Messenger):
     """Sets the values of latent sites; whatever is not named is drawn as usual.
 
     Args:
@@ -53,7 +53,7 @@ def _unchecked(fn: Any) -> Any:
     return fn
 
 
-class _LinearOneHot(OneHotCategorical):  # type: ignore[misc]
+class _LinearOneHot(OneHotCategorical):
     def log_prob(self, value: Tensor) -> Tensor:
         # Values that cannot occur: keep 0 * -inf from becoming NaN.
         return (value * self.logits.clamp(min=max(-1e6, torch.finfo(self.logits.dtype).min))).sum(-1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import pyro
 import torch
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import is_identically_zero, scale_and_mask
@@ -23,6 +25,7 @@ from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.component_costs import ElementWatch, Pattern
 from pyro_bpq.tracing.config import SiteOptions, site_options
 from pyro_bpq.tracing.cost_statement import CostOptions, cost_options
+from pyro_bpq.tracing.hidden_particles import Wrapped, hidden_traces
 from pyro_bpq.tracing.plate_errors import plate_error
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.sandbox import BufferedModules
@@ -36,6 +39,7 @@ __all__ = [
     "cost_of_model",
     "cost_of_site",
     "entropy_term",
+    "trace_particles",
     "trace_run",
 ]
 
@@ -220,6 +224,60 @@ def trace_run(
         has_buffers=modules is None or bool(modules),
     )
     return _only_costs(traced) if only_costs else traced
+
+
+def trace_particles(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    max_plate_nesting: float,
+    choose: Choose,
+    num_particles: int,
+    attach: Attach | None = None,
+    is_checked: bool = True,
+) -> list[TracedRun]:
+    """Runs guide and model once for all particles, in a dimension that they do not see; nothing is tracked.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        args: Their arguments.
+        kwargs: Their keyword arguments.
+        max_plate_nesting: Bound on the number of nested plates, for Pyro's shape checks.
+        choose: Gives the estimator of a site.
+        num_particles: Number of particles.
+        attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
+        is_checked: Whether to look whether the programs keep tensors of the run.
+
+    Returns:
+        A run for each particle.
+
+    Raises:
+        RuntimeError: If the programs cannot run that way.
+    """
+    start = torch.get_rng_state()
+
+    def run() -> tuple[Trace, Trace, Mapping[str, Any]]:
+        watch = Watch(None, choose, num_particles, attach, torch.Generator)
+        # Validation reads values; a run on its own has passed it.
+        with watch, pyro.validation_enabled(False):
+            model_trace, guide_trace, _ = importance_traces(model, watch.guide(guide), args, kwargs, max_plate_nesting)
+        if watch.untraced or watch.enumerated or watch.attached:
+            raise RuntimeError("Sites outside of the traces, or with values of their own making, are not taken apart.")
+        return model_trace, guide_trace, watch.subsamples
+
+    seen: list[weakref.ref[Tensor]] = []
+    wrapped = Wrapped(seen)
+    with wrapped if is_checked else contextlib.nullcontext():
+        traces = hidden_traces(run, num_particles)
+    if is_checked and wrapped.any_alive():
+        raise RuntimeError("The programs keep a tensor of a run.")
+    rng = (start, torch.get_rng_state())
+    return [
+        _record(model_trace, guide_trace, samples(guide_trace), None, frozenset(), num_particles, subsamples, rng)
+        for model_trace, guide_trace, subsamples in traces
+    ]
 
 
 def _scored(

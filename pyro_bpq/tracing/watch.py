@@ -40,7 +40,7 @@ HANDED = "what the guide hands over"
 """Source of what comes from the guide's own values, not from those that the model replays."""
 
 
-class Watch(Messenger):  # type: ignore[misc]
+class Watch(Messenger):
     """Notes at every sample statement what has left torch so far; hands out tracked values.
 
     It must be the outermost handler, so that the traces record the values that it hands out.

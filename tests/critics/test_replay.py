@@ -22,7 +22,7 @@ from pyro_bpq import AllAction, CriticLearner, MLPCritic, Replay, TabularCritic,
 from pyro_bpq.critics.replay_buffer import ReplayBuffer, StoredRollout
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.objectives.replayer import Staged
+from pyro_bpq.objectives.staged import Staged
 from pyro_bpq.reruns.redraw import coparents, held_sites, trainable
 from pyro_bpq.step.surrogate import Learning, critic_targets
 
@@ -116,10 +116,10 @@ def prob(logit: Tensor, value: int) -> Tensor:
 
 
 def stage(elbo: TraceBackpropQ_ELBO, stored: StoredRollout, site: str, seed: int) -> Staged:
-    assert elbo._replayer is not None
-    held = held_sites(stored.network, site, elbo._replayer.replay.coparents)
+    assert elbo.trainer.replayer is not None
+    held = held_sites(stored.network, site, elbo.trainer.replayer.replay.coparents)
     values = [{name: v for name, v in each.items() if name in held} for each in stored.values]
-    staged = elbo._replayer._rerun(elbo, stored, values, seed)
+    staged = elbo.trainer.replayer._rerun(elbo, stored, values, seed)
     assert staged is not None
     return staged
 
@@ -257,7 +257,7 @@ def changed_sites(elbo: TraceBackpropQ_ELBO, before: Mapping[str, Tensor]) -> se
 
 def test_expected_refuses_coparents_in_plates_and_too_many_values() -> None:
     elbo = case_7("expected")
-    elbo._replayer.replay = Replay(coparents="expected", max_assignments=3)
+    elbo.trainer.replayer.replay = Replay(coparents="expected", max_assignments=3)
     with pytest.raises(ValueError, match=r"\['b1', 'b2'\] of site 'x' have 4 joint values.*redrawn"):
         elbo.replay(["x"])
 
@@ -373,7 +373,7 @@ def test_state_dict_leaves_the_rollouts_out_and_continues_otherwise() -> None:
     fresh = chain_elbo(capacity=8, updates_per_step=1)
     fresh.load_state_dict(state)
     assert len(fresh.replay_buffer) == 0 and len(elbo.replay_buffer) == 8
-    elbo._replayer.buffer = ReplayBuffer(8)
+    elbo.trainer.replayer.buffer = ReplayBuffer(8)
     assert_equal(run(fresh, steps=4, seed=3), run(elbo, steps=4, seed=3))
     assert_equal(state_of(fresh), state_of(elbo))
 

@@ -326,7 +326,7 @@ def test_model_that_cannot_be_rerun_is_found() -> None:
     elbo = TraceBackpropQ_ELBO()
     for _ in range(3):
         elbo.loss_and_grads(model, guide)
-    assert elbo._plans.unflippable
+    assert elbo.runner.plans.unflippable
     assert "extra run impossible" in diagnose(elbo, model, guide, num_samples=5).kinds()
 
 

@@ -206,7 +206,8 @@ def test_costs_that_cross_in_layers_in_a_fork_and_where_a_law_reads_both() -> No
 def test_changes_are_those_of_log_probabilities_at_other_values(draw: Any, way: dict[str, Any]) -> None:
     program, particles = layers(draw, top=draw, rows=2), 3
     elbo = trained(program, CrossedLeaveOneOut(), way, particles)
-    runs, (staged,) = elbo._observe(*program, (), {}, False)
+    seen = elbo.observe(*program)
+    runs, (staged,) = seen.runs, seen.items
     signals = staged.signals
     (group,), (found,) = signals.layout.crossed, signals._changes
     assert set(group.sites) == {"log q(z1)", "log q(z2)", "-log p(z0)", "-log p(z1)"}
@@ -276,7 +277,7 @@ def test_the_gradient_is_exact(program: Program, way: dict[str, Any]) -> None:
 def test_a_law_that_reads_the_site_itself_would_be_told_by_enumeration() -> None:
     program = layers()
     elbo = trained(program, CrossedLeaveOneOut(), VECTORISED)
-    layout = elbo._plans.last.plan.layout
+    layout = elbo.runner.plans.last.plan.layout
     graph, first = layout.graph, layout.graph.index["z1"]
     # log q(z2) reads z1.
     wrong = list(layout.crossings.own_law)
@@ -287,7 +288,7 @@ def test_a_law_that_reads_the_site_itself_would_be_told_by_enumeration() -> None
 
 def test_what_the_guide_hands_over_does_not_cross() -> None:
     elbo = trained(handed(), CrossedLeaveOneOut(), {})
-    assert [name for group in elbo._plans.last.plan.layout.crossed for name in group.sites] == ["log q(y)"]
+    assert [name for group in elbo.runner.plans.last.plan.layout.crossed for name in group.sites] == ["log q(y)"]
 
 
 def test_variance_is_below_that_of_leave_one_out_in_wide_layers() -> None:
@@ -349,7 +350,7 @@ def test_batch_dimensions_without_a_plate_do_not_cross() -> None:
     with pyro.validation_enabled(False):
         elbo = trained(program, CrossedLeaveOneOut(), {})
         assert error_and_variance(elbo, program)[0] < 1e-10
-    assert [name for group in elbo._plans.last.plan.layout.crossed for name in group.sites] == ["log q(b)"]
+    assert [name for group in elbo.runner.plans.last.plan.layout.crossed for name in group.sites] == ["log q(b)"]
 
 
 def test_it_needs_two_particles() -> None:

@@ -44,7 +44,7 @@ def test_weights_by_distance_are_unbiased(trace: float) -> None:
 
 def test_weights_by_distance_weigh() -> None:
     elbo = scrambled(trained(TraceBackpropQ_ELBO(estimator=AllAction(trace=0.5))))
-    (plan,) = elbo._plans.plans.values()
+    (plan,) = elbo.runner.plans.plans.values()
     layout, (a, i) = plan.layout, plan.layout.place["a"]
     assert layout.depth == {"a": 0, "b": 1, "c": 2}
     found = {}

@@ -219,8 +219,8 @@ def test_conversions_reach_critics_and_their_optimiser() -> None:
         convert(objective, dtype)
         step(objective, programs, 1)
         assert {tensor.dtype for tensor in objective.critics.blocks.state_dict().values()} == {dtype}
-        assert objective._optimizer is not None
-        for optimizer in objective._optimizer.optimizers.values():
+        assert objective.trainer.optimizer is not None
+        for optimizer in objective.trainer.optimizer.optimizers.values():
             assert {s["v"].dtype for s in optimizer.state.values()} == {dtype}
 
 

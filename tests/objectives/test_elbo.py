@@ -42,7 +42,7 @@ def test_differentiable_loss_gives_the_gradients_of_loss_and_grads(name: str) ->
         pyro.set_rng_seed(seed)
         assert_equal(step(other, case, through_loss=True), expected)
     assert one.num_steps == other.num_steps + 1 == 8  # the last update waits for the next call
-    other._learn()
+    other.trainer.learn(other)
     assert_equal(state_of(one), state_of(other))
 
 

@@ -211,7 +211,7 @@ def test_nan_warns_as_pyro_does_and_reaches_no_critic(options: dict[str, Any], b
     theirs = Trace_ELBO(**{name: value for name, value in options.items() if name in names})
     assert warned(elbo, case) == warned(theirs, case)
     scale.fill_(1.0)
-    elbo._learn()
+    elbo.trainer.learn(elbo)
     assert_equal(state_of(elbo), before)
     assert all(bool(torch.isfinite(g).all()) for g in run(elbo, case, steps=1)[0].values())
 

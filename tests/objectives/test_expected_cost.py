@@ -274,7 +274,7 @@ def test_pyros_elbos_count_costs(kind: Any) -> None:
 def test_looks_inside_of_a_function_leave_critics_alone() -> None:
     objective = ExpectedCost()
     train(objective, None, early_functions)
-    assert not objective._structure.escapes and objective.network is not None
+    assert not objective.runner.structure.escapes and objective.network is not None
     parents = {node.name: node.parents for node in objective.graph.costs}
     assert parents == {"cost(early)": ("a",), "cost(late)": ("a", "b"), "cost(own)": ("b",)}
 
@@ -290,14 +290,14 @@ def test_results_of_any_kind_are_contained(result: Callable[[Tensor], Any]) -> N
     pyro.clear_param_store()
     objective = ExpectedCost()
     objective.loss_and_grads(None, program)
-    assert not objective._structure.escapes
+    assert not objective.runner.structure.escapes
     assert objective.graph.cost("cost(c)").parents == ("a",)
 
 
 def test_looks_outside_of_a_function_count() -> None:
     objective = ExpectedCost()
     train(objective, None, early_and_late)
-    assert objective._structure.escapes and objective.network is not None and objective.network.form == "history"
+    assert objective.runner.structure.escapes and objective.network is not None and objective.network.form == "history"
 
 
 def test_calls_of_one_object_depend_on_earlier_ones() -> None:
@@ -362,8 +362,8 @@ def test_a_function_is_called_once_per_particle(particles: int) -> None:
             elbo.loss_and_grads(model, guide)
     assert box.calls == 7 * particles == counter.total == counter.calls["box"]
     # The extra run took place all the same.
-    (plan,) = elbo._plans.plans.values()
-    assert plan.flips is not None and not elbo._plans.unflippable
+    (plan,) = elbo.runner.plans.plans.values()
+    assert plan.flips is not None and not elbo.runner.plans.unflippable
 
 
 def test_given_values_rule_the_extra_run_out() -> None:
@@ -397,7 +397,7 @@ def exact_costs() -> None:
 def test_exact_costs_are_evaluated_at_every_value() -> None:
     objective = ExpectedCost()
     train(objective, None, exact_costs)
-    (plan,) = objective._plans.plans.values()
+    (plan,) = objective.runner.plans.plans.values()
     assert plan.flips is not None and set(plan.flips.costs) == {"a", "b"}
     pyro.clear_param_store()
     with CostCounter() as counter:
@@ -416,7 +416,7 @@ def test_exact_functions_must_not_look_at_values() -> None:
     objective = ExpectedCost()
     train(objective, None, program)
     assert error(objective, None, program) < ATOL
-    assert objective._structure.escapes
+    assert objective.runner.structure.escapes
 
 
 def test_vectorised_particles_call_functions_once() -> None:

@@ -27,7 +27,7 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.estimators import DebiasedStraightThrough, SecondRun
-from pyro_bpq.objectives.learned_state import LearnedState
+from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.replayer import Replayer
 
 
@@ -222,7 +222,7 @@ def test_replay_that_goes_on_where_it_was_interrupted_is_found(monkeypatch: pyte
 
 
 def test_critics_that_keep_half_a_step_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LearnedState, "_keep_changed", lambda *_: None)
+    monkeypatch.setattr(CriticTrainer, "_keep_changed", lambda *_: None)
     assert differing("replay", 3)
 
 

@@ -162,7 +162,7 @@ def test_memory_does_not_grow_over_2000_steps(program: str, structure: str) -> N
     stepper = Stepper(program, {"structure": structure})
     before, resident = stepper.take(500), resident_megabytes()
     after = stepper.take(1500)
-    caches = stepper.elbo._structure.graphs, stepper.elbo._plans.plans, stepper.elbo.critics._selections
+    caches = stepper.elbo.runner.structure.graphs, stepper.elbo.runner.plans.plans, stepper.elbo.critics._selections
     assert [len(cache) for cache in caches] <= [256, 64, 256]
     assert max(rows(stepper.elbo).values()) == 1
     if program != "subset":  # whose caches take longer to fill

@@ -14,7 +14,8 @@ from pyro.infer import Trace_ELBO
 
 from pyro_bpq import CriticLearner, FlipCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.objectives.particles import ELEMENTS, MOST_PARTICLES
+from pyro_bpq.plan.particles import ELEMENTS, MOST_PARTICLES
+from pyro_bpq.rollout.particles import Particles
 
 ROWS = 12
 
@@ -233,8 +234,21 @@ def test_evaluation_takes_one() -> None:
 
 @pytest.mark.parametrize("mixes", ["mean", "first", "shape"])
 def test_programs_that_do_not_keep_particles_apart_are_found_out(mixes: str) -> None:
-    """They then draw what they would have drawn, and nobody is warned of what never was."""
-    programs = Layers(mixes=mixes)
+    """Their particles are hidden, and nobody is warned of what never was."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BPQWarning)
+        elbo = trained(Layers(mixes=mixes))
+    assert elbo.particles.now == Particles(MOST_PARTICLES, is_hidden=True)
+
+
+@pytest.mark.parametrize("mixes", ["mean", "first", "shape"])
+def test_programs_that_vmap_refuses_too_draw_what_they_would_have_drawn(mixes: str) -> None:
+    class Writing(Layers):
+        def mixed(self, z: torch.Tensor) -> torch.Tensor:
+            assert z[z > 0.5].sum() is not None
+            return super().mixed(z)
+
+    programs = Writing(mixes=mixes)
     with warnings.catch_warnings():
         warnings.simplefilter("error", BPQWarning)
         elbo = TraceBackpropQ_ELBO()
@@ -250,8 +264,13 @@ def test_a_program_that_changes_goes_on_with_one(mixes: str) -> None:
     elbo = trained(programs)
     assert elbo.num_particles == MOST_PARTICLES
     programs.mixes = mixes
+    for _ in range(12):
+        assert elbo.loss_and_grads(programs.model, programs.guide) > 0.0
+    assert elbo.particles.now.is_hidden
+    kept = []
+    programs.mixed = lambda z: kept.append(z) or z  # type: ignore[method-assign, assignment, func-returns-value]
     with pytest.warns(BPQWarning, match="one particle runs"):
-        for _ in range(12):
+        for _ in range(60):
             assert elbo.loss_and_grads(programs.model, programs.guide) > 0.0
     assert elbo.num_particles == 1
 
@@ -326,18 +345,14 @@ def test_subsampled_rows_stay_those_of_the_particles() -> None:
     assert elbo.num_particles == MOST_PARTICLES
 
 
-def test_noise_that_is_no_site_keeps_one() -> None:
-    """Dropout differs between the runs that are compared; a program with it draws as it always did."""
+def test_particles_with_noise_that_is_no_site_are_hidden() -> None:
+    """Dropout differs between runs, so that they cannot be compared; hidden particles need no comparison."""
 
     class Noisy(Layers):
         def mixed(self, z: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.dropout(z, 0.5)
 
-    programs, elbo = Noisy(), TraceBackpropQ_ELBO()
-    found = losses(elbo, programs)
-    assert elbo.num_particles == 1
-    pyro.clear_param_store()
-    torch.testing.assert_close(found, losses(Trace_ELBO(), programs))
+    assert trained(Noisy()).particles.now == Particles(MOST_PARTICLES, is_hidden=True)
 
 
 def test_straight_through_differences_take_two() -> None:
@@ -440,10 +455,9 @@ def test_a_program_that_starts_to_mix_is_found_out_before_long() -> None:
     for _ in range(20):
         elbo.loss_and_grads(programs.model, programs.guide)
     programs.mixes = "mean"
-    with pytest.warns(BPQWarning, match="depend on those it runs with"):
-        for _ in range(20):
-            elbo.loss_and_grads(programs.model, programs.guide)
-    assert elbo.num_particles == 1
+    for _ in range(20):
+        elbo.loss_and_grads(programs.model, programs.guide)
+    assert elbo.particles.now.is_hidden
 
 
 def test_errors_of_the_programs_own_are_raised() -> None:

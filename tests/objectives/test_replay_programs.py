@@ -36,7 +36,7 @@ from pyro_bpq import (
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.measure_valued import MeasureValued
 from pyro_bpq.objectives.local_objective import LocalObjective
-from pyro_bpq.objectives.replayer import Staged
+from pyro_bpq.objectives.staged import Staged
 from pyro_bpq.reruns.redraw import Hold
 from pyro_bpq.step.surrogate import Learning, critic_targets
 from pyro_bpq.testing import expected_gradient
@@ -66,7 +66,7 @@ def target(elbo: TraceBackpropQ_ELBO, staged: Staged) -> float:
 def test_steered_replay_redraws_all_later_sites() -> None:
     """The mean target of a replayed site is its expectation over all that the program may do next."""
     elbo = trained(30, learner=CriticLearner(replay=Replay(capacity=64, updates_per_step=0)))
-    assert elbo._replayer is not None and elbo.replay_buffer is not None
+    assert elbo.trainer.replayer is not None and elbo.replay_buffer is not None
     short = next(stored for stored in elbo.replay_buffer._rollouts if "z_2" not in stored.values[0])
     held = {"z_0": short.values[0]["z_0"]}
     wanted, weights = 0.0, 0.0
@@ -81,7 +81,7 @@ def test_steered_replay_redraws_all_later_sites() -> None:
     assert weights == pytest.approx(1.0)
     found, rejected = [], []
     for seed in range(300):
-        staged = elbo._replayer._rerun(elbo, short, [held], seed)
+        staged = elbo.trainer.replayer._rerun(elbo, short, [held], seed)
         assert staged is not None and torch.equal(staged.traced[0].run.sites["z_0"].value, held["z_0"])
         found.append(target(elbo, staged))
         if staged.traced[0].key == short.key:

@@ -589,11 +589,11 @@ def test_costs_that_read_no_enumerated_site_stay_as_they_are() -> None:
 
 
 def test_extra_run_of_the_model_reaches_sums_and_means() -> None:
-    flips = {name: graph_of(BY_NAME[name])._plans.last.plan.flips for name in ("plate", "mean")}
+    flips = {name: graph_of(BY_NAME[name]).runner.plans.last.plan.flips for name in ("plate", "mean")}
     assert flips["plate"].costs == {"b": ("-log sum(z)",)}
     assert set(flips["mean"].costs["b"]) == {"E[-log p(b)]", "E[-log p(x)]"}
     # There, the weights of the mean read the site.
-    early = graph_of(BY_NAME["early"], estimator=AllAction(exact=True))._plans.last.plan.flips
+    early = graph_of(BY_NAME["early"], estimator=AllAction(exact=True)).runner.plans.last.plan.flips
     assert early is None or "E[-log p(x)]" not in early.costs.get("b", ())
 
 
@@ -601,15 +601,15 @@ def test_a_lost_parent_of_a_sum_is_seen() -> None:
     # The check above is not blind: without this edge the gradient is wrong.
     program = BY_NAME["chain"]
     elbo = trained(program, 10)
-    for key, graph in list(elbo._structure.graphs.items()):
+    for key, graph in list(elbo.runner.structure.graphs.items()):
         costs = tuple(replace(c, parents=("s_2",)) if c.name.startswith("-log sum") else c for c in graph.costs)
-        elbo._structure.graphs[key] = replace(graph, costs=costs)
-        elbo._structure.reads[key] = (
-            Reads.over(graph.index, {**elbo._structure.reads[key][0], **{c.name: c.parents for c in costs}}),
+        elbo.runner.structure.graphs[key] = replace(graph, costs=costs)
+        elbo.runner.structure.reads[key] = (
+            Reads.over(graph.index, {**elbo.runner.structure.reads[key][0], **{c.name: c.parents for c in costs}}),
             3,
         )
-    elbo._plans.forget()
-    elbo._structure.unknown, elbo._structure.calm = False, elbo._structure.patience
+    elbo.runner.plans.forget()
+    elbo.runner.structure.unknown, elbo.runner.structure.calm = False, elbo.runner.structure.patience
     assert largest_error(elbo, program) > 1e-3
 
 

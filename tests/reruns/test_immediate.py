@@ -41,7 +41,7 @@ class Spy:
             self.calls.append((found, args))
             return found
 
-        monkeypatch.setattr("pyro_bpq.objectives.staging.flipped_costs", spy)
+        monkeypatch.setattr("pyro_bpq.objectives.runner.flipped_costs", spy)
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_rows_are_hidden_from_programs_that_do_not_broadcast(model: Callable[[],
     for _ in range(5):
         elbo.loss_and_grads(model, guide)
     assert len(spy.calls) == 5 and all(found is not None for found, _ in spy.calls)
-    assert [found for found, _ in elbo._row_runs._ways.values()] == [way]
+    assert [found for found, _ in elbo.runner.row_runs._ways.values()] == [way]
 
 
 def test_what_cannot_be_run_is_remembered(spy: Spy) -> None:
@@ -319,11 +319,11 @@ def test_dropout_is_noticed(p: float, spy: Spy) -> None:
         elbo.loss_and_grads(model, guide, DATA)
     # In every row of the extra run the same noise is drawn as in the sampled run.
     assert all(found is not None for found, _ in spy.calls)
-    assert Way.BROADCAST not in {way for way, _ in elbo._row_runs._ways.values()}
+    assert Way.BROADCAST not in {way for way, _ in elbo.runner.row_runs._ways.values()}
     model, guide = make(Net(nn.Dropout(p)).eval(), False)
     elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=True))
     elbo.loss_and_grads(model, guide, DATA)
-    assert {way for way, _ in elbo._row_runs._ways.values()} == {Way.BROADCAST}
+    assert {way for way, _ in elbo.runner.row_runs._ways.values()} == {Way.BROADCAST}
 
 
 # Single runs, one that is hidden, and one that broadcasts.

@@ -160,7 +160,7 @@ def trained(model: Any, **options: Any) -> TraceBackpropQ_ELBO:
 
 
 def ways(elbo: TraceBackpropQ_ELBO) -> list[Way]:
-    return [way for way, _ in elbo._row_runs._ways.values()]
+    return [way for way, _ in elbo.runner.row_runs._ways.values()]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -102,7 +102,7 @@ def gradients(name: str, take: Callable[[Any, Program, Program], object], **opti
         elbo.loss_and_grads(model, guide)
     nets.zero_grad()
     before = Square.passes
-    assert elbo._plans.last.plan.led_back
+    assert elbo.runner.plans.last.plan.led_back
     take(elbo, model, guide)
     passes = Square.passes - before
     return {n: None if p.grad is None else p.grad.to_dense() for n, p in nets.named_parameters()}, passes

@@ -87,7 +87,7 @@ def _tables(elbo: TraceBackpropQ_ELBO, *programs: Any) -> list[torch.Tensor]:
 
     elbo.eval()
     elbo.planner = type(elbo.planner)(Spy(exact=False), elbo.planner.critic, elbo.planner.reduction)
-    elbo._plans.forget()
+    elbo.runner.plans.forget()
     elbo.loss_and_grads(*programs)
     return found
 

@@ -57,7 +57,7 @@ def whole_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 )
 def test_unbiased_with_parts_of_later_sites(reduction: Any, estimator: AllAction) -> None:
     elbo = trained(reduction=reduction, estimator=estimator)
-    layout = next(iter(elbo._plans.plans.values())).layout
+    layout = next(iter(elbo.runner.plans.plans.values())).layout
     assert any(layout.is_split(c) for c in range(len(layout.classes)))
     assert_unbiased(elbo, model, guide, atol=1e-10)
 

@@ -46,8 +46,8 @@ def _trained(case: Case, **options: Any) -> TraceBackpropQ_ELBO:
 
 
 def _charged(elbo: TraceBackpropQ_ELBO) -> dict[str, set[str]]:
-    assert elbo._plans.last is not None
-    return {name: set(costs) for name, costs in elbo._plans.last.plan.layout.charged.items() if costs}
+    assert elbo.runner.plans.last is not None
+    return {name: set(costs) for name, costs in elbo.runner.plans.last.plan.layout.charged.items() if costs}
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -220,4 +220,4 @@ def test_components_are_charged_by_the_plan_that_is_carried_out() -> None:
     for _ in range(2):
         elbo.loss_and_grads(model, guide)
         assert "-log p(x)" in _charged(elbo)["z"]
-    assert elbo._plans.unflippable
+    assert elbo.runner.plans.unflippable

@@ -41,7 +41,7 @@ def make_guide(**infer: Any) -> Any:
 def specs(elbo: TraceBackpropQ_ELBO, guide: Any) -> dict[str, Any]:
     pyro.clear_param_store()
     elbo.loss_and_grads(model, guide)
-    (plan,) = elbo._plans.plans.values()
+    (plan,) = elbo.runner.plans.plans.values()
     return dict(plan.layout.specs)
 
 
@@ -90,7 +90,7 @@ def test_elbos_estimator_leaves_reparameterised_sites_to_pathwise() -> None:
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction())
     pyro.clear_param_store()
     elbo.loss_and_grads(normal_model, guide)
-    (plan,) = elbo._plans.plans.values()
+    (plan,) = elbo.runner.plans.plans.values()
     assert plan.layout.specs["z"].estimator == Pathwise()
 
 

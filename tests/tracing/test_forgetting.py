@@ -74,7 +74,7 @@ def seen_weights(elbo: TraceBackpropQ_ELBO, monkeypatch: pytest.MonkeyPatch) -> 
 def test_state_and_steps_are_bounded(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     elbo = small(**options)
     step(elbo, *range(20))
-    before, optimizers = num_bytes(elbo), elbo._optimizer
+    before, optimizers = num_bytes(elbo), elbo.trainer.optimizer
     assert optimizers is not None
     asked = seen_weights(elbo, monkeypatch)
     step(elbo, 20)

@@ -76,7 +76,7 @@ def size_of_plan(kind: str, sites: int) -> int:
     svi = SVI(*program(kind, sites), SGD({"lr": 1e-3}), elbo)
     for _ in range(2):
         svi.step()
-    return held((elbo._structure, elbo._plans), {})
+    return held((elbo.runner.structure, elbo.runner.plans), {})
 
 
 def growth(kind: str) -> float:

@@ -155,7 +155,7 @@ def test_slopes_see_what_is_handed_over() -> None:
     exact = exact_gradient(programs.model, programs.guide)
     for _ in range(20):
         elbo.loss_and_grads(programs.model, programs.guide)
-    assert elbo._plans.last.plan.led_back == {"z"}
+    assert elbo.runner.plans.last.plan.led_back == {"z"}
     found = expected_gradient(elbo.eval(), programs.model, programs.guide)
     assert (found["q"] - exact["q"]).abs().max() < 1e-10
 
@@ -164,7 +164,7 @@ def handed(model: Any, guide: Any, steps: int = 4) -> frozenset[str]:
     elbo = TraceBackpropQ_ELBO()
     for _ in range(steps):
         elbo.loss_and_grads(model, guide)
-    return elbo._plans.last.plan.handed
+    return elbo.runner.plans.last.plan.handed
 
 
 @pytest.mark.parametrize(
@@ -186,12 +186,12 @@ def test_it_is_known_in_steps_that_are_not_tracked_and_not_kept_where_all_are() 
     elbo = TraceBackpropQ_ELBO()
     for _ in range(8):
         elbo.loss_and_grads(programs.model, programs.guide)
-    assert not elbo._structure.wants_tracking()
-    assert elbo._plans.last.plan.handed == {"-log p(x)"} and len(elbo._structure.handed) == 1
+    assert not elbo.runner.structure.wants_tracking()
+    assert elbo.runner.plans.last.plan.handed == {"-log p(x)"} and len(elbo.runner.structure.handed) == 1
     always = TraceBackpropQ_ELBO(structure="dynamic")
     for _ in range(3):
         always.loss_and_grads(programs.model, programs.guide)
-    assert always._plans.last.plan.handed == {"-log p(x)"} and not always._structure.handed
+    assert always.runner.plans.last.plan.handed == {"-log p(x)"} and not always.runner.structure.handed
 
 
 def test_what_the_model_replays_is_not_handed_over() -> None:
@@ -221,4 +221,4 @@ def test_a_messenger_that_runs_both_as_one_hands_nothing_over() -> None:
     svi = SVI(model, guide, Adam({"lr": 1e-2}), loss=elbo)
     for _ in range(4):
         svi.step()
-    assert elbo._plans.last.plan.handed == frozenset()
+    assert elbo.runner.plans.last.plan.handed == frozenset()

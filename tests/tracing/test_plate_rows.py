@@ -150,12 +150,12 @@ def test_rows_that_stay_apart_are_cut(name: str) -> None:
     model, guide = program(APART[name], "model")
     elbo = trained(model, guide)
     assert_unbiased(elbo, model, guide)
-    assert not elbo._structure.crosses
+    assert not elbo.runner.structure.crosses
 
 
 def test_operators_that_are_not_known_say_nothing() -> None:
     model, guide = program(lambda a: a.sort(-1).values, "model")
-    assert not trained(model, guide)._structure.crosses
+    assert not trained(model, guide).runner.structure.crosses
 
 
 def test_nested_plates() -> None:
@@ -173,7 +173,7 @@ def test_nested_plates() -> None:
                 pyro.sample("x", dist.Normal(b + (a.flip(-2) if turn else a), 0.8), obs=DATA[:2])
 
     apart = trained(lambda: model(False), guide)
-    assert not apart._structure.crosses
+    assert not apart.runner.structure.crosses
     with pytest.warns(BPQWarning, match="Rows of the plate 'columns' meet"):
         elbo = trained(lambda: model(True), guide)
     assert_unbiased(elbo, lambda: model(True), guide)
@@ -187,4 +187,4 @@ def test_no_false_alarm(case: Case) -> None:
         warnings.simplefilter("error")
         for _ in range(2):
             elbo.loss_and_grads(case.model, case.guide, *case.args)
-    assert not elbo._structure.crosses
+    assert not elbo.runner.structure.crosses

@@ -179,14 +179,14 @@ def test_auto_merges_what_it_sees_and_warns() -> None:
     with pytest.warns(BPQWarning, match=r"-log p\(x\) also reads \['z'\].*dynamic"):
         for _ in range(20):
             elbo.loss_and_grads(model, guide)
-    (graph,) = elbo._structure.graphs.values()
+    (graph,) = elbo.runner.structure.graphs.values()
     assert set(graph.parents("-log p(x)")) == {"z", "w"}
     switch["on"] = False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(200):
             elbo.loss_and_grads(model, guide)
-    (graph,) = elbo._structure.graphs.values()
+    (graph,) = elbo.runner.structure.graphs.values()
     assert set(graph.parents("-log p(x)")) == {"z", "w"}  # a superset is always right
 
 
@@ -243,7 +243,7 @@ def test_particles_with_different_graphs_share_the_union() -> None:
 
     elbo = TraceBackpropQ_ELBO(num_particles=2, structure="dynamic", estimator=ScoreFunction())
     elbo.loss_and_grads(model, drifting()[1])
-    (plan,) = elbo._plans.plans.values()
+    (plan,) = elbo.runner.plans.plans.values()
     assert set(plan.graph.parents("-log p(x)")) == {"z", "w"}
 
 
@@ -258,7 +258,7 @@ def test_caches_stay_bounded() -> None:
         elbo = TraceBackpropQ_ELBO(structure=mode, estimator=ScoreFunction())
         for n in range(1, 300):
             elbo.differentiable_loss(model, guide, n)
-        assert len(elbo._structure.graphs) <= 256 and len(elbo._plans.plans) <= 64
+        assert len(elbo.runner.structure.graphs) <= 256 and len(elbo.runner.plans.plans) <= 64
 
 
 def test_control_flow_is_not_a_matter_of_luck() -> None:

@@ -281,7 +281,7 @@ def test_components_that_a_weight_does_not_mix_stay_apart() -> None:
     guide = VECTORS["flat_mask"][1]
     elbo = trained(model, guide, num_particles=1, estimator=ScoreFunction())
     assert_unbiased(elbo, model, guide)
-    assert elbo._plans.last is not None and "-log p(x)" in elbo._plans.last.plan.layout.charged["z"]
+    assert elbo.runner.plans.last is not None and "-log p(x)" in elbo.runner.plans.last.plan.layout.charged["z"]
 
 
 @pytest.mark.parametrize("options", [*ONE, *TWO])

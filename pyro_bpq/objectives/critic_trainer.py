@@ -1,0 +1,278 @@
+r"""What an objective learns, and when: critics, their optimiser, what waits to be applied, stored rollouts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.critics.bank import MAX_IDLE, CriticBank, Write
+from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
+from pyro_bpq.objectives.registration import register_critics
+from pyro_bpq.objectives.replayer import Host, Replayer
+from pyro_bpq.objectives.staged import Staged, Transient
+from pyro_bpq.rollout.distributed import Ranks
+from pyro_bpq.snapshots import restore, snapshot
+from pyro_bpq.step.surrogate import Learning, StepResult, critic_loss
+
+__all__ = ["CriticTrainer", "Owner"]
+
+
+class Owner(Host, Protocol):
+    """The objective that a trainer belongs to: it runs stored programs, and goes back where that fails."""
+
+    def mark(self) -> Any:
+        """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
+        ...
+
+    def go_back(self, mark: Any) -> None:
+        """Undoes what was built and found out after a mark."""
+        ...
+
+
+class CriticTrainer:
+    """Trains the critics of an objective.
+
+    Nothing changes between forward and backward: what a step teaches waits until it is applied.
+
+    Args:
+        learner: Options of the critics' own optimiser; ``None`` where the user's optimiser trains them.
+        seed: Seed of the initial weights of critics.
+
+    Attributes:
+        critics: Critics and running statistics.
+        optimizer: The critics' own; ``None`` where the user's trains them.
+        replayer: Stored rollouts; ``None`` for none.
+        num_steps: Number of steps that were learned from.
+        staged: What the last step worked on, where something learns from it later.
+        waiting: What the last step taught.
+        late: Of what was loaded the part for blocks that are yet to be built.
+    """
+
+    def __init__(self, learner: CriticLearner | None, seed: int) -> None:
+        self.learner = learner
+        own, kept = learner is not None, MAX_IDLE if learner is None else learner.max_idle
+        self.critics = CriticBank(seed, own, learner is not None and learner.slow is not None, kept)
+        self.critics.on_build = self._catch_up
+        self.optimizer = None if learner is None else CriticOptimizer(learner)
+        replay = None if learner is None else learner.replay
+        self.replayer = None if learner is None or replay is None else Replayer(learner, replay, seed)
+        self.num_steps, self.staged = 0, Transient()
+        self.waiting: tuple[list[Write], dict[str, Tensor]] | None = None
+        self.late: tuple[list[Write], dict[str, Tensor]] = ([], {})
+        # Blocks that have changed since the last point to go back to, as they were then; ``None`` where there is none.
+        self._changed: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"CriticTrainer({self.learner}, {self.num_steps} steps)"
+
+    @property
+    def keeps_staged(self) -> bool:
+        """Whether something learns later from what a step worked on."""
+        return self.replayer is not None or (self.learner is not None and self.learner.steps > 1)
+
+    @property
+    def replays(self) -> bool:
+        """Whether critics learn from stored rollouts in every step: programs then run while they learn."""
+        return self.replayer is not None and self.replayer.replay.updates_per_step > 0
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that learn together; ``None`` where there are no others."""
+        ranks = Ranks() if self.learner is None else self.learner.ranks
+        return None if ranks is None or ranks.size == 1 else ranks
+
+    def learning(self, lam: float, gamma: float) -> Learning:
+        """How targets are formed in the present step."""
+        learner = self.learner
+        return Learning(
+            lam,
+            gamma,
+            1.0 if learner is None else learner.level_weight,
+            slow=learner is not None and learner.slow is not None,
+            num_steps=self.num_steps,
+            first_order=0.0 if learner is None else learner.first_order,
+            ranks=self.ranks,
+        )
+
+    def may_learn(self, items: Sequence[Staged], loss: Tensor) -> bool:
+        """Whether there is something to learn from: a loss that is finite, on all ranks."""
+        is_finite, ranks = torch.isfinite(loss.detach()), self.ranks
+        if ranks is None:
+            return bool(is_finite)
+        structure = [f"step {self.num_steps}"]
+        for item in items:
+            one = item.signals
+            structure += [f"sites {one.layout.classes[c].names}" for c in one.active]
+            structure += [f"critics {critic.keys}" for critic in one.critics.values()]
+        return ranks.agree(structure, is_finite)
+
+    def keep(self, items: Sequence[Staged], result: StepResult) -> None:
+        """Keeps what a step worked on."""
+        self.staged = Transient([replace(item, result=result) for item in items])
+
+    def prepare(self, surrogate: Tensor, result: StepResult) -> Tensor:
+        """Notes what the step teaches; adds the critics' loss to the surrogate where the user trains them."""
+        gradients = {}
+        if result.critic_loss is not None and self.optimizer is None:
+            surrogate = surrogate + result.critic_loss
+        elif result.critic_loss is not None:
+            gradients = self._gradients(result.critic_loss)
+        self.waiting = (result.writes, gradients)
+        return surrogate
+
+    def learn(self, owner: Owner) -> None:
+        """Applies what the last step taught; forgets what no step has used for long."""
+        if self.waiting is not None:
+            with self._all_or_nothing(owner) if self.replays else contextlib.nullcontext():
+                self._apply_waiting(owner)
+        gone = self.critics.tidy()
+        if gone and self.optimizer is not None:
+            self.optimizer.forget(gone, is_final=True)
+
+    def _apply_waiting(self, owner: Owner) -> None:
+        assert self.waiting is not None
+        (writes, gradients), self.waiting = self.waiting, None
+        self.num_steps += 1
+        self._keep_changed(write[0] for write in writes)
+        self.critics.commit(writes)
+        if self.optimizer is not None:
+            self._advance(gradients)
+            self._learn_again(owner)
+        built, late = self.critics.blocks, self.late
+        self.late = (
+            [*late[0], *(write for write in writes if write[0] not in built)],
+            {**late[1], **{name: g for name, g in gradients.items() if name.split(".")[0] not in built}},
+        )
+
+    def _learn_again(self, owner: Owner) -> None:
+        """More steps on the last rollout, which is then stored, and steps on stored ones."""
+        assert self.learner is not None
+        items, self.staged = self.staged.items, Transient()
+        for _ in range(self.learner.steps - 1):
+            loss = critic_loss([staged.again(self.critics) for staged in items], self.critics, owner.learning())
+            if loss is not None:
+                self._advance(self._gradients(loss))
+        if self.replayer is not None:
+            for staged in items:
+                self.replayer.store(staged)
+            self.replay(owner, None, self.replayer.replay.updates_per_step)
+
+    def replay(self, owner: Owner, sites: Collection[str] | None, updates: int) -> int:
+        """Updates critics from stored rollouts; the number of updates that found something to learn from."""
+        assert self.replayer is not None
+        done = 0
+        for _ in range(updates):
+            with self._all_or_nothing(owner):
+                gradients = self.replayer.gradients(owner, sites)
+                if self.ranks is not None:
+                    gradients = self.ranks.average_found(gradients, self.critics.weights())
+                self._advance(gradients)
+            done += bool(gradients)
+        return done
+
+    def _catch_up(self, key: str) -> None:
+        """Applies to a block what is known for it; a block that is not there yet catches up when it is built."""
+        writes, gradients = self.late
+        own = {name: gradient for name, gradient in gradients.items() if name.startswith(f"{key}.")}
+        self.critics.commit([write for write in writes if write[0] == key])
+        if own and self.optimizer is not None:
+            self.optimizer.step(self.critics, own)
+        self.late = [write for write in writes if write[0] != key], _without(gradients, own)
+
+    def _advance(self, gradients: dict[str, Tensor]) -> None:
+        """One step of the critics' optimiser."""
+        assert self.optimizer is not None
+        self._keep_changed(name.split(".")[0] for name in gradients)
+        self.optimizer.step(self.critics, gradients)
+
+    def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        tensors = self.critics.touched_weights
+        found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
+        return gradients if self.ranks is None else self.ranks.average(gradients)
+
+    def register(self) -> None:
+        """Shows the critics to SVI where the user's optimiser trains them: those of the first step too."""
+        if self.learner is None and torch.is_grad_enabled():
+            register_critics(self.critics)
+
+    # Going back.
+
+    def mark(self) -> Any:
+        """A mark to which :meth:`go_back` takes what a step builds and notes."""
+        return self.critics.snapshot(), snapshot(self)
+
+    def go_back(self, mark: Any) -> None:
+        """Undoes what was built and noted after a mark."""
+        bank, own = mark
+        built = self.critics.restore(bank)
+        restore(self, own)
+        if self.optimizer is not None:
+            self.optimizer.forget(built)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self, owner: Owner) -> Iterator[None]:
+        """Undoes what critics learn within, and what replay draws and drops, if it is interrupted."""
+        mark, outer = owner.mark(), self._changed
+        replay = None if self.replayer is None else self.replayer.snapshot()
+        changed: dict[str, Any] = {}
+        self._changed = changed
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for key, (tensors, optimizer) in changed.items():
+                    for tensor, value in tensors:
+                        tensor.copy_(value)
+                    if self.optimizer is not None:
+                        self.optimizer.restore(key, optimizer)
+            if self.replayer is not None and replay is not None:
+                self.replayer.restore(replay)
+            owner.go_back(mark)
+            raise
+        finally:
+            self._changed = outer
+        if outer is not None:
+            # What was kept first is the older.
+            outer.update({key: kept for key, kept in changed.items() if key not in outer})
+
+    def _keep_changed(self, keys: Iterable[str]) -> None:
+        """Keeps blocks as they are, before they change for the first time."""
+        if self._changed is None:
+            return
+        for key in keys:
+            if key in self.critics.blocks and key not in self._changed:
+                state = self.critics.blocks[key].state_dict(keep_vars=True)
+                tensors = [(t, t.detach().clone()) for t in state.values() if isinstance(t, Tensor)]
+                self._changed[key] = tensors, None if self.optimizer is None else self.optimizer.snapshot(key)
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """What tensors and buffers of the critics do not hold."""
+        return {
+            "num_steps": self.num_steps,
+            "optimizer": {} if self.optimizer is None else self.optimizer.state_dict(),
+            "waiting": self.waiting,
+            "late": self.late,
+            "replay": None if self.replayer is None else self.replayer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self.num_steps = state["num_steps"]
+        self.waiting, self.late = copy.deepcopy((state["waiting"], state["late"]))
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        if self.replayer is not None and state["replay"] is not None:
+            self.replayer.load_state_dict(state["replay"])
+
+
+def _without(gradients: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+    return {name: gradient for name, gradient in gradients.items() if name not in names}

@@ -1,0 +1,339 @@
+r"""What all objectives share: how a loss is asked for, what a step changes, and how it is saved."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from pyro.infer import ELBO
+from pyro.util import warn_if_nan
+from torch import Tensor, nn
+
+from pyro_bpq.critics.learner import CriticLearner
+from pyro_bpq.errors import OptionError
+from pyro_bpq.objectives.critic_trainer import CriticTrainer
+from pyro_bpq.objectives.options import check_not_traced
+from pyro_bpq.objectives.particle_count import ParticleCount
+from pyro_bpq.objectives.programs import Program
+from pyro_bpq.objectives.runner import Mode
+from pyro_bpq.objectives.staged import Staged, Transient
+from pyro_bpq.objectives.turn import Turn
+from pyro_bpq.reruns.shared_backward import inputs_of
+from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.snapshots import restore, snapshot
+from pyro_bpq.step.surrogate import Learning, StepResult
+from pyro_bpq.tracing.cost_statement import SkipCosts
+from pyro_bpq.tracing.traced_run import TracedRun
+
+__all__ = ["Objective"]
+
+Schedule = float | Callable[[int], float]
+
+
+class Objective(ELBO, nn.Module):
+    """A loss with learned critics, made of a particle count and a critic trainer; subclasses add what runs programs.
+
+    Args:
+        learner: Trains the critics; ``None`` where the user's optimiser does.
+        seed: Seed of what the objective itself draws.
+        lam: Weight of the lambda-return against the critic.
+        gamma: Discount of targets per edge.
+        **options: Those of Pyro's ELBOs.
+
+    Attributes:
+        particles: How many particles run, and in which way.
+        trainer: Trains the critics.
+        critics: Critics and running statistics.
+        info: What the last step told of each site.
+        ms: Milliseconds of the parts of the last step.
+        keeps_staged: Whether something learns later from what a step worked on.
+    """
+
+    def __init__(
+        self, learner: CriticLearner | None, seed: int, lam: Schedule, gamma: Schedule, **options: Any
+    ) -> None:
+        nn.Module.__init__(self)
+        self.particles = ParticleCount()
+        ELBO.__init__(self, **options)
+        self.lam, self.gamma = lam, gamma
+        self.trainer, self._turn = CriticTrainer(learner, seed), Turn()
+        self.critics = self.trainer.critics
+        self.keeps_staged = self.trainer.keeps_staged
+        self.info: dict[str, dict[str, Any]] = {}
+        self.ms: dict[str, float] = {}
+
+    __call__ = ELBO.__call__
+
+    # What subclasses are made of.
+
+    @abstractmethod
+    def _evaluate(self, program: Program, mode: Mode) -> tuple[Tensor, Tensor, StepResult]:
+        """The loss, the differentiable costs, and what the step yields."""
+
+    @property
+    @abstractmethod
+    def _parts(self) -> Sequence[Any]:
+        """What finds things out in a step, besides the particle count and the trainer."""
+
+    @property
+    def _num_draws(self) -> int:
+        """Number of draws whose mean the loss is."""
+        return self.particles.now.number
+
+    def _alone(self, model: Any, guide: Any) -> tuple[Any, Any]:
+        """Model and guide as they run for one particle."""
+        return model, guide
+
+    @abstractmethod
+    def run_program(self, program: Program) -> TracedRun:
+        """Runs guide and model as a step does."""
+
+    @abstractmethod
+    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
+        """Prepares runs of a known structure as a step does; nothing learns."""
+
+    # Options of Pyro's ELBOs that a step may settle.
+
+    @property
+    def num_particles(self) -> int:
+        """Number of particles."""
+        return self.particles.now.number
+
+    @num_particles.setter
+    def num_particles(self, number: int) -> None:
+        self.particles.change(number=number)
+
+    @property
+    def vectorize_particles(self) -> bool:
+        """Whether particles run in one call, in a plate of their own."""
+        return self.particles.now.is_vectorized
+
+    @vectorize_particles.setter
+    def vectorize_particles(self, is_vectorized: bool) -> None:
+        self.particles.change(is_vectorized=is_vectorized)
+
+    @property
+    def max_plate_nesting(self) -> float:
+        """Bound on the number of nested plates, that of vectorised particles included."""
+        return self.particles.now.nesting
+
+    @max_plate_nesting.setter
+    def max_plate_nesting(self, nesting: float) -> None:
+        self.particles.change(nesting=nesting)
+
+    @property
+    def learner(self) -> CriticLearner | None:
+        """Options of the critics' optimiser; ``None`` where the user's optimiser trains them."""
+        return self.trainer.learner
+
+    @learner.setter
+    def learner(self, learner: CriticLearner | None) -> None:
+        self.trainer.learner = learner
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that were learned from."""
+        return self.trainer.num_steps
+
+    @property
+    def staged(self) -> Transient:
+        """What the last step worked on, where something learns from it later."""
+        return self.trainer.staged
+
+    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
+        super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)  # type: ignore[no-untyped-call]
+
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        return self.run_program((model, guide, args, kwargs))
+
+    # The loss.
+
+    def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The same as :meth:`differentiable_loss`."""
+        return self.differentiable_loss(model, guide, *args, **kwargs)
+
+    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Adds the gradients of the loss to ``.grad``, then lets the critics learn.
+
+        A step that fails or is interrupted while a program runs, that of a stored rollout included, leaves what is
+        learned, and ``.grad``, as before; what the programs drew from global generators stays drawn.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The loss, in nats: minus the bound.
+
+        Raises:
+            BusyError: If another thread takes a step or replays.
+        """
+        with self._turn:
+            if self._is_learning:
+                self.trainer.learn(self)
+            mark = self.mark()
+            loss = self._differentiable_loss(model, guide, args, kwargs, goes_back=True)
+            self.trainer.register()
+            self._backward(loss, mark)
+            return float(loss.item())
+
+    def _backward(self, loss: Tensor, mark: Any) -> None:
+        """Adds the gradients of a loss to ``.grad``, then lets the critics learn; undoes the step where that fails."""
+        # Only replay runs programs when gradients are there already.
+        leaves = inputs_of(loss) if self._is_learning and self.trainer.replays else []
+        before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+        try:
+            if loss.requires_grad:
+                loss.backward(retain_graph=self.retain_graph)
+            if self._is_learning:
+                self.trainer.learn(self)
+        except BaseException:
+            for leaf, gradient in zip(leaves, before, strict=True):
+                if leaf.grad is None or gradient is None:
+                    leaf.grad = gradient
+                else:
+                    leaf.grad.copy_(gradient)
+            self.go_back(mark)
+            raise
+
+    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss, whose ``backward`` gives the gradient estimate.
+
+        In training mode what was learned from the previous call is applied first; what is learned from this
+        one waits for the next, so that nothing changes between forward and backward.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            A scalar: minus the bound, in nats.
+
+        Raises:
+            BusyError: If another thread takes a step or replays.
+        """
+        return self._differentiable_loss(model, guide, args, kwargs, goes_back=False)
+
+    def _differentiable_loss(self, model: Any, guide: Any, args: Any, kwargs: Any, goes_back: bool) -> Tensor:
+        check_not_traced()
+        with self._turn:
+            if self._is_learning:
+                self.trainer.learn(self)
+            mark = self.mark()
+            try:
+                program = self._program(model, guide, args, kwargs)
+                loss, differentiable, result = self._evaluate(program, self._mode(self._is_learning, goes_back))
+            except BaseException:
+                self.go_back(mark)
+                raise
+            value = loss.detach()
+            if not result.learns:  # what is learned from is finite
+                warn_if_nan(value, "loss")
+            surrogate = (differentiable + result.surrogate) / self._num_draws
+            if result.learns:
+                self.info = result.info
+                surrogate = self.trainer.prepare(surrogate, result)
+            return value + (surrogate - surrogate.detach())
+
+    @property
+    def _is_learning(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def _mode(self, learning: bool, goes_back: bool = False) -> Mode:
+        learner = self.learner
+        return Mode(
+            learning=learning,
+            num_steps=self.num_steps,
+            by_value=self.keeps_staged,
+            first_order=learning and learner is not None and learner.first_order > 0.0,
+            goes_back=goes_back and not self.retain_graph,
+            has_ranks=self.trainer.ranks is not None,
+        )
+
+    def _program(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Program:
+        """The program for one particle; where there is a plate of particles, its place is known from now on."""
+        model, guide = self._alone(model, guide)
+        if self._needs_nesting and self.max_plate_nesting == float("inf"):
+            self._guess_max_plate_nesting(model, guide, args, kwargs)
+        return model, guide, args, kwargs
+
+    @property
+    def _needs_nesting(self) -> bool:
+        """Whether dimensions to the left of all plates are used."""
+        return self.vectorize_particles
+
+    def warm_up(self, model: Any, guide: Any, *args: Any, steps: int, **kwargs: Any) -> float:
+        """Trains critics and running statistics on new rollouts; model and guide stay as they are.
+
+        Args:
+            model: The model.
+            guide: The guide.
+            *args: Their arguments.
+            steps: Number of rollouts.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The mean loss, in nats: minus the bound.
+
+        Raises:
+            OptionError: If the critics have no optimiser of their own, or nothing learns now.
+        """
+        if self.trainer.optimizer is None:
+            raise OptionError("warm_up(...) needs critics with an optimiser of their own: learner=CriticLearner().")
+        if not self._is_learning:
+            raise OptionError("warm_up(...) learns: call elbo.train() first, and not under torch.no_grad().")
+        if steps < 1:
+            raise OptionError(f"warm_up(steps={steps!r}): write a positive number.")
+        self.particles.close()
+        losses = []
+        for _ in range(steps):
+            losses.append(float(self.differentiable_loss(model, guide, *args, **kwargs).item()))
+            self.trainer.learn(self)
+        return sum(losses) / steps
+
+    def learning(self) -> Learning:
+        """How targets are formed in the present step."""
+        return self.trainer.learning(_at(self.lam, self.num_steps), _at(self.gamma, self.num_steps))
+
+    # Going back.
+
+    def mark(self) -> Any:
+        """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
+        parts = [(part, snapshot(part)) for part in (*self.particles.parts, *self._parts)]
+        return self.trainer.mark(), parts, self.info, self.ms
+
+    def go_back(self, mark: Any) -> None:
+        """Undoes what was built and found out after a mark."""
+        trainer, parts, self.info, self.ms = mark
+        self.trainer.go_back(trainer)
+        for part, own in parts:
+            restore(part, own)
+
+    # State.
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
+        return {**self.trainer.state_dict(), "particles": _as_tuple(self.particles.open_state)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`get_extra_state`."""
+        self.trainer.load_state_dict(state)
+        particles = state["particles"]
+        self.particles.open_state = None if particles is None else Particles(*particles)
+
+
+def _at(value: Schedule, at: int) -> float:
+    return float(value(at)) if callable(value) else float(value)
+
+
+def _as_tuple(particles: Particles | None) -> tuple[Any, ...] | None:
+    """Plain values, which torch loads without trust."""
+    if particles is None:
+        return None
+    return particles.number, particles.is_vectorized, particles.is_hidden, particles.nesting

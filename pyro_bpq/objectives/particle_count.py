@@ -1,0 +1,317 @@
+r"""How many particles run, and in which way.
+
+Leave-one-out needs particles, and particles that run in one call cost little beside Pyro's Python code. Where the user
+leaves their number open, the first step runs one particle, to see the program's structure, and then as many together
+as the program is good for. They run in a plate that the program sees, if it computes the same costs for a particle
+among others as for that particle on its own; else in a hidden dimension, if the program allows that; else one particle
+runs. A number that the user has given is kept, and so are the ways, from the first one that serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import pyro
+
+from pyro_bpq.errors import BPQWarning, StructureChangedError
+from pyro_bpq.graph.scg import Plate
+from pyro_bpq.objectives.programs import Program, programs_of
+from pyro_bpq.objectives.runner import Mode
+from pyro_bpq.objectives.staged import Observation, Transient
+from pyro_bpq.reruns.apart import Comparison, Together, keeps_apart
+from pyro_bpq.reruns.row_runs import is_due
+from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.snapshots import restore, snapshot
+from pyro_bpq.tracing.draws import Draws
+from pyro_bpq.tracing.sandbox import LentBuffers
+from pyro_bpq.tracing.traced_run import TracedRun
+
+__all__ = ["ParticleCount"]
+
+# What torch, Pyro and this package raise where shapes do not fit; a program's own errors are left alone.
+_DOES_NOT_FIT = (ValueError, RuntimeError, IndexError, TypeError, AssertionError, NotImplementedError)
+
+
+class Runner(Protocol):
+    """What runs a step; see :class:`~pyro_bpq.objectives.runner.StepRunner`."""
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the programs may call modules with buffers."""
+        ...
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the next runs are tracked."""
+        ...
+
+    def forget_last(self) -> None:
+        """Forgets the last step: the next one is planned anew."""
+        ...
+
+    def good_for(self, traced: TracedRun, particles: int = 1) -> int:
+        """Number of particles that a program is good for, from a run of so many; 1 where values steer it."""
+        ...
+
+    def trace(
+        self, program: Program, particles: Particles, num_steps: int, *, put: Callable[[Any], Any] = ...
+    ) -> TracedRun:
+        """Runs a program once."""
+        ...
+
+    def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
+        """Runs the programs of a step."""
+        ...
+
+
+class ParticleCount:
+    """Settles how the particles of an objective run.
+
+    Attributes:
+        now: How they run at present.
+        is_open: Whether their number is left open.
+    """
+
+    def __init__(self) -> None:
+        self.now, self.is_open = Particles(), False
+        self._given_nesting = math.inf
+        # What the number was settled for; a run of many is compared with runs of one before it counts.
+        self._settled, self._is_compared = Transient(), False
+        self._next: Particles | None = None
+        self._sizes = dict[Plate, int]()
+        # Structures whose particles were proved to keep apart, where the user has asked for a plate of them.
+        self._proved = Together()
+
+    def __repr__(self) -> str:
+        return f"ParticleCount({self.now}, is_open={self.is_open})"
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What finds things out in a step."""
+        return self, self._proved
+
+    def change(self, **changes: Any) -> None:
+        """Sets options of the user's own; a number that is set is no longer open."""
+        self.now = replace(self.now, **changes)
+        self.is_open = self.is_open and "number" not in changes
+
+    def leave_open(self) -> None:
+        """Leaves the number open, from one particle on."""
+        self.is_open, self._given_nesting = True, self.now.nesting
+
+    @property
+    def open_state(self) -> Particles | None:
+        """What was settled of an open number."""
+        return self.now if self.is_open and self.now.number > 1 else self._next
+
+    @open_state.setter
+    def open_state(self, state: Particles | None) -> None:
+        if self.is_open:
+            self._take(state or self._one)
+            self._settled, self._is_compared = Transient(), False
+
+    @property
+    def for_evaluation(self) -> Particles:
+        """One particle for programs that nothing is settled for: those of an evaluation may be others."""
+        return self._one if self.is_open else self.now
+
+    def close(self) -> None:
+        """One particle from now on, where the number is open: with more, sites in rows of data have no critics."""
+        if self.is_open:
+            self.open_state, self.is_open = None, False
+
+    @property
+    def _one(self) -> Particles:
+        return Particles(nesting=self._given_nesting)
+
+    def _take(self, particles: Particles) -> None:
+        self.now, self._next = particles, None
+
+    def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
+        """The runs of a step, and what their sites are told.
+
+        Args:
+            runner: Runs the programs.
+            program: Model and guide for one particle, and their arguments.
+            mode: What the step is for.
+        """
+        if not self.is_open:
+            return self._observe_given(runner, program, mode)
+        if self._next is not None and mode.learning:
+            self._take(self._next)
+        if self._settled.items not in ((), program[:2]):
+            self.open_state = None
+        if self.now.number > 1:
+            before = snapshot(self)
+            many, warning = self._observe_many(runner, program, mode)
+            if many is not None:
+                return many
+            try:
+                found = runner.observe(program, self.now, mode)
+            except BaseException:
+                # With one particle it fails too: their number is not why.
+                restore(self, before)
+                raise
+            if warning:
+                warnings.warn(warning, BPQWarning, stacklevel=2)
+            return found
+        found = runner.observe(program, self.now, mode)
+        if mode.learning and not self._settled.items:
+            self._settle(runner, program, found.runs[0], mode)
+            if self._next is not None and mode.num_steps == 0:
+                # Adam long remembers a first gradient that is noisier than those that follow.
+                self._take(self._next)
+                return self._observe_many(runner, program, mode, is_first=True)[0] or found
+        return found
+
+    # A number that the user has given.
+
+    def _observe_given(self, runner: Runner, program: Program, mode: Mode) -> Observation:
+        """Particles that are to run in one plate, but do not keep apart there, run in another way from now on."""
+        if self.now.is_hidden:
+            return self._observe_hidden(runner, program, mode)
+        if not self.now.has_plate:
+            return runner.observe(program, self.now, mode)
+        draws = Draws()
+        lends = self._proved.is_wanted(mode.learning, mode.num_steps) and runner.has_buffers
+        with LentBuffers() if lends else contextlib.nullcontext() as lent:
+            found = runner.observe(program, self.now, mode)
+            compared = self._comparison(runner, program, found.runs[0], mode)
+            mixes = self._proved.mixes(compared, mode.learning, mode.num_steps)
+            if lent is not None and not mixes:
+                lent.keep()
+        if not mixes:
+            return found
+        draws.again()
+        runner.forget_last()
+        is_hidden = not (found.runs[0].user_costs or found.runs[0].enumerated)
+        self.now = Particles(self.now.number, False, is_hidden, self.now.nesting - 1)
+        return self._observe_given(runner, program, replace(mode, is_checked=True))
+
+    def _observe_hidden(self, runner: Runner, program: Program, mode: Mode) -> Observation:
+        draws = Draws()
+        mode = replace(mode, is_checked=mode.is_checked or is_due(mode.num_steps))
+        try:
+            return runner.observe(program, self.now, mode)
+        except StructureChangedError:
+            raise
+        except _DOES_NOT_FIT:
+            # An error that has another cause comes again.
+            draws.again()
+            self.now = replace(self.now, is_hidden=False)
+            return runner.observe(program, self.now, mode)
+
+    # An open number.
+
+    def _settle(self, runner: Runner, program: Program, traced: TracedRun, mode: Mode) -> None:
+        """Settles the number for the steps to come."""
+        given = self._given_nesting
+        self._settled, self._is_compared = Transient(program[:2]), False
+        number = 1 if mode.has_ranks else runner.good_for(traced)
+        if number > 1:
+            # One particle may still have to be reckoned with in this step.
+            nesting = 1 + (traced.batch_ndim if math.isinf(given) else given)
+            self._next = Particles(number, True, False, nesting)
+        self._sizes = dict(traced.plate_sizes)
+
+    def _lower(self, runner: Runner, traced: TracedRun) -> None:
+        """Lets fewer particles run from the next step on, where plates have grown or values steer the program."""
+        if traced.plate_sizes != self._sizes or self.now.is_hidden:
+            self._sizes = dict(traced.plate_sizes)
+            number = runner.good_for(traced, self.now.number if self.now.has_plate else 1)
+            if number < self.now.number and (number > 1 or self.now.is_hidden):
+                self._next = replace(self.now, number=number) if number > 1 else self._one
+
+    def _observe_many(
+        self, runner: Runner, program: Program, mode: Mode, is_first: bool = False
+    ) -> tuple[Observation | None, str]:
+        """The runs of a step; ``None``, and one particle from now on, if the program runs in no other way.
+
+        Where it has made parameters, ``None`` too, but with one particle for this step alone. Also a warning, to be
+        given if it runs with one; empty where none is due.
+        """
+        was_compared, settled, number = self._is_compared and bool(self._settled.items), program[:2], self.now.number
+        hidden = Particles(number, False, True, self._given_nesting)
+        ways = [self.now] if self.now.is_hidden else [self.now, hidden]
+        reason, draws = "", Draws()
+        for way in ways:
+            self.now = way
+            is_known = was_compared and way is ways[0]
+            found, reason, created = self._attempt(runner, program, mode, is_first, is_known)
+            if found is not None:
+                self._settled, self._is_compared = Transient(settled), True
+                if mode.learning:
+                    self._lower(runner, found.runs[0])
+                return found, ""
+            draws.again()
+            for name in created:
+                # Made from values of many particles, they might have the shape of those.
+                del pyro.get_param_store()[name]
+            if not reason:
+                self._take(self._one)
+                self._settled, self._next, self._is_compared = Transient(settled), way, False
+                return None, ""
+        self._take(self._one)
+        self._settled = Transient(settled)
+        if not was_compared:
+            return None, ""
+        return None, (
+            f"The program ran with {number} particles at once so far, but {reason}. From now on one "
+            "particle runs; write num_particles=1 if that is what you want."
+        )
+
+    def _attempt(
+        self, runner: Runner, program: Program, mode: Mode, is_first: bool, was_compared: bool
+    ) -> tuple[Observation | None, str, set[str]]:
+        """The runs of a step in the present way, or why they do not count, and the parameters that they have made.
+
+        No reason is given where these parameters alone speak against it.
+        """
+        # Programs change: into another mode, or with what they learn.
+        is_checked_again = mode.learning and is_due(mode.num_steps)
+        compares = not was_compared or is_checked_again or runner.is_looking
+        reason, known, found = "", set(pyro.get_param_store().keys()), None
+        lends = compares and self.now.has_plate and runner.has_buffers
+        with LentBuffers() if lends else contextlib.nullcontext() as lent:
+            try:
+                found = runner.observe(program, self.now, replace(mode, is_checked=compares))
+                if compares and self.now.has_plate and known.issuperset(pyro.get_param_store().keys()):
+                    reason = self._difference(runner, program, found.runs[0], mode, lent)
+                    if lent is not None and not (reason or is_first):
+                        # In the first step the run of one particle has written them.
+                        lent.keep()
+            except StructureChangedError:
+                raise
+            except _DOES_NOT_FIT as error:
+                # An error that has another cause comes again.
+                reason = f"it failed: {error}"
+        created = set(pyro.get_param_store().keys()) - known
+        return (None if reason or created else found), reason, created
+
+    def _difference(
+        self, runner: Runner, program: Program, many: TracedRun, mode: Mode, lent: LentBuffers | None
+    ) -> str:
+        """What tells a particle among others from one on its own; empty where nothing does."""
+        compared = self._comparison(runner, program, many, mode)
+        if not keeps_apart(compared, mode.num_steps, not self._is_compared):
+            return "the costs of a particle depend on those it runs with"
+        return "" if lent is None or lent.fit else "a buffer of a module takes the shape of the particles"
+
+    def _comparison(self, runner: Runner, program: Program, many: TracedRun, mode: Mode) -> Comparison:
+        trace = functools.partial(runner.trace, particles=self.now, num_steps=mode.num_steps)
+        (together,) = programs_of(program, self.now)
+        return Comparison(
+            trace=lambda part, put: trace(part, put=put),
+            one=program,
+            together=together,
+            many=many,
+            number=self.now.number,
+            nesting=int(self.now.nesting),
+            has_buffers=runner.has_buffers,
+        )

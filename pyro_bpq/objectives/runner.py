@@ -1,0 +1,398 @@
+r"""Runs the programs of a step, plans what is done on their structure, and collects what their sites are told."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from pyro.infer.util import is_validation_enabled
+from pyro.util import check_if_enumerated
+
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.objectives.programs import Program, programs_of
+from pyro_bpq.objectives.staged import Observation, Staged
+from pyro_bpq.plan.particles import num_particles_for
+from pyro_bpq.plan.plan_cache import PlanCache
+from pyro_bpq.plan.planner import Plan, Planner, StructureFacts, check_gradients
+from pyro_bpq.reruns.at_values import Reruns, charged
+from pyro_bpq.reruns.elimination import eliminate
+from pyro_bpq.reruns.enumeration import enumerated_programs
+from pyro_bpq.reruns.flipped_costs import flipped_costs
+from pyro_bpq.reruns.row_runs import RowRuns
+from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.rollout.runs import Rollout
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.tracing.draws import Draws
+from pyro_bpq.tracing.plate_errors import check_declared
+from pyro_bpq.tracing.sandbox import LentBuffers, UngraphedBuffers
+from pyro_bpq.tracing.structure_cache import StructureCache
+from pyro_bpq.tracing.traced_run import TracedRun, trace_particles, trace_run
+from pyro_bpq.tracing.watch import samples
+
+__all__ = ["Mode", "NoiseSource", "StepRunner"]
+
+_NOTHING_ENUMERATED = (
+    'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
+    'pyro.infer.config_enumerate, or write enumeration="sample".'
+)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a step is for.
+
+    Args:
+        learning: Whether anything learns from it.
+        num_steps: Number of steps taken.
+        by_value: Whether all gradients come by way of ``log q`` of every value, as what is kept for later needs it.
+        first_order: Whether critics learn from slopes of the costs, too.
+        goes_back: Whether the step itself asks once for the gradients of its loss: slopes may be found on the way.
+        has_ranks: Whether other processes learn along.
+        is_checked: Whether particles that run in a hidden dimension are looked at for what they leave behind.
+    """
+
+    learning: bool = False
+    num_steps: int = 0
+    by_value: bool = False
+    first_order: bool = False
+    goes_back: bool = False
+    has_ranks: bool = False
+    is_checked: bool = False
+
+
+class NoiseSource:
+    """Generators for what an objective draws itself; the global generators are left alone.
+
+    Args:
+        seed: Where they start from.
+
+    Attributes:
+        number: How many there have been.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.number = seed, 0
+
+    def __repr__(self) -> str:
+        return f"NoiseSource(seed={self.seed}, number={self.number})"
+
+    def __call__(self) -> torch.Generator:
+        """The next generator."""
+        self.number += 1
+        return torch.Generator().manual_seed((self.seed * 7919 + 1) * 1_000_003 + self.number)
+
+
+class StepRunner:
+    """Runs guide and model as often as a step needs it.
+
+    Args:
+        planner: Decides what is done on a structure.
+        structure: When dependencies are tracked, see :class:`~pyro_bpq.tracing.structure_cache.StructureCache`.
+        critics: Critics and running statistics.
+        only_costs: Whether cost statements are all that counts.
+        enumerates: Whether marked sites are summed out.
+        warns: Whether to warn where there is none.
+
+    Attributes:
+        plans: The plans of the structures met so far.
+        structure: What is known of these structures.
+        row_runs: How the extra runs of the model are carried out.
+        noise: Source of what estimators draw themselves.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        structure: str,
+        critics: CriticBank,
+        only_costs: bool = False,
+        enumerates: bool = False,
+        warns: bool = True,
+    ) -> None:
+        self.plans, self.structure, self.row_runs = PlanCache(planner), StructureCache(structure), RowRuns()
+        self.noise, self.critics = NoiseSource(critics.seed), critics
+        self.only_costs, self.enumerates, self.warns = only_costs, enumerates, warns
+
+    def __repr__(self) -> str:
+        return f"StepRunner({self.plans!r}, {self.structure!r})"
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What finds things out in a step."""
+        return self.structure, self.plans, self.row_runs, self.noise
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the programs may call modules with buffers."""
+        return self.plans.last is None or self.plans.last.plan.has_buffers
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the next runs are tracked."""
+        return self.structure.wants_tracking()
+
+    def forget_last(self) -> None:
+        """Forgets the last step: the next one is planned anew."""
+        self.plans.last = None
+
+    def good_for(self, traced: TracedRun, particles: int = 1) -> int:
+        """Number of particles that a program is good for, from a run of so many; 1 where values steer it."""
+        if self.plans.last is None or self.structure.is_dynamic(traced) or self.structure.always_tracks:
+            return 1
+        return num_particles_for(self.plans.last.plan, traced, particles)
+
+    def trace(
+        self,
+        program: Program,
+        particles: Particles,
+        num_steps: int,
+        track: bool = False,
+        sloped: frozenset[str] = frozenset(),
+        put: Callable[[Any], Any] = lambda part: part,
+    ) -> TracedRun:
+        """Runs a program once.
+
+        Args:
+            program: Model, guide and their arguments, wrapped for vectorised particles.
+            particles: How the particles of the step run.
+            num_steps: Number of steps taken.
+            track: Whether to track which values depend on which.
+            sloped: Sites of whose costs slopes are wanted.
+            put: Puts values in: it wraps model and guide, within enumeration.
+        """
+        model, guide, args, kwargs = program
+        if not self.enumerates:
+            traced = self._trace(model, guide, args, kwargs, particles, num_steps, track, sloped, put)
+            check_gradients(traced)
+            if is_validation_enabled():
+                check_if_enumerated(traced.guide_trace)
+            return traced
+        nesting = int(particles.nesting)
+        with enumerated_programs(model, guide, nesting) as programs:
+            # Values that are put in stand outside of enumeration, which follows the sites that it passes.
+            traced = self._trace(*programs, args, kwargs, particles, num_steps, track, sloped, put)
+        if self.warns and is_validation_enabled() and not traced.enumerated:
+            warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
+        return eliminate(traced, nesting)
+
+    def _trace(
+        self,
+        model: Any,
+        guide: Any,
+        args: Any,
+        kwargs: Any,
+        particles: Particles,
+        num_steps: int,
+        track: bool,
+        sloped: frozenset[str],
+        put: Callable[[Any], Any],
+    ) -> TracedRun:
+        planner, structure = self.plans.planner, self.structure
+        return trace_run(
+            put(model),
+            put(guide),
+            args,
+            kwargs,
+            max_plate_nesting=particles.nesting,
+            choose=planner.choose,
+            num_particles=particles.number,
+            track=track,
+            attach=planner.attach,
+            noise=self.noise,
+            step=num_steps,
+            only_costs=self.only_costs,
+            components=structure.follows_components and not self.enumerates,
+            sloped=sloped,
+            rows=structure.follows_rows and not self.enumerates,
+        )
+
+    def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
+        """The runs of a step, and what their sites are told.
+
+        Args:
+            program: Model and guide for one particle, and their arguments.
+            particles: How the particles run.
+            mode: What the step is for.
+        """
+        track = self.structure.wants_tracking()
+        programs, draws = programs_of(program, particles), Draws()
+        runs = self._runs(programs, particles, mode, track)
+        if not track and not all(self.structure.knows(run) for run in runs):
+            # Of a structure that was never tracked it is not known whether values steer it or rows meet.
+            draws.again()
+            runs = self._runs(programs, particles, mode, True)
+        graphs = [self.structure.graph(traced, mode.learning) for traced in runs]
+        is_dynamic = any(self.structure.is_dynamic(traced) for traced in runs)
+        scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())
+        if is_dynamic and scored and particles.has_plate:
+            raise UnsupportedProgramError(
+                "A sampled value left torch (as by .item(), int(), if, .numpy()) while several particles ran at once, "
+                "so that particles may steer each other; write vectorize_particles=False."
+            )
+        is_alike = all(run.key == runs[0].key for run in runs)
+        facts = self._facts(runs, is_dynamic, particles)
+        if not is_dynamic and is_alike and any(graph != graphs[0] for graph in graphs[1:]):
+            graphs = [self.structure.merge(runs[0], graphs)] * len(runs)
+        # A baseline from those particles that happen to have the same structure would depend on the value of the
+        # site that it is for: either all particles are stacked or each is on its own.
+        members = [list(range(len(runs)))] if is_alike and not is_dynamic else [[i] for i in range(len(runs))]
+        try:
+            items = [
+                self._stage(
+                    [runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], particles, mode, facts, True
+                )
+                for ids in members
+            ]
+        except BPQError:
+            raise
+        except RuntimeError:
+            # Shapes that do not fit are told by the site that they come from.
+            traces = (runs[0].guide_trace, runs[0].model_trace)
+            check_declared(site for trace in traces for site in samples(trace).values())
+            raise
+        return Observation(tuple(runs), tuple(items))
+
+    def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, track: bool) -> list[TracedRun]:
+        """Traces the programs of a step, with slopes where the last step's plan asked for them."""
+        if particles.is_hidden and (mode.is_checked or not track):
+            draws = Draws()
+            runs = self._hidden_runs(programs[0], particles, mode.is_checked, keeps=not track)
+            if not track:
+                return runs
+            # Tracked particles run one after the other; that they can be hidden is known now.
+            draws.again()
+        trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps, track=track)
+        last = None if track or not torch.is_grad_enabled() else self.plans.last
+        if last is None or not last.plan.led_back:
+            return [trace(program) for program in programs]
+        draws = Draws()
+        try:
+            with UngraphedBuffers() if last.plan.has_buffers else contextlib.nullcontext():
+                return [trace(program, sloped=last.plan.led_back) for program in programs]
+        except BPQError:
+            raise
+        except RuntimeError as error:
+            draws.again()
+            runs = [trace(program) for program in programs]
+            # It runs with plain values: torch refuses something that the program does with values that carry gradients.
+            self.plans.know_slopes(last.key, False)
+            warnings.warn(
+                f"The program failed while the values of the sites {sorted(last.plan.led_back)} carried gradients, for "
+                f"slopes of costs: {error} It does without from now on. Where a value leaves torch write z.detach().",
+                BPQWarning,
+                stacklevel=2,
+            )
+            return runs
+
+    def _hidden_runs(self, program: Program, particles: Particles, is_checked: bool, keeps: bool) -> list[TracedRun]:
+        """One run for all particles, in a dimension that the programs do not see."""
+        planner = self.plans.planner
+        with LentBuffers() if self.has_buffers else contextlib.nullcontext() as lent:
+            runs = trace_particles(
+                *program,
+                max_plate_nesting=particles.nesting,
+                choose=planner.choose,
+                num_particles=particles.number,
+                attach=planner.attach,
+                is_checked=is_checked,
+            )
+            if lent is not None and keeps:
+                lent.keep()
+        return runs
+
+    def _facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles) -> StructureFacts:
+        """What is known of the structure of runs besides their graph."""
+        structure = self.structure
+        return StructureFacts(
+            is_dynamic=is_dynamic,
+            cuts_plates=all(structure.cuts_plates(traced) for traced in runs),
+            patterns=frozenset() if is_dynamic else structure.patterns_of(runs),
+            handed=structure.handed_of(runs),
+            has_buffers=structure.has_buffers(runs),
+            num_particles=particles.number,
+        )
+
+    def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
+        """What the sites of further runs of a known structure are told; nothing learns, and nothing runs again.
+
+        Args:
+            runs: The runs.
+            programs: Model, guide and their arguments for each of them.
+            particles: How the particles run.
+            mode: What the step is for.
+        """
+        last, graph = self.plans.last, self.structure.graph(runs[0], False)
+        facts = self._facts(runs, self.structure.is_dynamic(runs[0]), particles)
+        staged = self._stage(list(runs), graph, list(programs), particles, mode, facts, False)
+        self.plans.last = last
+        return staged
+
+    def _stage(
+        self,
+        traced: list[TracedRun],
+        graph: StochasticComputationGraph,
+        programs: list[Program],
+        particles: Particles,
+        mode: Mode,
+        facts: StructureFacts,
+        reruns: bool,
+    ) -> Staged:
+        plan = self.plans.plan(traced[0], graph, facts)
+        rollout = Rollout(
+            tuple(t.run for t in traced),
+            particles.number if particles.has_plate else len(traced),
+            traced[0].plate_sizes,
+            # Particles lie to the left of as many dimensions as plates may have, whether there are plates or not.
+            int(particles.nesting) - 1 if particles.has_plate else traced[0].plate_ndim,
+            particles.has_plate,
+        )
+        tables = {}
+        if plan.flips is not None:
+            model, guide, args, kwargs = programs[0]
+            again = guide if self.only_costs else model
+            found = flipped_costs(
+                *(plan.flips, plan.components, traced, rollout, again, args, kwargs, graph, self.row_runs),
+                has_buffers=plan.has_buffers,
+                learning=mode.learning,
+            )
+            if found is None:
+                self.plans.do_without_flips(traced[0].key)
+                plan = self.plans.plan(traced[0], graph, facts)
+            tables = found or {}
+        rerun = generator = None
+        if reruns and (plan.needs_program or mode.first_order) and not facts.is_dynamic:
+            generator = self.noise()
+            trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps)
+            share = 1.0 / particles.number if mode.goes_back else None
+            rerun = Reruns(trace, programs, traced, plan, generator, share)
+            if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
+                plan = self.plans.plan(traced[0], graph, facts)
+            rerun.plan = plan
+        if plan.patterns:
+            # Only now it is certain which plan is carried out.
+            runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)
+            rollout = replace(rollout, runs=runs)
+        signals = Signals(plan.layout, rollout, tables, self.critics, mode.learning, rerun, generator, mode.by_value)
+        return Staged(tuple(traced), tuple(programs), signals)
+
+    def _has_slopes(self, rerun: Reruns, key: Any, plan: Plan, rollout: Rollout) -> bool:
+        """Looks, once for each structure, whether costs have gradients to the values of the sites that need some."""
+        if key in self.plans.slopes:
+            return True
+        plates = {name: plan.graph.node(name).plates for name in plan.sloped}
+        try:
+            found = all(rerun.has_slope(name, rollout, own) for name, own in plates.items())
+        except BPQError:
+            raise
+        except RuntimeError:
+            # Torch refuses something that the program does with values that carry gradients.
+            found = False
+        self.plans.know_slopes(key, found)
+        return found

@@ -1,0 +1,75 @@
+r"""What a step worked on, kept for what learns from it later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.surrogate import StepResult
+from pyro_bpq.tracing.traced_run import TracedRun
+
+__all__ = ["Observation", "Staged", "Transient"]
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """What a step works on.
+
+    Args:
+        traced: Its runs.
+        programs: Model, guide, arguments and keyword arguments of each run.
+        signals: Their tensors.
+        result: What the step yielded, with all its particles; ``None`` before.
+    """
+
+    traced: tuple[TracedRun, ...]
+    programs: tuple[Any, ...]
+    signals: Signals
+    result: StepResult | None = None
+
+    def differentiable(self) -> list[Tensor]:
+        """The differentiable costs of each run, for the surrogate; to be asked when all sites are done."""
+        rerun = self.signals.rerun
+        return [traced.run.differentiable for traced in self.traced] if rerun is None else rerun.differentiable()
+
+    def again(self, bank: CriticBank) -> Signals:
+        """The tensors with the critics as they are now; nothing is built."""
+        return Signals(self.signals.layout, self.signals.rollout, self.signals.tables, bank, False)
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """The runs of a step, and what their sites are told.
+
+    Args:
+        runs: One run for each particle, or a single one of all.
+        items: One for all particles; or one for each, where sampled values steer the program.
+    """
+
+    runs: tuple[TracedRun, ...]
+    items: tuple[Staged, ...] = ()
+
+
+class Transient:
+    """What the last step worked on: it belongs to the process, copies and pickles are empty.
+
+    Args:
+        items: What is held.
+    """
+
+    def __init__(self, items: Sequence[Any] = ()) -> None:
+        self.items: tuple[Any, ...] = tuple(items)
+
+    def __repr__(self) -> str:
+        return f"Transient({len(self.items)} items)"
+
+    def __deepcopy__(self, memo: Any) -> Transient:
+        return Transient()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transient, ()

@@ -1,0 +1,29 @@
+r"""How the particles of a step run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Particles"]
+
+
+@dataclass(frozen=True)
+class Particles:
+    """How the particles of a step run: one after the other, in a plate of their own, or in a hidden dimension.
+
+    Args:
+        number: Number of particles ``M``.
+        is_vectorized: Whether they run in one call, in an outermost plate that the programs see.
+        is_hidden: Whether they run in one call, in a dimension that the programs do not see.
+        nesting: Bound on the number of nested plates, the plate of the particles included.
+    """
+
+    number: int = 1
+    is_vectorized: bool = False
+    is_hidden: bool = False
+    nesting: float = float("inf")
+
+    @property
+    def has_plate(self) -> bool:
+        """Whether there is a plate of the particles."""
+        return self.is_vectorized and self.number > 1

@@ -1,0 +1,19 @@
+"""Goes back to an earlier state of an object: what a step finds out is dropped where the step fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["restore", "snapshot"]
+
+
+def snapshot(part: object) -> dict[str, Any]:
+    """The attributes of an object, by name; its dicts, lists and sets are copied, not what they hold."""
+    return {name: value.copy() if isinstance(value, (dict, list, set)) else value for name, value in vars(part).items()}
+
+
+def restore(part: object, mark: Mapping[str, Any]) -> None:
+    """Takes an object back to a snapshot."""
+    vars(part).clear()
+    vars(part).update(mark)

@@ -1,0 +1,249 @@
+"""One run for all particles, which the program does not see, records what single runs would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.distributions.testing.fakes import NonreparameterizedNormal
+from torch import Tensor, nn
+from torch.distributions.transforms import AffineTransform, ExpTransform
+
+from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.estimators import StraightThrough
+from pyro_bpq.testing import assert_unbiased
+from pyro_bpq.tracing import hidden_particles as module
+from pyro_bpq.tracing.substitute import Substitute
+from pyro_bpq.tracing.traced_run import TracedRun, trace_particles, trace_run
+
+CHOOSE = TraceBackpropQ_ELBO().planner.choose
+NUMBER = 3
+Program = Callable[[], Any]
+
+
+@pytest.fixture(autouse=True)
+def double() -> None:
+    torch.set_default_dtype(torch.float64)
+    pyro.set_rng_seed(4)
+
+
+def param(name: str, *shape: int) -> Tensor:
+    return pyro.param(name, lambda: torch.linspace(-0.7, 0.9, torch.Size(shape).numel()).reshape(shape))
+
+
+class Branching(dist.TorchDistribution):  # type: ignore[misc]
+    """A distribution of a user's own."""
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012
+    support = dist.constraints.real
+
+    def __init__(self, base: Any) -> None:
+        self.parts = {"base": [base]}
+        super().__init__(base.batch_shape)
+
+    def sample(self, sample_shape: tuple[int, ...] = ()) -> Tensor:
+        return self.parts["base"][0].sample(torch.Size(sample_shape))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self.parts["base"][0].log_prob(value)
+
+
+# From what was sampled before, a scalar, and a parameter of three: the distribution of the next site.
+KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "normal": lambda z, w: dist.Normal(z + w, 1.0).to_event(1),
+    "gamma": lambda z, w: dist.Gamma(1.5 + z.sigmoid(), w.exp()).to_event(1),
+    "categorical": lambda z, w: dist.Categorical(logits=w * z),
+    "one_hot": lambda z, w: dist.OneHotCategorical(logits=w * z),
+    "poisson": lambda z, w: dist.Poisson((w + 0.1 * z).exp()).to_event(1),
+    "joint": lambda z, w: dist.MultivariateNormal(w, scale_tril=torch.eye(3) * (1.0 + z.sigmoid())),
+    "moved": lambda z, w: dist.TransformedDistribution(
+        dist.Normal(w, 1.0), [AffineTransform(z, 2.0), ExpTransform()]
+    ).to_event(1),
+    "masked": lambda z, w: dist.Bernoulli(logits=w + z).mask(z > 0.0).to_event(1),
+    "expanded": lambda z, w: dist.Normal(z, 1.0).expand([3]).to_event(1),
+    "mixture": lambda z, w: dist.MixtureSameFamily(dist.Categorical(logits=w), dist.Normal(w * z, 1.0)),
+    "own": lambda z, w: Branching(dist.Normal(w.sum() * z, 1.0)),
+}
+
+
+def programs_of(kind: str) -> tuple[Program, Program]:
+    make = KINDS[kind]
+
+    def guide() -> None:
+        z = pyro.sample("z", NonreparameterizedNormal(param("loc"), 1.0))
+        y = pyro.sample("y", make(z, param("w", 3)))
+        with pyro.plate("rows", 4, subsample_size=2) as rows:
+            pyro.sample("b", dist.Bernoulli(logits=param("v", 4)[rows] + y.reshape(-1)[0]))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Normal(torch.zeros(()), 2.0))
+        y = pyro.sample("y", make(0.5 * z, torch.zeros(3)))
+        with pyro.plate("rows", 4, subsample_size=2) as rows, poutine.scale(scale=1.5 + z.sigmoid()):
+            b = pyro.sample("b", dist.Bernoulli(logits=0.1 * rows.to(z)))
+        # Rows, components and particles would mix here, if there were a dimension of particles.
+        pyro.sample("x", dist.Normal(b.sum() + y.double().sum(), 1.0), obs=torch.tensor(0.3))
+
+    return model, guide
+
+
+def hidden(model: Program, guide: Program, **options: Any) -> list[TracedRun]:
+    return trace_particles(model, guide, (), {}, float("inf"), CHOOSE, NUMBER, **options)
+
+
+def alone(model: Program, guide: Program, run: TracedRun) -> TracedRun:
+    """The same values in a run of one particle."""
+    values = {name: record.value.detach() for name, record in run.run.sites.items()}
+    put = Substitute({**values, **run.subsamples})
+    return trace_run(put(model), put(guide), (), {}, float("inf"), CHOOSE, NUMBER)
+
+
+def gradients(total: Tensor) -> list[Tensor | None]:
+    leaves = [value for _, value in sorted(pyro.get_param_store().named_parameters())]
+    if not total.requires_grad:
+        return [None] * len(leaves)
+    return list(torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_particle_has_the_record_of_a_single_run(kind: str) -> None:
+    model, guide = programs_of(kind)
+    guide()
+    runs = hidden(model, guide)
+    assert len({float(run.run.sites["z"].value) for run in runs}) == NUMBER
+    for run in runs:
+        single = alone(model, guide, run)
+        assert run.key == single.key and run.run.costs.keys() == single.run.costs.keys()
+        for name, cost in single.run.costs.items():
+            torch.testing.assert_close(run.run.costs[name], cost, rtol=0, atol=1e-12)
+        for name in ("z", "y"):
+            record, found = single.run.sites[name], run.run.sites[name]
+            torch.testing.assert_close(found.fn.log_prob(found.value), record.fn.log_prob(record.value))
+            assert (found.score is None) == (record.score is None)
+            for mine, theirs in zip(
+                gradients(found.fn.log_prob(found.value.detach()).sum()),
+                gradients(record.fn.log_prob(record.value.detach()).sum()),
+                strict=True,
+            ):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+        assert torch.equal(found.value, run.guide_trace.nodes[name]["value"])
+
+
+@pytest.mark.parametrize("kind", ["categorical", "one_hot", "normal"])
+def test_particles_differ_in_what_they_draw(kind: str) -> None:
+    model, guide = programs_of(kind)
+    guide()
+    drawn = torch.stack([run.run.sites["z"].value for run in hidden(model, guide)])
+    assert drawn.unique().numel() == NUMBER
+    subsets = {tuple(run.subsamples["rows"].tolist()) for _ in range(5) for run in hidden(model, guide)}
+    assert len(subsets) > 1
+
+
+class Keeping(nn.Module):
+    """A module that keeps a value."""
+
+    last: Tensor | None = None
+
+    def forward(self, z: Tensor) -> Tensor:
+        self.last = z
+        return z
+
+
+def steered(z: Tensor) -> Tensor:
+    return z if z > 0 else -z
+
+
+KEPT = torch.zeros(2)
+
+
+def written(z: Tensor) -> Tensor:
+    KEPT[0] = z
+    return KEPT.sum()
+
+
+def with_own_function(z: Tensor) -> Tensor:
+    return dist.Dirichlet(torch.ones(3) + z).rsample()[0]
+
+
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "steered": steered,
+    "item": lambda z: torch.tensor(z.item()),
+    "written": written,
+    "kept": Keeping(),
+    "without a rule": with_own_function,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_has_no_meaning_for_hidden_particles_is_refused(read: str) -> None:
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=param("w")))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.3))
+        pyro.sample("x", dist.Normal(READS[read](z), 1.0), obs=torch.tensor(0.3))
+
+    guide()
+    with pytest.raises(RuntimeError):
+        hidden(model, guide)
+
+
+def test_values_that_carry_gradients_of_an_estimator_are_refused() -> None:
+    model, guide = programs_of("one_hot")
+    guide()
+    chosen = pyro.poutine.infer_config(guide, lambda site: {"bpq": {"estimator": StraightThrough()}})
+    attach = TraceBackpropQ_ELBO().planner.attach
+    if attach({"bpq": {"estimator": StraightThrough()}}) is None:
+        pytest.skip("no value carries a gradient")
+    with pytest.raises(Exception, match=r"are not taken apart|Straight"):
+        hidden(model, chosen, attach=attach)
+
+
+def coins_guide() -> None:
+    pyro.sample("z", dist.Bernoulli(logits=param("q", 2)).to_event(1))
+
+
+def coins_model() -> None:
+    z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
+    y = pyro.sample("y", dist.Bernoulli(torch.tensor(0.4) + 0.2 * z[0]))
+    pyro.sample("x", dist.Normal(z.sum() * (1.0 + y), 1.0), obs=torch.tensor(0.7))
+
+
+def coins_guide_of_both() -> None:
+    z = pyro.sample("z", dist.Bernoulli(logits=param("q", 2)).to_event(1))
+    pyro.sample("y", dist.Bernoulli(logits=param("r") + z[1]))
+
+
+def ready(options: dict[str, Any]) -> TraceBackpropQ_ELBO:
+    elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True, **options)
+    with pytest.warns(UserWarning, match="without seeing each other"):
+        for _ in range(6):
+            elbo.loss_and_grads(coins_model, coins_guide_of_both)
+    assert elbo.particles.now.is_hidden
+    return elbo.eval()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "score": {"estimator": ScoreFunction(LeaveOneOut())},
+    "dense": {"structure": "dense"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_of_hidden_particles_are_exact(options: str) -> None:
+    assert_unbiased(ready(OPTIONS[options]), coins_model, coins_guide_of_both)
+
+
+def test_particles_that_share_their_draws_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: all hidden particles draw the same."""
+    elbo, plain = ready(OPTIONS["score"]), torch.func.vmap
+    monkeypatch.setattr(
+        module.torch.func, "vmap", lambda one, randomness: lambda index: plain(one, randomness=randomness)(0 * index)
+    )
+    with pytest.raises(AssertionError):
+        assert_unbiased(elbo, coins_model, coins_guide_of_both)
