@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.layout import Layout
+from pyro_bpq.batching.layout import Layout, Relation
 from pyro_bpq.rollout.runs import Rollout, Run, sum_to_plates
 
 __all__ = ["component_cost_to_go", "cost_to_go", "stack_costs", "sum_costs"]
@@ -20,19 +20,19 @@ def stack_costs(layout: Layout, rollout: Rollout) -> list[Tensor]:
     ]
 
 
-def sum_costs(layout: Layout, costs: Sequence[Tensor], kind: str, c: int) -> Tensor | None:
+def sum_costs(layout: Layout, costs: Sequence[Tensor], kind: Relation, c: int) -> Tensor | None:
     """For each site of a class the sum of the costs that a matrix of the layout selects.
 
     Args:
         layout: The layout.
         costs: Stacked costs, by class of costs.
-        kind: ``"downstream"``, ``"crossing"`` or ``"tabled"``, as in :meth:`Layout.matrix`.
+        kind: ``DOWNSTREAM``, ``CROSSING`` or ``TABLED``.
         c: Position of the class of sites.
 
     Returns:
         Sums that broadcast to ``(G, M, plates)``, or ``None`` where nothing is selected.
     """
-    total, plates = None, () if kind == "crossing" else layout.classes[c].spec.plates
+    total, plates = None, () if kind is Relation.CROSSING else layout.classes[c].spec.plates
     for k, (cls, stacked) in enumerate(zip(layout.cost_classes, costs, strict=True)):
         selected = layout.matrix(kind, c, k, stacked)
         if selected is not None:
@@ -44,7 +44,7 @@ def sum_costs(layout: Layout, costs: Sequence[Tensor], kind: str, c: int) -> Ten
 def cost_to_go(layout: Layout, costs: Sequence[Tensor], c: int, like: Tensor) -> Tensor:
     """``C_X`` of every site of a class, of the shape ``(G, M, plates)`` of ``like``, in nats."""
     total = torch.zeros_like(like)
-    for kind in ("downstream", "crossing"):
+    for kind in (Relation.DOWNSTREAM, Relation.CROSSING):
         term = sum_costs(layout, costs, kind, c)
         total = total if term is None else total + term
     return total

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import cached_property
 from typing import Any
 
@@ -25,10 +26,56 @@ from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums, subset_sums
 from pyro_bpq.targets.rules import Rules, network_rules
 
-__all__ = ["Constants", "ContextPlan", "CostClass", "CrossedCosts", "Layout", "QGroup", "SiteClass", "SiteSpec"]
+__all__ = [
+    "Constants",
+    "ContextPlan",
+    "CostClass",
+    "CrossedCosts",
+    "Known",
+    "Layout",
+    "QGroup",
+    "Relation",
+    "SiteClass",
+    "SiteSpec",
+]
 
 # Features of the index of a site in a family that shares a critic.
 INDEX_FEATURES = 2
+
+
+class Relation(Enum):
+    """What a class of sites has to do with one of costs, sites or Q-nodes.
+
+    Attributes:
+        DOWNSTREAM: Costs downstream of a site, row by row of the plates.
+        CROSSING: Costs downstream of a site that read all rows of its plates.
+        TABLED: Immediate costs that are known at every value of a site.
+        CROSSED: Twice the costs of a group, see :func:`~pyro_bpq.batching.crossed.crossed_costs`.
+        LATER: Later sites whose control variates count for a site as a whole.
+        LATER_OWN: Later sites, of whose control variates the part of their own log-probabilities counts.
+        LATER_MODEL: Likewise the part of the model's costs.
+        LATER_LEARNED: Q-nodes of later sites that count.
+    """
+
+    DOWNSTREAM = auto()
+    CROSSING = auto()
+    TABLED = auto()
+    CROSSED = auto()
+    LATER = auto()
+    LATER_OWN = auto()
+    LATER_MODEL = auto()
+    LATER_LEARNED = auto()
+
+
+class Known(str, Enum):
+    """Immediate costs of a site that are known at every value of it: its own log-probabilities, or those of the model.
+
+    In the order of their sums.
+    """
+
+    MODEL = "model"
+    LOG_P = "p"
+    LOG_Q = "q"
 
 
 @dataclass(frozen=True)
@@ -41,7 +88,7 @@ class SiteSpec:
         event_shape: Shape of an event of its distribution.
         estimator: Its gradient estimator.
         critic: How to build its critic, or ``None`` for none.
-        tabled: Kinds of immediate costs known at every value: ``"q"``, ``"p"``, ``"model"``.
+        tabled: Immediate costs that are known at every value.
         has_params: Whether the critic sees the parameters of the site's distribution.
         context: Number of context features given by the user.
         share: Name under which the critic is shared, or ``None``; it then sees the index in the site's name.
@@ -55,7 +102,7 @@ class SiteSpec:
     event_shape: tuple[int, ...]
     estimator: Estimator
     critic: Critic | None = None
-    tabled: frozenset[str] = frozenset()
+    tabled: frozenset[Known] = frozenset()
     has_params: bool = False
     context: int = 0
     share: str | None = None
@@ -256,25 +303,21 @@ class Layout:
         self.place = {n: (c, i) for c, cls in enumerate(self.classes) for i, n in enumerate(cls.names)}
         self._positions = tuple(tuple(graph.index[name] for name in cls.names) for cls in self.classes)
         self._masks = tuple(sum(1 << i for i in positions) for positions in self._positions)
-        self._sums: dict[tuple[str, int, int, torch.dtype, torch.device], Sums | None] = {}
+        self._sums: dict[tuple[Relation | None, int, int, torch.dtype, torch.device], Sums | None] = {}
         self._split: dict[int, bool] = {}
         self._rules: dict[tuple[torch.dtype, torch.device], Rules] = {}
 
     def __repr__(self) -> str:
         return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"
 
-    def matrix(self, kind: str, row: int, column: int, like: Tensor) -> Sums | None:
+    def matrix(self, kind: Relation, row: int, column: int, like: Tensor) -> Sums | None:
         """A matrix between a class of sites and a class of costs or sites, or ``None`` if it is zero.
 
         Args:
-            kind: ``"downstream"`` (sites × costs, row by row of the plates), ``"crossing"`` (sites × costs, all
-                rows), ``"tabled"`` (sites × costs), ``"crossed"`` (sites × twice the costs of a group, see
-                :func:`~pyro_bpq.batching.crossed.crossed_costs`), ``"later"`` (sites × sites), or, for parts of a
-                control variate (:meth:`is_split`), ``"later_own"``, ``"later_model"`` (sites × sites),
-                ``"later_learned"`` (sites × Q-nodes).
+            kind: What they have to do with each other.
             row: Position of the class of sites.
-            column: Position of the other class; of the group of costs for ``"crossed"``, of Q-nodes for
-                ``"later_learned"``.
+            column: Position of the other class; of the group of costs for ``CROSSED``, of Q-nodes for
+                ``LATER_LEARNED``.
             like: Gives dtype and device.
         """
         key = (kind, row, column, like.dtype, like.device)
@@ -283,25 +326,30 @@ class Layout:
             self._sums[key] = subset_sums([sets[i] for i in self._positions[row]], columns, like)
         return self._sums[key]
 
-    def _sets(self, kind: str, column: int) -> tuple[Sequence[int], Sequence[int]]:
+    def _sets(self, kind: Relation, column: int) -> tuple[Sequence[int], Sequence[int]]:
         """For every site what counts for it, as bits, and which bits those of a class are."""
         relations = self.relations
-        if kind == "later_learned":
+        if kind is Relation.LATER_LEARNED:
             nodes = self.groups[column].nodes
             return relations.counted_nodes(nodes), range(len(nodes))
-        if kind in ("later_own", "later_model"):
-            part = ("later_own", "later_model").index(kind)
+        if kind in (Relation.LATER_OWN, Relation.LATER_MODEL):
+            part = (Relation.LATER_OWN, Relation.LATER_MODEL).index(kind)
             return relations.counted([costs[part] for costs in relations.tabled_parts]), self._positions[column]
-        if kind == "crossed":
+        if kind is Relation.CROSSED:
             assert self.crossings is not None
             own = [self.graph.cost_index[cost] for cost in self.crossed[column].sites]
             size, (by_law, by_value, _) = len(self.graph.costs), self.crossings
             known = zip(by_law, by_value, relations.downstream, strict=True)
             sets = [law & rows | (value & rows) << size for law, value, rows in known]
             return sets, [*own, *(size + i for i in own)]
-        if kind == "later":
+        if kind is Relation.LATER:
             return relations.later, self._positions[column]
-        sets = getattr(relations, kind)
+        by_cost = {
+            Relation.DOWNSTREAM: relations.downstream,
+            Relation.CROSSING: relations.crossing,
+            Relation.TABLED: relations.tabled,
+        }
+        sets = by_cost[kind]
         return sets, [self.graph.cost_index[cost] for cost in self.cost_classes[column].names]
 
     @cached_property
@@ -342,13 +390,13 @@ class Layout:
         left = [after(i, mask & ~whole) for i, whole in enumerate(later)]
         if not any(left):
             return False
-        for kind in ("later_own", "later_model"):
+        for kind in (Relation.LATER_OWN, Relation.LATER_MODEL):
             if any(part & rest for part, rest in zip(self._sets(kind, column)[0], left, strict=True)):
                 return True
         for g, group in enumerate(self.groups):
             if group.c == column:
                 sites = [self._positions[column][i] for i in group.sites]
-                parts, _ = self._sets("later_learned", g)
+                parts, _ = self._sets(Relation.LATER_LEARNED, g)
                 if any(rest >> sites[k] & 1 for part, rest in zip(parts, left, strict=True) for k in ones(part)):
                     return True
         return False
@@ -406,7 +454,7 @@ class Layout:
         size = len(self.classes[group.c].names)
         if sites == list(range(size)):
             return None
-        key = ("membership", group.c, hash(tuple(sites)), like.dtype, like.device)
+        key = (None, group.c, hash(tuple(sites)), like.dtype, like.device)
         if key not in self._sums:
             own = [0] * size
             for k, i in enumerate(sites):

@@ -14,8 +14,7 @@ from pyro_bpq.diagnostics.moments import COSTS
 from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.diagnostics.text import number
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators import ScoreFunction, SecondRun
-from pyro_bpq.estimators.base import needs_program
+from pyro_bpq.estimators import SecondRun
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -233,7 +232,7 @@ def _supports(look: _Look) -> Iterator[Finding]:
     infos = {name: info for run in look.runs for name, info in run.infos.items()}
     for name, spec in _specs(look).items():
         components, estimator = infos[name].components if name in infos else None, spec.estimator
-        if components is None or components.cardinality <= limit or not isinstance(estimator, ScoreFunction):
+        if components is None or components.cardinality <= limit or not estimator.takes_baseline:
             continue
         yield Finding(
             "support too large",
@@ -314,7 +313,7 @@ def _particles(look: _Look) -> Iterator[Finding]:
     specs = _specs(look)
     if look.elbo.num_particles > 1:
         return
-    again = [name for name, spec in specs.items() if isinstance(spec.estimator, SecondRun)]
+    again = [name for name, spec in specs.items() if spec.estimator == SecondRun()]
     if again:
         yield Finding(
             "second run",
@@ -323,7 +322,7 @@ def _particles(look: _Look) -> Iterator[Finding]:
             "num_particles=2, vectorize_particles=True takes about as long, and both runs then have gradients.",
             tuple(again),
         )
-    sites = [n for n, spec in specs.items() if not (spec.estimator.is_pathwise or needs_program(spec.estimator))]
+    sites = [n for n, spec in specs.items() if not (spec.estimator.is_pathwise or "program" in spec.estimator.needs)]
     if sites:
         yield Finding(
             "one particle",

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
 from pyro_bpq.estimators.scales import EXACT, LEVEL, ScaledTerms, initial_statistics
 
 __all__ = ["AllAction"]
 
 
 @dataclass(frozen=True)
-class AllAction:
+class AllAction(Estimator):
     r"""All values of a finite site, with a correction that keeps it unbiased for any critic.
 
         g_X = Σ_d Σ_k ∇q_d(k) (a_0 I_X[d,k] + a_2 A_X[d,k]) + R_X ∇ log q(x)
@@ -60,9 +60,8 @@ class AllAction:
     second_run: bool = False
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
-    by_component: ClassVar[bool] = True
+    by_component = True
 
     def __post_init__(self) -> None:
         if self.exact not in (True, False, "auto"):
@@ -74,9 +73,19 @@ class AllAction:
             raise OptionError(f"AllAction(trace={self.trace!r}): write a number in [0, 1].")
 
     @property
-    def needs_program(self) -> bool:
-        """Whether it asks for a second run."""
-        return self.second_run
+    def needs(self) -> frozenset[str]:
+        """The values' probabilities, and the program if it asks for a second run."""
+        return frozenset({"table", "program"}) if self.second_run else frozenset({"table"})
+
+    @property
+    def exact_costs(self) -> bool | str:
+        """As chosen."""
+        return self.exact
+
+    @property
+    def trace_decay(self) -> float:
+        """As chosen."""
+        return self.trace
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components."""
@@ -91,7 +100,7 @@ class AllAction:
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by what it has to move the surrogate with."""
-        if self.second_run and context.program is not None:
+        if self.second_run:
             context = replace(context, level=context.program.remaining())
         assert context.log_probs is not None and context.index is not None
         with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.noise import exponential, uniform, uniform_given
 from pyro_bpq.estimators.requirements import needs_binary
 
@@ -84,7 +84,7 @@ class RotationCopula:
 
 
 @dataclass(frozen=True)
-class ARMS:
+class ARMS(Estimator):
     r"""Leave-one-out over ``n`` negatively correlated samples, for binary components.
 
         g_d = 1/(n-1) Σ_i (f(b^i) - f̄) b^i_d / (1 - ρ_d) ∇α_d
@@ -108,9 +108,7 @@ class ARMS:
     copula: Copula = DirichletCopula()
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
         if self.samples < 2:
@@ -122,13 +120,9 @@ class ARMS:
         """Needs binary components."""
         return needs_binary("ARMS", site)
 
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred costs times the samples."""
-        assert context.log_probs is not None and context.index is not None and context.program is not None
+        assert context.log_probs is not None and context.index is not None
         logits, program = context.log_probs[..., 1] - context.log_probs[..., 0], context.program
         with torch.no_grad():
             # The rarer value is the one whose noise is below its probability: both ends repel best there.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,15 +21,13 @@ __all__ = [
     "SiteProgram",
     "SiteTerm",
     "Statistics",
-    "at_step",
     "check_decay",
     "initial_statistics",
-    "needs_crossed",
-    "needs_program",
-    "needs_slope",
-    "needs_table",
     "update_mean",
 ]
+
+# What an estimator needs that reads ``log_probs`` or ``index``.
+TABLE = "table"
 
 # Name of a running statistic and its initial value per site: a float for a scalar, a tuple or tensor for a vector.
 Statistics = Mapping[str, float | tuple[float, ...] | Tensor]
@@ -128,7 +126,7 @@ class SiteProgram(Protocol):
 class SiteContext:
     """Tensors of ``G`` like-shaped sites: batch shape ``(G, M, plate dims...)``, costs in nats.
 
-    All but ``score``, ``log_probs`` and ``baseline`` are detached.
+    All but ``score``, ``log_probs`` and the user's own baseline are detached.
 
     Args:
         names: Names of the sites.
@@ -149,10 +147,7 @@ class SiteContext:
         correction: Sum over later sites ``Y`` of ``A_Y = Q_Y(y) - E_Y[Q_Y]``, or ``None``.
         statistics: Running statistics from earlier steps, by name, with a leading site axis.
         count: Number of steps behind the statistics, ``(G,)``.
-        baseline: The user's own prediction of ``cost``, with its gradient, or ``None``.
-        program: Costs at other values, for an estimator with ``needs_program = True``; else ``None``.
-        crossed: What the other particles' costs-to-go change by beside this particle's past, averaged over them, in
-            nats, for an estimator with ``needs_crossed = True``; ``None`` where none is known.
+        signals: What the estimator has asked for besides (:attr:`Estimator.needs`), by name.
         ranks: The processes that learn together, or ``None``.
     """
 
@@ -171,10 +166,29 @@ class SiteContext:
     correction: Tensor | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     count: Tensor | None = None
-    baseline: Tensor | None = None
-    program: SiteProgram | None = None
-    crossed: Tensor | None = None
+    signals: Mapping[str, Any] = field(default_factory=dict)
     ranks: Ranks | None = None
+
+    @property
+    def program(self) -> SiteProgram:
+        """Costs at other values."""
+        found: SiteProgram = self.signals["program"]
+        return found
+
+    @property
+    def baseline(self) -> Tensor:
+        """The user's own prediction of ``cost``, with its gradient."""
+        found: Tensor = self.signals["baseline"]
+        return found
+
+    @property
+    def crossed(self) -> Tensor | None:
+        """What the other particles' costs-to-go change by beside this particle's past, averaged over them, in nats.
+
+        ``None`` where none is known.
+        """
+        found: Tensor | None = self.signals.get("crossed")
+        return found
 
     def joint(self, mean: Tensor) -> tuple[Tensor, Tensor | int]:
         """A mean over the samples of this step, and their number, with those of other processes.
@@ -200,86 +214,112 @@ class SiteTerm(NamedTuple):
     statistics: Mapping[str, Tensor] = {}
 
 
-@runtime_checkable
-class Estimator(Protocol):
+class Estimator:
     """A gradient estimator is a frozen value object that turns a :class:`SiteContext` into a surrogate.
+
+    What it needs beyond the tensors of every site it declares; what nobody needs is not computed.
 
     Attributes:
         is_unbiased: Whether its expectation is the exact gradient for any state of the critics.
         is_pathwise: Whether the site's value carries the gradient.
         uses_critic: Whether it reads ``learned``, ``level`` or ``correction``.
-
-    An estimator whose running statistics depend on the size of a value, such as a network's weights, gives them in
-    a method ``sized_statistics(width)``, where ``width`` counts the numbers that a value is encoded by: one for a real
-    or binary component, ``K`` for one of ``K > 2`` values.
-
-    An estimator with ``needs_crossed = True`` reads ``context.crossed``.
-    An estimator that compares values has the attribute ``needs_program = True`` and reads ``context.program``. One with
-    ``needs_table = False`` reads neither ``context.log_probs`` nor ``context.index``, which are then ``None`` unless
-    something else needs them. One with ``by_component = True`` treats further dimensions of a site as it treats plates.
-    An estimator that lets the value of a site without ``rsample`` carry a gradient, as straight-through does, has
-    ``is_pathwise = True`` and a method ``attach(fn, value, generator)`` from the distribution and the drawn value to
-    the value that the program sees; it is then never called. Where that gradient is not all of it, a method
-    ``correction(fn, value)`` gives, of the batch shape, what the score function takes in place of ``log q``.
-    An estimator whose options change over time, such as a temperature, has a method ``at(step)`` that gives it as it
-    is after so many steps. One that keeps statistics whose size depends on the site's has a method
-    ``sized_statistics(width)``, with the number of features of an encoded value.
+        attaches: Whether :meth:`attach` lets the value of a site without ``rsample`` carry a gradient.
+        corrects: Whether that gradient is not all of it, and :meth:`correction` gives the rest.
+        takes_baseline: Whether Pyro's baseline options of a site may take its place.
+        relies_on_slopes: Whether it is poor where costs have no gradient to the values of sites.
     """
 
     is_unbiased: ClassVar[bool]
-    is_pathwise: ClassVar[bool]
-    uses_critic: ClassVar[bool]
+    is_pathwise: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = False
+    attaches: ClassVar[bool] = False
+    corrects: ClassVar[bool] = False
+    takes_baseline: ClassVar[bool] = False
+    relies_on_slopes: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # A subclass may read what its base does not, and sum where its base does not: it says so itself.
+        inherited: Any = cls.needs
+        if "needs" not in vars(cls) and not isinstance(inherited, property):
+            cls.needs = inherited | {TABLE}  # type: ignore[method-assign]
+        if "by_component" not in vars(cls):
+            cls.by_component = False  # type: ignore[method-assign, assignment]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What it reads that costs something to have, by name.
+
+        ``"table"``: ``log_probs`` and ``index``. ``"slope"``: ``context.program.slope()``. All others are rows of
+        :data:`pyro_bpq.step.signal_table.SIGNALS`, such as ``"program"``, ``"crossed"`` and ``"baseline"``.
+        """
+        return frozenset({TABLE})
+
+    @property
+    def by_component(self) -> bool:
+        """Whether each component of a site may be told its own cost-to-go, in a dimension behind those of the plates.
+
+        It then treats further dimensions of a site as it treats plates. Subclasses do not inherit it.
+        """
+        return False
+
+    @property
+    def exact_costs(self) -> bool | str:
+        """Whether it wants the model's immediate costs at every value; ``"auto"``: where that pays."""
+        return False
+
+    @property
+    def trace_decay(self) -> float:
+        """The control variate of a later site is weighted by this number to the power of the distance to it."""
+        return 1.0
+
+    @property
+    def return_weight(self) -> float | None:
+        """Weight of the return against the critics, if its cost-to-go is a lambda-return."""
+        return None
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether it has a baseline of its own choice."""
+        return False
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Why the site cannot be served and what to write instead, or ``None`` if it can."""
-        ...
+        return None
 
     def statistics(self, num_particles: int) -> Statistics:
         """Names and initial values of the running statistics that it keeps per site."""
-        ...
+        return {}
+
+    def sized_statistics(self, width: int) -> Statistics:
+        """More of them, whose size depends on that of a value, such as a network's weights.
+
+        Args:
+            width: Number of numbers that a value is encoded by: one for a real or binary component, ``K`` for one of
+                ``K > 2`` values.
+        """
+        return {}
+
+    def at(self, step: int) -> Any:
+        """The estimator as it is after so many steps: options that change over time, such as a temperature."""
+        return self
+
+    def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
+        """The value that the program sees, from the distribution and the drawn value; then it is never called."""
+        raise NotImplementedError
+
+    def correction(self, fn: Any, value: Tensor) -> Tensor:
+        """What the score function takes in place of ``log q``, of the batch shape."""
+        raise NotImplementedError
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The surrogate term."""
-        ...
-
-
-def needs_program(estimator: Estimator) -> bool:
-    """Whether an estimator reads ``context.program``."""
-    return bool(getattr(estimator, "needs_program", False))
-
-
-def needs_crossed(estimator: Estimator) -> bool:
-    """Whether an estimator reads ``context.crossed``."""
-    return bool(getattr(estimator, "needs_crossed", False))
-
-
-def needs_slope(estimator: Estimator) -> bool:
-    """Whether an estimator reads ``context.program.slope()``."""
-    return bool(getattr(estimator, "needs_slope", False))
-
-
-def needs_table(estimator: Estimator) -> bool:
-    """Whether an estimator may read ``context.log_probs`` and ``context.index``."""
-    # Not inherited: a subclass may read what its base does not.
-    return bool(vars(type(estimator)).get("needs_table", True))
-
-
-def tells_components(estimator: Estimator) -> bool:
-    """Whether each component of a site may be told its own cost-to-go, in a dimension behind those of the plates."""
-    # Not inherited: a subclass may sum where its base does not.
-    told = vars(type(estimator)).get("by_component", False)
-    return bool(told.__get__(estimator) if isinstance(told, property) else told)
-
-
-def at_step(estimator: Any, step: int) -> Any:
-    """An estimator as it is after so many steps of the ELBO: its schedules become numbers."""
-    return estimator.at(step) if hasattr(estimator, "at") else estimator
+        raise NotImplementedError
 
 
 def initial_statistics(estimator: Estimator, num_particles: int, width: int) -> Statistics:
     """All running statistics of an estimator, by name, with their initial values per site."""
-    sized = getattr(estimator, "sized_statistics", None)
-    return {**estimator.statistics(num_particles), **({} if sized is None else sized(width))}
+    return {**estimator.statistics(num_particles), **estimator.sized_statistics(width)}
 
 
 def check_decay(owner: str, decay: float) -> None:

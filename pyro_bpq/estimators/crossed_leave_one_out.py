@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, check_decay, update_mean
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay, update_mean
 from pyro_bpq.estimators.baselines import LeaveOneOut, leave_one_out
 from pyro_bpq.estimators.score_function import ScoreFunction
 
@@ -15,7 +15,7 @@ __all__ = ["CrossedLeaveOneOut"]
 
 
 @dataclass(frozen=True)
-class CrossedLeaveOneOut:
+class CrossedLeaveOneOut(Estimator):
     r"""Score function whose baseline is what the other particles' values cost beside this particle's own past.
 
         g_X = (C_i - C̄_i - a (Δ_i - d)) ∇ log q(x_i),    a = Cov(C_i - C̄_i, Δ_i) / Var(Δ_i) in [0, 1],  d = E[Δ_i]
@@ -44,10 +44,7 @@ class CrossedLeaveOneOut:
     decay: float = 0.99
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_crossed: ClassVar[bool] = True
-    needs_table: ClassVar[bool] = False
+    needs = frozenset({"crossed"})
 
     def __post_init__(self) -> None:
         check_decay("CrossedLeaveOneOut", self.decay)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.substitution import cost_per_row
@@ -19,7 +19,7 @@ __all__ = ["DebiasedStraightThrough"]
 
 
 @dataclass(frozen=True)
-class DebiasedStraightThrough:
+class DebiasedStraightThrough(Estimator):
     r"""Predicts what each other value of each component costs, and corrects one prediction by the truth.
 
         g = Σ_{d,k} ∇q_d(k) (Δ̂_{dk} + 1[(d,k) = S] (Δ_{dk} - Δ̂_{dk}) / π_{dk}),
@@ -49,10 +49,8 @@ class DebiasedStraightThrough:
     mixture: float = 0.2
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
-    needs_slope: ClassVar[bool] = True
+    relies_on_slopes: ClassVar[bool] = True
+    needs = frozenset({"program", "slope", "table"})
 
     def __post_init__(self) -> None:
         check_decay("DebiasedStraightThrough", self.decay)
@@ -63,17 +61,13 @@ class DebiasedStraightThrough:
         """Needs values that can carry a gradient."""
         return needs_float_value("DebiasedStraightThrough", site)
 
-    def statistics(self, num_particles: int) -> Statistics:
-        """Those of the entries only."""
-        return {}
-
     def sized_statistics(self, width: int) -> Statistics:
         """By entry: how often it was drawn, the sum of its errors, and of their squares."""
         return {name: torch.zeros(width) for name in ("drawn", "errors", "squares")}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability with its predicted difference, the drawn one with the corrected one."""
-        assert context.program is not None and context.index is not None
+        assert context.index is not None
         program = context.program
         log_q, allowed = _entries(context)
         with torch.no_grad():
@@ -136,7 +130,7 @@ def _entries(context: SiteContext) -> tuple[Tensor, Tensor | None]:
 
 def _first_order(context: SiteContext) -> Tensor:
     """``f'(x)·(e_k - x_d)`` of each entry; zero where the slope is not finite."""
-    assert context.log_probs is not None and context.index is not None and context.program is not None
+    assert context.log_probs is not None and context.index is not None
     index, slope = context.index.unsqueeze(-1), context.program.slope()
     slope = torch.where(slope.isfinite(), slope, torch.zeros_like(slope))
     if context.log_probs.shape[-1] > 2 or slope.numel() == context.log_probs.numel():
@@ -148,7 +142,7 @@ def _first_order(context: SiteContext) -> Tensor:
 
 def _moved(context: SiteContext, chosen: Tensor) -> Tensor:
     """The value with the drawn entry of each row in place of the sampled one."""
-    assert context.log_probs is not None and context.index is not None and context.program is not None
+    assert context.log_probs is not None and context.index is not None
     index, value = context.index, context.program.value
     if context.log_probs.shape[-1] == 2:
         other = torch.where(chosen.squeeze(-1) > 0, 1 - index, index)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.noise import uniform_given
 from pyro_bpq.estimators.requirements import needs_binary
 
@@ -15,7 +15,7 @@ __all__ = ["ARM", "DisARM"]
 
 
 @dataclass(frozen=True)
-class ARM:
+class ARM(Estimator):
     r"""Compares the sample with an antithetic one, weighted by the noise; for binary components.
 
         g_d = (f(b̃) - f(b)) (u_d - ½) ∇α_d,    b_d = 1[u_d < σ(α_d)],  b̃_d = 1[1 - u_d < σ(α_d)]
@@ -28,21 +28,15 @@ class ARM:
     """
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs binary components."""
         return needs_binary("ARM", site)
 
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The difference of the costs times the centred noise."""
-        assert context.log_probs is not None and context.index is not None and context.program is not None
+        assert context.log_probs is not None and context.index is not None
         logits = context.log_probs[..., 1] - context.log_probs[..., 0]
         with torch.no_grad():
             p = logits.sigmoid()
@@ -54,7 +48,7 @@ class ARM:
 
 
 @dataclass(frozen=True)
-class DisARM:
+class DisARM(Estimator):
     r"""Compares the sample with an antithetic one; for binary components.
 
         g_d = ½ (f(b) - f(b̃)) (-1)^{b̃_d} 1[b_d ≠ b̃_d] σ(|α_d|) ∇α_d,
@@ -71,21 +65,15 @@ class DisARM:
     """
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs binary components."""
         return needs_binary("DisARM", site)
 
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Half the difference of the costs, signed, where the pair differs."""
-        assert context.log_probs is not None and context.index is not None and context.program is not None
+        assert context.log_probs is not None and context.index is not None
         logits = context.log_probs[..., 1] - context.log_probs[..., 0]
         with torch.no_grad():
             p, b = logits.sigmoid(), context.index

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.noise import uniform, uniform_given
 from pyro_bpq.estimators.requirements import needs_finite
 
@@ -16,7 +16,7 @@ __all__ = ["DisARMTree"]
 
 
 @dataclass(frozen=True)
-class DisARMTree:
+class DisARMTree(Estimator):
     r"""Compares the sample with one that is antithetic in every binary decision of a balanced tree.
 
     A value ``z`` of a component is a path through the tree: at node ``n`` one goes right with probability
@@ -34,21 +34,15 @@ class DisARMTree:
     """
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components."""
         return needs_finite("DisARMTree", site)
 
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Half the difference of the costs times the logits along both paths."""
-        assert context.log_probs is not None and context.index is not None and context.program is not None
+        assert context.log_probs is not None and context.index is not None
         levels, program = _levels(context.log_probs), context.program
         depth, cardinality = len(levels), context.log_probs.shape[-1]
         own, other = torch.zeros_like(context.index), torch.zeros_like(context.index)

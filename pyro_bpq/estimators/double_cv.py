@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.estimators.base import (
+    Estimator,
     SiteContext,
     SiteInfo,
     SiteTerm,
@@ -25,7 +26,7 @@ __all__ = ["RODEO", "DoubleCV"]
 
 
 @dataclass(frozen=True)
-class DoubleCV:
+class DoubleCV(Estimator):
     r"""Leave-one-out with first-order terms from the slopes of the other particles.
 
         g_k = (f_k - a_1 c_k·(x_k - μ_k) - b_k) ∇ log q(x_k) + a_1 c_k·∇μ_k,
@@ -51,10 +52,7 @@ class DoubleCV:
     decay: float = 0.98
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
-    needs_slope: ClassVar[bool] = True
+    needs = frozenset({"program", "slope", "table"})
 
     def __post_init__(self) -> None:
         check_decay("DoubleCV", self.decay)
@@ -74,7 +72,7 @@ class DoubleCV:
 
 
 @dataclass(frozen=True)
-class RODEO:
+class RODEO(Estimator):
     r"""Leave-one-out with control variates from a discrete Stein operator on functions of the slopes.
 
     With ``t_k(y) = c_k·(y - μ_k)`` and ``c_k`` the mean slope of the other particles, as in :class:`DoubleCV`, the
@@ -99,10 +97,7 @@ class RODEO:
     decay: float = 0.98
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
-    needs_slope: ClassVar[bool] = True
+    needs = frozenset({"program", "slope", "table"})
 
     def __post_init__(self) -> None:
         check_decay("RODEO", self.decay)
@@ -140,7 +135,7 @@ class _Slopes:
     @classmethod
     @torch.no_grad()
     def of(cls, context: SiteContext) -> _Slopes:
-        assert context.log_probs is not None and context.index is not None and context.program is not None
+        assert context.log_probs is not None and context.index is not None
         particles, ndim = context.cost.shape[1], context.cost.dim()
         probs = context.log_probs.exp()
         sampled = torch.zeros_like(probs).scatter_(-1, context.index.unsqueeze(-1), 1.0)

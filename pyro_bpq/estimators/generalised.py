@@ -11,7 +11,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.reparameterise import base_distribution
 from pyro_bpq.estimators.requirements import alternative, is_infinite
 
@@ -19,7 +19,7 @@ __all__ = ["GeneralisedReparameterisation", "standardised"]
 
 
 @dataclass(frozen=True)
-class GeneralisedReparameterisation:
+class GeneralisedReparameterisation(Estimator):
     r"""Reparameterisation by a transform whose noise is only weakly dependent on the parameters. Unbiased.
 
         z = T(ε; θ),   g = ∂C/∂z ∂T(ε; θ)/∂θ + (C - b) ∇_θ log q_ε(ε; θ)
@@ -38,7 +38,8 @@ class GeneralisedReparameterisation:
 
     is_unbiased: ClassVar[bool] = True
     is_pathwise: ClassVar[bool] = True
-    uses_critic: ClassVar[bool] = False
+    attaches: ClassVar[bool] = True
+    corrects: ClassVar[bool] = True
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs a continuous distribution; whether a transform is known shows at the first draw."""
@@ -48,10 +49,6 @@ class GeneralisedReparameterisation:
             f"GeneralisedReparameterisation() needs a continuous distribution, not a {site.distribution}; "
             f"use {alternative(site)}"
         )
-
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
 
     def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
         """The value, with the gradient of the transform."""

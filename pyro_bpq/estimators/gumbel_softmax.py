@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.noise import gumbel, gumbel_given, uniform, uniform_given
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.substitution import event_sum
@@ -19,7 +19,7 @@ __all__ = ["Concrete", "GumbelStraightThrough"]
 
 
 @dataclass(frozen=True)
-class GumbelStraightThrough:
+class GumbelStraightThrough(Estimator):
     r"""The sampled value, with the gradient of the relaxed value that belongs to it. Biased.
 
         z + s - stop(s),    s = softmax((log p + G) / τ),   G Gumbel noise given argmax(log p + G) = z
@@ -44,7 +44,7 @@ class GumbelStraightThrough:
 
     is_unbiased: ClassVar[bool] = False
     is_pathwise: ClassVar[bool] = True
-    uses_critic: ClassVar[bool] = False
+    attaches: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_temperature("GumbelStraightThrough", self.temperature)
@@ -56,10 +56,6 @@ class GumbelStraightThrough:
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can carry a gradient."""
         return needs_float_value("GumbelStraightThrough", site)
-
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
 
     def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
         """The value, with the gradient of the relaxed value."""
@@ -83,7 +79,7 @@ class GumbelStraightThrough:
 
 
 @dataclass(frozen=True)
-class Concrete:
+class Concrete(Estimator):
     r"""The slope of the cost at a relaxed value (Concrete, Gumbel-softmax). Biased.
 
         g_X = f'(s)·∇s,    s = softmax((log p + G) / τ),   G Gumbel noise
@@ -111,9 +107,7 @@ class Concrete:
     temperature: Temperature = 0.5
 
     is_unbiased: ClassVar[bool] = False
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
         check_temperature("Concrete", self.temperature)
@@ -126,13 +120,9 @@ class Concrete:
         """Needs values that can move continuously."""
         return needs_float_value("Concrete", site)
 
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The slope at the relaxed value times that value."""
-        assert context.log_probs is not None and context.program is not None
+        assert context.log_probs is not None
         program, log_probs = context.program, context.log_probs
         is_binary = program.value.numel() < log_probs.numel()
         if is_binary:

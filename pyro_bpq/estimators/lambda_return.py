@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.all_action import AllAction
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics
 from pyro_bpq.estimators.baselines import RunningBaseline, leave_one_out
 
 __all__ = ["LambdaReturn"]
 
 
 @dataclass(frozen=True)
-class LambdaReturn:
+class LambdaReturn(Estimator):
     r"""**Biased**: the lambda-return of the critics in place of the cost-to-go.
 
         g_X = (I_X(x) + G_X - b - Q-terms of AllAction) ∇ log q(x) + all-action term
@@ -38,20 +38,20 @@ class LambdaReturn:
     lam: float = 0.9
 
     is_unbiased: ClassVar[bool] = False
-    is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.lam <= 1.0:
             raise OptionError(f"LambdaReturn(lam={self.lam!r}): write a number in [0, 1].")
 
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Serves every site."""
-        return None
-
     def statistics(self, num_particles: int) -> Statistics:
         """Those of :class:`AllAction` and of a running baseline."""
         return {**AllAction().statistics(num_particles), **RunningBaseline().statistics()}
+
+    @property
+    def return_weight(self) -> float:
+        """As chosen."""
+        return self.lam
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """As :class:`AllAction` or the score function, on the cost-to-go that it is given."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, update_mean
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, update_mean
 from pyro_bpq.estimators.reparameterise import base_distribution, parameter_names, reparameterise
 from pyro_bpq.estimators.requirements import alternative, is_infinite
 from pyro_bpq.estimators.variates import NetworkVariate, centre, update_means
@@ -18,7 +18,7 @@ __all__ = ["LAX"]
 
 
 @dataclass(frozen=True)
-class LAX:
+class LAX(Estimator):
     r"""Score function with a trained control variate whose own gradient is pathwise. Unbiased.
 
         g = (C - c_φ(x) - b) ∇log q(x) + ∂c_φ/∂x ∇x
@@ -44,9 +44,7 @@ class LAX:
     variate: NetworkVariate = NetworkVariate()
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
         if not isinstance(self.variate, NetworkVariate):
@@ -60,10 +58,6 @@ class LAX:
         other = f"RELAX() or {alternative(site)}" if site.components is not None else alternative(site)
         return f"LAX() needs a continuous distribution, not a {site.distribution}; use {other}"
 
-    def statistics(self, num_particles: int) -> Statistics:
-        """None but those of :meth:`sized_statistics`."""
-        return {}
-
     def sized_statistics(self, width: int) -> Statistics:
         """The network's weights and the moments of its inputs."""
         moments = {"input_mean": torch.zeros(width), "input_square": torch.ones(width)}
@@ -71,7 +65,7 @@ class LAX:
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The gradient with respect to the distribution's parameters, attached to them; a step of the network."""
-        assert context.program is not None and context.count is not None
+        assert context.count is not None
         value = context.program.value
         event_ndim = value.dim() - context.cost.dim()
         groups, mean = _groups(context, event_ndim)
@@ -103,7 +97,6 @@ class LAX:
 
 def _groups(context: SiteContext, event_ndim: int) -> tuple[list[tuple[Tensor, Any, dict[str, Tensor]]], Tensor]:
     """Sites by kind of distribution: rows, kind and parameters by name; and the means, flat, of all."""
-    assert context.program is not None
     found: list[Any] = []
 
     def mean_of(fn: Any) -> Tensor:

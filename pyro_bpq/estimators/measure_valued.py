@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteProgram, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteProgram, SiteTerm
 from pyro_bpq.estimators.noise import exponential
 from pyro_bpq.estimators.requirements import alternative
 from pyro_bpq.estimators.substitution import cost_per_row
@@ -20,7 +20,7 @@ _NORMAL, _POISSON, _EXPONENTIAL = "Normal", "Poisson", "Exponential"
 
 
 @dataclass(frozen=True)
-class MeasureValued:
+class MeasureValued(Estimator):
     r"""Writes the derivative of a density as a difference of two densities.
 
         ∇_θ q(x; θ) = c_θ (q⁺(x) - q⁻(x)),    g = Σ_d c_d (f(x with x_d ~ q⁺) - f(x with x_d ~ q⁻)) ∇θ_d
@@ -47,9 +47,7 @@ class MeasureValued:
     """
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs a distribution of the table."""
@@ -60,19 +58,14 @@ class MeasureValued:
             f"not {site.distribution}; use {alternative(site)}"
         )
 
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The differences of the costs times the parameters."""
-        assert context.program is not None
         return SiteTerm(_finite(context) if context.log_probs is not None else _parametric(context))
 
 
 def _finite(context: SiteContext) -> Tensor:
     """``Σ_d Σ_k q_d(k) f(x with x_d = k) log q_d(k)``, with gradient through the last factor."""
-    assert context.log_probs is not None and context.index is not None and context.program is not None
+    assert context.log_probs is not None and context.index is not None
     program, index, ndim = context.program, context.index, context.cost.dim()
     size, cardinality = context.log_probs.shape[-2:]
     with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.baselines import Baseline
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.substitution import event_sum, mean_value
@@ -19,7 +19,7 @@ __all__ = ["MuProp"]
 
 
 @dataclass(frozen=True)
-class MuProp:
+class MuProp(Estimator):
     r"""Score function of what a first-order expansion at the mean leaves, plus the gradient of the expansion.
 
         g_X = (f(x) - f(μ) - f'(μ)·(x - μ) - b) ∇ log q(x) + f'(μ)·∇μ
@@ -44,9 +44,7 @@ class MuProp:
     baseline: Baseline | None = None
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
         given = self.baseline
@@ -64,7 +62,6 @@ class MuProp:
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The residual times ``log q``, and the slope times the mean."""
-        assert context.program is not None
         mean, ndim = mean_value(context), context.cost.dim()
         statistics: Mapping[str, Tensor] = {}
         with torch.no_grad():

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.requirements import alternative
 
 __all__ = ["Pathwise"]
 
 
 @dataclass(frozen=True)
-class Pathwise:
+class Pathwise(Estimator):
     r"""Reparameterisation: the gradient flows through the value ``z(ε; θ)`` itself.
 
         g_X = ∂C/∂z ∂z/∂θ
@@ -26,17 +26,12 @@ class Pathwise:
 
     is_unbiased: ClassVar[bool] = True
     is_pathwise: ClassVar[bool] = True
-    uses_critic: ClassVar[bool] = False
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs a reparameterised distribution."""
         if site.has_rsample:
             return None
         return f"Pathwise() needs a distribution with rsample, which {site.distribution} lacks; use {alternative(site)}"
-
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Nothing to add."""

@@ -8,14 +8,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics
 from pyro_bpq.estimators.baselines import RunningBaseline
 
 __all__ = ["PyroBaseline"]
 
 
 @dataclass(frozen=True)
-class PyroBaseline:
+class PyroBaseline(Estimator):
     r"""Score function with a baseline ``b`` from a network or a tensor of the user.
 
         g_X = (C_X - b - r) ∇ log q(x),    loss of the baseline: (C_X - b - r)²
@@ -30,16 +30,11 @@ class PyroBaseline:
     decay: float | None = None
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
+    needs = frozenset({"baseline", "table"})
 
     def __post_init__(self) -> None:
         if self.decay is not None:
             RunningBaseline(self.decay)
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Serves every site."""
-        return None
 
     def statistics(self, num_particles: int) -> Statistics:
         """The running mean, if any."""
@@ -47,7 +42,6 @@ class PyroBaseline:
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred cost-to-go times ``log q``, and the loss of the baseline."""
-        assert context.baseline is not None
         cost = context.cost
         statistics: Mapping[str, Tensor] = {}
         if self.decay is not None:

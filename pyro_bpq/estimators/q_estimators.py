@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.optimal_scale import (
     OptimalScale,
@@ -31,7 +31,7 @@ __all__ = ["CriticBaseline", "QAdvantage", "QAllAction", "QControlVariate", "QRe
 
 
 @dataclass(frozen=True)
-class CriticBaseline:
+class CriticBaseline(Estimator):
     r"""Score function with a data-dependent baseline: what the critic expects before the value is known. Unbiased.
 
         g = (C - a E_q[Q] - b) ∇log q(x)
@@ -55,7 +55,6 @@ class CriticBaseline:
     decay: float = 0.98
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -85,7 +84,7 @@ class CriticBaseline:
 
 
 @dataclass(frozen=True)
-class QControlVariate:
+class QControlVariate(Estimator):
     r"""The learned Q as control variate, corrected at fresh samples. Unbiased.
 
         g = (C - a Q(x) - b) ∇log q(x) + a/n Σ_i (Q(x_i) - E_q[Q]) ∇log q(x_i),   x_i ~ q
@@ -110,9 +109,8 @@ class QControlVariate:
     decay: float = 0.98
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
         _check("QControlVariate", self.scale, self.decay)
@@ -129,7 +127,7 @@ class QControlVariate:
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights the log-probabilities of the sample and of the fresh ones."""
-        assert context.log_probs is not None and context.program is not None
+        assert context.log_probs is not None
         with torch.no_grad():
             table, mean, own = _critic(context)
             probs, score = context.log_probs.exp(), _score(context)
@@ -151,20 +149,15 @@ class QControlVariate:
 
 
 @dataclass(frozen=True)
-class _LocalCost:
+class _LocalCost(Estimator):
     """What the estimators that put Q in the place of the costs have in common. Biased but for an exact critic."""
 
     is_unbiased: ClassVar[bool] = False
-    is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components, which critics are for."""
         return _needs_components(type(self).__name__, site)
-
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
 
 
 @dataclass(frozen=True)
@@ -237,8 +230,7 @@ class QRelaxation(_LocalCost):
     """
 
     temperature: float | Annealed = 0.5
-
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
         relaxation.check_temperature("QRelaxation", self.temperature)
@@ -249,7 +241,7 @@ class QRelaxation(_LocalCost):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Q at the relaxed value, with its gradient."""
-        assert context.log_probs is not None and context.index is not None and context.program is not None
+        assert context.log_probs is not None and context.index is not None
         table = _local(context)
         params = relaxation.parameters(context.log_probs)
         pair = relaxation.draw_pair(params, context.index, context.program.generator)

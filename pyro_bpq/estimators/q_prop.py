@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
 from pyro_bpq.estimators.requirements import alternative
 from pyro_bpq.estimators.scales import ScaledTerms, initial_statistics
 
@@ -16,7 +16,7 @@ __all__ = ["QProp"]
 
 
 @dataclass(frozen=True)
-class QProp:
+class QProp(Estimator):
     r"""Score function with a critic that is a quadratic in the value, so that its expectation is known.
 
         g_X = R_X ∇ log q(x) + a_2 ∇E_q[Q_X]
@@ -50,7 +50,6 @@ class QProp:
     trace: float = 1.0
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -59,6 +58,11 @@ class QProp:
             raise OptionError(f"QProp(max_scale={self.max_scale!r}): write a positive number.")
         if not 0.0 <= self.trace <= 1.0:
             raise OptionError(f"QProp(trace={self.trace!r}): write a number in [0, 1].")
+
+    @property
+    def trace_decay(self) -> float:
+        """As chosen."""
+        return self.trace
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Serves sites without finite components."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import relaxation
 from pyro_bpq.estimators.base import (
+    Estimator,
     SiteContext,
     SiteInfo,
     SiteProgram,
@@ -67,7 +68,7 @@ class LearnedTemperature:
 
 
 @dataclass(frozen=True)
-class REBAR:
+class REBAR(Estimator):
     r"""Score function whose control variate is the cost itself at a relaxed value. Unbiased.
 
         g = (C - a C(z̃) - b) ∇log q(x) + a ∇C(z) - a ∇C(z̃)
@@ -100,9 +101,7 @@ class REBAR:
     decay: float = 0.98
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
         check_scale("REBAR", self.scale)
@@ -122,7 +121,7 @@ class REBAR:
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The gradient with respect to the parameters, attached to them."""
-        assert context.log_probs is not None and context.index is not None and context.program is not None
+        assert context.log_probs is not None and context.index is not None
         params, index, program = relaxation.parameters(context.log_probs), context.index, context.program
         free = params.detach()
         temperature = self._temperature(context)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.temperature import Temperature, check_temperature, temperature_at
 from pyro_bpq.rollout.features import finite_components
@@ -17,7 +17,7 @@ __all__ = ["ReinMax"]
 
 
 @dataclass(frozen=True)
-class ReinMax:
+class ReinMax(Estimator):
     r"""The sampled value, with a gradient that is exact for quadratic costs of one component. Biased.
 
         z + s - stop(s),   s = 2 π_1 - ½ π_0,
@@ -42,7 +42,7 @@ class ReinMax:
 
     is_unbiased: ClassVar[bool] = False
     is_pathwise: ClassVar[bool] = True
-    uses_critic: ClassVar[bool] = False
+    attaches: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_temperature("ReinMax", self.temperature)
@@ -54,10 +54,6 @@ class ReinMax:
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can carry a gradient."""
         return needs_float_value("ReinMax", site)
-
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
 
     def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
         """The value, with the gradient of ``s``."""

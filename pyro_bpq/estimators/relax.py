@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
 from pyro_bpq.estimators.optimal_scale import (
     OptimalScale,
     Scale,
@@ -28,7 +28,7 @@ __all__ = ["RELAX", "RELAXQ"]
 
 
 @dataclass(frozen=True)
-class RELAX:
+class RELAX(Estimator):
     r"""Score function with a trained control variate of a relaxed value. Unbiased, for any finite components.
 
         g = (C - c(z̃) - b) ∇log q(x) + ∇c(z) - ∇c(z̃),   c(z) = c_φ(softmax(z/τ)) + η C(softmax(z/τ))
@@ -55,9 +55,7 @@ class RELAX:
     uses_cost: bool = False
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
         if not isinstance(self.variate, NetworkVariate):
@@ -72,17 +70,13 @@ class RELAX:
             return unsupported_relaxation("RELAX(uses_cost=True)", site)
         return _needs_components("RELAX", site)
 
-    def statistics(self, num_particles: int) -> Statistics:
-        """None but those of :meth:`sized_statistics`."""
-        return {}
-
     def sized_statistics(self, width: int) -> Statistics:
         """The network's weights; behind them ``log τ``, relative to the first, and ``η``."""
         return self.variate.statistics(2 * width, (0.0, 0.0))
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The gradient with respect to the parameters, attached to them; and a step of the network."""
-        assert context.log_probs is not None and context.index is not None and context.program is not None
+        assert context.log_probs is not None and context.index is not None
         params, index, program = relaxation.parameters(context.log_probs), context.index, context.program
         variate = self.variate
         with torch.enable_grad():
@@ -125,7 +119,7 @@ def _features(z: Tensor, params: Tensor, temperature: Tensor, index: Tensor) -> 
 
 
 @dataclass(frozen=True)
-class RELAXQ:
+class RELAXQ(Estimator):
     r"""RELAX with the critic, linear in the relaxed value, as the free-form control variate. Unbiased.
 
         g = (C - a c(z̃) - b) ∇log q(x) + a ∇c(z) - a ∇c(z̃),   c(z) = V + Σ_d Σ_k softmax(z/τ)[d,k] Q[d,k]
@@ -150,9 +144,8 @@ class RELAXQ:
     decay: float = 0.98
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
         check_scale("RELAXQ", self.scale)
@@ -169,7 +162,7 @@ class RELAXQ:
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The gradient with respect to the parameters, attached to them."""
-        assert context.log_probs is not None and context.index is not None and context.program is not None
+        assert context.log_probs is not None and context.index is not None
         params, index = relaxation.parameters(context.log_probs), context.index
         zero = torch.zeros_like(context.log_probs, requires_grad=False)
         # What reads the sampled value, as the costs of one component at the values of the others do, is left out.

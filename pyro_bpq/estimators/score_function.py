@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.baselines import Baseline, ConstantBaseline
 
 __all__ = ["ScoreFunction"]
 
 
 @dataclass(frozen=True)
-class ScoreFunction:
+class ScoreFunction(Estimator):
     r"""Score function (REINFORCE, likelihood ratio), for any site.
 
         g_X = (C_X - b) ∇ log q(x)
@@ -35,9 +35,8 @@ class ScoreFunction:
     baseline: Baseline | None = None
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_table: ClassVar[bool] = False
+    takes_baseline: ClassVar[bool] = True
+    needs = frozenset[str]()
 
     def __post_init__(self) -> None:
         given = self.baseline
@@ -48,6 +47,11 @@ class ScoreFunction:
     def by_component(self) -> bool:
         """Whether the baseline is the same for a component as for the site: one that the user knows is not."""
         return not isinstance(self.baseline, ConstantBaseline)
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether it was given one."""
+        return self.baseline is not None
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Serves every site that its baseline serves."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pyro_bpq.estimators.base import (
+    Estimator,
     SiteContext,
-    SiteInfo,
     SiteTerm,
     Statistics,
     check_decay,
@@ -19,7 +19,7 @@ __all__ = ["SecondRun"]
 
 
 @dataclass(frozen=True)
-class SecondRun:
+class SecondRun(Estimator):
     r"""Score function whose baseline is the cost-to-go of an independent run on the same data; for any site.
 
         g_X = (C_X - b - a (C'_X - b)) ∇ log q(x),    a = Cov(C_X, C'_X) / Var(C_X) in [0, 1]
@@ -42,18 +42,11 @@ class SecondRun:
     decay: float = 0.99
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
-    needs_table: ClassVar[bool] = False
-    by_component: ClassVar[bool] = True
+    needs = frozenset({"program"})
+    by_component = True
 
     def __post_init__(self) -> None:
         check_decay("SecondRun", self.decay)
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Serves every site."""
-        return None
 
     def statistics(self, num_particles: int) -> Statistics:
         """Mean, and the second moments of a pair of runs."""
@@ -61,7 +54,7 @@ class SecondRun:
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred cost-to-go times ``log q``."""
-        assert context.program is not None and context.count is not None
+        assert context.count is not None
         cost, second = context.cost, context.program.independent()
         shape = (-1, *(1,) * (cost.dim() - 1))
         old, count = context.statistics, context.count

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.requirements import needs_float_value
 
 __all__ = ["StraightThrough"]
 
 
 @dataclass(frozen=True)
-class StraightThrough:
+class StraightThrough(Estimator):
     r"""The sampled value, whose gradient is that of its mean. Biased; a reference.
 
         z = b + p - stop(p)
@@ -30,15 +30,11 @@ class StraightThrough:
 
     is_unbiased: ClassVar[bool] = False
     is_pathwise: ClassVar[bool] = True
-    uses_critic: ClassVar[bool] = False
+    attaches: ClassVar[bool] = True
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can carry a gradient."""
         return needs_float_value("StraightThrough", site)
-
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
 
     def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
         """The value, with the gradient of the distribution's mean."""

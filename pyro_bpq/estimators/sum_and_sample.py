@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.noise import gumbel
 from pyro_bpq.estimators.requirements import needs_single
 from pyro_bpq.estimators.substitution import cost_per_row
@@ -17,7 +17,7 @@ __all__ = ["SumAndSample"]
 
 
 @dataclass(frozen=True)
-class SumAndSample:
+class SumAndSample(Estimator):
     r"""The ``k`` heaviest values exactly, the rest by a sample; for a site of one finite component.
 
         g_X = Σ_{z ∈ C} ∇q(z) (f(z) - b) + (1 - q(C)) (f(v) - b) ∇ log q(v),    v ~ q(· | not C)
@@ -40,9 +40,7 @@ class SumAndSample:
     heaviest: int = 4
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
         if self.heaviest < 1:
@@ -52,13 +50,9 @@ class SumAndSample:
         """Needs a single finite component."""
         return needs_single("SumAndSample", site)
 
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights the log-probabilities of the heaviest values and of the sample."""
-        assert context.log_probs is not None and context.index is not None and context.program is not None
+        assert context.log_probs is not None and context.index is not None
         program, ndim = context.program, context.cost.dim()
         log_probs = context.log_probs.squeeze(-2)
         with torch.no_grad():

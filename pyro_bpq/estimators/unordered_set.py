@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.noise import gumbel
 from pyro_bpq.estimators.requirements import needs_single
 from pyro_bpq.estimators.substitution import cost_per_row
@@ -21,7 +21,7 @@ _MAX_SAMPLES = 6
 
 
 @dataclass(frozen=True)
-class UnorderedSet:
+class UnorderedSet(Estimator):
     r"""Averages over the order in which a set of distinct values was drawn; for a site of one finite component.
 
         g_X = Σ_{s ∈ S} P(b_1 = s | S) (f(s) - B_s) ∇ log q(s),
@@ -45,9 +45,7 @@ class UnorderedSet:
     samples: int = 4
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
-    needs_program: ClassVar[bool] = True
+    needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
         if not 2 <= self.samples <= _MAX_SAMPLES:
@@ -57,13 +55,9 @@ class UnorderedSet:
         """Needs a single finite component."""
         return needs_single("UnorderedSet", site)
 
-    def statistics(self, num_particles: int) -> Statistics:
-        """None."""
-        return {}
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights the log-probabilities of the set."""
-        assert context.log_probs is not None and context.index is not None and context.program is not None
+        assert context.log_probs is not None and context.index is not None
         program, ndim = context.program, context.cost.dim()
         log_probs = context.log_probs.squeeze(-2)
         with torch.no_grad():

@@ -69,12 +69,14 @@ class CostNode:
         parents: Names of the stochastic nodes that the cost reads directly.
         plates: Its plates, sorted.
         site: The site it belongs to, if any: ``log q`` of a guide site, ``-log p`` of a model site.
+        is_of_guide: Whether it is a log-probability of the guide.
     """
 
     name: str
     parents: Sequence[str] = ()
     plates: tuple[Plate, ...] = ()
     site: str | None = None
+    is_of_guide: bool = False
 
 
 @dataclass(frozen=True)

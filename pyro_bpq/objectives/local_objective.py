@@ -26,7 +26,6 @@ from torch.distributions import Distribution, kl_divergence
 
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators.base import needs_program
 from pyro_bpq.objectives.staged import Staged
 from pyro_bpq.reruns.redraw import Hold, traced_leaves
 from pyro_bpq.rollout.runs import Run, SiteRecord
@@ -157,7 +156,7 @@ def _check(items: Sequence[Staged]) -> None:
         for c in staged.signals.active:
             spec, names = staged.signals.layout.classes[c].spec, staged.signals.layout.classes[c].names
             has_critic = spec.has_moments and spec.critic is not None and spec.estimator.uses_critic
-            if has_critic or (spec.components is None and needs_program(spec.estimator)):
+            if has_critic or (spec.components is None and "program" in spec.estimator.needs):
                 raise UnsupportedSiteError(
                     f"Sites {', '.join(map(repr, names))}: part of the gradient of {spec.estimator} comes through "
                     "parameters of the distribution and not through its probabilities; write ScoreFunction() there, or "

@@ -19,6 +19,7 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, Pathwise, QProp, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.estimators.for_bounds import unsupported_in_bound
 from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode
 from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph, StochasticNode
 from pyro_bpq.plan.planner import Planner
@@ -133,22 +134,7 @@ class BoundPlanner(Planner):
         has_critic = options.critic is not False and (options.critic or self.critic) is not None
         chosen = options.estimator or self._default(site, options, has_critic)
         reason = chosen.unsupported(replace(site, num_particles=self.num_bounds))
-        if reason is None and not isinstance(chosen, (Pathwise, ScoreFunction, AllAction, QProp)):
-            reason = (
-                f"{chosen} is for one-sample objectives; write ScoreFunction() or Pathwise(), with critics AllAction() "
-                "or QProp(), or leave it out"
-            )
-        if reason is None and isinstance(chosen, (AllAction, QProp)) and not has_critic:
-            reason = (
-                f"without a critic {chosen} is for one-sample objectives; write "
-                "TraceBackpropQ_IWAE(critic=MLPCritic()), or ScoreFunction()"
-            )
-        if reason is None and isinstance(chosen, AllAction) and chosen.exact is True:
-            reason = "no costs are known that one more run of the model could tell; write AllAction()"
-        if reason is None and isinstance(chosen, AllAction) and chosen.second_run:
-            reason = "the samples of a bound are no runs to compare with another one; write AllAction()"
-        if reason is None and isinstance(chosen, ScoreFunction) and options.critic:
-            reason = "ScoreFunction() reads no critic; leave out the estimator or the critic"
+        reason = reason or unsupported_in_bound(chosen, has_critic, bool(options.critic))
         if reason is None and options.baseline is not None:
             reason = "TraceBackpropQ_IWAE has none of Pyro's baselines; leave them out"
         if reason is not None:

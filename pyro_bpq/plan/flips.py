@@ -70,9 +70,7 @@ def immediate_model_costs(graph: StochasticComputationGraph) -> dict[str, tuple[
         found[name] = tuple(
             cost
             for cost in costs
-            if cost not in own
-            and not cost.startswith(("log q(", "E[log q("))
-            and plates <= set(graph.cost(cost).plates)
+            if cost not in own and not graph.cost(cost).is_of_guide and plates <= set(graph.cost(cost).plates)
         )
     return found
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from pyro_bpq.batching.layout import Layout, SiteSpec
+from pyro_bpq.batching.layout import Known, Layout, SiteSpec
 from pyro_bpq.critics.joint import JointCritic
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators import AllAction, DebiasedStraightThrough, Estimator, Pathwise, ScoreFunction, SecondRun
-from pyro_bpq.estimators.base import SiteInfo, needs_crossed, needs_program, needs_slope, tells_components
+from pyro_bpq.estimators import AllAction, Estimator, Pathwise, SecondRun
+from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.crossings import Crossings, crossings
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
 from pyro_bpq.graph.scg import StochasticComputationGraph
@@ -78,13 +78,13 @@ class Plan:
     @cached_property
     def needs_program(self) -> bool:
         """Whether an estimator compares the costs of other values."""
-        return any(needs_program(cls.spec.estimator) for cls in self.layout.classes)
+        return any("program" in cls.spec.estimator.needs for cls in self.layout.classes)
 
     @cached_property
     def sloped(self) -> tuple[str, ...]:
         """Sites whose estimator is poor where costs have no gradient to their values."""
         kinds = {name: cls.spec.estimator for cls in self.layout.classes for name in cls.names}
-        return tuple(name for name, kind in kinds.items() if isinstance(kind, DebiasedStraightThrough))
+        return tuple(name for name, kind in kinds.items() if kind.relies_on_slopes)
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class Planner:
             chosen = Pathwise() if site.has_rsample else self.estimator
         if chosen is None:
             chosen = default_estimator(site, self.max_support)
-        if options.baseline is not None and isinstance(chosen, ScoreFunction):
-            if options.estimator is None or chosen.baseline is None:
+        if options.baseline is not None and chosen.takes_baseline:
+            if options.estimator is None or not chosen.has_baseline:
                 return options.baseline.estimator()
         reason = chosen.unsupported(site)
         if reason is not None:
@@ -161,7 +161,7 @@ class Planner:
         options = infer.get("bpq")
         # What is no dictionary is refused with the site's other options.
         chosen = (options.get("estimator") if isinstance(options, Mapping) else None) or self.estimator
-        return chosen if hasattr(chosen, "attach") else None
+        return chosen if isinstance(chosen, Estimator) and chosen.attaches else None
 
     def plan(
         self,
@@ -221,9 +221,13 @@ class Planner:
         for name in traced.run.sites:
             kinds = self._tabled_kinds(traced, name, graph, estimators[name], immediate[name])
             if name in components:
-                kinds |= {"model"}
+                kinds |= {Known.MODEL}
             evaluated = flips.costs.get(name, ()) if flips is not None else ()
-            costs = {"q": (cost_of_guide(name),), "p": (cost_of_model(name),), "model": evaluated}
+            costs = {
+                Known.LOG_Q: (cost_of_guide(name),),
+                Known.LOG_P: (cost_of_model(name),),
+                Known.MODEL: evaluated,
+            }
             tabled[name] = tuple(cost for kind in sorted(kinds) for cost in costs[kind])
             critic = self._critic(traced, name, estimators[name])
             info = traced.infos[name]
@@ -264,7 +268,9 @@ class Planner:
         has_own = has_slopes and not (
             is_dynamic or traced.user_costs or traced.untraced or traced.elimination is not None
         )
-        led_back = {n for n, kind in estimators.items() if has_own and needs_slope(kind) and not graph.descendants(n)}
+        led_back = {
+            n for n, kind in estimators.items() if has_own and "slope" in kind.needs and not graph.descendants(n)
+        }
         return Plan(graph, layout, flips, components, used, by_row, frozenset(led_back), handed)
 
     def _crossings(
@@ -274,7 +280,7 @@ class Planner:
         estimators: Mapping[str, Estimator],
         handed: frozenset[str],
     ) -> Crossings | None:
-        is_wanted = any(needs_crossed(estimator) for estimator in estimators.values())
+        is_wanted = any("crossed" in estimator.needs for estimator in estimators.values())
         return crossings(graph, crossable(traced, graph, handed)) if is_wanted else None
 
     def _estimator(self, traced: TracedRun, name: str) -> Estimator:
@@ -310,16 +316,16 @@ class Planner:
         graph: StochasticComputationGraph,
         estimator: Estimator,
         immediate: tuple[str, ...],
-    ) -> set[str]:
+    ) -> set[Known]:
         """The site's own costs that follow from its distributions alone."""
         components = traced.infos[name].components
         if components is None or not estimator.uses_critic:
             return set()
-        kinds = set() if name in traced.untraced or traced.only_costs else {"q"}
+        kinds = set() if name in traced.untraced or traced.only_costs else {Known.LOG_Q}
         prior, cost = traced.run.sites[name].prior, cost_of_model(name)
         if prior is not None and cost in immediate and graph.cost(cost).plates == graph.node(name).plates:
             if finite_components(prior) == components and prior.batch_shape == traced.run.sites[name].fn.batch_shape:
-                kinds.add("p")
+                kinds.add(Known.LOG_P)
         return kinds
 
     def _flips(
@@ -345,7 +351,7 @@ class Planner:
         components, wanted = {}, None
         finite = 0
         for name, info in traced.infos.items():
-            exact = getattr(estimators[name], "exact", False)
+            exact = estimators[name].exact_costs
             if info.components is None or exact is False:
                 continue
             finite += 1
@@ -365,7 +371,7 @@ class Planner:
             return None, {}
         flips = flip_plan(graph, components, costs)
         names = {cost for chosen in flips.costs.values() for cost in chosen}
-        elements = flips.rows * sum(traced.run.costs[cost].numel() * _events(traced, cost) for cost in names)
+        elements = flips.rows * sum(traced.run.costs[cost].numel() * _events(traced, graph, cost) for cost in names)
         if elements > self.max_elements and wanted is None:
             return None, {}
         return flips, components
@@ -379,12 +385,12 @@ class Planner:
         evaluated: tuple[str, ...],
     ) -> bool:
         """Whether after an extra run nothing of a site's cost-to-go is unknown at its other values."""
-        own = {"q": cost_of_guide(name), "p": cost_of_model(name)}
+        own = {Known.LOG_Q: cost_of_guide(name), Known.LOG_P: cost_of_model(name)}
         kinds = self._tabled_kinds(traced, name, graph, AllAction(), immediate)
         return {*evaluated, *(own[kind] for kind in kinds)}.issuperset(graph.downstream_costs(name))
 
     def _spec(
-        self, traced: TracedRun, name: str, estimator: Estimator, critic: Critic | None, kinds: frozenset[str]
+        self, traced: TracedRun, name: str, estimator: Estimator, critic: Critic | None, kinds: frozenset[Known]
     ) -> SiteSpec:
         info, options, record = traced.infos[name], traced.options[name], traced.run.sites[name]
         plates = traced.plates[name]
@@ -411,7 +417,7 @@ def _charged(
     patterns: Mapping[tuple[str, str], Pattern],
 ) -> frozenset[str]:
     """The costs that are charged to single components of a site, if there are any but its own log-probabilities."""
-    if not tells_components(estimator):
+    if not estimator.by_component:
         return frozenset()
     found = {cost for cost in graph.downstream_costs(name) if (name, cost) in patterns and cost not in evaluated}
     return frozenset(found) if found - {cost_of_guide(name), cost_of_model(name)} else frozenset()
@@ -428,12 +434,11 @@ def _is_repeatable(traced: TracedRun, cost: str) -> bool:
     return options is None or (options.exact and _is_rerun(traced, options))
 
 
-def _events(traced: TracedRun, cost: str) -> int:
+def _events(traced: TracedRun, graph: StochasticComputationGraph, cost: str) -> int:
     """Number of elements of the sites that a cost belongs to, per element of the cost."""
     if cost in traced.user_costs:
         return 1
     if traced.elimination is not None:
         return int(traced.elimination.num_elements(cost)) // max(traced.run.costs[cost].numel(), 1) + 1
-    name = cost[len("-log p(") : -1]
-    event: int = traced.model_trace.nodes[name]["fn"].event_shape.numel()
+    event: int = traced.model_trace.nodes[graph.cost(cost).site]["fn"].event_shape.numel()
     return event

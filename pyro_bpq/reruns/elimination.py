@@ -370,6 +370,7 @@ def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
         reads=None if traced.reads is None else {name: work.reads(recipe) for name, recipe in kept.items()},
         elimination=work.result(kept),
         crosses=traced.crosses or work.rows_meet(recipes),
+        of_guide=frozenset(name for name, recipe in kept.items() if recipe.is_guide),
     )
 
 

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack_costs, sum_costs
-from pyro_bpq.batching.crossed import crossed_costs
-from pyro_bpq.batching.layout import Layout
+from pyro_bpq.batching.layout import Known, Layout, Relation
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.estimators.base import SiteContext, needs_crossed, needs_program, needs_table
-from pyro_bpq.estimators.lambda_return import LambdaReturn
-from pyro_bpq.estimators.pyro_baseline import PyroBaseline
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
 from pyro_bpq.step.critic_step import CriticBatch, Learned, evaluate_critics
 from pyro_bpq.step.returns import lambda_returns
-from pyro_bpq.step.site_program import Rerun, SiteProgramRuns
+from pyro_bpq.step.signal_table import OTHER_NEEDS, SIGNALS
+from pyro_bpq.step.site_program import Rerun
 
 __all__ = ["Signals"]
 
@@ -56,7 +55,11 @@ class Signals:
     ) -> None:
         self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
         self.rerun, self.generator = rerun, generator
-        self.batches = [SiteBatch(cls, rollout, by_value or needs_table(cls.spec.estimator)) for cls in layout.classes]
+        # What signals of several classes have in common, by name of the signal.
+        self.shared: dict[str, Any] = {}
+        self.batches = [
+            SiteBatch(cls, rollout, by_value or "table" in cls.spec.estimator.needs) for cls in layout.classes
+        ]
         self.costs = stack_costs(layout, rollout)
         self.active = [c for c, cls in enumerate(layout.classes) if not cls.spec.estimator.is_pathwise]
         # A reparameterised site with a critic corrects the sites before it.
@@ -120,30 +123,30 @@ class Signals:
             log_probs=batch.log_probs if batch.by_value else None,
             index=batch.index if batch.by_value else None,
             exact=exact,
-            exact_cost=None if exact is None else _expand(sum_costs(self.layout, self.costs, "tabled", c), shape),
+            exact_cost=None
+            if exact is None
+            else _expand(sum_costs(self.layout, self.costs, Relation.TABLED, c), shape),
             learned=None if learned is None else learned.table,
             level=None if learned is None else learned.level,
             own=None if learned is None else learned.own,
             moments=batch.moments if uses and cls.spec.has_moments else None,
             correction=_expand(self._correction(c), shape) if uses and shift is None else None,
-            baseline=batch.baseline if isinstance(estimator, PyroBaseline) else None,
-            program=self._program(c) if needs_program(estimator) else None,
-            crossed=self._crossed(c, shape) if needs_crossed(estimator) else None,
+            signals=self._asked_for(c),
         )
 
-    @cached_property
-    def _changes(self) -> list[Tensor]:
-        """What other particles' costs change by beside a particle's past, by group of costs."""
-        return [crossed_costs(group, self.rollout, self.costs) for group in self.layout.crossed]
+    def _exact_cost(self, c: int) -> Tensor | None:
+        return sum_costs(self.layout, self.costs, Relation.TABLED, c)
 
-    def _crossed(self, c: int, shape: Sequence[int]) -> Tensor | None:
-        """For each site of a class the sum of these changes over the costs downstream of it."""
-        found, plates = [], self.layout.classes[c].spec.plates
-        for g, change in enumerate(self._changes if self.rollout.num_particles > 1 else ()):
-            selected = self.layout.matrix("crossed", c, g, change)
-            if selected is not None:
-                found.append(selected @ sum_to_plates(change, self.layout.crossed[g].cls.plates, plates))
-        return _expand(sum(found[1:], found[0]), shape) if found else None
+    def _asked_for(self, c: int) -> dict[str, Any]:
+        """What the estimator of a class asks for besides, by name."""
+        estimator = self.layout.classes[c].spec.estimator
+        unknown = sorted(estimator.needs - SIGNALS.keys() - OTHER_NEEDS)
+        if unknown:
+            raise OptionError(
+                f"{estimator} needs {', '.join(map(repr, unknown))}, which is no signal. Write one of "
+                f"{sorted({*SIGNALS, *OTHER_NEEDS})}, or add a row to pyro_bpq.step.signal_table."
+            )
+        return {name: SIGNALS[name](self, c) for name in sorted(estimator.needs & SIGNALS.keys())}
 
     def _component_context(self, c: int) -> SiteContext:
         """The same where each component is told its own cost-to-go: as if components were a further plate."""
@@ -160,7 +163,7 @@ class Signals:
             index=batch.index.unsqueeze(-1) if batch.by_value else None,
             exact=None if exact is None else exact.unsqueeze(-2),
             exact_cost=None if exact is None else batch.sampled(exact),
-            program=self._program(c) if needs_program(estimator) else None,
+            signals=self._asked_for(c),
         )
 
     def _exact(self, c: int) -> Tensor | None:
@@ -170,16 +173,16 @@ class Signals:
     def _own_table(self, c: int) -> Tensor | None:
         """``log q`` and ``-log p`` of the sites themselves at every value, as far as they are tabled."""
         tabled, batch = self.layout.classes[c].spec.tabled, self.batches[c]
-        if not tabled & {"q", "p"}:
+        if not tabled & {Known.LOG_Q, Known.LOG_P}:
             return None
-        table = batch.own_q if "q" in tabled else torch.zeros_like(batch.probs)
-        table = table + batch.own_p if "p" in tabled else table
+        table = batch.own_q if Known.LOG_Q in tabled else torch.zeros_like(batch.probs)
+        table = table + batch.own_p if Known.LOG_P in tabled else table
         return table.masked_fill(batch.probs == 0, 0.0)
 
     def _model_table(self, c: int) -> Tensor | None:
         """What the extra run of the model says of other values."""
         cls, batch = self.layout.classes[c], self.batches[c]
-        if "model" not in cls.spec.tabled:
+        if Known.MODEL not in cls.spec.tabled:
             return None
         table = torch.stack([self.tables[name].expand(batch.probs.shape[1:]) for name in cls.names])
         return table.masked_fill(batch.probs == 0, 0.0)
@@ -188,51 +191,41 @@ class Signals:
         """For each site the sum of the control variates of later sites, as far as these count its costs only."""
         total: Tensor | None = None
         for k, variate in self.variates.items():
-            parts = self._parts[k] if self.layout.is_split(k) else [("later", k, variate)]
+            parts = self._parts[k] if self.layout.is_split(k) else [(Relation.LATER, k, variate)]
             for kind, column, part in parts:
                 term = self._selected(c, k, kind, column, part)
                 if term is not None:
                     total = term if total is None else total + term
         return total
 
-    def _selected(self, c: int, k: int, kind: str, column: int, variate: Tensor) -> Tensor | None:
+    def _selected(self, c: int, k: int, kind: Relation, column: int, variate: Tensor) -> Tensor | None:
         """Sums for each site of a class those control variates of a later class that a matrix selects."""
         selected, plates = self.layout.matrix(kind, c, column, variate), self.layout.classes[c].spec.plates
         if selected is None:
             return None
-        trace = getattr(self.layout.classes[c].spec.estimator, "trace", 1.0)
+        trace = self.layout.classes[c].spec.estimator.trace_decay
         if trace != 1.0:
             distance = self.layout.distance(c, k, variate)
-            is_learned = kind == "later_learned"
+            is_learned = kind is Relation.LATER_LEARNED
             distance = distance[:, list(self.layout.groups[column].sites)] if is_learned else distance
             selected = selected.times(trace**distance)
         return selected @ sum_to_plates(variate, self.layout.classes[k].spec.plates, plates)
 
     @cached_property
-    def _parts(self) -> dict[int, list[tuple[str, int, Tensor]]]:
+    def _parts(self) -> dict[int, list[tuple[Relation, int, Tensor]]]:
         """``A_Y`` by class, of the tabled costs and of each Q-node on its own: kind of matrix, column, tensor."""
-        found: dict[int, list[tuple[str, int, Tensor]]] = {c: [] for c in self.valued}
+        found: dict[int, list[tuple[Relation, int, Tensor]]] = {c: [] for c in self.valued}
         for c in self.valued:
-            for kind, table in (("later_own", self._own_table(c)), ("later_model", self._model_table(c))):
+            for kind, table in ((Relation.LATER_OWN, self._own_table(c)), (Relation.LATER_MODEL, self._model_table(c))):
                 if table is not None:
                     found[c].append((kind, c, self.batches[c].centred(table)))
         for g, critic in self.critics.items():
             if critic.joint is not None:
-                found[critic.group.c].append(("later_learned", g, critic.joint.variate))
+                found[critic.group.c].append((Relation.LATER_LEARNED, g, critic.joint.variate))
             elif critic.advantage is not None:
                 value, mean = self._value_and_mean(critic)
-                found[critic.group.c].append(("later_learned", g, value.detach() - mean))
+                found[critic.group.c].append((Relation.LATER_LEARNED, g, value.detach() - mean))
         return found
-
-    def _program(self, c: int) -> SiteProgramRuns:
-        """Other values of the sites of a class, and what they cost."""
-        if self.rerun is None or self.generator is None:
-            names = ", ".join(map(repr, self.layout.classes[c].names))
-            raise UnsupportedProgramError(
-                f"Sites {names}: sampled values steer this program, so {self.layout.classes[c].spec.estimator} cannot "
-                "compare its costs at other values; use AllAction() or ScoreFunction(RunningBaseline()) there."
-            )
-        return SiteProgramRuns(self.layout, c, self.batches[c], self.rerun, self.generator)
 
     # Targets of the critics.
 
@@ -283,7 +276,8 @@ class Signals:
     def _bootstraps(self) -> dict[int, Tensor]:
         """What turns the cost-to-go of sites into a lambda-return, by class, where an estimator wants that."""
         estimators = {c: self.layout.classes[c].spec.estimator for c in self.active}
-        wanted = {c: e.lam for c, e in estimators.items() if isinstance(e, LambdaReturn)}
+        weights = {c: estimator.return_weight for c, estimator in estimators.items()}
+        wanted = {c: lam for c, lam in weights.items() if lam is not None}
         if not wanted or not self.critics:
             return {}
         values, ahead = self._values

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack_costs, sum_costs
-from pyro_bpq.batching.layout import Layout
+from pyro_bpq.batching.layout import Layout, Relation
 from pyro_bpq.batching.site_batch import SiteBatch
-from pyro_bpq.errors import BPQError, BPQWarning
+from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.rollout.runs import Rollout, Run
 
-__all__ = ["Rerun", "SiteProgramRuns", "slope_of"]
+if TYPE_CHECKING:
+    from pyro_bpq.step.signals import Signals
+
+__all__ = ["Rerun", "SiteProgramRuns", "of_class", "slope_of"]
 
 
 class Rerun(Protocol):
@@ -114,7 +117,7 @@ class SiteProgramRuns:
         """Of the same run what is not known at every value of a site, ``(G, M, plates)``, detached."""
         costs = stack_costs(self.layout, self._rollout(self.rerun.fresh()))
         total = cost_to_go(self.layout, costs, self.c, costs[0].new_zeros(len(self.names), *self.batch.batch_shape))
-        known = sum_costs(self.layout, costs, "tabled", self.c)
+        known = sum_costs(self.layout, costs, Relation.TABLED, self.c)
         return total if known is None else total - known
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,3 +187,18 @@ class SiteProgramRuns:
     def _rollout(self, runs: tuple[Run, ...]) -> Rollout:
         old = self.batch.rollout
         return Rollout(runs, old.num_particles, old.plate_sizes, old.plate_ndim, old.is_vectorized)
+
+
+def of_class(signals: Signals, c: int) -> SiteProgramRuns:
+    """Other values of the sites of a class, and what they cost.
+
+    Raises:
+        UnsupportedProgramError: If the program cannot run at other values.
+    """
+    cls = signals.layout.classes[c]
+    if signals.rerun is None or signals.generator is None:
+        raise UnsupportedProgramError(
+            f"Sites {', '.join(map(repr, cls.names))}: sampled values steer this program, so {cls.spec.estimator} "
+            "cannot compare its costs at other values; use AllAction() or ScoreFunction(RunningBaseline()) there."
+        )
+    return SiteProgramRuns(signals.layout, c, signals.batches[c], signals.rerun, signals.generator)

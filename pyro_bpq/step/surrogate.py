@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_bpq.batching.layout import SiteClass
 from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, at_step, initial_statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, initial_statistics
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.rollout.distributed import average_writes as average_over_ranks
 from pyro_bpq.rollout.moments import Standardised
@@ -95,7 +95,7 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
     number, terms = learning.num_steps, []
     for cls, context in _contexts(signals, learning.ranks if build else None):
         start = time.perf_counter()
-        term = _estimate(cls, at_step(cls.spec.estimator, number), context, bank, build, writes, info)
+        term = _estimate(cls, cls.spec.estimator.at(number), context, bank, build, writes, info)
         terms.append((context.names, term))
         if build:
             _add_time(info, context.names, start)
@@ -137,13 +137,19 @@ def _contexts(signals: Sequence[Signals], ranks: Ranks | None) -> list[tuple[Sit
 
 def _tensors(context: SiteContext) -> dict[str, Tensor]:
     pairs = ((item.name, getattr(context, item.name)) for item in fields(context))
-    return {name: value for name, value in pairs if isinstance(value, Tensor)}
+    return _only_tensors(dict(pairs))
+
+
+def _only_tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _row(context: SiteContext, i: int) -> SiteContext:
     rows: dict[str, Any] = {name: value[i : i + 1] for name, value in _tensors(context).items()}
     if context.moments is not None:
         rows["moments"] = Standardised(*(part[i : i + 1] for part in context.moments))
+    own = {name: value[i : i + 1] for name, value in _only_tensors(context.signals).items()}
+    rows["signals"] = {**context.signals, **own}
     return replace(context, names=(context.names[i],), **rows)
 
 
@@ -151,15 +157,23 @@ def _join(contexts: Sequence[SiteContext]) -> SiteContext:
     """One site of several particles; a part that some of them lack is zero there."""
     if len(contexts) == 1:
         return contexts[0]
-    tensors = [_tensors(context) for context in contexts]
-    joined: dict[str, Any] = {}
-    for name in dict.fromkeys(name for found in tensors for name in found):
-        like = next(found[name] for found in tensors if name in found)
-        joined[name] = torch.cat([found.get(name, torch.zeros_like(like)) for found in tensors], 1)
+    joined: dict[str, Any] = dict(_joined([_tensors(context) for context in contexts]))
+    joined["signals"] = {
+        **contexts[0].signals,
+        **_joined([_only_tensors(context.signals) for context in contexts]),
+    }
     if contexts[0].moments is not None:
         moments = [context.moments for context in contexts if context.moments is not None]
         joined["moments"] = Standardised(*(torch.cat(parts, 1) for parts in zip(*moments, strict=True)))
     return replace(contexts[0], num_particles=sum(context.num_particles for context in contexts), **joined)
+
+
+def _joined(tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    joined = {}
+    for name in dict.fromkeys(name for found in tensors for name in found):
+        like = next(found[name] for found in tensors if name in found)
+        joined[name] = torch.cat([found.get(name, torch.zeros_like(like)) for found in tensors], 1)
+    return joined
 
 
 def _estimate(

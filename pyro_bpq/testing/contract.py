@@ -12,7 +12,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, at_step, needs_program
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing.problems import Problem, with_statistics
 
@@ -113,20 +113,20 @@ def largest_z_score(estimator: Estimator, problem: Problem, num_rows: int = 40_0
         Largest distance in standard errors (at least 1e-10 of the gradient, where there is no noise), and the largest
         standard error, in units of the gradient's largest component.
     """
-    later = _LATER if needs_program(estimator) else 0.0
+    later = _LATER if "program" in estimator.needs else 0.0
     context, _ = problem.context((64,), seed=100)
     statistics = dict(with_statistics(estimator, context).statistics)
     for step in range(_WARM_UP):
         context, _ = problem.context((64,), seed=101 + step, later=_LATER)
         context = replace(with_statistics(estimator, context, float(step)), statistics=statistics)
-        statistics.update(at_step(estimator, step)(context).statistics)
+        statistics.update(estimator.at(step)(context).statistics)
     outcomes, probabilities = problem.outcomes(problem.particles)
-    rows = (len(outcomes), max(num_rows // len(outcomes), 2) if needs_program(estimator) else 2)
+    rows = (len(outcomes), max(num_rows // len(outcomes), 2) if "program" in estimator.needs else 2)
     index = outcomes.transpose(0, 1).reshape(1, problem.particles, rows[0], 1, problem.size)
     index = index.expand(problem.sites, -1, -1, rows[1], -1)
     context, leaf = problem.context(rows, seed=7, later=later, index=index)
     context = replace(with_statistics(estimator, context, float(_WARM_UP)), statistics=statistics)
-    (gradient,) = torch.autograd.grad(at_step(estimator, _WARM_UP)(context).surrogate.sum(), leaf)
+    (gradient,) = torch.autograd.grad(estimator.at(_WARM_UP)(context).surrogate.sum(), leaf)
     samples, exact = gradient.sum(1), problem.particles * problem.exact_gradient()
     weights = probabilities[..., None, None]
     error = (weights.square() * samples.var(2) / rows[1]).sum(1).sqrt()
@@ -167,7 +167,7 @@ def _check_pathwise(estimator: Any) -> None:
         if estimator.unsupported(SiteInfo("z", type(fn).__name__, False, split, 1)) is not None:
             continue
         drawn = fn.sample()
-        value = at_step(estimator, 0).attach(fn, drawn, torch.Generator().manual_seed(0))
+        value = estimator.at(0).attach(fn, drawn, torch.Generator().manual_seed(0))
         assert torch.equal(value.detach(), drawn), f"{estimator!r} changes the drawn value."
         (gradient,) = torch.autograd.grad(
             (value * torch.linspace(0.5, 2.0, drawn.numel()).reshape(drawn.shape)).sum(), leaf
@@ -186,7 +186,7 @@ def _check_calls(estimator: Estimator, problem: Problem) -> None:
         for rows in ((), (5,), (2, 3)):
             context, leaf = problem.context(rows, dtype=dtype)
             context = with_statistics(estimator, context)
-            term = at_step(estimator, 0)(context)
+            term = estimator.at(0)(context)
             (gradient,) = torch.autograd.grad(term.surrogate.sum(), leaf)
             where = f"{estimator!r} with {problem}, rows {rows}, {dtype}"
             assert gradient.dtype == dtype and bool(gradient.isfinite().all()), f"{where}: gradient {gradient}"
@@ -212,7 +212,7 @@ def _check_sites_apart(estimator: Estimator, problem: Problem) -> None:
         index, cost = (torch.stack([a[0], b[1]]) for a, b in zip(_sample(context), _sample(other), strict=True))
         context, leaf = problem.context((6,), index=index)
         context = with_statistics(estimator, replace(context, cost=cost))
-        (gradient,) = torch.autograd.grad(at_step(estimator, 0)(context).surrogate.sum(), leaf)
+        (gradient,) = torch.autograd.grad(estimator.at(0)(context).surrogate.sum(), leaf)
         gradients.append(gradient)
     first, second = gradients
     same = torch.allclose(first[0], second[0], rtol=1e-9, atol=1e-12)

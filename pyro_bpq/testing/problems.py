@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, initial_statistics, needs_program
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, initial_statistics
 from pyro_bpq.rollout.features import Components
 
 __all__ = ["FakeProgram", "Problem", "with_statistics"]
@@ -211,7 +211,7 @@ class Problem:
             learned=nonsense(self.size, self.cardinality),
             level=nonsense(),
             correction=nonsense(),
-            program=program,
+            signals={"program": program},
         )
         return made, leaf
 
@@ -254,8 +254,8 @@ def with_statistics(estimator: Estimator, context: SiteContext, count: float = 3
     rows = len(context.names)
     statistics = {name: torch.stack([torch.as_tensor(value).to(like)] * rows) for name, value in initial.items()}
     counts = like.new_full((len(context.names),), count)
-    program = context.program if needs_program(estimator) else None
-    return replace(context, statistics=statistics, count=counts, program=program)
+    signals = {name: value for name, value in context.signals.items() if name in estimator.needs}
+    return replace(context, statistics=statistics, count=counts, signals=signals)
 
 
 def _irregular(count: int, start: float) -> Tensor:

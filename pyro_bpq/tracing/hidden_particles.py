@@ -77,8 +77,9 @@ class HiddenFactories(TorchFunctionMode):
         if func not in _FACTORIES or not isinstance(result, Tensor) or _is_wrapped(result):
             return result
         every = result.unsqueeze(0).repeat(self.number, *(1,) * result.dim())
-        functorch = torch._C._functorch
-        return functorch._add_batch_dim(every, 0, functorch.maybe_current_level())
+        level = torch._C._functorch.maybe_current_level()
+        assert level is not None
+        return torch._C._functorch._add_batch_dim(every, 0, level)
 
 
 _FACTORIES = frozenset(

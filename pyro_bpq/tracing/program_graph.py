@@ -19,17 +19,16 @@ def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
     """
     names, bits, earlier = tuple(traced.run.sites), dict[str, int](), 0
     position = {name: i for i, name in enumerate(names)}
-    for cost in traced.run.costs:
-        name = _guide_site(cost, traced)
-        if name is not None:
+    for (name, *_), cost in zip(traced.key, traced.run.costs, strict=True):
+        if _is_of_draw(cost, name, traced):
             earlier |= 1 << position[name]
         bits[cost] = earlier
     return build_graph(traced, Reads(names, bits))
 
 
-def _guide_site(cost: str, traced: TracedRun) -> str | None:
-    name = cost[len("log q(") : -1]
-    return name if cost.startswith("log q(") and name in traced.run.sites else None
+def _is_of_draw(cost: str, site: str, traced: TracedRun) -> bool:
+    """Whether a cost is the log-probability by which a latent site was drawn."""
+    return site in traced.run.sites and cost == cost_of_guide(site)
 
 
 def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
@@ -54,7 +53,6 @@ def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Stoch
     for (name, where, *_), cost in zip(traced.key, traced.run.costs, strict=True):
         if traced.only_costs and cost not in traced.user_costs:
             continue
-        site = _guide_site(cost, traced)
-        members = bits[cost] if site is None else until[site]
-        costs.append(CostNode(cost, named(sites, members), where, name))
+        members = until[name] if _is_of_draw(cost, name, traced) else bits[cost]
+        costs.append(CostNode(cost, named(sites, members), where, name, cost in traced.of_guide))
     return StochasticComputationGraph(tuple(nodes), tuple(costs))

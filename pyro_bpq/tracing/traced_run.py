@@ -90,6 +90,7 @@ class TracedRun:
         patterns: By site and cost, which component of the site each element of the cost reads; tracked runs only.
         handed: Costs of the model that read values of the guide itself, not only what was replayed; tracked runs only.
         has_buffers: Whether it may have called modules with buffers; known of tracked runs.
+        of_guide: Costs that are log-probabilities of the guide.
         met: Costs in whose plates rows meet, with these plates by name, as far as a tracked run has looked.
     """
 
@@ -117,6 +118,7 @@ class TracedRun:
     handed: frozenset[str] = frozenset()
     has_buffers: bool = True
     met: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    of_guide: frozenset[str] = frozenset()
 
     @cached_property
     def plates(self) -> dict[str, tuple[Plate, ...]]:
@@ -393,6 +395,7 @@ def _record(
         untraced=frozenset(untraced),
         escaped_sites=escaped,
         user_costs=user,
+        of_guide=frozenset(cost_of_guide(name) for name in guide_sites) - user.keys(),
     )
 
 

@@ -15,7 +15,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators.base import Estimator, SiteInfo, at_step
+from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.tracing.component_costs import ElementWatch
@@ -185,11 +185,11 @@ class Watch(Messenger):
         if msg["name"] in self.given:
             # Set from outside: it does not follow the parameters.
             return
-        if estimator is None or (getattr(msg["fn"], "has_rsample", False) and not hasattr(estimator, "correction")):
+        if estimator is None or (getattr(msg["fn"], "has_rsample", False) and not estimator.corrects):
             return
         if self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])) == estimator:
             try:
-                msg["value"] = at_step(estimator, self.step).attach(msg["fn"], msg["value"], self.noise())
+                msg["value"] = estimator.at(self.step).attach(msg["fn"], msg["value"], self.noise())
             except UnsupportedSiteError as error:
                 raise error.at(msg["name"]) from error
             self.attached[msg["name"]] = estimator
@@ -216,8 +216,8 @@ class Watch(Messenger):
         """The sites of the guide's trace, and those that Pyro left out of it, in the order of their draws."""
         sites = samples(trace)
         for name in self.attached.keys() & sites.keys():
-            site, correction = sites[name], getattr(self.attached[name], "correction", None)
-            score = 0.0 if correction is None else correction(site["fn"], site["value"])
+            site, estimator = sites[name], self.attached[name]
+            score = estimator.correction(site["fn"], site["value"]) if estimator.corrects else 0.0
             parts: Any = (site["log_prob"], score, site["log_prob"])
             sites[name] = {**site, "score_parts": ScoreParts(*parts)}
         if not self.untraced:

@@ -43,7 +43,7 @@ from pyro_bpq.estimators import (
     SumAndSample,
     UnorderedSet,
 )
-from pyro_bpq.estimators.base import SiteInfo, needs_program
+from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing import exact_gradient, expected_gradient, sample_gradients, z_scores
 
@@ -209,7 +209,7 @@ def exact_params() -> Iterator[Any]:
 @pytest.mark.parametrize(("particles", "estimator", "case"), list(exact_params()))
 def test_expected_gradient_is_exact(particles: int, estimator: Any, case: Kind) -> None:
     # Runs of their own multiply the outcomes.
-    most = 6 if needs_program(estimator) else MAX_OUTCOMES
+    most = 6 if "program" in estimator.needs else MAX_OUTCOMES
     later = case.outcomes(True) ** particles <= most and not isinstance(estimator, ORDERED)
     elbo, model, guide = trained(estimator, case, particles, later)
     truth = exact_gradient(model, guide)

@@ -27,7 +27,6 @@ from pyro_bpq.estimators import (
     debiased_straight_through,
     disarm,
 )
-from pyro_bpq.estimators.base import needs_program
 from pyro_bpq.testing import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
 from pyro_bpq.testing.parameters import GradientReader, ParameterCollector
@@ -74,6 +73,13 @@ def _served(estimator: Any, particles: int = 1, **options: Any) -> Config:
     return Config(make, lambda: Trace_ELBO(particles), estimator, particles, options)
 
 
+def _hidden() -> TraceBackpropQ_ELBO:
+    """Particles in a hidden dimension, also where a plate of them would do."""
+    elbo = TraceBackpropQ_ELBO(2)
+    elbo.particles.change(is_hidden=True)
+    return elbo
+
+
 CONFIGS: dict[str, Config] = {
     "default": Config(TraceBackpropQ_ELBO),
     "two": Config(lambda: TraceBackpropQ_ELBO(2), lambda: Trace_ELBO(2), particles=2, options=PAIRS),
@@ -83,6 +89,8 @@ CONFIGS: dict[str, Config] = {
         particles=2,
         options={**PAIRS, "allowed": BROADCAST},
     ),
+    "hidden": Config(_hidden, lambda: Trace_ELBO(2), particles=2, options=PAIRS),
+    "hidden_score": Config(_hidden, lambda: Trace_ELBO(2), ScoreFunction(LeaveOneOut()), particles=2, options=PAIRS),
     "score": _served(ScoreFunction(), max_states=32),
     "leave_one_out": _served(ScoreFunction(LeaveOneOut()), 2, **PAIRS),
     "crossed": _served(CrossedLeaveOneOut(), 2, **PAIRS),
@@ -205,7 +213,7 @@ def _trained_gradient(program: Program, config: Config) -> dict[str, Tensor]:
 
 def draws_again(elbo: Any) -> bool:
     """Whether an estimator runs the programs once more."""
-    return any(needs_program(known["estimator"]) for known in getattr(elbo, "info", {}).values())
+    return any("program" in known["estimator"].needs for known in getattr(elbo, "info", {}).values())
 
 
 def expectation(elbo: Any, model: Any, guide: Any, noise: ChoiceNoise) -> dict[str, Tensor]:

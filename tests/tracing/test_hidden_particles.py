@@ -221,9 +221,9 @@ def coins_guide_of_both() -> None:
 def ready(options: dict[str, Any]) -> TraceBackpropQ_ELBO:
     elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True, **options)
     with pytest.warns(UserWarning, match="without seeing each other"):
-        for _ in range(6):
+        for _ in range(9):
             elbo.loss_and_grads(coins_model, coins_guide_of_both)
-    assert elbo.particles.now.is_hidden
+    assert elbo.particles.now.is_hidden and (elbo.runner.is_looking == (options.get("structure") == "dynamic"))
     return elbo.eval()
 
 
