@@ -36,8 +36,8 @@ PARTS: Mapping[tuple[str, str], str] = {
     ("critic_step.py", "evaluate_critics"): "evaluate critics",
     ("surrogate.py", "step"): "returns, control variates, surrogate",
     ("surrogate.py", "critic_loss"): "critics' loss",
-    ("learned_state.py", "_prepare"): "gradients of the critics",
-    ("learned_state.py", "_learn"): "update critics and statistics",
+    ("critic_trainer.py", "prepare"): "gradients of the critics",
+    ("critic_trainer.py", "learn"): "update critics and statistics",
     ("_tensor.py", "backward"): "backward of the loss",
     ("optim.py", "__call__"): "the user's optimiser",
 }

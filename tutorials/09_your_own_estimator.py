@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq import RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm, update_mean
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, update_mean
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
 torch.set_default_dtype(torch.float64)
@@ -35,19 +35,17 @@ SMOKE = bool(os.environ.get("SMOKE_TEST"))
 # - `unsupported` says in words which sites it cannot serve.
 # - `statistics` names running statistics per site and their initial values. What a step returns takes effect *after*
 #   the step: a baseline made from the sample that it corrects would be biased.
-# - The three class variables are promises. `is_unbiased` is checked below.
+# - `is_unbiased` is a promise, checked below. What else the base class says of an estimator is right here.
 
 
 # %%
 @dataclass(frozen=True)
-class WeightedBaseline:
+class WeightedBaseline(Estimator):
     """Score function minus the constant of least variance, from earlier steps."""
 
     decay: float = 0.99
 
     is_unbiased: ClassVar[bool] = True
-    is_pathwise: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = False
 
     def unsupported(self, site: SiteInfo) -> str | None:
         return None if site.components is not None else "WeightedBaseline() needs a finite support"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.layout import Layout, Relation
+from pyro_bpq.batching.kinds import Relation
+from pyro_bpq.batching.layout import Layout
 from pyro_bpq.rollout.runs import Rollout, Run, sum_to_plates
 
 __all__ = ["component_cost_to_go", "cost_to_go", "stack_costs", "sum_costs"]

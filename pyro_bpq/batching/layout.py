@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_bpq.batching.kinds import Known, Relation
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.graph.bitsets import highest, ones
@@ -31,51 +31,14 @@ __all__ = [
     "ContextPlan",
     "CostClass",
     "CrossedCosts",
-    "Known",
     "Layout",
     "QGroup",
-    "Relation",
     "SiteClass",
     "SiteSpec",
 ]
 
 # Features of the index of a site in a family that shares a critic.
 INDEX_FEATURES = 2
-
-
-class Relation(Enum):
-    """What a class of sites has to do with one of costs, sites or Q-nodes.
-
-    Attributes:
-        DOWNSTREAM: Costs downstream of a site, row by row of the plates.
-        CROSSING: Costs downstream of a site that read all rows of its plates.
-        TABLED: Immediate costs that are known at every value of a site.
-        CROSSED: Twice the costs of a group, see :func:`~pyro_bpq.batching.crossed.crossed_costs`.
-        LATER: Later sites whose control variates count for a site as a whole.
-        LATER_OWN: Later sites, of whose control variates the part of their own log-probabilities counts.
-        LATER_MODEL: Likewise the part of the model's costs.
-        LATER_LEARNED: Q-nodes of later sites that count.
-    """
-
-    DOWNSTREAM = auto()
-    CROSSING = auto()
-    TABLED = auto()
-    CROSSED = auto()
-    LATER = auto()
-    LATER_OWN = auto()
-    LATER_MODEL = auto()
-    LATER_LEARNED = auto()
-
-
-class Known(str, Enum):
-    """Immediate costs of a site that are known at every value of it: its own log-probabilities, or those of the model.
-
-    In the order of their sums.
-    """
-
-    MODEL = "model"
-    LOG_P = "p"
-    LOG_Q = "q"
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class AllAction(Estimator):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by what it has to move the surrogate with."""
-        if self.second_run:
+        if self.second_run and "program" in context.signals:
             context = replace(context, level=context.program.remaining())
         assert context.log_probs is not None and context.index is not None
         with torch.no_grad():

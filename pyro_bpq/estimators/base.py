@@ -246,6 +246,9 @@ class Estimator:
         if "by_component" not in vars(cls):
             cls.by_component = False  # type: ignore[method-assign, assignment]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     @property
     def needs(self) -> frozenset[str]:
         """What it reads that costs something to have, by name.

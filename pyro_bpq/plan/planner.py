@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from pyro_bpq.batching.layout import Known, Layout, SiteSpec
+from pyro_bpq.batching.kinds import Known
+from pyro_bpq.batching.layout import Layout, SiteSpec
 from pyro_bpq.critics.joint import JointCritic
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import UnsupportedSiteError

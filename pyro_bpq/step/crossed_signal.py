@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from pyro_bpq.batching.crossed import crossed_costs
-from pyro_bpq.batching.layout import Relation
+from pyro_bpq.batching.kinds import Relation
 from pyro_bpq.rollout.runs import sum_to_plates
-
-if TYPE_CHECKING:
-    from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.asked import RolloutTensors
 
 __all__ = ["of_class"]
 
 
-def of_class(signals: Signals, c: int) -> Tensor | None:
+def of_class(signals: RolloutTensors, c: int) -> Tensor | None:
     """The changes for the sites of a class, ``(G, M, plates)`` in nats, detached; ``None`` where none is known.
 
     Summed over the costs downstream of a site, averaged over the other particles

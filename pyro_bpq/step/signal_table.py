@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pyro_bpq.step import crossed_signal, site_program, user_baseline
+from pyro_bpq.step.asked import RolloutTensors
 
 __all__ = ["OTHER_NEEDS", "SIGNALS"]
 
@@ -18,7 +19,7 @@ __all__ = ["OTHER_NEEDS", "SIGNALS"]
 OTHER_NEEDS = frozenset({"table", "slope"})
 
 # From the tensors of a rollout and the position of a class of sites.
-Signal = Callable[[Any, int], Any]
+Signal = Callable[[RolloutTensors, int], Any]
 
 SIGNALS: Mapping[str, Signal] = MappingProxyType(
     {

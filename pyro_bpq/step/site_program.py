@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack_costs, sum_costs
-from pyro_bpq.batching.layout import Layout, Relation
+from pyro_bpq.batching.kinds import Relation
+from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.rollout.runs import Rollout, Run
-
-if TYPE_CHECKING:
-    from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.asked import RolloutTensors
 
 __all__ = ["Rerun", "SiteProgramRuns", "of_class", "slope_of"]
 
@@ -189,7 +188,7 @@ class SiteProgramRuns:
         return Rollout(runs, old.num_particles, old.plate_sizes, old.plate_ndim, old.is_vectorized)
 
 
-def of_class(signals: Signals, c: int) -> SiteProgramRuns:
+def of_class(signals: RolloutTensors, c: int) -> SiteProgramRuns:
     """Other values of the sites of a class, and what they cost.
 
     Raises:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.asked import RolloutTensors
 
 __all__ = ["of_class"]
 
 
-def of_class(signals: Signals, c: int) -> Tensor:
+def of_class(signals: RolloutTensors, c: int) -> Tensor:
     """The predictions for the sites of a class, ``(G, M, plates)`` in nats, with their gradient."""
     return signals.batches[c].baseline

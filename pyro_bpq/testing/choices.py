@@ -22,7 +22,6 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError, StructureChangedError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.testing.distributions import TwoPoint
-from pyro_bpq.tracing.hidden_particles import PARTICLE
 
 __all__ = ["ChoiceMessenger", "ChoiceNoise", "iter_outcomes", "walk"]
 
@@ -99,6 +98,8 @@ class ChoiceMessenger(Messenger):
         self.score: list[Tensor] = []
         self._path: list[_Choice] = []
         self._position = 0
+        # Index of the particle and their number, within a run in which particles are hidden.
+        self._hidden: tuple[Tensor, int] | None = None
 
     def __repr__(self) -> str:
         return f"ChoiceMessenger(num_outcomes={self.num_outcomes}, {len(self._path)} choices)"
@@ -183,6 +184,10 @@ class ChoiceMessenger(Messenger):
         self._position, kept = msg["args"][0]
         del self.score[kept:]
 
+    def _pyro_bpq_particle(self, msg: Any) -> None:
+        index, number = msg["args"]
+        self._hidden, msg["done"] = None if index is None else (index, number), True
+
     def _pyro_sample(self, msg: Any) -> None:
         if msg["is_observed"] or msg["done"] or msg["value"] is not None:
             return
@@ -225,11 +230,10 @@ class ChoiceMessenger(Messenger):
 
     def _indices(self, name: str, num_values: int, shape: torch.Size, log_probs: Callable[[], Tensor]) -> Tensor:
         """The index of every element, of the given shape; each hidden particle has its own."""
-        hidden = PARTICLE.get()
-        if hidden is None:
+        if self._hidden is None:
             index = self.choose(name, num_values, shape.numel(), log_probs)
             return torch.tensor(index, dtype=torch.long).reshape(shape)
-        particle, number = hidden
+        particle, number = self._hidden
         size = number * shape.numel()
         index = self.choose(name, num_values, size, lambda: _of_all(log_probs(), number))
         return torch.tensor(index, dtype=torch.long).reshape(number, *shape)[particle]

@@ -13,19 +13,24 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
+from pyro.poutine.runtime import effectful
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["PARTICLE", "HiddenFactories", "Wrapped", "hidden_traces"]
+__all__ = ["HiddenFactories", "Wrapped", "hidden_traces"]
 
-PARTICLE: ContextVar[tuple[Tensor, int] | None] = ContextVar("particle", default=None)
-"""Index of the particle within a hidden run, and the number of particles: for handlers that set values of each."""
+# Type of the message by which handlers that draw in place of the generator learn which particle a value is for.
+PARTICLE = "bpq_particle"
+
+
+@effectful(type=PARTICLE)
+def _tell(index: Tensor | None, number: int) -> None:
+    """Tells the index of the particle, a tensor with the hidden dimension, and their number; ``None`` at the end."""
 
 
 class Wrapped(TorchFunctionMode):
@@ -111,20 +116,19 @@ def hidden_traces(
 
     def one(index: Tensor) -> tuple[Tensor, ...]:
         tensors: list[Tensor] = []
-        PARTICLE.set((index, number))
+        _tell(index, number)
         with HiddenFactories(number):
             found = run()
         kept.append(_map(found, lambda tensor: _Slot(tensors, tensor) if _is_wrapped(tensor) else tensor))
         return tuple(tensors)
 
-    token = PARTICLE.set(None)
     try:
         with warnings.catch_warnings():
             # Operators that run one particle after the other.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             stacked = torch.func.vmap(one, randomness="different")(torch.arange(number))
     finally:
-        PARTICLE.reset(token)
+        _tell(None, number)
     particles = list(zip(*(tensor.unbind(0) for tensor in stacked), strict=True)) or [()] * number
     return [_map(kept[0], functools.partial(_filled, own)) for own in particles]
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_bpq.batching.kinds import Relation
 from pyro_bpq.batching.layout import Layout, QGroup, SiteSpec
 from pyro_bpq.critics.nets import MLPCritic
 from pyro_bpq.estimators import AllAction, Pathwise
@@ -52,7 +53,7 @@ def graphs(draw: Any) -> Graph:
     return Graph.from_parents(nodes, costs, plates)
 
 
-def whole(found: Layout, kind: str, over: str) -> dict[str, set[str]]:
+def whole(found: Layout, kind: Relation, over: str) -> dict[str, set[str]]:
     """The pairs that the matrices of one kind select."""
     selected: dict[str, set[str]] = {}
     columns = found.cost_classes if over == "costs" else found.classes
@@ -68,7 +69,7 @@ def whole(found: Layout, kind: str, over: str) -> dict[str, set[str]]:
 @hypothesis.given(graphs())
 def test_downstream_and_crossing_split_the_downstream_costs(graph: Graph) -> None:
     found = layout(graph)
-    down, crossing = whole(found, "downstream", "costs"), whole(found, "crossing", "costs")
+    down, crossing = whole(found, Relation.DOWNSTREAM, "costs"), whole(found, Relation.CROSSING, "costs")
     for node in graph.nodes:
         assert down[node.name] | crossing[node.name] == set(graph.downstream_costs(node.name))
         assert not down[node.name] & crossing[node.name]
@@ -84,7 +85,7 @@ def paths(graph: Graph, name: str, cost: str) -> list[list[str]]:
 
 @hypothesis.given(graphs())
 def test_crossing_costs_are_reached_outside_of_a_plate(graph: Graph) -> None:
-    crossing = whole(layout(graph), "crossing", "costs")
+    crossing = whole(layout(graph), Relation.CROSSING, "costs")
     for node in graph.nodes:
         for cost in graph.downstream_costs(node.name):
             ways = paths(graph, node.name, cost)
@@ -94,13 +95,13 @@ def test_crossing_costs_are_reached_outside_of_a_plate(graph: Graph) -> None:
 
 def test_nothing_is_cut_where_rows_met() -> None:
     graph = Graph.from_parents({"g": [], "z": ["g"]}, {"f": ["z"]}, {"z": [ROWS], "f": [ROWS]})
-    assert whole(layout(graph), "crossing", "costs") == {"g": set(), "z": set()}
-    assert whole(layout(graph, cuts_plates=False), "crossing", "costs") == {"g": set(), "z": {"f"}}
+    assert whole(layout(graph), Relation.CROSSING, "costs") == {"g": set(), "z": set()}
+    assert whole(layout(graph, cuts_plates=False), Relation.CROSSING, "costs") == {"g": set(), "z": {"f"}}
 
 
 @hypothesis.given(graphs())
 def test_later_sites_have_no_costs_beyond_those_of_the_site(graph: Graph) -> None:
-    later = whole(layout(graph), "later", "sites")
+    later = whole(layout(graph), Relation.LATER, "sites")
     order = list(graph.index)
     for name in order:
         own = set(graph.downstream_costs(name))
@@ -195,7 +196,7 @@ def test_cells_count_the_joint_states_of_the_scope() -> None:
 def test_matrices_have_the_dtype_that_is_asked_for() -> None:
     found = layout(chain(3))
     for dtype in (torch.float32, torch.float64):
-        array = found.matrix("downstream", 0, 0, torch.zeros((), dtype=dtype))
+        array = found.matrix(Relation.DOWNSTREAM, 0, 0, torch.zeros((), dtype=dtype))
         assert dense(array).dtype == dtype
 
 
@@ -217,7 +218,7 @@ def test_rules_become_matrices() -> None:
 def test_large_graphs_are_laid_out_quickly() -> None:
     graph = chain(400)
     found = layout(graph)
-    array = found.matrix("downstream", 0, 0, torch.zeros(()))
+    array = found.matrix(Relation.DOWNSTREAM, 0, 0, torch.zeros(()))
     assert dense(array).shape == (400, 1)
-    later = found.matrix("later", 0, 0, torch.zeros(()))
+    later = found.matrix(Relation.LATER, 0, 0, torch.zeros(()))
     assert float(dense(later).sum()) == 400 * 399 / 2

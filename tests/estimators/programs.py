@@ -94,7 +94,7 @@ class Problem:
             num_particles=particles,
             log_probs=log_probs,
             index=index,
-            program=FakeProgram(self.function, value, self.components, seed=seed + 1),
+            signals={"program": FakeProgram(self.function, value, self.components, seed=seed + 1)},
         )
         return made, logits
 

@@ -60,7 +60,7 @@ def test_two_samples_are_disarm(estimator: Any) -> None:
     for chosen in (DisARM(), estimator):
         made, leaf = problem.context((400,), seed=3)
         recording = Recording(made.program)
-        term = chosen(with_statistics(chosen, replace(made, program=recording)))
+        term = chosen(with_statistics(chosen, replace(made, signals={"program": recording})))
         (gradient,) = torch.autograd.grad(term.surrogate.sum(), leaf)
         rows[chosen] = (made.index.reshape(-1), recording.partners[0].reshape(-1), gradient.reshape(-1, 2))
     (b, c, g), (b2, c2, g2) = rows.values()

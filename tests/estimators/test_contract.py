@@ -161,7 +161,7 @@ def context(
     def cost(value: Tensor) -> Tensor:
         return value.square().flatten(-2).sum(-1) * made.cost + value[..., 0].sum(-1)
 
-    return replace(made, program=FakeProgram(cost, value, split, seed=seed)), logits
+    return replace(made, signals={"program": FakeProgram(cost, value, split, seed=seed)}), logits
 
 
 def with_statistics(estimator: Any, made: SiteContext) -> SiteContext:
@@ -259,7 +259,7 @@ class OwnSlope(DoubleCV):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         assert context.program is not None
-        return super().__call__(replace(context, program=_Swapped(context.program)))
+        return super().__call__(replace(context, signals={"program": _Swapped(context.program)}))
 
 
 class _Swapped:

@@ -17,6 +17,7 @@ from pyro_bpq import LeaveOneOut, ScoreFunction, StochasticComputationGraph, Tra
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import CrossedLeaveOneOut, Estimator
 from pyro_bpq.graph.crossings import Crossings, crossings
+from pyro_bpq.step.crossed_signal import of_class
 from pyro_bpq.testing import exact_gradient, expected_moments, sample_gradients
 
 Program = tuple[Callable[[], None], Callable[[], None]]
@@ -209,7 +210,8 @@ def test_changes_are_those_of_log_probabilities_at_other_values(draw: Any, way: 
     seen = elbo.observe(*program)
     runs, (staged,) = seen.runs, seen.items
     signals = staged.signals
-    (group,), (found,) = signals.layout.crossed, signals._changes
+    of_class(signals, 0)
+    (group,), (found,) = signals.layout.crossed, signals.shared["crossed"]
     assert set(group.sites) == {"log q(z1)", "log q(z2)", "-log p(z0)", "-log p(z1)"}
     for k, (cost, (site, _)) in enumerate(group.sites.items()):
         for i in range(particles):

@@ -55,7 +55,7 @@ def context(kind: str, rows: int, seed: int, particles: int = 1) -> tuple[SiteCo
     value = fn.sample().unsqueeze(0)
     program = FakeProgram(stairs, value, fns=(fn,), seed=seed)
     score = fn.log_prob(value)
-    return SiteContext(("z",), score, stairs(value), num_particles=particles, program=program), params
+    return SiteContext(("z",), score, stairs(value), num_particles=particles, signals={"program": program}), params
 
 
 def trained(kind: str, estimator: Any, particles: int = 1, steps: int = 400) -> dict[str, Tensor]:

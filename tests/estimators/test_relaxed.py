@@ -142,7 +142,7 @@ class WrongSign(REBAR):
         fresh = replace(context.program, seed=context.program.seed)  # type: ignore[type-var,union-attr]
         rebar.relaxed_cost = without_path
         try:
-            return _mixed(right, super().__call__(replace(context, program=fresh)), 2.0)
+            return _mixed(right, super().__call__(replace(context, signals={"program": fresh})), 2.0)
         finally:
             rebar.relaxed_cost = original
 
@@ -169,7 +169,7 @@ def _without_path(estimator: Any, context: SiteContext) -> SiteTerm:
     fresh = replace(context.program, seed=context.program.seed)
     relaxation.torch.autograd.grad = zero
     try:
-        return type(estimator).__mro__[1].__call__(estimator, replace(context, program=fresh))
+        return type(estimator).__mro__[1].__call__(estimator, replace(context, signals={"program": fresh}))
     finally:
         relaxation.torch.autograd.grad = original
 
@@ -289,7 +289,7 @@ def test_network_does_not_see_the_step_that_it_corrects() -> None:
     state = trained("bernoulli", RELAX(), steps=20)
     term = RELAX()(next_step(made, state, 20))
     assert not torch.equal(term.statistics["phi"], state["phi"])
-    again = replace(made, program=replace(made.program))
+    again = replace(made, signals={"program": replace(made.program)})
     other = RELAX(NetworkVariate(lr=0.5))(next_step(again, state, 20))
     found = [torch.autograd.grad(t.surrogate.sum(), logits, retain_graph=True)[0] for t in (term, other)]
     torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -1,0 +1,36 @@
+"""What a signal may read: the tensors of a rollout."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.layout import Layout
+from pyro_bpq.batching.site_batch import SiteBatch
+from pyro_bpq.rollout.runs import Rollout
+
+__all__ = ["RolloutTensors"]
+
+
+class RolloutTensors(Protocol):
+    """The tensors of a rollout, as :class:`~pyro_bpq.step.signals.Signals` has them.
+
+    Attributes:
+        layout: The batching of its graph.
+        rollout: Its runs.
+        batches: Tensors of its sites, by class.
+        costs: Stacked costs, by class of costs.
+        rerun: Runs the program again, or ``None`` where that cannot be done.
+        generator: Noise of the estimators.
+        shared: What signals of several classes have in common, by name of the signal.
+    """
+
+    layout: Layout
+    rollout: Rollout
+    batches: list[SiteBatch]
+    costs: list[Tensor]
+    rerun: Any
+    generator: torch.Generator | None
+    shared: dict[str, Any]
