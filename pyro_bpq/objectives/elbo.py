@@ -26,7 +26,8 @@ from pyro_bpq.objectives.options import check_options
 from pyro_bpq.objectives.programs import Program, programs_of
 from pyro_bpq.objectives.runner import Mode, StepRunner
 from pyro_bpq.objectives.staged import Observation, Staged
-from pyro_bpq.plan.planner import Plan, Planner
+from pyro_bpq.plan.plan import Plan
+from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.step.surrogate import StepResult, step
 from pyro_bpq.tracing.cost_statement import SkipCosts

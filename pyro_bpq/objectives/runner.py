@@ -19,8 +19,9 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.programs import Program, programs_of
 from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.particles import num_particles_for
+from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.plan_cache import PlanCache
-from pyro_bpq.plan.planner import Plan, Planner, StructureFacts, check_gradients
+from pyro_bpq.plan.planner import Planner, check_gradients
 from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.plan.planner import Plan, Planner, StructureFacts
+from pyro_bpq.plan.plan import Plan, StructureFacts
+from pyro_bpq.plan.planner import Planner
 from pyro_bpq.tracing.traced_run import TracedRun
 
 __all__ = ["PlanCache", "Planned"]

@@ -1,10 +1,14 @@
-r"""Decides per site what is done: its estimator, its critic, and which of its costs are known exactly."""
+r"""Decides per site what is done: its estimator, its critic, and which of its costs are known exactly.
+
+The estimator follows from the rules of :mod:`pyro_bpq.plan.rules`, the critic from
+:mod:`pyro_bpq.plan.critic_options`, exact costs from :mod:`pyro_bpq.plan.extra_run`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyro_bpq.batching.kinds import Known
@@ -12,7 +16,7 @@ from pyro_bpq.batching.layout import Layout, SiteSpec
 from pyro_bpq.critics.joint import JointCritic
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators import AllAction, Estimator, Pathwise, SecondRun
+from pyro_bpq.estimators import Estimator, SecondRun
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.crossings import Crossings, crossings
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
@@ -20,15 +24,17 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.graph.sequence import sequence_network
 from pyro_bpq.plan.critic_options import checked_critic, default_critic
 from pyro_bpq.plan.crossable import crossable
-from pyro_bpq.plan.defaults import compared, default_estimator, in_rows, is_comparable, pays_to_compare, score_function
-from pyro_bpq.plan.flips import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
-from pyro_bpq.rollout.features import Components, finite_components
-from pyro_bpq.tracing.component_costs import Pattern, Patterns
+from pyro_bpq.plan.extra_run import ExtraRun, immediate_of, is_complete, known_costs, plan_extra_run
+from pyro_bpq.plan.plan import Plan, StructureFacts
+from pyro_bpq.plan.rules import BY_OPTIONS, BY_STRUCTURE, Choice, SiteFacts, decide, has_many_components
+from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.config import SiteOptions
-from pyro_bpq.tracing.cost_statement import CostOptions
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 
-__all__ = ["Plan", "Planner", "StructureFacts", "check_gradients"]
+__all__ = ["Planner", "check_gradients"]
+
+# Rows of a plate from which on they are taken for data.
+MANY_ROWS = 10
 
 
 def check_gradients(traced: TracedRun) -> None:
@@ -48,66 +54,6 @@ def check_gradients(traced: TracedRun) -> None:
                     f'infer={{"bpq": {{"estimator": ScoreFunction()}}}} at the site or config_bpq(guide, '
                     "estimator=ScoreFunction()), or make the cost differentiable."
                 )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a step does on a structure.
-
-    Args:
-        graph: The graph.
-        layout: The batching of sites and costs.
-        flips: The extra run of the model, or ``None``.
-        components: Finite components of the sites that it flips.
-        patterns: What components of sites read, by site and cost, where costs are charged to components.
-        by_row: Sites of the default's choice in many rows, whose cost-to-go is not known at other values.
-        led_back: Sites whose estimators ask for slopes that the costs of a run have itself.
-        handed: Costs of the model that read values of the guide itself.
-        has_buffers: Whether the programs may call modules with buffers.
-    """
-
-    graph: StochasticComputationGraph
-    layout: Layout
-    flips: FlipPlan | None
-    components: dict[str, Components]
-    patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
-    by_row: frozenset[str] = frozenset()
-    led_back: frozenset[str] = frozenset()
-    handed: frozenset[str] = frozenset()
-    has_buffers: bool = True
-
-    @cached_property
-    def needs_program(self) -> bool:
-        """Whether an estimator compares the costs of other values."""
-        return any("program" in cls.spec.estimator.needs for cls in self.layout.classes)
-
-    @cached_property
-    def sloped(self) -> tuple[str, ...]:
-        """Sites whose estimator is poor where costs have no gradient to their values."""
-        kinds = {name: cls.spec.estimator for cls in self.layout.classes for name in cls.names}
-        return tuple(name for name, kind in kinds.items() if kind.relies_on_slopes)
-
-
-@dataclass(frozen=True)
-class StructureFacts:
-    """What is known of a structure besides its graph.
-
-    Args:
-        is_dynamic: Whether sampled values may steer the program.
-        cuts_plates: Whether rows of a plate stay apart.
-        patterns: Which component of a site each element of a cost reads, by site and cost.
-        handed: Costs of the model that read values of the guide itself: what the model alone costs at other values does
-            not show them.
-        has_buffers: Whether the programs may call modules with buffers.
-        num_particles: Number of particles.
-    """
-
-    is_dynamic: bool = False
-    cuts_plates: bool = True
-    patterns: Patterns = frozenset()
-    handed: frozenset[str] = frozenset()
-    has_buffers: bool = True
-    num_particles: int = 1
 
 
 @dataclass(frozen=True)
@@ -131,22 +77,25 @@ class Planner:
     asks_for_critics: bool = False
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
-        """The estimator of a site: its own option, the ELBO's, or the default.
-
-        Where that is the score function, Pyro's baseline options of the site take the place of a baseline that
-        the site does not choose itself.
+        """The estimator of a site, as its options and its distribution have it.
 
         Raises:
             UnsupportedSiteError: If the chosen estimator cannot serve the site.
         """
-        chosen = options.estimator
-        if chosen is None and self.estimator is not None:
-            chosen = Pathwise() if site.has_rsample else self.estimator
-        if chosen is None:
-            chosen = default_estimator(site, self.max_support)
+        return self.choice(SiteFacts(site, options, self.estimator, self.max_support)).estimator
+
+    def choice(self, facts: SiteFacts) -> Choice:
+        """The same with the rule that gave it.
+
+        Where that is the score function, Pyro's baseline options of the site take the place of a baseline that
+        the site does not choose itself.
+        """
+        found, site, options = decide(BY_OPTIONS, facts), facts.info, facts.options
+        assert found is not None
+        chosen = found.estimator
         if options.baseline is not None and chosen.takes_baseline:
             if options.estimator is None or not chosen.has_baseline:
-                return options.baseline.estimator()
+                return Choice(options.baseline.estimator(), "Pyro's baseline options of the site")
         reason = chosen.unsupported(site)
         if reason is not None:
             plates = ", ".join(site.plates) or "none"
@@ -155,7 +104,7 @@ class Planner:
                 f'infer={{"bpq": {{"estimator": ...}}}} at the site, config_bpq(guide, estimator=...), or the '
                 "ELBO's argument estimator=..."
             )
-        return chosen
+        return found
 
     def attach(self, infer: Mapping[str, Any]) -> Any:
         """The estimator of a site with this ``infer``, if it attaches a gradient to the site's value."""
@@ -189,68 +138,125 @@ class Planner:
         Returns:
             The plan.
         """
-        is_dynamic, cuts_plates, handed = facts.is_dynamic, facts.cuts_plates, facts.handed
-        estimators = {name: self._estimator(traced, name) for name in traced.run.sites}
-        # What a cost reads at other values of a site is known where the model alone gets these.
-        immediate = {
-            name: tuple(cost for cost in costs if not (is_dynamic or cost in handed))
-            for name, costs in immediate_costs(graph).items()
+        sites = {
+            name: SiteFacts(info, traced.options[name], self.estimator, self.max_support, has_slopes=has_slopes)
+            for name, info in traced.infos.items()
         }
-        flips, components = (
-            self._flips(traced, graph, estimators, immediate, handed, cuts_plates)
-            if can_flip and not is_dynamic
-            else (None, {})
+        choices = {name: self.choice(sites[name]) for name in traced.run.sites}
+        for name, record in traced.run.sites.items():
+            is_partly_scored = choices[name].estimator.is_pathwise and record.score is not None
+            _revise(choices, replace(sites[name], is_partly_scored=is_partly_scored))
+        extra = self._extra_run(traced, graph, facts, choices, can_flip and not facts.is_dynamic)
+        immediate = immediate_of(graph, facts)
+        by_row, served = self._by_row(traced, graph, facts, extra, immediate)
+        for name in served:
+            _revise(choices, replace(sites[name], is_by_row=True))
+        if served:
+            extra = self._extra_run(traced, graph, facts, choices, can_flip)
+        critics = {name: self._critic(traced, name, choice.estimator) for name, choice in choices.items()}
+        kinds = {
+            name: known_costs(traced, name, graph, choice.estimator, immediate[name])
+            | ({Known.MODEL} if name in extra.components else set())
+            for name, choice in choices.items()
+        }
+        # Sums in the same order in every process.
+        patterns = dict(sorted(facts.patterns, key=lambda pair: pair[0]))
+        many = [n for n in choices if n not in extra.components and has_many_components(sites[n])]
+        for name in many:
+            if critics[name] is None:
+                kinds[name] = set()
+                told = _charged(graph, name, SecondRun(), (), patterns)
+                _revise(choices, _untold(sites[name], traced, graph, facts, is_alone=len(many) == 1 and not told))
+        estimators = {name: choice.estimator for name, choice in choices.items()}
+        layout, charged = self._layout(traced, graph, facts, estimators, critics, kinds, extra, immediate, patterns)
+        used = {pair: pattern for pair, pattern in patterns.items() if pair[1] in charged.get(pair[0], ())}
+        # Where sites are sampled downstream slopes belong to runs of their own; costs of a user's own get plain values.
+        has_own = has_slopes and not (
+            facts.is_dynamic or traced.user_costs or traced.untraced or traced.elimination is not None
         )
+        sloped = {name for name, estimator in estimators.items() if "slope" in estimator.needs}
+        return Plan(
+            graph,
+            layout,
+            extra.flips,
+            extra.components,
+            used,
+            by_row,
+            frozenset(name for name in sloped if has_own and not graph.descendants(name)),
+            facts.handed,
+            rules={name: choice.rule for name, choice in choices.items()},
+            num_particles=facts.num_particles,
+        )
+
+    def _extra_run(
+        self,
+        traced: TracedRun,
+        graph: StochasticComputationGraph,
+        facts: StructureFacts,
+        choices: Mapping[str, Choice],
+        can_flip: bool,
+    ) -> ExtraRun:
+        estimators = {name: choice.estimator for name, choice in choices.items()}
+        return plan_extra_run(traced, graph, facts, estimators, self.max_elements) if can_flip else ExtraRun()
+
+    def _by_row(
+        self,
+        traced: TracedRun,
+        graph: StochasticComputationGraph,
+        facts: StructureFacts,
+        extra: ExtraRun,
+        immediate: Mapping[str, tuple[str, ...]],
+    ) -> tuple[frozenset[str], Collection[str]]:
+        """Sites in rows of data whose cost-to-go is not known at other values; those that other particles serve."""
         # Costs of a user's own may be dear: critics save calls.
         is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)
-        rows = frozenset() if is_chosen or is_dynamic else in_rows(traced, graph)
-        told = {name: () if flips is None else flips.costs.get(name, ()) for name in rows}
+        rows = frozenset() if is_chosen or facts.is_dynamic else _in_rows(traced, graph)
         by_row = frozenset(
-            name for name in rows if not self._is_complete(traced, graph, name, immediate[name], told[name])
+            name for name in rows if not is_complete(traced, graph, name, immediate[name], extra.costs(name))
         )
-        if any(pays_to_compare(traced.infos[name]) for name in by_row):
-            # The extra run goes on only where it tells most sites everything.
-            others = by_row if 2 * len(by_row) < len(rows) else rows
-            estimators |= {n: score_function(traced, n) for n in others if pays_to_compare(traced.infos[n])}
-            flips, components = (
-                self._flips(traced, graph, estimators, immediate, handed, cuts_plates) if can_flip else (None, {})
-            )
-        plain = [name for name in estimators if name not in components and self._is_plain(traced, name)]
-        # Sums in the same order in every process.
-        known_patterns, charged = dict(sorted(facts.patterns, key=lambda pair: pair[0])), {}
+        if not any(_pays_to_compare(traced.infos[name]) for name in by_row):
+            return by_row, ()
+        # The extra run goes on only where it tells most sites everything.
+        others = by_row if 2 * len(by_row) < len(rows) else rows
+        return by_row, [name for name in others if _pays_to_compare(traced.infos[name])]
+
+    def _layout(
+        self,
+        traced: TracedRun,
+        graph: StochasticComputationGraph,
+        facts: StructureFacts,
+        estimators: Mapping[str, Estimator],
+        critics: Mapping[str, Critic | None],
+        kinds: Mapping[str, set[Known]],
+        extra: ExtraRun,
+        immediate: Mapping[str, tuple[str, ...]],
+        patterns: Mapping[tuple[str, str], Pattern],
+    ) -> tuple[Layout, dict[str, frozenset[str]]]:
+        """The batching of the sites, and the costs that are charged to single components of each."""
+        charged: dict[str, frozenset[str]] = {}
         specs, tabled, known = {}, {}, set()
-        for name in traced.run.sites:
-            kinds = self._tabled_kinds(traced, name, graph, estimators[name], immediate[name])
-            if name in components:
-                kinds |= {Known.MODEL}
-            evaluated = flips.costs.get(name, ()) if flips is not None else ()
+        for name, critic in critics.items():
+            info = traced.infos[name]
             costs = {
                 Known.LOG_Q: (cost_of_guide(name),),
                 Known.LOG_P: (cost_of_model(name),),
-                Known.MODEL: evaluated,
+                Known.MODEL: extra.costs(name),
             }
-            tabled[name] = tuple(cost for kind in sorted(kinds) for cost in costs[kind])
-            critic = self._critic(traced, name, estimators[name])
-            info = traced.infos[name]
-            if critic is None and name in plain:
-                tabled[name], kinds = (), set()
-                estimators[name] = score_function(traced, name)
-                if not is_dynamic and is_comparable(traced, name):
-                    is_told = bool(_charged(graph, name, SecondRun(), (), known_patterns))
-                    is_alone = len(plain) == 1 and not is_told and (cuts_plates or not graph.node(name).plates)
-                    estimators[name] = compared(traced, graph, name, is_alone, has_slopes)
+            tabled[name] = tuple(cost for kind in sorted(kinds[name]) for cost in costs[kind])
             # Many components at once: what they cost right away is for the extra run, where there is one.
-            if critic is None or (info.components is not None and info.components.size > 1 and name in components):
+            if critic is None or (
+                info.components is not None and info.components.size > 1 and name in extra.components
+            ):
                 known |= set(immediate[name])
             known |= set(tabled[name])
-            spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds))
+            spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds[name]))
             if critic is None:
-                charged[name] = _charged(graph, name, estimators[name], evaluated, known_patterns)
+                charged[name] = _charged(graph, name, estimators[name], extra.costs(name), patterns)
                 spec = replace(spec, by_component=bool(charged[name]))
-            specs[name] = replace(spec, has_params=True) if is_dynamic else spec
+            specs[name] = replace(spec, has_params=True) if facts.is_dynamic else spec
         network = None
         if any(spec.critic is not None for spec in specs.values()):
-            if is_dynamic:
+            if facts.is_dynamic:
                 network = sequence_network(graph, tabled)
             else:
                 network = BackpropQNetwork.build(graph, self.reduction, immediate=frozenset(known))
@@ -259,20 +265,12 @@ class Planner:
             network,
             specs,
             tabled,
-            cuts_plates=cuts_plates,
-            is_steered=is_dynamic,
+            cuts_plates=facts.cuts_plates,
+            is_steered=facts.is_dynamic,
             charged=charged,
-            crossings=None if is_dynamic else self._crossings(traced, graph, estimators, handed),
+            crossings=None if facts.is_dynamic else self._crossings(traced, graph, estimators, facts.handed),
         )
-        used = {pair: pattern for pair, pattern in known_patterns.items() if pair[1] in charged.get(pair[0], ())}
-        # Where sites are sampled downstream slopes belong to runs of their own; costs of a user's own get plain values.
-        has_own = has_slopes and not (
-            is_dynamic or traced.user_costs or traced.untraced or traced.elimination is not None
-        )
-        led_back = {
-            n for n, kind in estimators.items() if has_own and "slope" in kind.needs and not graph.descendants(n)
-        }
-        return Plan(graph, layout, flips, components, used, by_row, frozenset(led_back), handed)
+        return layout, charged
 
     def _crossings(
         self,
@@ -284,21 +282,6 @@ class Planner:
         is_wanted = any("crossed" in estimator.needs for estimator in estimators.values())
         return crossings(graph, crossable(traced, graph, handed)) if is_wanted else None
 
-    def _estimator(self, traced: TracedRun, name: str) -> Estimator:
-        estimator = self.choose(traced.infos[name], traced.options[name])
-        if estimator.is_pathwise and traced.run.sites[name].score is not None:
-            # Partly reparameterised (rejection sampling): the rest of its gradient is a score-function term.
-            return score_function(traced, name)
-        return estimator
-
-    def _is_plain(self, traced: TracedRun, name: str) -> bool:
-        """Whether a site that nobody chose an estimator for has many components.
-
-        Of its costs then only its own log-probabilities would be known at other values: too little to gain by.
-        """
-        components, chosen = traced.infos[name].components, traced.options[name].estimator or self.estimator
-        return chosen is None and components is not None and 1 < components.size
-
     def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
         """The site's own choice; else what follows from the ELBO's for a site of its kind."""
         options, components = traced.options[name], traced.infos[name].components
@@ -309,86 +292,6 @@ class Planner:
         if self.critic is None or estimator.is_pathwise:
             return None
         return default_critic(self.critic, traced.run.sites[name].fn, components)
-
-    def _tabled_kinds(
-        self,
-        traced: TracedRun,
-        name: str,
-        graph: StochasticComputationGraph,
-        estimator: Estimator,
-        immediate: tuple[str, ...],
-    ) -> set[Known]:
-        """The site's own costs that follow from its distributions alone."""
-        components = traced.infos[name].components
-        if components is None or not estimator.uses_critic:
-            return set()
-        kinds = set() if name in traced.untraced or traced.only_costs else {Known.LOG_Q}
-        prior, cost = traced.run.sites[name].prior, cost_of_model(name)
-        if prior is not None and cost in immediate and graph.cost(cost).plates == graph.node(name).plates:
-            if finite_components(prior) == components and prior.batch_shape == traced.run.sites[name].fn.batch_shape:
-                kinds.add(Known.LOG_P)
-        return kinds
-
-    def _flips(
-        self,
-        traced: TracedRun,
-        graph: StochasticComputationGraph,
-        estimators: dict[str, Estimator],
-        immediate: Mapping[str, tuple[str, ...]],
-        handed: frozenset[str],
-        cuts_plates: bool,
-    ) -> tuple[FlipPlan | None, dict[str, Components]]:
-        repeatable = {cost for cost in graph.cost_index if _is_repeatable(traced, cost)} - handed
-        costs = {n: tuple(c for c in found if c in repeatable) for n, found in immediate_model_costs(graph).items()}
-        if not cuts_plates:
-            # All rows of a plate are flipped at once.
-            costs = {name: () if graph.node(name).plates else found for name, found in costs.items()}
-        if traced.elimination is not None:
-            can_flip = traced.elimination.can_flip
-            costs = {name: tuple(cost for cost in found if can_flip(cost, name)) for name, found in costs.items()}
-        # Other values of one of many components pay only where they tell the whole cost-to-go of every such site.
-        vectors = [n for n, i in traced.infos.items() if i.components is not None and i.components.size > 1]
-        is_flat = all(self._is_complete(traced, graph, name, immediate[name], costs[name]) for name in vectors)
-        components, wanted = {}, None
-        finite = 0
-        for name, info in traced.infos.items():
-            exact = estimators[name].exact_costs
-            if info.components is None or exact is False:
-                continue
-            finite += 1
-            if costs[name] and (exact is True or info.components.size == 1 or is_flat):
-                components[name] = info.components
-                wanted = name if exact is True else wanted
-        # One extra run of the whole model pays where many sites gain by it.
-        if not components or (wanted is None and 2 * len(components) < finite):
-            return None, {}
-        given = [c for c, o in traced.user_costs.items() if _is_rerun(traced, o) and not (o.exact or o.is_function)]
-        if given and wanted is not None:
-            raise UnsupportedSiteError(
-                f"Site {wanted!r} asks for an extra run by AllAction(exact=True), which would compute the values of "
-                f"{given} once more. Give those costs as functions, cost(name, function, ...), or with exact=True."
-            )
-        if given:
-            return None, {}
-        flips = flip_plan(graph, components, costs)
-        names = {cost for chosen in flips.costs.values() for cost in chosen}
-        elements = flips.rows * sum(traced.run.costs[cost].numel() * _events(traced, graph, cost) for cost in names)
-        if elements > self.max_elements and wanted is None:
-            return None, {}
-        return flips, components
-
-    def _is_complete(
-        self,
-        traced: TracedRun,
-        graph: StochasticComputationGraph,
-        name: str,
-        immediate: tuple[str, ...],
-        evaluated: tuple[str, ...],
-    ) -> bool:
-        """Whether after an extra run nothing of a site's cost-to-go is unknown at its other values."""
-        own = {Known.LOG_Q: cost_of_guide(name), Known.LOG_P: cost_of_model(name)}
-        kinds = self._tabled_kinds(traced, name, graph, AllAction(), immediate)
-        return {*evaluated, *(own[kind] for kind in kinds)}.issuperset(graph.downstream_costs(name))
 
     def _spec(
         self, traced: TracedRun, name: str, estimator: Estimator, critic: Critic | None, kinds: frozenset[Known]
@@ -410,6 +313,48 @@ class Planner:
         )
 
 
+def _revise(choices: dict[str, Choice], facts: SiteFacts) -> None:
+    """Lets the structure of the program overrule what follows from a site's options."""
+    found = decide(BY_STRUCTURE, facts)
+    if found is not None:
+        choices[facts.info.name] = found
+
+
+def _untold(
+    site: SiteFacts, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts, is_alone: bool
+) -> SiteFacts:
+    """The facts of a site of many components of whose costs nothing is told."""
+    name = site.info.name
+    keeps_rows = facts.cuts_plates or not graph.node(name).plates
+    is_last = not graph.descendants(name) and not graph.leaves_plates(name) and traced.elimination is None
+    is_plain = traced.options[name].baseline is None and name not in traced.untraced and not traced.user_costs
+    return replace(
+        site,
+        is_untold=True,
+        can_compare=is_plain and not facts.is_dynamic,
+        is_alone=is_alone and keeps_rows and is_last,
+    )
+
+
+def _in_rows(traced: TracedRun, graph: StochasticComputationGraph) -> frozenset[str]:
+    """Sites for which nothing is chosen, in plates of many rows, whose costs differ from row to row as data do.
+
+    Critics see data only where ``context`` shows them some.
+    """
+    return frozenset(
+        name
+        for name, options in traced.options.items()
+        if options.is_open
+        and not traced.infos[name].has_rsample
+        and math.prod(traced.plate_sizes[plate] for plate in graph.node(name).plates) >= MANY_ROWS
+    )
+
+
+def _pays_to_compare(info: SiteInfo) -> bool:
+    """Whether other particles serve a site better than sums over its values; of many components they always do."""
+    return info.num_particles > 1 and info.components is not None and info.components.size == 1
+
+
 def _charged(
     graph: StochasticComputationGraph,
     name: str,
@@ -422,24 +367,3 @@ def _charged(
         return frozenset()
     found = {cost for cost in graph.downstream_costs(name) if (name, cost) in patterns and cost not in evaluated}
     return frozenset(found) if found - {cost_of_guide(name), cost_of_model(name)} else frozenset()
-
-
-def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:
-    """Whether the extra run passes a cost statement."""
-    return traced.only_costs or not cost.in_guide
-
-
-def _is_repeatable(traced: TracedRun, cost: str) -> bool:
-    """Whether a cost may be read off an extra run."""
-    options = traced.user_costs.get(cost)
-    return options is None or (options.exact and _is_rerun(traced, options))
-
-
-def _events(traced: TracedRun, graph: StochasticComputationGraph, cost: str) -> int:
-    """Number of elements of the sites that a cost belongs to, per element of the cost."""
-    if cost in traced.user_costs:
-        return 1
-    if traced.elimination is not None:
-        return int(traced.elimination.num_elements(cost)) // max(traced.run.costs[cost].numel(), 1) + 1
-    event: int = traced.model_trace.nodes[graph.cost(cost).site]["fn"].event_shape.numel()
-    return event

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.plan.planner import Plan
+from pyro_bpq.plan.plan import Plan
 from pyro_bpq.reruns.shared_backward import SharedBackward, shared_backward
 from pyro_bpq.rollout.runs import Rollout, Run
 from pyro_bpq.step.site_program import gradient_to, slope_of

@@ -170,7 +170,7 @@ def with_statistics(estimator: Any, made: SiteContext) -> SiteContext:
     statistics = {
         name: torch.stack([torch.as_tensor(value).to(like)] * len(made.names)) for name, value in initial.items()
     }
-    if made.program is not None:
+    if "program" in made.signals:
         made.program.generator.manual_seed(0)
     return replace(made, statistics=statistics, count=like.new_full((len(made.names),), 3.0))
 

@@ -1,0 +1,161 @@
+r"""Which costs of a site are known at all of its values, and which ones an extra run of the model is to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pyro_bpq.batching.kinds import Known
+from pyro_bpq.errors import UnsupportedSiteError
+from pyro_bpq.estimators import AllAction, Estimator
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.plan.flips import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
+from pyro_bpq.plan.plan import StructureFacts
+from pyro_bpq.rollout.features import Components, finite_components
+from pyro_bpq.tracing.cost_statement import CostOptions
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
+
+__all__ = ["ExtraRun", "immediate_of", "is_complete", "known_costs", "plan_extra_run"]
+
+
+@dataclass(frozen=True)
+class ExtraRun:
+    """The extra run of the model.
+
+    Args:
+        flips: Which rows flip which sites; ``None`` for no extra run.
+        components: Finite components of the sites that it flips.
+    """
+
+    flips: FlipPlan | None = None
+    components: dict[str, Components] = field(default_factory=dict)
+
+    def costs(self, name: str) -> tuple[str, ...]:
+        """The model's costs that it tells of a site."""
+        return () if self.flips is None else self.flips.costs.get(name, ())
+
+
+def immediate_of(graph: StochasticComputationGraph, facts: StructureFacts) -> dict[str, tuple[str, ...]]:
+    """The immediate costs of each site that are known at other values, where the model alone gets these."""
+    return {
+        name: tuple(cost for cost in costs if not (facts.is_dynamic or cost in facts.handed))
+        for name, costs in immediate_costs(graph).items()
+    }
+
+
+def known_costs(
+    traced: TracedRun,
+    name: str,
+    graph: StochasticComputationGraph,
+    estimator: Estimator,
+    immediate: tuple[str, ...],
+) -> set[Known]:
+    """The site's own costs that follow from its distributions alone."""
+    components = traced.infos[name].components
+    if components is None or not estimator.uses_critic:
+        return set()
+    kinds = set() if name in traced.untraced or traced.only_costs else {Known.LOG_Q}
+    prior, cost = traced.run.sites[name].prior, cost_of_model(name)
+    if prior is not None and cost in immediate and graph.cost(cost).plates == graph.node(name).plates:
+        if finite_components(prior) == components and prior.batch_shape == traced.run.sites[name].fn.batch_shape:
+            kinds.add(Known.LOG_P)
+    return kinds
+
+
+def is_complete(
+    traced: TracedRun,
+    graph: StochasticComputationGraph,
+    name: str,
+    immediate: tuple[str, ...],
+    evaluated: tuple[str, ...],
+) -> bool:
+    """Whether after an extra run nothing of a site's cost-to-go is unknown at its other values."""
+    own = {Known.LOG_Q: cost_of_guide(name), Known.LOG_P: cost_of_model(name)}
+    kinds = known_costs(traced, name, graph, AllAction(), immediate)
+    return {*evaluated, *(own[kind] for kind in kinds)}.issuperset(graph.downstream_costs(name))
+
+
+def plan_extra_run(
+    traced: TracedRun,
+    graph: StochasticComputationGraph,
+    facts: StructureFacts,
+    estimators: Mapping[str, Estimator],
+    max_elements: int,
+) -> ExtraRun:
+    """Plans the extra run of the model; none where it does not pay.
+
+    Args:
+        traced: A run.
+        graph: Its graph.
+        facts: What else is known of it.
+        estimators: Those of all sites.
+        max_elements: Largest number of costs that it may evaluate where nobody asks for it.
+
+    Raises:
+        UnsupportedSiteError: If a site asks for one that would compute costs twice.
+    """
+    immediate, costs = immediate_of(graph, facts), _readable(traced, graph, facts)
+    # Other values of one of many components pay only where they tell the whole cost-to-go of every such site.
+    vectors = [n for n, i in traced.infos.items() if i.components is not None and i.components.size > 1]
+    is_flat = all(is_complete(traced, graph, name, immediate[name], costs[name]) for name in vectors)
+    components, wanted = {}, None
+    finite = 0
+    for name, info in traced.infos.items():
+        exact = estimators[name].exact_costs
+        if info.components is None or exact is False:
+            continue
+        finite += 1
+        if costs[name] and (exact is True or info.components.size == 1 or is_flat):
+            components[name] = info.components
+            wanted = name if exact is True else wanted
+    # One extra run of the whole model pays where many sites gain by it.
+    if not components or (wanted is None and 2 * len(components) < finite):
+        return ExtraRun()
+    given = [c for c, o in traced.user_costs.items() if _is_rerun(traced, o) and not (o.exact or o.is_function)]
+    if given and wanted is not None:
+        raise UnsupportedSiteError(
+            f"Site {wanted!r} asks for an extra run by AllAction(exact=True), which would compute the values of "
+            f"{given} once more. Give those costs as functions, cost(name, function, ...), or with exact=True."
+        )
+    if given:
+        return ExtraRun()
+    flips = flip_plan(graph, components, costs)
+    names = {cost for chosen in flips.costs.values() for cost in chosen}
+    elements = flips.rows * sum(traced.run.costs[cost].numel() * _events(traced, graph, cost) for cost in names)
+    return ExtraRun() if elements > max_elements and wanted is None else ExtraRun(flips, components)
+
+
+def _readable(
+    traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts
+) -> dict[str, tuple[str, ...]]:
+    """The model's costs that may be read off an extra run, by site."""
+    repeatable = {cost for cost in graph.cost_index if _is_repeatable(traced, cost)} - facts.handed
+    costs = {n: tuple(c for c in found if c in repeatable) for n, found in immediate_model_costs(graph).items()}
+    if not facts.cuts_plates:
+        # All rows of a plate are flipped at once.
+        costs = {name: () if graph.node(name).plates else found for name, found in costs.items()}
+    if traced.elimination is not None:
+        can_flip = traced.elimination.can_flip
+        costs = {name: tuple(cost for cost in found if can_flip(cost, name)) for name, found in costs.items()}
+    return costs
+
+
+def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:
+    """Whether the extra run passes a cost statement."""
+    return traced.only_costs or not cost.in_guide
+
+
+def _is_repeatable(traced: TracedRun, cost: str) -> bool:
+    """Whether a cost may be read off an extra run."""
+    options = traced.user_costs.get(cost)
+    return options is None or (options.exact and _is_rerun(traced, options))
+
+
+def _events(traced: TracedRun, graph: StochasticComputationGraph, cost: str) -> int:
+    """Number of elements of the sites that a cost belongs to, per element of the cost."""
+    if cost in traced.user_costs:
+        return 1
+    if traced.elimination is not None:
+        return int(traced.elimination.num_elements(cost)) // max(traced.run.costs[cost].numel(), 1) + 1
+    event: int = traced.model_trace.nodes[graph.cost(cost).site]["fn"].event_shape.numel()
+    return event

@@ -1,0 +1,95 @@
+r"""What a step does on a structure, and what is known of the structure besides its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from pyro_bpq.batching.layout import Layout
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.plan.flips import FlipPlan
+from pyro_bpq.rollout.features import Components
+from pyro_bpq.tracing.component_costs import Pattern, Patterns
+
+__all__ = ["Plan", "StructureFacts"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step does on a structure.
+
+    Args:
+        graph: The graph.
+        layout: The batching of sites and costs.
+        flips: The extra run of the model, or ``None``.
+        components: Finite components of the sites that it flips.
+        patterns: What components of sites read, by site and cost, where costs are charged to components.
+        by_row: Sites of the default's choice in many rows, whose cost-to-go is not known at other values.
+        led_back: Sites whose estimators ask for slopes that the costs of a run have itself.
+        handed: Costs of the model that read values of the guide itself.
+        has_buffers: Whether the programs may call modules with buffers.
+        rules: For each site the rule by which it got its estimator.
+        num_particles: Number of particles.
+    """
+
+    graph: StochasticComputationGraph
+    layout: Layout
+    flips: FlipPlan | None
+    components: dict[str, Components]
+    patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
+    by_row: frozenset[str] = frozenset()
+    led_back: frozenset[str] = frozenset()
+    handed: frozenset[str] = frozenset()
+    has_buffers: bool = True
+    rules: Mapping[str, str] = field(default_factory=dict)
+    num_particles: int = 1
+
+    def __str__(self) -> str:
+        """A line for each site: its estimator and the rule that gave it, its critic, and what is known exactly."""
+        lines = [f"{self.num_particles} particle{'s' if self.num_particles > 1 else ''}"]
+        for name, spec in self.layout.specs.items():
+            lines += [f"{name}: {spec.estimator}", f"    because: {self.rules.get(name, 'chosen')}"]
+            if not spec.estimator.is_pathwise:
+                lines += [f"    critic: {spec.critic or 'none'}", f"    known at all values: {self._known(name)}"]
+        return "\n".join(lines)
+
+    def _known(self, name: str) -> str:
+        costs = self.layout.tabled.get(name, ())
+        rows = (
+            "" if self.flips is None or name not in self.flips.start else f", by {self.flips.rows} rows of an extra run"
+        )
+        return ", ".join(costs) + rows if costs else "nothing"
+
+    @cached_property
+    def needs_program(self) -> bool:
+        """Whether an estimator compares the costs of other values."""
+        return any("program" in cls.spec.estimator.needs for cls in self.layout.classes)
+
+    @cached_property
+    def sloped(self) -> tuple[str, ...]:
+        """Sites whose estimator is poor where costs have no gradient to their values."""
+        kinds = {name: cls.spec.estimator for cls in self.layout.classes for name in cls.names}
+        return tuple(name for name, kind in kinds.items() if kind.relies_on_slopes)
+
+
+@dataclass(frozen=True)
+class StructureFacts:
+    """What is known of a structure besides its graph.
+
+    Args:
+        is_dynamic: Whether sampled values may steer the program.
+        cuts_plates: Whether rows of a plate stay apart.
+        patterns: Which component of a site each element of a cost reads, by site and cost.
+        handed: Costs of the model that read values of the guide itself: what the model alone costs at other values does
+            not show them.
+        has_buffers: Whether the programs may call modules with buffers.
+        num_particles: Number of particles.
+    """
+
+    is_dynamic: bool = False
+    cuts_plates: bool = True
+    patterns: Patterns = frozenset()
+    handed: frozenset[str] = frozenset()
+    has_buffers: bool = True
+    num_particles: int = 1

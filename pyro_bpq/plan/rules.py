@@ -1,0 +1,150 @@
+r"""The rules by which a site gets its estimator: two tables, each read from top to bottom; the first that holds counts.
+
+The first table follows from the options and from the site's distribution alone. The second overrules it where the
+structure of the program tells more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pyro_bpq.estimators import (
+    AllAction,
+    DebiasedStraightThrough,
+    DisARM,
+    Estimator,
+    LeaveOneOut,
+    Pathwise,
+    RunningBaseline,
+    ScoreFunction,
+    SecondRun,
+)
+from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.tracing.config import SiteOptions
+
+__all__ = ["BY_OPTIONS", "BY_STRUCTURE", "Choice", "Rule", "SiteFacts", "decide", "has_many_components"]
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """What rules look at.
+
+    Args:
+        info: The site.
+        options: What is chosen at it.
+        chosen: The estimator that is chosen for all sites, or ``None``.
+        max_support: Largest number of values of a component that are summed over.
+        is_partly_scored: Whether it is reparameterised in part only, by rejection sampling.
+        is_by_row: Whether its costs differ from row to row of data, and other particles serve it better than sums.
+        is_untold: Whether nobody chose for it, it has many components and no critic, and no extra run of the model
+            tells what it costs at its other values.
+        can_compare: Whether other runs of the program may serve it.
+        is_alone: Whether it is the last and the only site of its kind, with plates whose rows stay apart.
+        has_slopes: Whether costs may have gradients to its values.
+    """
+
+    info: SiteInfo
+    options: SiteOptions
+    chosen: Estimator | None = None
+    max_support: int = 64
+    is_partly_scored: bool = False
+    is_by_row: bool = False
+    is_untold: bool = False
+    can_compare: bool = False
+    is_alone: bool = False
+    has_slopes: bool = True
+
+    @property
+    def score_function(self) -> Estimator:
+        """The score function with the site's own baseline, else leave-one-out or, with one particle, a running mean."""
+        return self.plain_score if self.options.baseline is None else self.options.baseline.estimator()
+
+    @property
+    def plain_score(self) -> Estimator:
+        """The same without the site's own baseline."""
+        return ScoreFunction(LeaveOneOut() if self.info.num_particles > 1 else RunningBaseline())
+
+    @property
+    def has_few_values(self) -> bool:
+        """Whether a sum over the values of a component is short."""
+        return self.info.components is not None and self.info.components.cardinality <= self.max_support
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An estimator, and the rule that gave it."""
+
+    estimator: Estimator
+    rule: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A line of a table.
+
+    Args:
+        says: Why, as it is printed.
+        holds: Whether it applies to a site.
+        gives: The estimator of the site.
+    """
+
+    says: str
+    holds: Callable[[SiteFacts], bool]
+    gives: Callable[[SiteFacts], Estimator | None]
+
+
+BY_OPTIONS = (
+    Rule("chosen at the site", lambda s: s.options.estimator is not None, lambda s: s.options.estimator),
+    Rule("reparameterised", lambda s: s.info.has_rsample, lambda s: Pathwise()),
+    Rule("chosen for all sites", lambda s: s.chosen is not None, lambda s: s.chosen),
+    Rule("few values: a sum over all of them", lambda s: s.has_few_values, lambda s: AllAction()),
+    Rule("many or infinitely many values", lambda s: True, lambda s: s.plain_score),
+)
+
+BY_STRUCTURE = (
+    Rule(
+        "partly reparameterised: score function for the rest", lambda s: s.is_partly_scored, lambda s: s.score_function
+    ),
+    Rule("rows of data: other particles know the row", lambda s: s.is_by_row, lambda s: s.score_function),
+    Rule(
+        "many components, and no other run may serve",
+        lambda s: s.is_untold and not s.can_compare,
+        lambda s: s.score_function,
+    ),
+    Rule(
+        "many components of the only site: slopes of the costs, corrected exactly",
+        lambda s: s.is_untold and s.is_alone and s.has_slopes and DebiasedStraightThrough().unsupported(s.info) is None,
+        lambda s: DebiasedStraightThrough(),
+    ),
+    Rule(
+        "many binary components of the only site, no slopes: one other value",
+        lambda s: s.is_untold and s.is_alone and s.info.num_particles == 1 and DisARM().unsupported(s.info) is None,
+        lambda s: DisARM(),
+    ),
+    Rule(
+        "many components, one particle: a second run on the same data",
+        lambda s: s.is_untold and s.info.num_particles == 1,
+        lambda s: SecondRun(),
+    ),
+    Rule("many components: other particles", lambda s: s.is_untold, lambda s: s.score_function),
+)
+
+
+def decide(rules: Sequence[Rule], facts: SiteFacts) -> Choice | None:
+    """The first rule that holds for a site, or ``None``."""
+    for rule in rules:
+        if rule.holds(facts):
+            estimator = rule.gives(facts)
+            assert estimator is not None
+            return Choice(estimator, rule.says)
+    return None
+
+
+def has_many_components(facts: SiteFacts) -> bool:
+    """Whether a site that nobody chose an estimator for has many components.
+
+    Of its costs then only its own log-probabilities would be known at other values: too little to gain by.
+    """
+    components, chosen = facts.info.components, facts.options.estimator or facts.chosen
+    return chosen is None and components is not None and components.size > 1

@@ -1,0 +1,98 @@
+"""The rules by which sites get their estimators, read from top to bottom, and how a plan prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.plan.rules import BY_OPTIONS, BY_STRUCTURE
+
+ROWS = 12
+DATA = torch.linspace(-1.0, 1.0, ROWS)
+
+
+def after(
+    draw: Callable[..., Any], rows: bool = False, max_elements: int = 1 << 21, **options: Any
+) -> TraceBackpropQ_ELBO:
+    """An ELBO after two steps on one site, or on two that follow each other in rows of data."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+
+    def sites(rate: torch.Tensor, obs: torch.Tensor | None) -> None:
+        if not rows:
+            z = pyro.sample("z", draw(rate)).float()
+            if obs is not None:
+                pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=obs)
+            return
+        with pyro.plate("rows", ROWS):
+            y = pyro.sample("y", draw(rate + DATA)).float()
+            z = pyro.sample("z", draw(rate + y)).float()
+            if obs is not None:
+                pyro.sample("x", dist.Normal(z, 1.0), obs=DATA)
+
+    def model() -> None:
+        sites(torch.zeros(()), torch.tensor(0.5))
+
+    def guide() -> None:
+        sites(pyro.param("rate", lambda: torch.tensor(0.2)), None)
+
+    elbo = TraceBackpropQ_ELBO(**options)
+    elbo.planner = replace(elbo.planner, max_elements=max_elements)
+    for _ in range(2):
+        elbo.loss_and_grads(model, guide)
+    return elbo
+
+
+CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
+    "pathwise": ("reparameterised", lambda r: dist.Normal(r, 1.0), {}),
+    "all": ("chosen for all sites", lambda r: dist.Bernoulli(logits=r), {"estimator": AllAction()}),
+    "few": ("few values: a sum over all of them", lambda r: dist.Bernoulli(logits=r), {}),
+    "counts": ("many or infinitely many values", lambda r: dist.Poisson(r.exp()), {}),
+    "rows": ("rows of data: other particles know the row", lambda r: dist.Bernoulli(logits=r), {"rows": True}),
+    "slopes": (
+        "many components of the only site: slopes of the costs, corrected exactly",
+        lambda r: dist.Bernoulli(logits=r * torch.ones(20)).to_event(1),
+        {"max_elements": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_site_says_by_which_rule_it_was_served(name: str) -> None:
+    rule, draw, options = CASES[name]
+    elbo = after(draw, **options)
+    assert elbo.plan is not None and elbo.plan.rules["z"] == rule
+    text = str(elbo.plan)
+    assert f"z: {elbo.plan.layout.specs['z'].estimator}" in text and f"because: {rule}" in text
+
+
+def test_a_plan_tells_particles_critics_and_exact_costs() -> None:
+    elbo = after(lambda r: dist.Bernoulli(logits=r))
+    assert str(elbo.plan).splitlines() == [
+        "1 particle",
+        "z: AllAction(exact='auto', adaptive=True, decay=0.98, max_scale=1.2, trace=1.0, second_run=False)",
+        "    because: few values: a sum over all of them",
+        "    critic: MLPCritic(hidden=(32,))",
+        "    known at all values: -log p(x), -log p(z), log q(z), by 2 rows of an extra run",
+    ]
+    assert str(after(lambda r: dist.Bernoulli(logits=r), rows=True).plan).startswith("8 particles\n")
+
+
+def test_the_last_rule_by_options_serves_every_site() -> None:
+    elbo = after(lambda r: dist.Poisson(r.exp()), num_particles=2)
+    assert elbo.plan is not None
+    assert elbo.plan.layout.specs["z"].estimator == ScoreFunction(LeaveOneOut())
+    assert elbo.plan.rules["z"] == BY_OPTIONS[-1].says
+
+
+def test_rules_have_names_of_their_own() -> None:
+    says = [rule.says for rule in (*BY_OPTIONS, *BY_STRUCTURE)]
+    assert len(set(says)) == len(says)
+    assert {rule for rule, _, _ in CASES.values()} <= set(says)
