@@ -1,7 +1,7 @@
 """What a user hands to ``SVI``.
 
 The ELBO, an expected cost, the importance-weighted bound, and what they are made of. Imports everything below. Read
-``elbo.py`` first, then ``staging.py`` for the path of one step.
+``objective.py`` first, then ``runner.py`` for the path of one step.
 """
 
 __all__: tuple[str, ...] = ()

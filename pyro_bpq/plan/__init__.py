@@ -1,7 +1,6 @@
 """Decides what a step does on a structure: estimator, critic and exact costs of each site.
 
-Imports ``tracing`` and what is below it; nothing here runs a program. Read ``planner.py`` first, then
-``defaults.py``.
+Imports ``tracing`` and what is below it; nothing here runs a program. Read ``rules.py`` first, then ``planner.py``.
 """
 
 __all__: tuple[str, ...] = ()
