@@ -193,7 +193,7 @@ def site_gradients(
     """
     seen = elbo.observe(model, guide, args, kwargs)
     runs, signals = seen.runs, [item.signals for item in seen.items]
-    result = surrogate_step(signals, elbo.critics, elbo.learning(), False)
+    result = surrogate_step(signals, torch.zeros(()), elbo.critics, elbo.learning())
     summands: dict[Any, Tensor] = {COSTS: sum((run.run.differentiable for run in runs), torch.zeros(()))}
     for names, term in result.terms:
         if term.dim() and term.shape[0] == len(names):

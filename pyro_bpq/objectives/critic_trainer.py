@@ -18,7 +18,7 @@ from pyro_bpq.objectives.replayer import Host, Replayer
 from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.snapshots import restore, snapshot
-from pyro_bpq.step.surrogate import Learning, StepResult, critic_loss
+from pyro_bpq.step.surrogate import Learning, Step, critic_loss
 
 __all__ = ["CriticTrainer", "Owner"]
 
@@ -100,23 +100,11 @@ class CriticTrainer:
             ranks=self.ranks,
         )
 
-    def may_learn(self, items: Sequence[Staged], loss: Tensor) -> bool:
-        """Whether there is something to learn from: a loss that is finite, on all ranks."""
-        is_finite, ranks = torch.isfinite(loss.detach()), self.ranks
-        if ranks is None:
-            return bool(is_finite)
-        structure = [f"step {self.num_steps}"]
-        for item in items:
-            one = item.signals
-            structure += [f"sites {one.layout.classes[c].names}" for c in one.active]
-            structure += [f"critics {critic.keys}" for critic in one.critics.values()]
-        return ranks.agree(structure, is_finite)
-
-    def keep(self, items: Sequence[Staged], result: StepResult) -> None:
+    def keep(self, items: Sequence[Staged], result: Step) -> None:
         """Keeps what a step worked on."""
         self.staged = Transient([replace(item, result=result) for item in items])
 
-    def prepare(self, surrogate: Tensor, result: StepResult) -> Tensor:
+    def prepare(self, surrogate: Tensor, result: Step) -> Tensor:
         """Notes what the step teaches; adds the critics' loss to the surrogate where the user trains them."""
         gradients = {}
         if result.critic_loss is not None and self.optimizer is None:

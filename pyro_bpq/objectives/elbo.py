@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated
-from pyro_bpq.step.surrogate import StepResult, step
+from pyro_bpq.step.surrogate import Step, step
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
 
@@ -260,24 +261,23 @@ class TraceBackpropQ_ELBO(Objective):
         warn_if_nan(loss, "loss")
         return float(loss.item())
 
-    def _evaluate(self, program: Program, mode: Mode) -> tuple[Tensor, Tensor, StepResult]:
+    def _evaluate(self, program: Program, mode: Mode) -> Step:
         start = time.perf_counter()
         seen = self.particles.observe(self.runner, program, mode)
         ready = time.perf_counter()
         signals = [item.signals for item in seen.items]
         losses = [traced.run.loss for traced in seen.runs]
         loss = sum(losses[1:], losses[0]) / self.num_particles
-        learns = mode.learning and self.trainer.may_learn(seen.items, loss)
-        result = step(signals, self.critics, self.learning(), learns)
-        costs = [cost for item in seen.items for cost in item.differentiable()]
+        result = step(signals, loss, self.critics, self.learning(), mode.learning)
         if self.analytic_kl:
             # One graph for all particles, or one for each.
             graphs = [one.layout.graph for one in signals] * (len(seen.runs) // len(signals))
             costs = [differentiable_cost(*pair) for pair in zip(seen.runs, graphs, strict=True)]
+            result = replace(result, paths=sum(costs, torch.zeros(())))
         self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
         if self.keeps_staged:
             self.trainer.keep(seen.items, result)
-        return loss, sum(costs, torch.zeros(())), result
+        return result
 
     # More ways to learn.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.surrogate import StepResult, step
+from pyro_bpq.step.surrogate import Step, step
 from pyro_bpq.tracing.traced_run import TracedRun, trace_particles, trace_run
 
 __all__ = ["TraceBackpropQ_IWAE"]
@@ -157,7 +158,7 @@ class TraceBackpropQ_IWAE(Objective):
         """Critics of a bound learn from their own steps only."""
         raise NotImplementedError
 
-    def _evaluate(self, program: Program, mode: Mode) -> tuple[Tensor, Tensor, StepResult]:
+    def _evaluate(self, program: Program, mode: Mode) -> Step:
         """The loss, and the sums over bounds of what has its gradient."""
         start = time.perf_counter()
         runs = self.particles.observe(self.runner, program, mode).runs
@@ -177,7 +178,7 @@ class TraceBackpropQ_IWAE(Objective):
         if all(is_plain(each) for each, _ in found) or not torch.is_grad_enabled():
             signal = leave_one_out_signal(log_w, self.baseline)
             loss, surrogate = multi_sample_bound(log_w, score, signal)
-            return scale * loss / self.num_outer, scale * surrogate, StepResult(torch.zeros(()), None)
+            return Step(scale * loss / self.num_outer, torch.zeros(()), paths=scale * surrogate)
         # What the weights' own gradient holds of the scores goes to the critics too: it nearly cancels the signals.
         weights, signal = log_w.detach().softmax(1), leave_one_out_signal(log_w, self.baseline)
         loss, surrogate = multi_sample_bound(log_w, score, weights)
@@ -187,12 +188,12 @@ class TraceBackpropQ_IWAE(Objective):
         rollout = bound_rollout(runs, costs, features, rows, ndim, is_vectorized)
         signals = Signals(layout, rollout, {}, self.critics, mode.learning)
         staged = Staged(tuple(runs), (), signals)
-        learns = mode.learning and self.trainer.may_learn([staged], loss)
-        result = step([signals], self.critics, self.learning(), learns)
+        result = step([signals], scale * loss / self.num_outer, self.critics, self.learning(), mode.learning)
+        result = replace(result, paths=scale * surrogate)
         if self.keeps_staged:
             self.trainer.keep([staged], result)
         self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
-        return scale * loss / self.num_outer, scale * surrogate, result
+        return result
 
     def _rows(self, traced: TracedRun, dim: int | None, scale: float) -> tuple[Tensor, Tensor]:
         """Log-weights with their gradients, and ``log q`` of the sites that need it, ``(samples, rows)`` each."""

@@ -23,7 +23,7 @@ from pyro_bpq.objectives.turn import Turn
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.snapshots import restore, snapshot
-from pyro_bpq.step.surrogate import Learning, StepResult
+from pyro_bpq.step.surrogate import Learning, Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
 
@@ -69,8 +69,8 @@ class Objective(ELBO, nn.Module):
     # What subclasses are made of.
 
     @abstractmethod
-    def _evaluate(self, program: Program, mode: Mode) -> tuple[Tensor, Tensor, StepResult]:
-        """The loss, the differentiable costs, and what the step yields."""
+    def _evaluate(self, program: Program, mode: Mode) -> Step:
+        """Takes a step, summed over draws; nothing has learned from it yet."""
 
     @property
     @abstractmethod
@@ -228,14 +228,14 @@ class Objective(ELBO, nn.Module):
             mark = self.mark()
             try:
                 program = self._program(model, guide, args, kwargs)
-                loss, differentiable, result = self._evaluate(program, self._mode(self._is_learning, goes_back))
+                result = self._evaluate(program, self._mode(self._is_learning, goes_back))
             except BaseException:
                 self.go_back(mark)
                 raise
-            value = loss.detach()
+            value = result.loss.detach()
             if not result.learns:  # what is learned from is finite
                 warn_if_nan(value, "loss")
-            surrogate = (differentiable + result.surrogate) / self._num_draws
+            surrogate = (result.paths + result.surrogate) / self._num_draws
             if result.learns:
                 self.info = result.info
                 surrogate = self.trainer.prepare(surrogate, result)

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.surrogate import StepResult
+from pyro_bpq.step.surrogate import Step
 from pyro_bpq.tracing.traced_run import TracedRun
 
 __all__ = ["Observation", "Staged", "Transient"]
@@ -30,12 +28,7 @@ class Staged:
     traced: tuple[TracedRun, ...]
     programs: tuple[Any, ...]
     signals: Signals
-    result: StepResult | None = None
-
-    def differentiable(self) -> list[Tensor]:
-        """The differentiable costs of each run, for the surrogate; to be asked when all sites are done."""
-        rerun = self.signals.rerun
-        return [traced.run.differentiable for traced in self.traced] if rerun is None else rerun.differentiable()
+    result: Step | None = None
 
     def again(self, bank: CriticBank) -> Signals:
         """The tensors with the critics as they are now; nothing is built."""

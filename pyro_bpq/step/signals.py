@@ -104,6 +104,10 @@ class Signals:
                 found[c] = own
         return found
 
+    def paths(self) -> list[Tensor]:
+        """The costs of each run through which pathwise gradients flow; to be asked when all sites are done."""
+        return [run.differentiable for run in self.rollout.runs] if self.rerun is None else self.rerun.differentiable()
+
     def context(self, c: int) -> SiteContext:
         """What the estimator of a class of sites sees, but for its running statistics."""
         cls, batch = self.layout.classes[c], self.batches[c]

@@ -25,7 +25,7 @@ from pyro_bpq.step.critic_step import CriticRows, regression
 from pyro_bpq.step.first_order import first_order_loss
 from pyro_bpq.step.signals import Signals
 
-__all__ = ["Learning", "StepResult", "critic_loss", "critic_targets", "expected_critic_loss", "step"]
+__all__ = ["Learning", "Step", "critic_loss", "critic_targets", "expected_critic_loss", "step"]
 
 # Value and target of the Q-nodes of each group.
 Pairs = Mapping[int, tuple[Tensor, Tensor]]
@@ -55,38 +55,51 @@ class Learning:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class Step:
     """What one step yields.
 
     Args:
+        loss: The loss in nats, as the programs' runs have it; its gradient has no meaning.
         surrogate: Sum of the sites' surrogate terms over particles; only its gradient has meaning.
         critic_loss: Regression loss of the critics, or ``None``.
         writes: New running statistics, to be committed after the step.
         info: Detached diagnostics, by name of site, and its ``"estimator"``.
         terms: The summands of the surrogate: names of the sites and a tensor, as the estimator returned it.
         learns: Whether the step teaches anything.
+        paths: The costs through which pathwise gradients flow, summed over particles.
     """
 
+    loss: Tensor
     surrogate: Tensor
-    critic_loss: Tensor | None
+    critic_loss: Tensor | None = None
     writes: list[Write] = field(default_factory=list)
     info: dict[str, dict[str, Any]] = field(default_factory=dict)
     terms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
     learns: bool = False
+    paths: Tensor = field(default_factory=lambda: torch.zeros(()))
 
 
-def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build: bool) -> StepResult:
-    """Computes surrogate and critic loss of the rollouts of a step.
+def step(
+    signals: Sequence[Signals], loss: Tensor, bank: CriticBank, learning: Learning, is_learning: bool = False
+) -> Step:
+    """One step: surrogate, pathwise costs, critic loss and new statistics of its rollouts.
+
+    It reads nothing but its arguments. The only way back to the program is ``signals.rerun``. Numbers leave the device
+    in :func:`_may_learn`, and nowhere else here; a test lists all places of a step where they do
+    (``tests/step/test_host_reads.py``).
 
     Args:
         signals: One for all particles; or one for each, where sampled values steer the program.
+        loss: The loss of the rollouts, a scalar in nats.
         bank: Critics and running statistics.
         learning: How targets are formed.
-        build: Whether the step learns: missing statistics are built, a critic loss is formed.
+        is_learning: Whether something is learned, unless the loss is not finite: missing statistics are built then, and
+            a critic loss is formed.
 
     Returns:
-        The result; nothing in the bank has changed but for newly built rows.
+        The step; nothing in the bank has changed but for newly built rows.
     """
+    build = is_learning and _may_learn(signals, loss, learning)
     writes: list[Write] = []
     info: dict[str, dict[str, Any]] = {}
     if build:
@@ -99,15 +112,38 @@ def step(signals: Sequence[Signals], bank: CriticBank, learning: Learning, build
         terms.append((context.names, term))
         if build:
             _add_time(info, context.names, start)
-    loss = _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info) if build else None
+    taught = (
+        _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info) if build else None
+    )
     if build and learning.first_order > 0.0:
         slopes = [first_order_loss(one, learning.first_order) for one in signals]
-        loss = sum(slopes, torch.zeros_like(slopes[0]) if loss is None else loss)
+        taught = sum(slopes, torch.zeros_like(slopes[0]) if taught is None else taught)
     if len(signals) > 1:
         # Particles, and sites of a family that shares a critic, each have a say.
         writes = average_writes(writes)
     sums = [term.sum() for _, term in terms]
-    return StepResult(sum(sums[1:], sums[0]) if sums else torch.zeros(()), loss, writes, info, tuple(terms), build)
+    return Step(
+        loss,
+        sum(sums[1:], sums[0]) if sums else torch.zeros(()),
+        taught,
+        writes,
+        info,
+        tuple(terms),
+        build,
+        sum((cost for one in signals for cost in one.paths()), torch.zeros(())),
+    )
+
+
+def _may_learn(signals: Sequence[Signals], loss: Tensor, learning: Learning) -> bool:
+    """Whether there is something to learn from: a loss that is finite, on all ranks."""
+    is_finite = torch.isfinite(loss.detach())
+    if learning.ranks is None:
+        return bool(is_finite)
+    structure = [f"step {learning.num_steps}"]
+    for one in signals:
+        structure += [f"sites {one.layout.classes[c].names}" for c in one.active]
+        structure += [f"critics {critic.keys}" for critic in one.critics.values()]
+    return learning.ranks.agree(structure, is_finite)
 
 
 def _add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: float) -> None:
