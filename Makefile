@@ -18,13 +18,14 @@ endif
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
 
-.PHONY: help demo test fuzz test-all lint format types docs tutorials notebooks bench bench-full clean
+.PHONY: help demo test test-quick fuzz test-all lint format types docs tutorials notebooks bench bench-full clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo        train a discrete VAE with three estimators, write demo_output/"
 	@echo "make test        the tests but the slow ones"
+	@echo "make test-quick  one case of each test that takes no time, after every edit"
 	@echo "make fuzz        thousands of random programs; ARGS=\"--programs 5000 --config default\", --config all, --show SEED"
 	@echo "make test-all    every test, the doctests of docstrings and docs, and the tutorials"
 	@echo "make lint        ruff: rules and format, nothing is changed"
@@ -40,6 +41,9 @@ demo: $(call need,demo)
 
 test: $(call need,test)
 	$(PYTEST) -m "not slow" $(ARGS)
+
+test-quick: $(call need,test)
+	$(PYTEST) --quick -q $(ARGS)
 
 test-all: $(call need,test) $(call need,tutorials)
 	$(PYTEST) --doctest-modules --doctest-glob="*.md" --ignore-glob="docs/*.py" --ignore=docs/tutorials \

@@ -11,7 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import BY_NAME, Case, each_case
+from models import BY_NAME, Case, coin, each_case
 from pyro import poutine
 from torch import Tensor, nn
 
@@ -127,10 +127,6 @@ def test_most_cases_are_flipped(spy: Spy) -> None:
 
 
 # Programs that cannot be run with a dimension to the left of their plates
-
-
-def coin(name: str, logits: Tensor) -> Tensor:
-    return pyro.sample(name, dist.Bernoulli(logits=logits))
 
 
 def guide() -> None:

@@ -9,7 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import irregular, real
+from models import coin, irregular, real
 from pyro.infer import SVI
 from pyro.optim import SGD
 from torch import Tensor
@@ -78,10 +78,6 @@ class Coin(dist.TorchDistribution):
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
         return real(0.0, 1.0)
-
-
-def coin(name: str, logits: Tensor) -> Tensor:
-    return pyro.sample(name, dist.Bernoulli(logits=logits))
 
 
 def two_costs(kind: type[Branches]) -> tuple[Program, Program]:

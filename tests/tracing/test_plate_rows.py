@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -18,6 +19,7 @@ from torch import Tensor
 from pyro_bpq import AllAction, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import LeaveOneOut, SecondRun
+from pyro_bpq.plan import planner
 from pyro_bpq.testing import assert_unbiased
 
 Program = Callable[[], None]
@@ -136,10 +138,10 @@ def test_unseen_it_is_a_bias_that_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_flipping_all_rows_at_once_would_be_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyro_bpq.plan.planner import Planner
-
-    flips = Planner._flips
-    monkeypatch.setattr(Planner, "_flips", lambda self, *args: flips(self, *args[:-1], True))
+    plain = planner.plan_extra_run
+    monkeypatch.setattr(
+        planner, "plan_extra_run", lambda t, g, facts, *more: plain(t, g, replace(facts, cuts_plates=True), *more)
+    )
     model, guide = program(MIXING["roll"], "model")
     with pytest.warns(BPQWarning), pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(trained(model, guide), model, guide)
