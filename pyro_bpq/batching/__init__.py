@@ -1,4 +1,4 @@
-"""Which sites and costs are handled in one batched call, and the tensors of such a class of sites.
+"""Groups sites and costs into classes for batched calls, and stacks the tensors of a class of sites.
 
 Imports ``graph``, ``rollout``, ``targets``, ``critics`` and ``estimators``. Read ``layout.py`` first, then
 ``site_batch.py``.

@@ -1,4 +1,4 @@
-r"""Sums of costs over what lies downstream of a site, for all sites of a class at once."""
+r"""The cost-to-go: sums of the costs downstream of a site, for all sites of a class at once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["component_cost_to_go", "cost_to_go", "stack_costs", "sum_costs"]
 
 
 def stack_costs(layout: Layout, rollout: Rollout) -> list[Tensor]:
-    """The costs of a rollout by class of costs, ``(costs, M, plates)`` each, in nats, detached."""
+    """Stacks the costs of a rollout per class of costs, ``(costs, M, plates)`` each, in nats, detached."""
     return [
         rollout.stack(lambda run, name: run.costs[name].detach(), cls.names, cls.plates) for cls in layout.cost_classes
     ]
 
 
 def sum_costs(layout: Layout, costs: Sequence[Tensor], kind: Relation, c: int) -> Tensor | None:
-    """For each site of a class the sum of the costs that a matrix of the layout selects.
+    """Sums, for each site of a class, the costs that a matrix of the layout selects.
 
     Args:
         layout: The layout.
@@ -31,7 +31,7 @@ def sum_costs(layout: Layout, costs: Sequence[Tensor], kind: Relation, c: int) -
         c: Position of the class of sites.
 
     Returns:
-        Sums that broadcast to ``(G, M, plates)``, or ``None`` where nothing is selected.
+        Sums that broadcast to ``(G, M, plates)``, or ``None`` if no cost is selected.
     """
     total, plates = None, () if kind is Relation.CROSSING else layout.classes[c].spec.plates
     for k, (cls, stacked) in enumerate(zip(layout.cost_classes, costs, strict=True)):
@@ -43,7 +43,7 @@ def sum_costs(layout: Layout, costs: Sequence[Tensor], kind: Relation, c: int) -
 
 
 def cost_to_go(layout: Layout, costs: Sequence[Tensor], c: int, like: Tensor) -> Tensor:
-    """``C_X`` of every site of a class, of the shape ``(G, M, plates)`` of ``like``, in nats."""
+    """The cost-to-go ``C_X`` of every site of a class, shaped like ``like``, ``(G, M, plates)``, in nats."""
     total = torch.zeros_like(like)
     for kind in (Relation.DOWNSTREAM, Relation.CROSSING):
         term = sum_costs(layout, costs, kind, c)
@@ -56,9 +56,9 @@ def component_cost_to_go(layout: Layout, rollout: Rollout, c: int, joint: Tensor
 
     Args:
         layout: The layout.
-        rollout: The runs, whose costs are charged to components as far as possible.
+        rollout: The runs. Their sites hold the costs that are charged to single components.
         c: Position of the class of sites.
-        joint: The costs that all components of a site have in common, ``(G, M, plates)``, in nats.
+        joint: The part of the cost-to-go that all components of a site share, ``(G, M, plates)``, in nats.
 
     Returns:
         Shape ``(G, M, plates, D)``, in nats.

@@ -1,14 +1,15 @@
-r"""What other particles' values cost beside a particle's own past.
+r"""Crossed costs: the costs of another particle's values, given a particle's own past.
 
-Leave-one-out centres a site's cost-to-go by that of another particle, which has another past. What a site and all that
-follows it cost beside one's own past is nearer. A log-probability ``log p(y | parents)`` is known there too, without
-another run, where its law reads the past alone, or ``y`` lies in the past and the law reads nothing of it:
+Leave-one-out centres a site's cost-to-go by the cost-to-go of another particle. That particle has another past. A
+closer baseline is the cost of its values from the site on, given the own past. A log-probability ``log p(y | parents)``
+is known for such a pair without another run in two cases. Either its law reads the past only, or ``y`` lies in the past
+and its law reads nothing of the past:
 
     own law:    log p(y_j | parents_i)
     own value:  log p(y_i | parents_j)
 
-for a site ``X`` of particle ``i`` and values from ``X`` on of particle ``j``. Other costs are particle ``j``'s own. All
-of it follows from particle ``j`` and from what does not depend on ``X`` in particle ``i``, so as a baseline it is as
+for a site ``X`` of particle ``i``, and the values of particle ``j`` from ``X`` on. Other costs are those of particle
+``j``. The baseline depends on particle ``j``, and on values of particle ``i`` that do not depend on ``X``. So it is as
 free of bias as leave-one-out.
 """
 
@@ -24,18 +25,18 @@ from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
 
 __all__ = ["crossed_costs"]
 
-# Least log-probability of a component's value, in nats: any number below tells a baseline that it does not occur.
+# Smallest log-probability of a component's value, in nats. For a baseline, such a value does not occur.
 _LEAST = -100.0
-# Values of so many elements are not put together: copies would cost more than calls.
+# Sites whose values have so many elements get a call each, because copies would cost more than calls.
 _LARGE = 1 << 14
 
 
 @torch.no_grad()
 def crossed_costs(group: CrossedCosts, rollout: Rollout, costs: Sequence[Tensor]) -> Tensor:
-    """What costs change by beside another past, on average over other particles.
+    """The change of each cost given another particle's past, averaged over the other particles.
 
-    Log-probabilities of finite components are linear in an encoded value: all pairs of a law and a value are one
-    product of matrices.
+    Log-probabilities of finite components are linear in an encoded value. So one matrix product gives all pairs of a
+    law and a value.
 
     Args:
         group: The costs.
@@ -43,8 +44,8 @@ def crossed_costs(group: CrossedCosts, rollout: Rollout, costs: Sequence[Tensor]
         costs: Stacked costs by class of costs, ``(costs, M, plates)`` in nats.
 
     Returns:
-        First under the own law, then at the own value, ``(2 costs, M, plates)`` in nats: the cost beside particle
-        ``i``'s past less the cost that particle ``j`` has, averaged over ``j``.
+        The changes under the own law, then those at the own value, ``(2 costs, M, plates)`` in nats. A change is the
+        cost given particle ``i``'s past minus the cost of particle ``j``, averaged over ``j``.
     """
     own, names = group.pick(costs), list(group.sites)
     size = rollout.runs[0].sites[group.sites[names[0]][0]].value.numel()
@@ -57,9 +58,9 @@ def crossed_costs(group: CrossedCosts, rollout: Rollout, costs: Sequence[Tensor]
 
 
 def _pairs(group: CrossedCosts, rollout: Rollout, names: Sequence[str], like: Tensor) -> Tensor:
-    """Costs under the law of particle ``i`` at the value of ``j``, ``(costs, i, j, plates)``.
+    """Costs under the law of particle ``i`` at the value of particle ``j``, ``(costs, i, j, plates)``.
 
-    Particle ``i``'s own value must not enter, by rounding either.
+    Particle ``i``'s own value must not enter the result, not even through rounding.
     """
     components = group.components
 
@@ -82,5 +83,5 @@ def _pairs(group: CrossedCosts, rollout: Rollout, names: Sequence[str], like: Te
     values = stack(lambda site, _: components.encoded(site.value.detach(), site.fn), 1).to(slopes.dtype)
     log_prob = torch.einsum("ci...f,cj...f->cij...", slopes, values) + base.unsqueeze(2)
     weights = stack(weight, 0).unsqueeze(2)
-    # What is masked may be anything.
+    # Masked log-probabilities may be infinite or NaN.
     return torch.where(weights == 0.0, 0.0, weights * log_prob)

@@ -1,4 +1,4 @@
-"""Names of what is summed: relations between classes, and costs that are known at every value of a site."""
+"""Enumerations: relations between classes, and kinds of costs that are known at every value of a site."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ __all__ = ["Known", "Relation"]
 
 
 class Relation(Enum):
-    """What a class of sites has to do with one of costs, sites or Q-nodes.
+    """A relation of a class of sites to a class of costs, sites or Q-nodes.
 
     Attributes:
         DOWNSTREAM: Costs downstream of a site, row by row of the plates.
-        CROSSING: Costs downstream of a site that read all rows of its plates.
+        CROSSING: Costs downstream of a site that one row of its plates may affect in other rows.
         TABLED: Immediate costs that are known at every value of a site.
-        CROSSED: Twice the costs of a group, see :func:`~pyro_bpq.batching.crossed.crossed_costs`.
-        LATER: Later sites whose control variates count for a site as a whole.
-        LATER_OWN: Later sites, of whose control variates the part of their own log-probabilities counts.
-        LATER_MODEL: Likewise the part of the model's costs.
-        LATER_LEARNED: Q-nodes of later sites that count.
+        CROSSED: The costs of a group, twice over, see :func:`~pyro_bpq.batching.crossed.crossed_costs`.
+        LATER: Later sites whose whole control variate counts for a site.
+        LATER_OWN: Later sites whose control variate counts in the part of their own log-probabilities.
+        LATER_MODEL: Later sites whose control variate counts in the part of the model's costs.
+        LATER_LEARNED: Q-nodes of later sites whose part of the control variate counts.
     """
 
     DOWNSTREAM = auto()
@@ -32,9 +32,10 @@ class Relation(Enum):
 
 
 class Known(str, Enum):
-    """Immediate costs of a site that are known at every value of it: its own log-probabilities, or those of the model.
+    """Kinds of immediate costs that are known at every value of a site.
 
-    In the order of their sums.
+    ``LOG_Q`` and ``LOG_P`` are the site's own log-probabilities, ``MODEL`` other costs of the model. Costs are summed
+    in the order of the enumeration.
     """
 
     MODEL = "model"

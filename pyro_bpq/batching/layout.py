@@ -1,6 +1,6 @@
-r"""How the sites of a graph are batched: classes of like-shaped sites, and the matrices between them.
+r"""Batches the sites of a graph: classes of like-shaped sites, and the matrices between them.
 
-Everything here depends on structure only and is computed once per structure.
+Everything here depends on the structure only, and is computed once per structure.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
     "SiteSpec",
 ]
 
-# Features of the index of a site in a family that shares a critic.
+# Number of features that encode the index of a site in a family with a shared critic.
 INDEX_FEATURES = 2
 
 
 @dataclass(frozen=True)
 class SiteSpec:
-    """What a site is and how it is to be treated; two sites with equal specs are stacked.
+    """The shape of a site and the treatment of the site; sites with equal specs are stacked.
 
     Args:
         plates: Its plates.
@@ -51,13 +51,13 @@ class SiteSpec:
         event_shape: Shape of an event of its distribution.
         estimator: Its gradient estimator.
         critic: How to build its critic, or ``None`` for none.
-        tabled: Immediate costs that are known at every value.
+        tabled: Kinds of its immediate costs that are known at every value.
         has_params: Whether the critic sees the parameters of the site's distribution.
         context: Number of context features given by the user.
-        share: Name under which the critic is shared, or ``None``; it then sees the index in the site's name.
-        by_component: Whether each component is told its own cost-to-go.
-        has_moments: Whether mean and variance stand for components that it lacks: its critic's values are
-            functions of the two centred powers of each element.
+        share: Name under which the critic is shared, or ``None``. A shared critic sees the index in the site's name.
+        by_component: Whether the estimator gets a cost-to-go for each component.
+        has_moments: Whether mean and variance replace the finite components that the site lacks. The critic's values
+            are then functions of the two centred powers of each element.
     """
 
     plates: tuple[Plate, ...]
@@ -74,7 +74,7 @@ class SiteSpec:
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Number of components and of entries of each in a critic's table."""
+        """Number of components, and number of entries per component in a critic's table."""
         if self.components is not None:
             return self.components.size, self.components.cardinality
         return (int(np.prod(self.event_shape, dtype=int)), 2) if self.has_moments else (0, 0)
@@ -111,12 +111,12 @@ class CostClass:
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """Holds numbers that are the same in every step; they go to their device once: the host waits for such a copy."""
+    """Holds numbers that are the same in every step; copies them to a device once, as each copy blocks."""
 
     _constants: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def constant(self, name: Any, given: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Numbers, or what a function gives, on a device."""
+        """The given numbers, or the result of a given function, on a device."""
         key = (name, device, dtype)
         if key not in self._constants:
             self._constants[key] = torch.as_tensor(given() if callable(given) else given, dtype=dtype).to(device)
@@ -125,14 +125,14 @@ class Constants:
 
 @dataclass(frozen=True, eq=False)
 class CrossedCosts(Constants):
-    """Log-probabilities of like-shaped sites that are known beside another particle's past.
+    """Log-probabilities of like-shaped sites that are known given another particle's past.
 
     Args:
-        cls: Their class of costs.
-        k: Its position.
+        cls: The class of these costs.
+        k: Position of that class.
         components: Finite components of the sites.
-        at: Their positions in the class.
-        sites: By name of the cost its site, and whether it is the guide's.
+        at: Positions of the costs in the class.
+        sites: For each cost, by name, its site and whether the cost is the guide's.
     """
 
     cls: CostClass
@@ -142,22 +142,22 @@ class CrossedCosts(Constants):
     sites: Mapping[str, tuple[str, bool]]
 
     def pick(self, costs: Sequence[Tensor]) -> Tensor:
-        """Of stacked costs by class of costs, these."""
+        """Picks these costs from the stacked costs of all classes."""
         stacked = costs[self.k]
         return stacked[self.constant("at", self.at, stacked.device, torch.long)]
 
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """How the context of a batch of Q-nodes is read from the values of one class of sites.
+    """How the context of a batch of Q-nodes is made from the values of one class of sites.
 
     Args:
         source: Position of the class.
-        window: Positions ``(Q, W)`` in the class of the most recent members of each scope, latest first;
-            the class's size where there are fewer.
+        window: Positions ``(Q, W)``, in the class, of the most recent members of each scope, latest first. Unused
+            entries hold the class's size.
         columns: Positions of the members of the class in program order.
-        rest: All members of each scope, as bits, whose sum over the square root of their number is a feature; ``None``
-            where the window holds them all.
+        rest: All members of each scope, as bits. Their sum over the square root of their number is a feature. ``None``
+            if the window holds all members.
     """
 
     source: int
@@ -167,19 +167,19 @@ class ContextPlan:
 
     @property
     def slots(self) -> int:
-        """Number of encoded values that it yields."""
+        """Number of encoded values in the context."""
         return self.window.shape[1] + (self.rest is not None)
 
 
 @dataclass(frozen=True, eq=False)
 class QGroup(Constants):
-    """Q-nodes that are evaluated together: learned, of one class of sites, with like contexts.
+    """Q-nodes of one class of sites that critics predict from like-shaped contexts, evaluated together.
 
     Args:
         c: Position of the class.
         nodes: The Q-nodes, in program order of their sites.
-        sites: Position in the class of each one's site.
-        contexts: How their contexts are read.
+        sites: Position of each Q-node's site in the class.
+        contexts: How the contexts of the Q-nodes are made.
     """
 
     c: int
@@ -188,27 +188,27 @@ class QGroup(Constants):
     contexts: tuple[ContextPlan, ...]
 
     def rest(self, k: int, like: Tensor) -> Sums | None:
-        """Matrix ``(Q, G)`` that sums all members of the scopes of a context, over the square root of their number.
+        """Matrix ``(Q, G)`` that sums the members of each scope over the square root of their number.
 
-        ``None`` where none has any.
+        ``None`` if no scope has members in context ``k``.
         """
         key, plan = (("rest", k), like.device, like.dtype), self.contexts[k]
         if key not in self._constants:
             rest = plan.rest or ()
             mask = sum(1 << column for column in plan.columns)
-            # The sum of all, not of the older ones only: a count is then one feature and not five.
+            # The sum runs over all members, so a count is one feature, and not five: the window and the older members.
             scale = [max((bits & mask).bit_count(), 1) ** -0.5 for bits in rest]
             self._constants[key] = subset_sums(rest, plan.columns, like, scale)
         return self._constants[key]
 
     def pick(self, tensor: Tensor) -> Tensor:
-        """Of a tensor with a leading axis of the class's sites, those of the Q-nodes."""
+        """Picks the entries of the Q-nodes' sites from a tensor with a leading axis of the class's sites."""
         if self.sites == tuple(range(len(tensor))):
             return tensor
         return tensor[self.constant("sites", self.sites, tensor.device, torch.long)]
 
     def take(self, chosen: Sequence[int]) -> QGroup:
-        """Some of its Q-nodes, by position."""
+        """The group of some of these Q-nodes, by position."""
         contexts = [
             replace(
                 plan,
@@ -222,20 +222,20 @@ class QGroup(Constants):
 
 
 class Layout:
-    """Classes of sites, classes of costs, and what connects them.
+    """The classes of sites and of costs in a graph, and the matrices that relate them.
 
     Args:
         graph: The graph.
         network: Its Backprop-Q network.
         specs: Spec of every stochastic node.
-        tabled: For each site, the immediate costs that are known at every value of it.
-        window: Number of most recent scope members per class that a critic sees as they are.
-        cuts_plates: Whether a site's row of a plate can only reach the same row of other sites in it. Where a
-            site or cost is reached through a node outside of the plate this is never assumed.
-        is_steered: Whether sampled values may steer the program. What critics there are, what they see and which of
-            them correct a site must then follow from what was sampled before.
-        charged: For each site the costs that are charged to single components of it, and sum into no cost-to-go here.
-        crossings: The costs that are known beside another particle's past, where an estimator asks for them.
+        tabled: For each site, the immediate costs that are known at every value of the site.
+        window: Number of most recent scope members per class that a critic sees as separate features.
+        cuts_plates: Whether a row of a plate at one site can only affect the same row at other sites in the plate.
+            This is never assumed for a site or cost that is reached through a node outside of the plate.
+        is_steered: Whether sampled values may steer the program. The values sampled before a site must then determine
+            which critics exist, their inputs, and which critics correct a site.
+        charged: For each site, the costs that are charged to single components of the site. The sums here omit them.
+        crossings: The costs that are known given another particle's past, if an estimator asks for them.
     """
 
     def __init__(
@@ -274,12 +274,12 @@ class Layout:
         return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"
 
     def matrix(self, kind: Relation, row: int, column: int, like: Tensor) -> Sums | None:
-        """A matrix between a class of sites and a class of costs or sites, or ``None`` if it is zero.
+        """The matrix of a relation between a class of sites and a class of costs or sites; ``None`` if zero.
 
         Args:
-            kind: What they have to do with each other.
+            kind: The relation.
             row: Position of the class of sites.
-            column: Position of the other class; of the group of costs for ``CROSSED``, of Q-nodes for
+            column: Position of the other class. It is a group of costs for ``CROSSED``, and of Q-nodes for
                 ``LATER_LEARNED``.
             like: Gives dtype and device.
         """
@@ -290,7 +290,7 @@ class Layout:
         return self._sums[key]
 
     def _sets(self, kind: Relation, column: int) -> tuple[Sequence[int], Sequence[int]]:
-        """For every site what counts for it, as bits, and which bits those of a class are."""
+        """The set related to each site, as bits, and the bit of each member of the class ``column``."""
         relations = self.relations
         if kind is Relation.LATER_LEARNED:
             nodes = self.groups[column].nodes
@@ -317,7 +317,7 @@ class Layout:
 
     @cached_property
     def crossed(self) -> tuple[CrossedCosts, ...]:
-        """The costs that are known beside another particle's past, by class of costs and finite components."""
+        """The costs that are known given another past, by class of costs and finite components."""
         if self.crossings is None:
             return ()
         found: dict[tuple[int, Components], dict[int, tuple[str, tuple[str, bool]]]] = {}
@@ -335,13 +335,13 @@ class Layout:
         )
 
     def rows_meet(self, name: str) -> bool:
-        """Whether a cost of one plate row of a site reads another row."""
+        """Whether a cost downstream of a site may depend on several rows of the site's plates."""
         return self.relations.crossed(name) != 0 or self.graph.leaves_plates(name)
 
     def is_split(self, column: int) -> bool:
-        """Whether a site counts some, but not all costs of a later site of a class among its own.
+        """Whether a site's downstream costs contain some, but not all, costs of a later site of a class.
 
-        Its control variate then falls into parts: tabled costs and Q-nodes, each with costs of its own.
+        The control variate of that later site is then split into tabled costs and Q-nodes, each with its own costs.
         """
         if column not in self._split:
             self._split[column] = not self.is_steered and self._parts_serve_more(column)
@@ -349,7 +349,7 @@ class Layout:
 
     def _parts_serve_more(self, column: int) -> bool:
         later, mask = self.relations.later, self._masks[column]
-        # The later sites of the class that do not count as a whole.
+        # The later sites of the class whose whole control variate does not count.
         left = [after(i, mask & ~whole) for i, whole in enumerate(later)]
         if not any(left):
             return False
@@ -365,7 +365,7 @@ class Layout:
         return False
 
     def distance(self, row: int, column: int, like: Tensor) -> Tensor:
-        """Steps from a site to a later one: the difference of their depths (longest ways from a root), at least 1."""
+        """Number of steps from a site to a later one: the difference of their :attr:`depth`, at least 1."""
         depth = [self.depth[name] for name in self.classes[row].names]
         later = [self.depth[name] for name in self.classes[column].names]
         steps = np.maximum(np.subtract.outer(later, depth).T, 1)
@@ -373,7 +373,7 @@ class Layout:
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """Number of steps of the longest way from a root to each stochastic node."""
+        """Number of steps on the longest way from a root to each stochastic node."""
         depth = [0] * len(self.graph.nodes)
         for i in range(len(depth)):
             for j in ones(self.graph.child_bits[i]):
@@ -382,7 +382,7 @@ class Layout:
 
     @cached_property
     def groups(self) -> tuple[QGroup, ...]:
-        """The Q-nodes that are learned, grouped for evaluation."""
+        """The Q-nodes that critics predict, grouped for evaluation."""
         found: dict[tuple[Any, ...], list[QNode]] = {}
         for node in reversed(self.network.nodes if self.network is not None else ()):
             c, _ = self.place[node.site]
@@ -396,23 +396,23 @@ class Layout:
         return tuple(groups)
 
     def _signature(self, node: QNode) -> tuple[tuple[int, int], ...]:
-        """What the shape of a context depends on: that of other Q-nodes only where nothing is steered."""
+        """The key of a context's shape; empty if not steered, where other Q-nodes may affect the shape."""
         if not self.is_steered:
             return ()
         is_shared = self.specs[node.site].share is not None
         others = self._others(node)
         members = sorted((others & mask & -(others & mask), c) for c, mask in enumerate(self._masks) if others & mask)
-        # Shared critics see windows of one size, wherever they are.
+        # A shared critic sees windows of the same size at all its sites.
         full = self.window + 1
         counts = [min((others & self._masks[c]).bit_count(), full) for _, c in members]
         return tuple((c, full if is_shared else count) for (_, c), count in zip(members, counts, strict=True))
 
     def _others(self, node: QNode) -> int:
-        """The scope of a Q-node without its own site, as bits."""
+        """The scope of a Q-node without the Q-node's site, as bits."""
         return self.graph.bits_of(node.scope) & ~(1 << self.graph.index[node.site])
 
     def membership(self, group: QGroup, nodes: Sequence[QNode], like: Tensor) -> Sums | None:
-        """Matrix (sites × Q-nodes) of the class of a group; ``None`` where it is the identity."""
+        """The 0-1 matrix (sites × Q-nodes) of a group's class; ``None`` if it is the identity."""
         sites = [self.place[node.site][1] for node in nodes]
         size = len(self.classes[group.c].names)
         if sites == list(range(size)):
@@ -468,7 +468,7 @@ class Layout:
         return total + cls.spec.context + (0 if cls.spec.share is None else INDEX_FEATURES)
 
     def cells(self, group: QGroup) -> int:
-        """Joint states of the scope without the site itself; 0 where they are not finite or too many."""
+        """Number of joint states of the scope without the site; 0 if they are infinite or too many."""
         total = 1
         for plan in group.contexts:
             components = self.classes[plan.source].spec.components

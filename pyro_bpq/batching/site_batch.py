@@ -19,12 +19,12 @@ __all__ = ["SiteBatch"]
 
 
 class SiteBatch:
-    """Tensors of ``G`` like-shaped sites, stacked when first asked for.
+    """The tensors of ``G`` like-shaped sites, stacked on first access.
 
     Args:
         cls: The class of sites.
         rollout: The runs.
-        by_value: Whether the gradient comes by way of ``log q`` of every value, where there are finitely many.
+        by_value: Whether the gradient goes through ``log q`` of every value, if the values are finite.
     """
 
     def __init__(self, cls: SiteClass, rollout: Rollout, by_value: bool = True) -> None:
@@ -43,7 +43,7 @@ class SiteBatch:
         return self.cls.spec.components
 
     def stack(self, pick: Callable[[SiteRecord], Tensor], event_ndim: int) -> Tensor:
-        """Stacks a tensor of every site, ``(G, M, plates, event)``."""
+        """Stacks one tensor per site into ``(G, M, plates, event)``."""
 
         def from_run(run: Run, name: str) -> Tensor:
             return pick(run.sites[name])
@@ -65,12 +65,12 @@ class SiteBatch:
         """``log q`` of every value of every component, ``(G, M, plates, D, K)``, with gradient."""
         split = self.components
         table = split.log_probs(self.stack(lambda site: split.parameters(site.fn), split.event_ndim))
-        # Values that cannot occur have weight zero: keep them finite, since 0 * inf is NaN.
+        # Impossible values have weight zero. Their log q is kept finite, since 0 * inf is NaN.
         return table.clamp(min=max(-1e6, torch.finfo(table.dtype).min))
 
     @cached_property
     def probs(self) -> Tensor:
-        """Probabilities, detached."""
+        """Probabilities of all values, detached."""
         return self.log_probs.detach().exp()
 
     @cached_property
@@ -88,7 +88,7 @@ class SiteBatch:
 
     @cached_property
     def moments(self) -> Standardised:
-        """Centred powers of values without finite components, ``(G, M, plates, D, ...)``."""
+        """The centred powers of sampled values without finite components, ``(G, M, plates, D, ...)``."""
         ndim, width = self.cls.value_ndim, self.cls.width
 
         def stacked(pick: Callable[[SiteRecord], Tensor]) -> Tensor:
@@ -119,19 +119,19 @@ class SiteBatch:
 
     @property
     def log_q(self) -> Tensor:
-        """``log q`` of all values where they are finite, else of the sample, with gradient."""
+        """``log q`` of all values if ``by_value``, else of the sample, with gradient."""
         return self.log_probs if self.by_value else self.score
 
     @cached_property
     def encoded(self) -> Tensor:
-        """Values as critic inputs, ``(G, M, plates, width)``, detached and centred."""
+        """Sampled values as critic inputs, ``(G, M, plates, width)``, detached and centred."""
         if self.cls.spec.components is None:
             lead = self.value.shape[: self.value.dim() - self.cls.value_ndim]
             return encode_real(self.value.reshape(*lead, self.cls.width))
         if self.components.cardinality == 2:
             return 2.0 * self.index.to(self.probs.dtype) - 1.0
         cardinality = self.components.cardinality
-        # one_hot() would look at the values.
+        # one_hot() reads the values on the host, which waits for the device.
         hot = self.index.unsqueeze(-1) == torch.arange(cardinality, device=self.index.device)
         return (hot.to(self.probs.dtype) - 1.0 / cardinality).flatten(-2)
 
@@ -151,12 +151,12 @@ class SiteBatch:
 
     @cached_property
     def context(self) -> Tensor:
-        """Context features of the user, ``(G, M, plates, C)``, detached."""
+        """The user's context features, ``(G, M, plates, C)``, detached."""
         return self.stack(_context, 1)
 
     @cached_property
     def baseline(self) -> Tensor:
-        """The user's own predictions of the cost-to-go, ``(G, M, plates)``, with gradient."""
+        """The user's predictions of the cost-to-go, ``(G, M, plates)``, with gradient."""
         records = [run.sites[name] for run in self.rollout.runs for name in self.cls.names]
         given = {id(record): record.baseline() for record in records if record.baseline is not None}
         return self.stack(lambda site: given[id(site)], 0)
@@ -168,34 +168,34 @@ class SiteBatch:
 
     @cached_property
     def own_q(self) -> Tensor:
-        """The cost ``log q`` at every value: scale and mask times :attr:`log_probs`, detached."""
+        """The cost ``log q`` at every value: :attr:`log_probs` times scale and mask, detached."""
         return self.weighted(self.log_probs.detach())
 
     def weighted(self, table: Tensor) -> Tensor:
-        """Scale and mask of the sites times a table ``(G, M, plates, D, K)``."""
+        """A table ``(G, M, plates, D, K)`` times the scale and the mask of the sites."""
         return self._weighted(table, self.scale, lambda site: site.mask)
 
     @cached_property
     def own_p(self) -> Tensor:
-        """The cost ``-log p`` of the model's site at every value, ``(G, M, plates, D, K)``, detached."""
+        """The cost ``-log p`` of the model at every value of the site, ``(G, M, plates, D, K)``, detached."""
         split = self.components
         stacked = self.stack(lambda site: split.parameters(site.prior).detach(), split.event_ndim)
         scale = self._scales(lambda site: site.prior_scale)
         return -self._weighted(split.log_probs(stacked), scale, lambda site: site.prior_mask)
 
     def sampled(self, table: Tensor) -> Tensor:
-        """Entry of a table ``(..., D, K)`` at the sampled value, ``(..., D)``."""
+        """The entries of a table ``(..., D, K)`` at the sampled values, ``(..., D)``."""
         return table.gather(-1, self.index.unsqueeze(-1)).squeeze(-1)
 
     def centred(self, table: Tensor) -> Tensor:
-        r"""``Σ_d (T[d, x_d] - E_k T[d, k])``: zero in expectation given all that was sampled before."""
+        r"""``Σ_d (T[d, x_d] - E_k T[d, k])``, which has expectation zero given all values sampled before."""
         return (self.sampled(table) - (self.probs * table).sum(-1)).sum(-1)
 
     def _scales(self, pick: Callable[[SiteRecord], float | Tensor]) -> Tensor:
         scales = [pick(run.sites[name]) for run in self.rollout.runs for name in self.cls.names]
         like, size = self.like, len(self.cls.names)
         if any(isinstance(scale, Tensor) for scale in scales) or scales != scales[:size] * len(self.rollout.runs):
-            # A scale may read sampled values, and parameters: it is that of its run, and a number here.
+            # A scale may read sampled values and parameters. It differs between runs, and is detached here.
             return self.stack(lambda site: torch.as_tensor(pick(site)).detach().to(like), 0)
         lead, numbers = (1,) * len(self.batch_shape), [float(scale) for scale in scales[:size]]
         if numbers == numbers[:1] * len(numbers):

@@ -2,10 +2,10 @@ r"""Critics: learned Q-functions with a leading site axis, in dueling form.
 
 A critic of a site with ``D`` finite components of ``K`` values predicts
 
-    Q(context, x) = V(context) + Σ_d A_d(context)[x_d],
+    Q(context, x) = V(context) + Σ_d A_d(context)[x_d].
 
-so that its expectation over the site's distribution, and its value after flipping any component, are
-closed forms. ``D = 1`` makes the form fully general. A site without finite components has ``V`` only.
+So its expectation over the site's distribution, and its value after flipping any component, have
+closed forms. With ``D = 1`` the form is fully general. A site without finite components has ``V`` only.
 All critics of like-shaped sites are evaluated in one batched call.
 
 References:
@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from pyro_bpq.errors import OptionError
 
 __all__ = [
     "Critic",
-    "CriticOutput",
     "CriticShape",
     "LinearCritic",
     "MLPCritic",
@@ -38,29 +37,17 @@ __all__ = [
 ]
 
 
-class CriticOutput(NamedTuple):
-    """Normalised output of a batch of critics.
-
-    Args:
-        level: ``V`` of shape ``(G, N)``.
-        advantage: ``A`` of shape ``(G, N, D, K)``.
-    """
-
-    level: Tensor
-    advantage: Tensor
-
-
 @dataclass(frozen=True)
 class CriticShape:
-    """What a batch of like-shaped critics sees and predicts.
+    """Sizes of the inputs and outputs of a batch of like-shaped critics.
 
     Args:
         sites: Number of critics ``G``.
         features: Number of context features ``F``.
         components: Number of finite components ``D`` of the site, 0 if it has none.
         cardinality: Values ``K`` of a component.
-        cells: Joint states of the rest of the scope, 0 where they are not finite.
-        context: How many of the features, the last ones, are the user's own.
+        cells: Number of joint states of the rest of the scope, 0 if it is not finite.
+        context: Number of features that the user supplies; they are the last features.
     """
 
     sites: int
@@ -78,7 +65,7 @@ class CriticShape:
 
 @runtime_checkable
 class Critic(Protocol):
-    """How to build critics: a value object that is passed, compared and printed.
+    """A recipe that builds critics: a value object that is passed, compared and printed.
 
     ``build`` returns a module whose parameters all have a leading site axis ``G`` and whose
     ``forward(context, cells)`` maps a detached context ``(G, N, F)`` and a long tensor ``(G, N)`` of
@@ -191,7 +178,7 @@ class Perceptron(nn.Module):
             self.biases.append(nn.Parameter(torch.zeros(shape.sites, 1, fan_out)))
 
     def forward(self, context: Tensor, cells: Tensor | None) -> Tensor:
-        """Evaluates all of them in one batched call."""
+        """Evaluates the perceptrons of all sites in one batched call."""
         last = len(self.weights) - 1
         for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             if context.shape[-1]:

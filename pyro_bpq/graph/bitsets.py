@@ -1,8 +1,8 @@
-"""Sets of small numbers as the bits of an int, and sets of names by way of them.
+"""Sets of small numbers as the bits of an int, and sets of names on top of them.
 
-A union over 1,000 nodes costs nanoseconds, and a set takes a bit per possible member, where a set or a tuple of
-names takes eight bytes or more per member: of a program in which everything reads all that came before, the latter
-would be most of the memory.
+A union over 1,000 nodes costs nanoseconds. A set takes one bit per possible member. A Python set or a tuple of names
+takes eight bytes or more per member. In a program whose sites all read everything before them, such sets would be most
+of the memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WORD_LENGTH = 60
 _WORD = (1 << _WORD_LENGTH) - 1
 _BLOCK = 1024
 
-# Up to so many names a tuple is shorter.
+# Up to this number of names a tuple is smaller.
 _FEW = 16
 
 
@@ -25,7 +25,7 @@ def ones(bits: int) -> Iterator[int]:
     """Positions of the ones of ``bits``, lowest first."""
     at = 0
     while bits:
-        # Word by word: a step on the whole of a long int would cost its length.
+        # Word by word, because each operation on a long int costs time linear in its length.
         skip = (bits & -bits).bit_length() - 1
         at, bits = at + skip, bits >> skip
         word, bits = bits & _WORD, bits >> _WORD_LENGTH
@@ -54,9 +54,9 @@ def union(sets: Sequence[int], members: int) -> int:
 
 
 def closure(closures: Sequence[int], members: int) -> int:
-    """``members`` and all that their closures hold, where the closure of a number holds lower ones only.
+    """The union of ``members`` and their closures; the closure of a number holds lower numbers only.
 
-    One that is in the closure of a higher member needs no look: in a chain with all its shortcuts there is only one.
+    A member in the closure of a higher member is skipped. In a fully connected chain only one member is looked at.
     """
     found = 0
     while members:
@@ -67,7 +67,7 @@ def closure(closures: Sequence[int], members: int) -> int:
 
 
 def transposed(rows: Sequence[int], width: int) -> list[int]:
-    """For each of ``width`` positions the rows that have it, as bits."""
+    """Transposes a bit matrix: for each of ``width`` positions, the rows that have it, as bits."""
     size = 8
     while size < min(len(rows), width, _BLOCK):
         size *= 2
@@ -87,10 +87,10 @@ def transposed(rows: Sequence[int], width: int) -> list[int]:
 
 
 def _transposed(square: int, size: int) -> int:
-    """Transposes ``size × size`` bits, row by row in one int: halves change places, then halves of these."""
+    """Transposes ``size × size`` bits, row by row in one int, by swapping blocks of halved size each time."""
     step = size // 2
     while step:
-        # Of each four quarters the two off the diagonal.
+        # Swap the two off-diagonal quarters of each block.
         shift = step * (size - 1)
         changed = (square ^ square >> shift) & _upper_right(step, size)
         square ^= changed ^ changed << shift
@@ -108,11 +108,11 @@ def _upper_right(step: int, size: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Names(Sequence[str]):
-    """Some of many names, in their order: compares, hashes and prints as the tuple of them.
+    """A subset of many names, in their order; compares, hashes and prints like the tuple of these names.
 
     Args:
         of: All names.
-        bits: The positions of those that are meant.
+        bits: The positions of the names in the subset.
     """
 
     of: tuple[str, ...]
@@ -140,18 +140,18 @@ class Names(Sequence[str]):
 
 
 def named(of: tuple[str, ...], bits: int) -> Sequence[str]:
-    """The names at the ones of ``bits``: a tuple of a few, :class:`Names` of many."""
+    """The names at the ones of ``bits``: a tuple if they are few, else :class:`Names`."""
     few = bits.bit_count() <= _FEW
     return tuple([of[i] for i in ones(bits)]) if few else Names(of, bits)
 
 
 @dataclass(frozen=True, eq=False)
 class Reads(Mapping[str, frozenset[str]]):
-    """What each cost reads: a set of sites by name of the cost.
+    """The set of sites that each cost reads, by name of the cost.
 
     Args:
         sites: Names of the sites that may be read.
-        bits: For each cost the positions of those it reads.
+        bits: For each cost, the positions of the sites that it reads.
     """
 
     sites: tuple[str, ...]
@@ -168,10 +168,10 @@ class Reads(Mapping[str, frozenset[str]]):
 
     @staticmethod
     def over(sites: Iterable[str], reads: Mapping[str, Iterable[str]]) -> Reads:
-        """The same sets, with positions in ``sites``.
+        """Makes ``Reads`` of the same sets, with positions in ``sites``.
 
         Raises:
-            KeyError: If a cost reads what is none of ``sites``.
+            KeyError: If a cost reads a name that is not in ``sites``.
         """
         order = tuple(sites)
         if isinstance(reads, Reads) and reads.sites == order:
@@ -180,5 +180,5 @@ class Reads(Mapping[str, frozenset[str]]):
         return Reads(order, {cost: sum(1 << position[name] for name in set(read)) for cost, read in reads.items()})
 
     def union(self, other: Reads) -> Reads:
-        """For each cost of ``other`` what either says, over the same sites."""
+        """For each cost of ``other``, the union of the two sets of sites, over the same sites."""
         return Reads(self.sites, {cost: self.bits.get(cost, 0) | bits for cost, bits in other.bits.items()})

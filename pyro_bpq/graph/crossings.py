@@ -1,4 +1,4 @@
-"""Which log-probabilities are known beside another particle's past: sets as bits, no tensors."""
+"""Finds the log-probabilities that are known given another particle's past: sets as bits, no tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Crossings", "crossings"]
 
 
 class Crossings(NamedTuple):
-    """The costs, as bits, that are known beside another past, for each site in program order.
+    """For each site, in program order, the costs that are known given another past, as bits.
 
     Args:
-        own_law: Those whose law reads the past of the site alone.
-        own_value: Those of a site in the past whose law reads nothing of it.
-        of_guide: Which of all costs are the guide's; the others are the model's.
+        own_law: The costs of the site and its descendants whose law reads only the past of the site.
+        own_value: The costs whose value lies in the past of the site, and whose law reads nothing of the past.
+        of_guide: The costs of the guide, as bits. Other costs are the model's.
     """
 
     own_law: tuple[int, ...]
@@ -26,17 +26,17 @@ class Crossings(NamedTuple):
 
     @property
     def used(self) -> int:
-        """The costs that are known so for any site."""
+        """The costs that are known given another past for at least one site."""
         sets = (*self.own_law, *self.own_value)
         return union(sets, (1 << len(sets)) - 1)
 
 
 def crossings(graph: StochasticComputationGraph, costs: Mapping[str, bool]) -> Crossings:
-    """Which of some log-probabilities are known beside another past.
+    """Finds the log-probabilities, among ``costs``, that are known given another past.
 
     Args:
         graph: The graph.
-        costs: By name of a log-probability of its sites whether it is the guide's.
+        costs: Log-probabilities of the graph's sites, by name: whether the cost is the guide's.
 
     Returns:
         The crossings.
@@ -52,7 +52,7 @@ def crossings(graph: StochasticComputationGraph, costs: Mapping[str, bool]) -> C
             continue
         own = closure(above, 1 << at)
         own_law[k] = own & ~closure(above, read)
-        # The sites from which on everything follows that the law reads.
+        # Sites X, other than the cost's site and its ancestors, such that the law reads only X and descendants of X.
         common = ~own
         for parent in ones(read):
             common &= closure(above, 1 << parent)

@@ -1,13 +1,13 @@
 r"""The Backprop-Q network of a graph: Q-nodes, their scopes and their update rules, no tensors.
 
-The Q-function of a stochastic node ``X`` predicts the sum of some costs, its *sources*, and every child
-``Y`` of ``X`` on a way to a cost gives an equivalent rule for it:
+The Q-function of a stochastic node ``X`` predicts the sum of some costs, its *sources*. Every child ``Y`` of
+``X`` on a way to a cost gives an equivalent rule for the Q-function:
 
     Q_X(Sc_X) = E[Σ_f Q_X^f | Sc_X],      Q_X^f = avg_Y Q_Y^f,      Q_f = f at the roots.
 
-Costs are summed, equivalent children averaged, so that each source counts once. An immediate cost of
-``X`` need not be learned: ``Q_X = immediate (exact) + remote (learned)``, and the rule covers the remote
-sources only. What a child gives to a rule is its total, both parts.
+A rule sums over costs and averages over equivalent children, so each source counts once. An immediate cost of
+``X`` need not be learned: ``Q_X = immediate (exact) + remote (learned)``. The rule covers the remote sources
+only. A child enters a rule with its total, both parts.
 
 References:
     | Backprop-Q: Generalized Backpropagation for Stochastic Computation Graphs (Xu et al., 2018), Sec. 3
@@ -49,11 +49,11 @@ class QNode:
     """A Q-function at a stochastic node: ``Q = immediate (exact) + remote (learned)``.
 
     Args:
-        name: Unique in the network: the site's name if it has one Q-node, else site and sources.
-        site: Its stochastic node.
+        name: Unique name in the network: the site's name if the site has one Q-node, else site and sources.
+        site: Name of its stochastic node.
         scope: Variables that the learned part sees, in program order; empty if nothing is learned.
-        sources: Costs whose expected sum it predicts.
-        immediate: The sources that are used as they are and never learned.
+        sources: Costs whose expected sum the Q-function predicts.
+        immediate: The sources that are used exactly and never learned.
         rule: The target of its learned part: a sum of averages over children.
     """
 
@@ -84,8 +84,8 @@ class BackpropQNetwork:
         graph: The stochastic computation graph.
         nodes: Q-nodes, children before those whose rules read them.
         reduction: How the networks of the costs were reduced, see :meth:`build`.
-        form: What a Q-function conditions on: its ancestors, or all sampled so far.
-        immediate: Which immediate costs are used as they are: all, none, or those named.
+        form: The set that a Q-function conditions on: its site and the ancestors, or all sites sampled so far.
+        immediate: The immediate costs that are used exactly: all, none, or the named ones.
 
     Example:
         >>> graph = StochasticComputationGraph.from_parents(
@@ -116,25 +116,25 @@ class BackpropQNetwork:
     ) -> BackpropQNetwork:
         """Derives Q-nodes, scopes and update rules.
 
-        The reductions, on the way from what the paper starts with to what is cheapest to learn:
+        The reductions go from the networks that the paper starts with to the one that is cheapest to learn:
 
-        - ``"per_cost"``: a network per cost; every equivalent child is kept and averaged.
-        - ``"merged"``: those networks, Q-functions summed where the merging theorem allows it.
-        - ``"tree"``: per cost a spanning tree of shortest paths, then merging.
-        - ``"chain"``: per cost the child that comes first in program order on a way to it, then merging.
-        - ``"single"``: all costs wrapped into one; a Q-node per stochastic node, with the longest scopes.
-          Costs that are known before a node is sampled drop out of it where immediate costs are exact.
+        - ``"per_cost"``: a network per cost. Every equivalent child is kept and averaged.
+        - ``"merged"``: these networks, with Q-functions summed where the merging theorem allows it.
+        - ``"tree"``: a spanning tree of shortest paths per cost, then merging.
+        - ``"chain"``: for each cost, the first child in program order on a way to it, then merging.
+        - ``"single"``: all costs summed into one. Each stochastic node has one Q-node, with the longest scopes.
+          Where immediate costs are exact, a Q-node leaves out the costs that are known before its site is sampled.
 
         Args:
             graph: The stochastic computation graph.
             reduction: See above.
-            immediate: ``"exact"`` uses immediate costs as they are; ``"learned"``, the paper's form, has
-                nothing immediate, and the costs that a node reads stand in its rule as roots; a set of
-                names of costs uses these as they are where they are immediate, and learns the others.
+            immediate: ``"exact"`` uses all immediate costs exactly. ``"learned"`` is the paper's form: no cost is
+                immediate, and the costs that read a node stand in its rule as roots. A set of names uses these costs
+                exactly where they are immediate, and learns the others.
             form: ``"ancestor"``, the paper's, or ``"history"``.
 
         Returns:
-            The network; a stochastic node without a downstream cost has no Q-node.
+            The network. A stochastic node without a downstream cost has no Q-node.
 
         Raises:
             OptionError: If an option has an unknown name.
@@ -156,11 +156,11 @@ class BackpropQNetwork:
         return self._by_name[name]
 
     def q_nodes(self, site: str) -> tuple[QNode, ...]:
-        """The Q-nodes at a stochastic node; their sources are disjoint and cover its downstream costs."""
+        """The Q-nodes at a stochastic node; their sources are disjoint and cover the downstream costs."""
         return self._by_site.get(self.graph.node(site).name, ())
 
     def children(self, name: str) -> tuple[str, ...]:
-        """Q-nodes and costs that the rule of Q-node ``name`` reads, each once."""
+        """The Q-nodes and costs that the rule of Q-node ``name`` reads, each once."""
         averages = self.q_node(name).rule
         return tuple(dict.fromkeys(child for average in averages for child in average.children))
 
@@ -188,7 +188,7 @@ class BackpropQNetwork:
         return hash((self.graph, self.nodes))
 
     def __getstate__(self) -> dict[str, object]:
-        # Hashes of strings differ between processes, so nothing cached is pickled.
+        # String hashes differ between processes, so cached values are not pickled.
         return {option.name: getattr(self, option.name) for option in fields(self)}
 
     def rule_text(self, node: QNode) -> str:
@@ -210,12 +210,12 @@ class BackpropQNetwork:
 
 @dataclass
 class _Assembly:
-    """Turns kept children and merged costs into Q-nodes, from the last site to the first."""
+    """Makes Q-nodes from kept children and merged costs, from the last site to the first."""
 
     graph: StochasticComputationGraph
     reduced: Reduced
     form: Form
-    # A Q-node is found by its site's position and the lowest one of the bits of its sources.
+    # The position of a site and the lowest bit of the sources identify a Q-node.
     names: defaultdict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     known: defaultdict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     scopes: dict[int, Sequence[str]] = field(default_factory=dict)
@@ -250,7 +250,7 @@ class _Assembly:
         name = site if len(self.reduced.blocks[i]) == 1 else f"{site}^{_abbreviated(sources)}"
         low = _low(block)
         self.names[i][low] = name
-        # The scope of the child's total stands for all its costs when the scope of a parent is sought.
+        # The scope of a parent is computed from the variables that the total of this Q-node reads.
         self.known[i][low] = scope | _reads_of(graph, immediate)
         if len(rule) > 1:
             rule = sorted(rule, key=lambda pair: pair[0])
@@ -258,7 +258,7 @@ class _Assembly:
         return QNode(name, site, self.scopes[scope], sources, graph.cost_names(immediate), averages)
 
     def _averages(self, children: int, costs: int) -> list[tuple[int, Average]]:
-        """A rule for ``costs``: an average for each of the Q-nodes that a child has for them."""
+        """The averages of a rule for ``costs``: one for each Q-node that a child has for these costs."""
         *sites, last = ones(children)
         root = last == len(self.graph.nodes)
         if not root:
@@ -271,7 +271,7 @@ class _Assembly:
         return averages
 
     def _reads(self, children: int, costs: int) -> int:
-        """The variables through which ``costs`` depend on what is known at a child."""
+        """The variables, as bits, that a child's Q-functions of ``costs`` read."""
         j = _low(children)
         if j == len(self.graph.nodes):
             return _reads_of(self.graph, costs)
@@ -297,7 +297,7 @@ def _reads_of(graph: StochasticComputationGraph, costs: int) -> int:
 
 
 def _abbreviated(sources: Sequence[str]) -> str:
-    # The sources of a site's Q-nodes are disjoint: the first ones tell them apart.
+    # The sources of a site's Q-nodes are disjoint, so the first ones identify a Q-node.
     shown = sources if len(sources) <= 3 else (*sources[:2], f"+{len(sources) - 2}")
     return ",".join(shown)
 

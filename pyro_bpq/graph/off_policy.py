@@ -1,14 +1,14 @@
-r"""Which critics learn rightly from a stored rollout whose costs are not evaluated again.
+r"""Finds the critics that learn correctly from a stored rollout whose costs are not evaluated again.
 
-A cost is a function of its parents. Where all of them are held its stored value is as good as a new one, whatever guide
-drew them. A lambda-return of expected backups,
+A cost is a function of its parents. If all parents are held, the stored value of the cost is as good as a new one,
+whichever guide drew the parents. A lambda-return of expected backups,
 
     G_X = roots_X + γ Σ_Y [ E_Y[Q_Y] + λ (G_Y - Q_Y(y)) ],   E_Y under the current guide, y as stored,
 
-then has the Q-functions of the *current* guide as its fixed point at any ``λ``: given all up to ``y`` the last term is
-zero in expectation for them, by whatever guide ``y`` was drawn. No probability ratio is needed. That takes rules whose
-children depend on nothing but what is known at ``X``. The other critics bootstrap: what is not known at ``X`` is drawn
-from the current guide, and the critics of its children stand for the costs that would have to be called there.
+then has the Q-functions of the *current* guide as its fixed point at any ``λ``. For these Q-functions the last term has
+expectation zero given all values up to ``y``, whichever guide drew ``y``. No probability ratio is needed. This requires
+that the children in the rule depend only on sites known at ``X``. The other critics bootstrap. The sites not known at
+``X`` are drawn from the current guide, and the critics of the children replace the costs that would have to be called.
 
 References:
     | Backprop-Q (Xu et al., 2018), Sec. 4.1
@@ -27,12 +27,12 @@ __all__ = ["OffPolicyPlan", "off_policy_plan"]
 
 @dataclass(frozen=True)
 class OffPolicyPlan:
-    """Names of Q-nodes.
+    """The Q-nodes, by name, that can learn from rollouts with stored costs.
 
     Args:
-        held: Those whose lambda-return is right where all sites have their stored values.
-        redrawn: Of the others, those whose one-step target is right where all that is not known at their site is
-            redrawn. Q-nodes in neither learn from new rollouts only.
+        held: Q-nodes whose lambda-return is correct if all sites have their stored values.
+        redrawn: Other Q-nodes whose one-step target is correct if all sites that are not known at their site are
+            redrawn. Q-nodes in neither set learn from new rollouts only.
     """
 
     held: frozenset[str]
@@ -49,9 +49,9 @@ def off_policy_plan(
 
     Args:
         network: The network.
-        expected: Sites whose critics tell their expectation over the site under the current guide.
-        tabled: Of each site, the immediate costs that are known at all of its values.
-        stored: Costs that are not evaluated again; all others follow from the program's run.
+        expected: Sites whose critics give their expectation over the site under the current guide.
+        tabled: For each site, the immediate costs that are known at all values of the site.
+        stored: Costs that are not evaluated again. A run of the program gives all other costs.
 
     Returns:
         The plan.
@@ -61,7 +61,7 @@ def off_policy_plan(
     """
     graph, held, redrawn = network.graph, set[str](), set[str]()
     kept = set(stored)
-    # Children come before those that read them.
+    # Children come before the Q-nodes whose rules read them.
     for node in network.learned:
         known = set(graph.node_names(graph.known_bits(graph.index[node.site], network.form)))
         all_held = all_redrawn = True

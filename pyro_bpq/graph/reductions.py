@@ -1,12 +1,12 @@
-r"""Which children an update rule keeps, and which Q-functions of a site may be summed.
+r"""Reductions: which children an update rule keeps, and which Q-functions of a site are summed.
 
-Reversing a graph and adding a cost ``f`` as the root gives the Backprop-Q network of ``f``. Every child
-``Y`` of ``X`` on a way to ``f`` gives an equivalent rule ``Q_X = E[Q_Y | Sc_X]``; a reduction says which
-of them are kept. The merging theorem then sums at ``X`` the Q-functions of costs whose networks agree at
-every node upstream of ``X``.
+The Backprop-Q network of a cost ``f`` is the reversed graph with ``f`` as its root. Every child ``Y`` of
+``X`` on a way to ``f`` gives an equivalent rule ``Q_X = E[Q_Y | Sc_X]``. A reduction chooses the rules that
+are kept. The merging theorem then sums Q-functions at ``X``: those of costs whose networks agree at every
+node upstream of ``X``.
 
-Rules run along the edges of the graph in the history form too: the plates of a child then fit those of
-its parent, which those of a site that merely comes later need not do.
+Rules follow the edges of the graph in the history form too. The plates of a child then fit the plates of its
+parent. The plates of a later site that is no child need not fit.
 
 References:
     | Backprop-Q (Xu et al., 2018), Sec. 3.2 and the appendix on fully connected layers
@@ -24,18 +24,18 @@ from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 __all__ = ["Reduced", "merge", "reduce_graph", "split"]
 
 Edges = list[tuple[int, int]]
-Blocks = dict[int, None]  # an ordered set: what is split is mostly a block itself, found at once
+Blocks = dict[int, None]  # an ordered set: split() mostly gets a block, and finds it at once
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """What a reduction decides, as bits; lists run over the stochastic nodes in program order.
+    """The result of a reduction, as bits; lists have an entry per stochastic node, in program order.
 
     Args:
-        edges: For each node, pairs of the children that are kept and the costs that keep exactly these.
-            The root, a cost itself, is child number ``len(graph.nodes)``; a pair with it has one cost.
-        blocks: For each node the sets of costs that share a Q-function.
-        immediate: For each node the costs that are used there as they are.
+        edges: For each node, pairs: the kept children, and the costs that keep exactly these children. The root, a
+            cost itself, is child number ``len(graph.nodes)``. A pair with the root has one cost.
+        blocks: For each node, the sets of costs that share a Q-function.
+        immediate: For each node, the immediate costs that are used exactly.
     """
 
     edges: list[Edges]
@@ -49,7 +49,7 @@ def reduce_graph(graph: StochasticComputationGraph, reduction: str, exact: int, 
     Args:
         graph: The stochastic computation graph.
         reduction: One of ``"per_cost"``, ``"merged"``, ``"tree"``, ``"chain"``, ``"single"``.
-        exact: The costs, as bits, that are used as they are where they are immediate.
+        exact: The costs, as bits, that are used exactly where they are immediate.
         form: ``"ancestor"`` or ``"history"``.
 
     Returns:
@@ -68,7 +68,7 @@ def reduce_graph(graph: StochasticComputationGraph, reduction: str, exact: int, 
 
 
 def _immediate_bits(graph: StochasticComputationGraph, costs: int, form: Form) -> list[int]:
-    """For each node those of ``costs`` that read it and otherwise only what its Q-function conditions on."""
+    """For each node, those of ``costs`` that are immediate there, as bits."""
     immediate = [0] * len(graph.nodes)
     for f in ones(costs):
         reads = graph.cost_bits[f]
@@ -121,7 +121,7 @@ def _first_child(graph: StochasticComputationGraph, remote: list[int]) -> list[E
 
 
 def _wrap_all(graph: StochasticComputationGraph, immediate: list[int], exact: int, form: Form) -> Reduced:
-    """One virtual cost: the sum of all; of those that are used exactly, of all not known before."""
+    """Reduces to one virtual cost: the sum of all costs, without exact costs that are known before."""
     every = _known_costs(graph, (1 << len(graph.nodes)) - 1)
     sources = [every if downstream else 0 for downstream in graph.downstream_bits]
     remote = list(sources)
@@ -137,17 +137,17 @@ def _first_of_one(graph: StochasticComputationGraph, i: int, remote: int, source
     child = next((j for j in ones(graph.child_bits[i]) if sources[j] & remote), None)
     read = 0 if child is None else sources[child]
     edges = [] if child is None else [(1 << child, read)]
-    # Costs that became known between the node and its child are read from the roots.
+    # The child's sources lack the costs that became known between the node and the child: these are roots.
     return edges + [(1 << len(graph.nodes), 1 << f) for f in ones(remote & ~read)]
 
 
 def _known_costs(graph: StochasticComputationGraph, known: int) -> int:
-    """The costs, as bits, that read nothing outside ``known``; constants have no Q-function."""
+    """The costs, as bits, that read only nodes in ``known``, without constants."""
     return sum(1 << f for f, reads in enumerate(graph.cost_bits) if reads and not reads & ~known)
 
 
 def _group(kept: Iterable[tuple[int, int]], root: int) -> Edges:
-    """Groups costs by the children that they keep; a cost that keeps its own root stays alone."""
+    """Groups costs by the children that they keep; a cost with its own root is a group of its own."""
     alone: Edges = []
     together: dict[int, int] = {}
     for children, f in kept:
@@ -161,16 +161,16 @@ def _group(kept: Iterable[tuple[int, int]], root: int) -> Edges:
 def merge(graph: StochasticComputationGraph, edges: list[Edges]) -> list[Blocks]:
     """Applies the merging theorem.
 
-    The Q-functions of two costs at ``X`` are summed if at every strict ancestor of ``X`` in either network
-    both keep the same children, so that averaging weights agree too; what ``X`` itself keeps may differ.
-    Children that are averaged with each other are merged alike: each then carries the same costs.
+    The Q-functions of two costs at ``X`` are summed if both keep the same children at every strict ancestor of
+    ``X`` in either network. Their averaging weights then agree too. At ``X`` itself the children may differ.
+    Children that are averaged with each other are merged in the same way, so each carries the same costs.
 
     Args:
         graph: The stochastic computation graph.
         edges: For each node the kept children, as in :class:`Reduced`.
 
     Returns:
-        For each node, in program order, disjoint sets of costs, as bits; they cover its downstream costs.
+        For each node, in program order, disjoint sets of costs, as bits, that cover its downstream costs.
 
     References:
         | Backprop-Q (Xu et al., 2018), Theorem 3
@@ -185,7 +185,7 @@ def merge(graph: StochasticComputationGraph, edges: list[Edges]) -> list[Blocks]
 def _merge_downwards(
     graph: StochasticComputationGraph, edges: list[Edges], bounds: list[set[int]]
 ) -> tuple[list[Blocks], Edges]:
-    """Merges in program order what every rule that reads a node reads together, within ``bounds``."""
+    """Merges at each node, in program order, the costs that all rules read together, within ``bounds``."""
     sites = (1 << len(graph.nodes)) - 1
     read = [set(bound) for bound in bounds]
     blocks: list[Blocks] = []
@@ -203,7 +203,7 @@ def _merge_downwards(
 
 
 def _tighten(bounds: list[set[int]], blocks: list[Blocks], rules: Edges) -> bool:
-    """Adds to ``bounds`` what makes children of one average carry the same costs; says if it had to."""
+    """Adds bounds so that children of one average get the same blocks; returns whether it added any."""
     changed = False
     for children, costs in rules:
         if not costs & (costs - 1) or not children & (children - 1):
@@ -218,7 +218,7 @@ def _tighten(bounds: list[set[int]], blocks: list[Blocks], rules: Edges) -> bool
 
 
 def _refine(whole: int, parts: Iterable[int]) -> Blocks:
-    """The coarsest partition of ``whole`` of which every one of ``parts`` is a union."""
+    """The coarsest partition of ``whole`` such that each of ``parts`` is a union of its blocks."""
     blocks = [whole] if whole else []
     done = set(blocks)
     for rest in sorted(parts):
@@ -237,7 +237,7 @@ def _refine(whole: int, parts: Iterable[int]) -> Blocks:
 
 
 def split(costs: int, blocks: Blocks) -> Iterator[tuple[int, int]]:
-    """Pairs of a block and its part in ``costs``, for the blocks that meet ``costs``."""
+    """Yields each block that meets ``costs``, with the part of the block in ``costs``."""
     if costs in blocks:
         yield costs, costs
         return

@@ -1,4 +1,4 @@
-"""Which costs, and which later sites, count for each site of a graph: sets as bits, no tensors."""
+"""The costs and later sites that count for each site of a graph: sets as bits, no tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Relations", "after"]
 
 
 class Relations:
-    """What the sites of a graph count with, in program order.
+    """The costs and later sites that count for each site of a graph, in program order.
 
     Args:
         graph: The graph.
-        tabled: For each site, the immediate costs that are known at every value of it.
-        charged: For each site the costs that are charged to single components of it.
-        cuts_plates: Whether a site's row of a plate can only reach the same row of other sites in it.
+        tabled: For each site, the immediate costs that are known at every value of the site.
+        charged: For each site, the costs that are charged to single components of the site.
+        cuts_plates: Whether a row of a plate at one site can only affect the same row at other sites in the plate.
         is_steered: Whether sampled values may steer the program.
     """
 
@@ -40,13 +40,13 @@ class Relations:
 
     @cached_property
     def downstream(self) -> list[int]:
-        """The costs downstream of each site, row by row of the plates."""
+        """The costs downstream of each site, row by row of its plates, without charged costs."""
         downstream, names = self.graph.downstream_bits, self.graph.names
         return [bits & ~self.crossed(n) & ~self._charges(n) for n, bits in zip(names, downstream, strict=True)]
 
     @cached_property
     def crossing(self) -> list[int]:
-        """The costs of which a row of a site may reach the other rows."""
+        """For each site, the costs that one row may affect in other rows, without charged costs."""
         return [self.crossed(name) & ~self._charges(name) for name in self.graph.names]
 
     @cached_property
@@ -56,7 +56,7 @@ class Relations:
 
     @cached_property
     def tabled_parts(self) -> list[tuple[int, int]]:
-        """The tabled costs of each site: its own log-probabilities, and other costs of the model."""
+        """The tabled costs of each site in two parts: own log-probabilities, and other costs of the model."""
         parts = []
         for name in self.graph.names:
             own = model = 0
@@ -71,7 +71,7 @@ class Relations:
         return self.graph.cost_bits_of(self._charged.get(name, ()))
 
     def crossed(self, name: str) -> int:
-        """The costs, as bits, of which a row of a site may reach the other rows."""
+        """The costs, as bits, that one row of a site may affect in other rows."""
         graph, plates = self.graph, self.graph.node(name).plates
         if not plates:
             return 0
@@ -93,25 +93,25 @@ class Relations:
 
     @cached_property
     def later(self) -> list[int]:
-        """Which later sites' ``A_Y`` a site uses: those whose costs are all among its own; if steered, all."""
+        """For each site, the later sites whose costs are all among its own; all later sites if steered."""
         every = (1 << len(self.graph.nodes)) - 1
         if self.is_steered:
             return [after(i, every) for i in range(len(self.graph.nodes))]
         return self.counted(self.graph.downstream_bits)
 
     def counted(self, costs: Sequence[int]) -> list[int]:
-        """For each site the later ones of whose ``costs``, downstream of them, there are some, all its own too."""
+        """For each site, the later sites that have ``costs``, all of them downstream of the site too."""
         graph, downstream = self.graph, self.graph.downstream_bits
         some = sum((bits != 0) << j for j, bits in enumerate(costs))
         found = []
         for i, (own, below) in enumerate(zip(downstream, graph.descendant_bits, strict=True)):
-            # Of a descendant they always are.
+            # The costs of a descendant are always downstream of the site.
             others = after(i, some & ~below)
             found.append((some & below) | sum(1 << j for j in ones(others) if not costs[j] & ~own))
         return found
 
     def counted_nodes(self, nodes: Sequence[QNode]) -> list[int]:
-        """The same for Q-nodes, in program order of their sites, and the costs that they learn: bits of these."""
+        """For each site, the later Q-nodes that learn costs which are all downstream of the site, as bits."""
         graph = self.graph
         sites = [graph.index[node.site] for node in nodes]
         costs = [graph.cost_bits_of(node.sources) & ~graph.cost_bits_of(node.immediate) for node in nodes]
@@ -122,5 +122,5 @@ class Relations:
 
 
 def after(i: int, sites: int) -> int:
-    """Those of ``sites`` that come after the one at ``i``."""
+    """The members of ``sites``, as bits, after position ``i``."""
     return sites >> i + 1 << i + 1

@@ -1,13 +1,13 @@
-r"""What a stored rollout has to hold for a Q-node, and what is drawn afresh when it is replayed.
+r"""Plans a replay: the sites a stored rollout holds for a Q-node, and the sites drawn afresh.
 
 The target of ``Q_X`` reads Q-functions of children ``Y_k`` at values that the *current* guide would draw. In the
 paper's form a tuple holds ``X``, its ancestors ``A`` in the scope of ``Q_X``, the other parents ``B^k`` of ``Y_k`` and
-the rest ``A^k`` of the scope of ``Q_Yk``; the ``Y_k`` are drawn afresh. Then ``B^k`` comes from an older guide, and
-so does its distribution: a target is *stale*. What is outside the scope of ``Q_X`` can be drawn afresh too:
+the rest ``A^k`` of the scope of ``Q_Yk``. The ``Y_k`` are drawn afresh. But ``B^k`` comes from an older guide, and so
+does its distribution: the target is *stale*. Sites outside the scope of ``Q_X`` can be drawn afresh too:
 
-    E[ Σ avg_k Q_Yk | Sc_X ],   all but Sc_X from the current guide, in program order,
+    E[ Σ avg_k Q_Yk | Sc_X ],   all but Sc_X from the current guide, in program order.
 
-and the scope is all that has to be stored, since no ancestor of ``X`` outside of it matters.
+Then only the scope has to be stored, since no ancestor of ``X`` outside of it matters.
 
 References:
     | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for Experience Replay
@@ -29,10 +29,10 @@ class ReplayChild:
     """A child in the rule of a Q-node.
 
     Args:
-        name: The Q-node, or the cost if it is a root.
-        site: The stochastic node that is drawn afresh; ``None`` for a root.
-        co_parents: Its parents besides the Q-node's own site, ``B^k``.
-        reads: What its Q-function and its immediate costs read besides its own site, ``A^k``.
+        name: Name of the Q-node, or of the cost if the child is a root.
+        site: The child's stochastic node, which is drawn afresh; ``None`` for a root.
+        co_parents: The parents of that stochastic node without ``X``, ``B^k``.
+        reads: The sites that the child's Q-function and immediate costs read, without its own site and ``X``, ``A^k``.
     """
 
     name: str
@@ -43,15 +43,15 @@ class ReplayChild:
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What to store for a Q-node and what to draw; sites are in program order.
+    """The sites to store for a Q-node and the sites to draw, both in program order.
 
     Args:
         node: The Q-node.
-        scope: Its scope, ``X`` and ``A``: what has to be stored if all else is redrawn.
+        scope: Its scope, ``X`` and ``A``: the sites to store if all others are redrawn.
         children: The children in its rule.
-        redrawn: What the target needs besides the scope; each one's parents are in the scope or among these.
-        stale_stored: What the paper's form stores.
-        stale_redrawn: What the paper's form redraws: the children's sites.
+        redrawn: The sites that the target needs besides the scope. All their parents are in the scope or among them.
+        stale_stored: The sites that the paper's form stores.
+        stale_redrawn: The sites that the paper's form redraws: those of the children.
     """
 
     node: str
@@ -63,7 +63,7 @@ class ReplayPlan:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the paper's form takes values from the older guide that the scope does not hold."""
+        """Whether the paper's form stores sites outside the scope, whose values come from an older guide."""
         return set(self.stale_stored) > set(self.scope)
 
 
@@ -72,7 +72,7 @@ def replay_plan(network: BackpropQNetwork, name: str) -> ReplayPlan:
 
     Args:
         network: The network.
-        name: A Q-node; where it is not learned the plan is empty but for its name.
+        name: A Q-node. If it is not learned, the plan is empty except for the name.
 
     Returns:
         The plan.
@@ -109,7 +109,7 @@ def _child(network: BackpropQNetwork, site: str, name: str) -> ReplayChild:
 
 
 def _outside(graph: StochasticComputationGraph, names: Iterable[str], scope: set[str]) -> set[str]:
-    """``names`` and what they depend on, as far as the scope does not fix it."""
+    """Members and ancestors of ``names`` outside ``scope``; the search stops at the scope."""
     found: set[str] = set()
     todo = set(names) - scope
     while todo:

@@ -1,12 +1,12 @@
 r"""The stochastic computation graph (SCG) of one program: names and edges, no tensors.
 
 A graph has stochastic nodes (the latent sites of a guide, in program order) and cost nodes (terms to
-be minimised). Deterministic nodes are absorbed: a parent of a node is a stochastic node that its
-conditional distribution, or its cost function, reads directly.
+be minimised). Deterministic nodes are absorbed: the parents of a node are the stochastic nodes that its
+conditional distribution or cost function reads directly.
 
-For a set of stochastic nodes ``V`` and a cost ``f`` the *frontier* ``Fr(V)`` is the part of ``V`` from
+For a set of stochastic nodes ``V`` and a cost ``f``, the *frontier* ``Fr(V)`` is the part of ``V`` from
 which ``f`` is reachable through nodes outside ``V`` only. Given the frontier, the rest of ``V`` does not
-affect the cost, which is what makes it the scope of a Q-function:
+affect the cost. So the frontier is the scope of a Q-function:
 
     Q_X(Fr(An_X + X)) = E[f | Fr(An_X + X)].
 
@@ -110,7 +110,7 @@ class StochasticComputationGraph:
             names.add(cost.name)
 
     def _strangers(self, parents: Sequence[str], before: int, known: set[str]) -> list[str]:
-        """Parents that are none of the ``known`` nodes, the first ``before`` ones."""
+        """The parents that are not among the ``known`` nodes, which are the first ``before`` nodes."""
         if isinstance(parents, Names) and self._is_own(parents) and not parents.bits >> before:
             return []
         return [parent for parent in parents if parent not in known]
@@ -144,7 +144,7 @@ class StochasticComputationGraph:
             tuple(CostNode(n, tuple(p), framed.get(n, ())) for n, p in costs.items()),
         )
 
-    # Equality compares the fields only; the hash is kept, since graphs serve as keys at every step.
+    # Equality compares the fields only. The hash is cached, since graphs serve as keys at every step.
 
     def __hash__(self) -> int:
         return self._hash
@@ -155,16 +155,16 @@ class StochasticComputationGraph:
         return hash((self.names, kinds, tuple(self.parent_bits), self._cost_names, tuple(self.cost_bits)))
 
     def __getstate__(self) -> dict[str, object]:
-        # Hashes of strings differ between processes, so nothing cached is pickled.
+        # String hashes differ between processes, so cached values are not pickled.
         return {"nodes": self.nodes, "costs": self.costs}
 
-    # Sets of nodes are held as the bits of an int.
+    # Sets of nodes are the bits of an int.
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the stochastic nodes, in program order."""
         own = tuple(node.name for node in self.nodes)
-        # One object for all sets of them: they are then known for what they are at a glance.
+        # All sets of names share one tuple, so that an identity test recognises them.
         sets = [*(node.parents for node in self.nodes), *(cost.parents for cost in self.costs)]
         return next((s.of for s in sets if isinstance(s, Names) and s.of == own), own)
 
@@ -184,17 +184,17 @@ class StochasticComputationGraph:
 
     @cached_property
     def parent_bits(self) -> list[int]:
-        """For each stochastic node its direct parents, as bits."""
+        """For each stochastic node, its direct parents, as bits."""
         return [self.bits_of(node.parents) for node in self.nodes]
 
     @cached_property
     def cost_bits(self) -> list[int]:
-        """For each cost the nodes that it reads, as bits."""
+        """For each cost, the nodes that it reads, as bits."""
         return [self.bits_of(cost.parents) for cost in self.costs]
 
     @cached_property
     def ancestor_bits(self) -> list[int]:
-        """For each stochastic node its ancestors, as bits."""
+        """For each stochastic node, its ancestors, as bits."""
         ancestors: list[int] = []
         for bits in self.parent_bits:
             ancestors.append(closure(ancestors, bits))
@@ -202,22 +202,22 @@ class StochasticComputationGraph:
 
     @cached_property
     def descendant_bits(self) -> list[int]:
-        """For each stochastic node those that depend on it, directly or not, as bits."""
+        """For each stochastic node, the nodes that depend on it, directly or not, as bits."""
         return transposed(self.ancestor_bits, len(self.nodes))
 
     @cached_property
     def child_bits(self) -> list[int]:
-        """For each stochastic node those that read it directly, as bits."""
+        """For each stochastic node, the nodes that read it directly, as bits."""
         return transposed(self.parent_bits, len(self.nodes))
 
     @cached_property
     def cost_child_bits(self) -> list[int]:
-        """For each stochastic node the costs that read it directly, as bits."""
+        """For each stochastic node, the costs that read it directly, as bits."""
         return transposed(self.cost_bits, len(self.nodes))
 
     @cached_property
     def downstream_bits(self) -> list[int]:
-        """For each stochastic node, in program order, the costs downstream of it as bits."""
+        """For each stochastic node, in program order, the costs downstream of it, as bits."""
         upstream = [closure(self.ancestor_bits, bits) for bits in self.cost_bits]
         return transposed(upstream, len(self.nodes))
 
@@ -257,7 +257,7 @@ class StochasticComputationGraph:
         return self.cost_names(self.downstream_bits[self._position(name)])
 
     def leaves_plates(self, name: str) -> bool:
-        """Whether a cost that depends on ``name`` lacks one of its plates, so that it reads several rows."""
+        """Whether a cost downstream of ``name`` lacks one of the plates of ``name`` and so reads several rows."""
         plates = set(self.node(name).plates)
         return any(not plates <= set(self.cost(cost).plates) for cost in self.downstream_costs(name))
 
@@ -269,11 +269,11 @@ class StochasticComputationGraph:
 
     @cached_property
     def _single_costs(self) -> list[tuple[str]]:
-        # Networks have a Q-node for every pair of a site and a cost: they share what they can.
+        # A network may have a Q-node for every pair of a site and a cost. These share one tuple per cost.
         return [(cost.name,) for cost in self.costs]
 
     def last_variable(self, cost: str) -> str | None:
-        """The node read by ``cost`` that is sampled last: the cost is immediate there, in history form."""
+        """The last sampled node that ``cost`` reads; in history form the cost is immediate there."""
         bits = self.cost_set_bits([cost])
         return self.nodes[bits.bit_length() - 1].name if bits else None
 
@@ -282,7 +282,7 @@ class StochasticComputationGraph:
 
         Args:
             names: Stochastic nodes, the set ``V``.
-            costs: Costs; several are treated as one cost that reads what any of them reads.
+            costs: Costs. Several costs count as one cost that reads the union of their parents.
 
         Returns:
             The frontier, a subset of ``names``.
@@ -293,9 +293,9 @@ class StochasticComputationGraph:
         return frozenset(self.node_names(self.frontier_bits(self.bits_of(names), self.cost_set_bits(costs))))
 
     def frontier_bits(self, inside: int, reached: int) -> int:
-        """Frontier in bits: ``inside`` is the set ``V``, ``reached`` the nodes that the costs read."""
+        """The frontier as bits; ``inside`` is the set ``V``, ``reached`` the nodes that the costs read."""
         frontier, outside = reached & inside, reached & ~inside
-        # Walk backwards from the costs; a node inside V stops the walk, one outside passes it on.
+        # Walk backwards from the costs. The walk stops at nodes inside V and passes through nodes outside.
         while outside:
             i = outside.bit_length() - 1
             parents = self.parent_bits[i]
@@ -304,7 +304,7 @@ class StochasticComputationGraph:
         return frontier
 
     def cost_set_bits(self, costs: Iterable[str]) -> int:
-        """The nodes that any of ``costs`` reads, as bits."""
+        """The nodes that at least one of ``costs`` reads, as bits."""
         bits = 0
         for cost in costs:
             bits |= self.cost_bits[self.cost_index[self.cost(cost).name]]
@@ -318,21 +318,21 @@ class StochasticComputationGraph:
 
         Args:
             name: A stochastic node.
-            costs: The costs that its Q-function predicts the sum of.
+            costs: The costs whose sum the Q-function predicts.
             form: ``"ancestor"``, the paper's, or ``"history"``.
 
         Returns:
-            The scope; ``name`` itself is in it if one of the costs depends on it.
+            The scope. It contains ``name`` itself if one of the costs depends on ``name``.
         """
         position, reached = self._position(name), self.cost_set_bits(costs)
         return frozenset(self.node_names(self.scope_bits(position, reached, form)))
 
     def scope_bits(self, position: int, reached: int, form: Form) -> int:
-        """Scope in bits of the node at ``position`` for costs that read ``reached``."""
+        """The scope, as bits, of the node at ``position`` for costs that read ``reached``."""
         return self.frontier_bits(self.known_bits(position, form), reached)
 
     def known_bits(self, position: int, form: Form) -> int:
-        """What the Q-function of the node at ``position`` conditions on: An_X + X, or all sampled so far."""
+        """The nodes that the Q-function at ``position`` conditions on: An_X + X, or all sampled so far."""
         before = self.ancestor_bits[position] if form == "ancestor" else (1 << position) - 1
         return before | 1 << position
 

@@ -1,8 +1,8 @@
-r"""The network of a program that sampled values steer: one Q-node per site, in program order.
+r"""The network of a program that is steered by sampled values: one Q-node per site, in program order.
 
-What a critic sees, and whether there is one, must follow from what was sampled before its site. Frontiers and
-merged costs do not: they depend on what the program does later. So each Q-function conditions on the history,
-predicts every cost that is not settled yet, and backs up from the next site.
+The values sampled before a site must determine whether it has a critic, and the inputs of that critic. Frontiers
+and merged costs depend on later parts of the program. So each Q-function conditions on the history, predicts every
+cost that is not settled yet, and backs up from the next site.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["sequence_network"]
 
 
 def sequence_network(graph: StochasticComputationGraph, immediate: Mapping[str, tuple[str, ...]]) -> BackpropQNetwork:
-    r"""The network with ``Q_t = immediate + Σ_{f last reads X_t} f + Q_{t+1}``.
+    r"""Builds the network with ``Q_t = immediate + Σ_{f last reads X_t} f + Q_{t+1}``.
 
     Args:
         graph: The graph of one run.
-        immediate: Costs of each site that are used as they are.
+        immediate: Immediate costs of each site that are used exactly.
 
     Returns:
         The network, in history form.

@@ -1,4 +1,4 @@
-"""Further runs of a program: at other values, at many values at once, with held values, and with sites summed out.
+"""Extra runs of a program: at other values, at many values, with held values, with sites summed out.
 
 Imports ``plan``, ``step``, ``tracing`` and what is below them. Read ``at_values.py`` first, then ``row_runs.py``.
 """

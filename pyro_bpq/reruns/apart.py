@@ -1,4 +1,4 @@
-r"""Whether particles that run in one vectorised call keep apart: each costs what it costs in a run of its own."""
+r"""Checks that each particle in a vectorised call costs the same as in a run of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyro_bpq.tracing.watch import is_enumerated, samples
 
 __all__ = ["Comparison", "Program", "Together", "keeps_apart"]
 
-# Particles that are run alone at the least: in the first comparison, and in later ones.
+# Smallest number of particles that are run alone, in the first comparison and in later ones.
 FIRST, LATER = 16, 4
 
 # Model, guide, and their arguments.
@@ -30,12 +30,12 @@ Program = tuple[Any, Any, Any, Any]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared: particles that run together, and the same particles on their own.
+    """The programs to compare: all particles in one run, and one particle on its own.
 
     Args:
-        trace: Traces a program of one particle or of all, after a function has wrapped model and guide.
+        trace: Wraps model and guide with a function, and traces the program. Takes ``one`` or ``together``.
         one: Model and guide for one particle, and their arguments.
-        together: The same for all particles.
+        together: Model and guide for all particles, and their arguments.
         many: A run of all particles.
         number: Number of particles.
         nesting: Bound on the number of nested plates, the plate of the particles included.
@@ -54,18 +54,18 @@ class Comparison:
 def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     """Compares particles that run together with the same particles on their own.
 
-    They are compared at values that are drawn evenly for every site (:func:`~pyro_bpq.reruns.row_runs.probe`): sampled
-    values may be the same in all particles, and then mixed particles do not show. Where the program does not run at all
-    values, they are compared at the sampled ones.
+    The comparison draws the values of every site evenly (:func:`~pyro_bpq.reruns.row_runs.probe`). Sampled values may
+    be equal in all particles, and equal values do not show that particles are mixed. If the program fails at some
+    values, the comparison uses the sampled ones.
 
     Args:
-        compared: What is compared.
+        compared: The programs to compare.
         seed: Draws the values, and the particles that are run alone.
-        is_first: Whether this is the first comparison of these programs: then more particles are run alone.
+        is_first: Whether this is the first comparison of these programs. The first one runs more particles alone.
 
     Returns:
-        Whether they cost the same; ``None`` if the programs draw noise besides their sites, so that runs cannot be
-        compared.
+        Whether the costs are the same. ``None`` if the programs draw noise besides their sites, because their runs
+        cannot be compared.
     """
     many, number, nesting = compared.many, compared.number, compared.nesting
     sites = {
@@ -88,7 +88,7 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
         found = [False if among is None else is_same(values, i, among) for i in picked]
         return None if among is None or None in found else all(found)
 
-    # The fewer particles, the likelier they are alike by chance.
+    # Few particles are more likely to be alike by chance: they are compared more than once.
     wanted = FIRST if is_first else LATER
     found: list[bool | None] = []
     for _ in range(-(-wanted // number)):
@@ -101,9 +101,9 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
 
 
 class Together:
-    """Remembers for which structures the vectorised particles that a user asked for were proved to keep apart.
+    """Remembers the structures whose vectorised particles were proved to keep apart.
 
-    They are looked at again after 1, 2, 4, ... steps and then every 128.
+    The user asked for vectorised particles there. They are checked again after 1, 2, 4, ... steps and then every 128.
     """
 
     def __init__(self) -> None:
@@ -113,16 +113,17 @@ class Together:
         return f"Together({len(self._proved)} structures)"
 
     def is_wanted(self, learning: bool, num_steps: int) -> bool:
-        """Whether the step may have to compare runs: its buffers are then lent."""
+        """Whether the step may compare runs and therefore needs copies of the module buffers."""
         return not self._proved or (learning and is_due(num_steps))
 
     def mixes(self, compared: Comparison, learning: bool, num_steps: int) -> bool:
-        """Whether particles that ran together do not keep apart; warns if so. See :func:`keeps_apart`.
+        """Whether the costs of a particle depend on the other particles; warns if so.
 
-        Noise besides the sites differs from run to run: then nothing can be compared, and nothing is said.
+        See :func:`keeps_apart`. Noise besides the sites differs from run to run. Such runs cannot be compared, and the
+        result is ``False``.
 
         Args:
-            compared: What is compared.
+            compared: The programs to compare.
             learning: Whether the step learns.
             num_steps: Number of steps taken.
         """
@@ -147,7 +148,7 @@ class Together:
 
 
 class _Runs:
-    """Runs of programs at given values, without a trace in generators and buffers."""
+    """Runs programs at given values, and leaves generators and buffers unchanged."""
 
     def __init__(self, compared: Comparison) -> None:
         self.trace, self.subsamples = compared.trace, compared.many.subsamples
@@ -159,7 +160,7 @@ class _Runs:
         try:
             with sandbox, pyro.validation_enabled(False), torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                # Functions of costs may be dear: they are called once a step.
+                # Cost functions may be expensive, so they are called only once per step.
                 run = self.trace(program, lambda part: SkipCosts()(put(part))).run
         except Exception:
             return None
@@ -168,7 +169,7 @@ class _Runs:
 
 
 def _is_same(among: Mapping[str, Tensor], alone: Mapping[str, Tensor], index: int, nesting: int) -> bool:
-    """Whether a particle has the same costs among others and on its own."""
+    """Whether a particle costs the same in the joint run and in a run of its own."""
     if among.keys() != alone.keys():
         return False
     found = [_particle(among[name], index, nesting) for name in alone]
@@ -178,12 +179,12 @@ def _is_same(among: Mapping[str, Tensor], alone: Mapping[str, Tensor], index: in
 
 
 def _particle(tensor: Tensor, index: int, nesting: int, event_ndim: int = 0) -> Tensor:
-    """What a tensor holds of one particle; all of it where it does not depend on particles."""
+    """The entry of one particle; the whole tensor if it does not depend on the particle."""
     return tensor[index] if tensor.dim() - event_ndim >= nesting and tensor.shape[0] > 1 else tensor
 
 
 def _alone(site: Any, value: Tensor, index: int, nesting: int) -> Tensor:
-    """The value of a site in one particle, of the shape that it has in a run without others."""
+    """The value of a site in one particle, in the shape of a run of that particle alone."""
     event_ndim = len(site["fn"].event_shape)
     value = _particle(value, index, nesting, event_ndim)
     plates = max((-f.dim for f in site["cond_indep_stack"] if f.vectorized and f.name != PARTICLES), default=0)

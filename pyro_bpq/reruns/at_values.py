@@ -1,4 +1,4 @@
-r"""Runs a program again with a site at another value, for estimators that compare values."""
+r"""Runs a program again with one site at another value, for estimators that compare values."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ Trace = Callable[..., TracedRun]
 class Reruns:
     """Runs guide and model again with one site at another value.
 
-    Sites sampled downstream of it are drawn afresh, from a generator of the ELBO's own; everything else keeps
-    its value. Global generators, and buffers of modules, are left as they were.
+    The sites downstream of it are drawn afresh, from a generator that belongs to the ELBO. All other sites keep
+    their values. The runs change neither global generators nor module buffers.
 
     Args:
         trace: Traces a program.
         programs: Model, guide and their arguments, for each run of the step.
         traced: The runs of the step.
-        plan: What is done on their graph; it may be exchanged for another one on the same.
+        plan: The plan of their graph. It may be replaced by another plan of the same graph.
         generator: Source of the fresh draws.
-        share: Weight of each run in the step's loss, if the backward pass for slopes is that of the costs too.
+        share: Weight of each run in the step's loss, if one backward pass gives slopes and parameter gradients.
+            ``None`` if the pass gives slopes only.
     """
 
     def __init__(
@@ -69,17 +70,17 @@ class Reruns:
 
         Args:
             name: The site.
-            value: Its value ``(M, plate dims, event)``; where it requires a gradient, the costs carry it.
-            held: Runs whose values the sites downstream keep, instead of drawing afresh.
+            value: Its value ``(M, plate dims, event)``. If it requires a gradient, the costs have one to it.
+            held: Runs that give the sites downstream their values. ``None`` draws these sites afresh.
 
         Returns:
             The runs.
 
         Raises:
-            UnsupportedProgramError: If the program then has other sites.
+            UnsupportedProgramError: If the program has other costs at that value.
         """
         fresh = {name, *self.plan.graph.descendants(name)}
-        # Estimators ask without recording gradients: a view made so would not lead back to the value.
+        # Estimators call this under no_grad(). A view that is made there has no gradient to the value.
         with torch.set_grad_enabled(value.requires_grad):
             values = value.split(1) if len(self.traced) > 1 else (value,)
         return tuple(
@@ -98,7 +99,7 @@ class Reruns:
         with torch.set_grad_enabled(value.requires_grad):
             values[name] = value.reshape(own.shape).to(own.dtype if not value.requires_grad else value.dtype)
             if value.requires_grad:
-                # A program may change it in place, which no leaf allows.
+                # A program may change the value in place, which autograd forbids for a leaf.
                 values[name] = values[name].clone()
         seed = self._seed()
         relaxed = frozenset({name}) if value.requires_grad else frozenset()
@@ -115,25 +116,25 @@ class Reruns:
         return _with_all_costs(again, traced, name)
 
     def has_slope(self, name: str, rollout: Rollout, plates: Sequence[Plate]) -> bool:
-        """Whether any cost but its own log-probabilities has a gradient to the value of a site."""
+        """Whether a cost besides the site's own log-probabilities has a gradient to the value of the site."""
         ndim = len(self.traced[0].run.sites[name].fn.event_shape)
         value = rollout.stack(lambda run, site: run.sites[site].value.detach(), [name], plates, ndim)[0]
         leaf = value.clone().requires_grad_()
         return bool((slope_of(self(name, leaf), self._others(name), leaf) != 0).any())
 
     def _others(self, name: str) -> list[str]:
-        """The costs downstream of a site but its own log-probabilities."""
+        """The costs downstream of a site, without the site's own log-probabilities."""
         own = (cost_of_guide(name), cost_of_model(name))
         return [cost for cost in self.plan.graph.downstream_costs(name) if cost not in own]
 
     def slopes(self, name: str) -> tuple[Tensor, ...] | None:
-        """The gradient of all costs downstream to the value of a site in each run of the step.
+        """The gradient of all downstream costs to the value of a site, for each run of the step.
 
         Args:
             name: The site.
 
         Returns:
-            A tensor of the shape of the value for each run, detached; ``None`` where its values are no leaves.
+            A detached tensor of the shape of the value for each run. ``None`` if a run has no leaf for the site.
         """
         if any(traced.run.sites[name].leaf is None for traced in self.traced):
             return None
@@ -141,24 +142,26 @@ class Reruns:
         return tuple(slope + _own_slope(run, name) for slope, run in found)
 
     def _led_back(self, i: int) -> SharedBackward:
-        """The backward pass through the costs of a run; one for all sites."""
+        """The backward pass through the costs of run ``i``, shared by all sites."""
         if i not in self._led:
             self._led[i] = shared_backward(self.traced[i].run, self.share)
         return self._led[i]
 
     def differentiable(self) -> list[Tensor]:
-        """The differentiable costs of each run, for the surrogate; to be asked when all sites are done."""
+        """The differentiable costs of each run, for the surrogate; call it after all sites are done."""
         costs = [traced.run.differentiable for traced in self.traced]
         return [self._led[i].differentiable if i in self._led else cost for i, cost in enumerate(costs)]
 
     def fresh(self) -> tuple[Run, ...]:
-        """Runs the program once more per run of the step, with every site drawn afresh; at the first call only.
+        """Runs the program again for each run of the step, with all sites drawn afresh.
+
+        Later calls return the same runs.
 
         Returns:
             The runs.
 
         Raises:
-            UnsupportedProgramError: If the program then has other sites.
+            UnsupportedProgramError: If the program has other costs in these runs.
         """
         if self._fresh is None:
             pairs = zip(self.programs, self.traced, strict=True)
@@ -182,17 +185,17 @@ class Reruns:
         return int(torch.randint(1 << 62, (), generator=self.generator, device="cpu"))
 
     def _is_last(self, name: str, traced: TracedRun) -> bool:
-        """Whether no cost of the guide but its own depends on a site that no other site descends from."""
+        """Whether a run of the model alone gives all costs at another value of a site without descendants."""
         if traced.only_costs or traced.elimination is not None:
             return False
         others = {cost_of_guide(other) for other in traced.run.sites if other != name}
         others |= {cost_of_site(site, True) for site in samples(traced.guide_trace).values() if site["is_observed"]}
-        # What the guide hands to the model is made again where the guide runs again as well.
+        # Some costs of the model read values that the guide made. These need a new run of the guide too.
         return (others | self.plan.handed).isdisjoint(self.plan.graph.downstream_costs(name))
 
 
 def _with_all_costs(again: Run, traced: TracedRun, name: str) -> Run:
-    """A run with the costs that the first run had, compared for a site."""
+    """The run with the first run's untraced costs added; raises if the two runs have different costs."""
     costs = dict(again.costs)
     for site in traced.untraced:
         costs.setdefault(cost_of_guide(site), traced.run.costs[cost_of_guide(site)])
@@ -206,7 +209,7 @@ def _with_all_costs(again: Run, traced: TracedRun, name: str) -> Run:
 
 
 def _model_run(name: str, value: Tensor, trace: Any, traced: TracedRun) -> Run:
-    """The run with a site at another value, from a run of the model alone."""
+    """The run with a site at another value, made from a run of the model only."""
     record, costs = traced.run.sites[name], dict(traced.run.costs)
     if name not in traced.untraced:
         site = traced.guide_trace.nodes[name]
@@ -217,7 +220,7 @@ def _model_run(name: str, value: Tensor, trace: Any, traced: TracedRun) -> Run:
 
 
 def _own_slope(run: Run, name: str) -> Tensor:
-    """The gradient of ``log q - log p`` of a site itself to its value, for that of the ``-log p`` of the run."""
+    """The gradient of ``log q - log p`` of a site to its value, minus that of the run's own ``-log p``."""
     record = run.sites[name]
     sides = {
         cost_of_guide(name): (1.0, record.fn, record.scale, record.mask),
@@ -235,7 +238,7 @@ def _own_slope(run: Run, name: str) -> Tensor:
 
 
 def charged(run: Run, patterns: Mapping[tuple[str, str], Pattern], guide_trace: Any, model_trace: Any) -> Run:
-    """A run whose components are charged with the costs for which there are patterns."""
+    """A run whose components are charged with the costs that have patterns."""
     if not patterns:
         return run
     signed = ((guide_trace, True, 1.0), (model_trace, False, -1.0))

@@ -1,6 +1,6 @@
-r"""Enumerated sites summed out exactly, so that costs without them are left.
+r"""Sums enumerated sites out exactly; the remaining costs do not contain them.
 
-A site that only the model has is summed inside of the logarithm, one that the guide has outside of it:
+A site of the model only is summed inside the logarithm. A site of the guide is summed outside it:
 
 .. math::
 
@@ -8,8 +8,8 @@ A site that only the model has is summed inside of the logarithm, one that the g
     \qquad\text{and}\qquad
     \sum_{z} q(z \mid \ldots) \, c(z, \ldots)
 
-Both are differentiable functions of the parameters and of the sampled sites, hence costs like any other. Values of an
-enumerated site lie in a dimension of its own, to the left of all plates, as in Pyro's ``TraceEnum_ELBO``.
+Both sums are differentiable functions of the parameters and of the sampled sites, so they are costs like any other.
+Each enumerated site has a dimension for its values, to the left of all plates, as in Pyro's ``TraceEnum_ELBO``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["Elimination", "eliminate"]
 
 @dataclass(frozen=True)
 class Elimination:
-    """How the costs of a run were made; makes those of a run with other values.
+    """The recipes by which the costs of a run were made; makes costs of other runs in the same way.
 
     Args:
         recipes: Recipe of every cost, by name of the cost.
         terms: The model's terms, by site.
         log_q: Log-probabilities of the enumerated sites of the guide, by site.
-        summed: Enumerated sites that only the model has: name of the dimension, by site.
-        averaged: Those that the guide has.
+        summed: Dimension name of each enumerated site of the model only, by site.
+        averaged: Dimension name of each enumerated site of the guide, by site.
         order: Sites of the guide in program order.
         dims: Plate dimensions, by symbol.
     """
@@ -57,14 +57,17 @@ class Elimination:
     dims: Mapping[str, int]
 
     def can_flip(self, cost: str, site: str) -> bool:
-        """Whether another run of the model alone gives a cost after changing a site: ``q`` must not read that site."""
+        """Whether a run of the model alone gives a cost at another value of a site.
+
+        The ``q`` that averages the cost must not read the site.
+        """
         averaged = self.recipes[cost].averaged
         if not averaged or site not in self.order:
             return not averaged
         return self.order.index(site) > max(self.order.index(name) for name in averaged)
 
     def num_elements(self, cost: str) -> int:
-        """Number of elements of all tensors from which a cost is made."""
+        """Number of elements of all tensors that a cost is made from."""
         terms = [self.terms[name] for name in self.recipes[cost].sites]
         return sum(t.cost.numel() * torch.Size(t.site["fn"].event_shape).numel() for t in terms)
 
@@ -74,12 +77,12 @@ class Elimination:
         Args:
             trace: The run.
             names: Costs of the model.
-            rows: Number of rows of values in a dimension to the left of all others; ``None`` if there is none.
+            rows: Number of rows of values in a dimension to the left of all others. ``None`` for no such dimension.
             batch_ndim: Number of dimensions to the right of the rows.
 
         Returns:
-            Each cost in nats, of its plate dimensions, or ``(rows, 1.., plate dims)``; one that does not depend on the
-            rows lacks them.
+            Each cost in nats, with its plate dimensions, or ``(rows, 1.., plate dims)``. A cost that does not depend
+            on the rows has no dimension for them.
         """
         used = {symbol for term in self.terms.values() for symbol in term.symbols.values()}
         free = next(symbol for symbol in map(get_symbol, itertools.count()) if symbol not in used)
@@ -140,7 +143,7 @@ class _Eliminator:
     # Which sites make which cost.
 
     def recipes(self) -> list[Recipe]:
-        """A recipe per cost, those of the guide first."""
+        """The recipes of all costs, with the costs of the guide first."""
         plates = self._plates()
         recipes = [Recipe((name,), plates=plates[cost_of_guide(name)], is_guide=True) for name in self.guide]
         groups = self._groups()
@@ -158,7 +161,7 @@ class _Eliminator:
         return {cost: entry[1] for entry, cost in zip(self.traced.key, self.traced.run.costs, strict=True)}
 
     def _groups(self) -> list[tuple[str, ...]]:
-        """The model's sites that read a common enumerated site of the model, directly or through others."""
+        """Groups of the model's sites that are linked by enumerated sites that only the model has."""
         groups: list[tuple[set[str], set[str]]] = []
         for name, term in self.model.items():
             reads = term.reads & self.summed.keys()
@@ -187,10 +190,10 @@ class _Eliminator:
             pending |= self.guide[name].reads - found
         return tuple(name for name in self.guide if name in found)
 
-    # What cannot be done.
+    # Programs that cannot be summed.
 
     def check(self, recipes: Sequence[Recipe]) -> None:
-        """Raises where a sum would not be that over the values of the sites."""
+        """Raises if a sum would not run over the values of the sites."""
         for name in sorted(self.traced.leaked):
             raise UnsupportedProgramError(
                 f"The values of the enumerated site {name!r} left torch (if, int(), .item(), .numpy(), x[mask], ...), "
@@ -231,7 +234,7 @@ class _Eliminator:
             )
 
     def _check_reads(self) -> None:
-        """What tracking knows: no value may reach a site but through the dimension of its values."""
+        """Raises if a tracked run shows that a site reads an enumerated site without its dimension of values."""
         traced = self.traced
         if traced.reads is None:
             return
@@ -272,13 +275,13 @@ class _Eliminator:
     # Tensors.
 
     def cost(self, recipe: Recipe) -> Tensor:
-        """The cost of a recipe with its plate dimensions, in nats."""
+        """The cost that a recipe makes, with its plate dimensions, in nats."""
         made = make(recipe, self.guide if recipe.is_guide else self.model, self.summed)
         tensor: Tensor = packed.unpack(average(made, recipe, self.log_q, self.averaged), self.dims)
         return tensor
 
     def result(self, recipes: Mapping[str, Recipe]) -> Elimination:
-        """What makes the costs of other runs."""
+        """The :class:`Elimination`, which makes the costs of other runs."""
         log_q = {name: self.log_q[name].detach() for name in self.log_q}
         for name, tensor in log_q.items():
             tensor._pyro_dims = self.log_q[name]._pyro_dims
@@ -286,9 +289,10 @@ class _Eliminator:
         return Elimination(recipes, self.model, log_q, self.summed, self.averaged, order, self.dims)
 
     def rows_meet(self, recipes: Iterable[Recipe]) -> bool:
-        """Whether rows of a plate meet in the weights of a mean over a site outside of it; tracked runs only.
+        """Whether a mean over a site outside of a plate has weights that read the rows of the plate.
 
-        ``q(z)`` outside of the plate may read all rows. Then each row of a mean over ``z`` reads them too.
+        ``q(z)`` outside of the plate may read all rows. Each row of a mean over ``z`` then reads all rows too. Only
+        tracked runs can tell; for others the result is ``False``.
         """
         traced, plates = self.traced, self._plates()
         for recipe in recipes if traced.reads is not None else ():
@@ -300,7 +304,7 @@ class _Eliminator:
         return False
 
     def reads(self, recipe: Recipe) -> frozenset[str]:
-        """Sampled sites that a cost reads, through its sites and its weights."""
+        """The sampled sites that a cost reads through its sites and its weights."""
         assert self.traced.reads is not None
         prefix = cost_of_guide if recipe.is_guide else cost_of_model
         names = [prefix(name) for name in recipe.sites] + [cost_of_guide(name) for name in recipe.averaged]
@@ -319,21 +323,21 @@ def _enumerated(trace: Any) -> list[tuple[str, Any]]:
 def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
     r"""Sums the enumerated sites of a run out of its costs.
 
-    Sites of the model that share an enumerated site become one cost, minus the logarithm of their sum; a cost that
-    reads an enumerated site of the guide becomes its expectation. Scales stand outside of the logarithm and masks
-    inside, as in ``TraceEnum_ELBO``. Weights are neither scaled nor masked. Costs that read no enumerated site stay
-    as they are.
+    Sites of the model that share an enumerated site become one cost: minus the logarithm of their sum. A cost that
+    reads an enumerated site of the guide becomes its expectation over that site. Scales stand outside the logarithm and
+    masks inside, as in ``TraceEnum_ELBO``. Weights are neither scaled nor masked. Costs that read no enumerated site
+    do not change.
 
     Args:
         traced: A run of enumerated programs.
-        nesting: Bound on the number of nested plates, that of vectorised particles included.
+        nesting: Bound on the number of nested plates. It includes the plate of vectorised particles.
 
     Returns:
-        The run as one of the sampled sites alone.
+        The run without its enumerated sites.
 
     Raises:
-        UnsupportedProgramError: If a sampled site depends on an enumerated one of the guide, or a site outside of a
-            plate on an enumerated one inside.
+        UnsupportedProgramError: If a sampled site depends on an enumerated site of the guide, or a site outside of a
+            plate depends on an enumerated site inside it.
         UnsupportedSiteError: If sites of one sum have different scales.
         PlateError: If a dimension belongs to no plate.
     """
@@ -357,7 +361,7 @@ def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
         kept[name] = recipe
         label = recipe.sites[0] if name in entries else name
         key.append((label, recipe.plates, entries[name] if name in entries else recipe))
-    # What is no site's own cost any more has no table over the site's values.
+    # A site whose own -log p became part of a sum has no table of -log p over its values.
     sites = {
         name: record if cost_of_model(name) in made else replace(record, prior=None)
         for name, record in traced.run.sites.items()
@@ -379,14 +383,14 @@ def _is_as_it_was(recipe: Recipe) -> bool:
 
 
 def _sums(traced: TracedRun, recipes: Mapping[str, Recipe], costs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The costs through which pathwise gradients flow, and the loss."""
+    """The sum of the costs that carry pathwise gradients, and the loss."""
     paths, losses = torch.zeros(()), torch.zeros(())
     for name, recipe in recipes.items():
         cost = costs[name]
         losses = losses + cost.detach().sum()
         site = recipe.sites[0]
         if recipe.is_guide and site in traced.run.sites:
-            # Of a sampled site only what has a gradient in expectation.
+            # Only the part of log q of a sampled site whose gradient has a nonzero expectation.
             term: Any = 0.0
             if site not in traced.untraced:
                 node = traced.guide_trace.nodes[site]

@@ -1,4 +1,4 @@
-"""Runs programs with all values of marked sites at once, each in a dimension to the left of all plates."""
+"""Runs programs at all values of marked sites at once, each in a dimension left of all plates."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 
 __all__ = ["enumerated_programs"]
 
-# What torch says where Python asks a tensor with more than one element for its value.
+# Parts of the errors that torch raises when Python asks a tensor with several elements for one value.
 _ONE_VALUE_ONLY = ("is ambiguous", "converted to Scalar", "converted to Python scalar", "converted to an index")
 
 
 class _Enumerate(EnumMessenger):
-    """Enumerates all marked sites in parallel; refuses what is not exact.
+    """Enumerates all marked sites in parallel; raises for sites that cannot be summed exactly.
 
     Args:
-        first_available_dim: Rightmost dimension for values, negative; ``None`` goes on where the last one stopped.
+        first_available_dim: Rightmost dimension for values, negative. ``None`` continues after the last one used.
         seen: Collects the names of the enumerated sites.
     """
 
@@ -48,7 +48,7 @@ class _Enumerate(EnumMessenger):
                 f"Site {name!r} ({type(msg['fn']).__name__}) has no support that can be enumerated. Remove "
                 'infer={"enumerate": ...} there, so that it is sampled.'
             )
-        # One value after the other has the same expectation as all of them in a dimension.
+        # Sequential enumeration has the same expectation as parallel enumeration.
         msg["infer"]["enumerate"] = "parallel"
         self.seen.append(name)
         try:
@@ -63,18 +63,18 @@ class _Enumerate(EnumMessenger):
 def enumerated_programs(
     model: Callable[..., Any], guide: Callable[..., Any], nesting: int
 ) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Model and guide whose marked sites are enumerated, to be run within the context.
+    """Gives model and guide with their marked sites enumerated, to run within the context.
 
     Args:
         model: The model.
         guide: The guide.
-        nesting: Bound on the number of nested plates, that of vectorised particles included.
+        nesting: Bound on the number of nested plates. It includes the plate of vectorised particles.
 
     Yields:
-        Both.
+        The enumerated model and guide.
 
     Raises:
-        UnsupportedProgramError: If the guide is a ``GuideMessenger``, or Python asks for the one value of an
+        UnsupportedProgramError: If the guide is a ``GuideMessenger``, or if Python asks for a single value of an
             enumerated site.
     """
     if isinstance(poutine.unwrap(guide), Messenger):

@@ -1,6 +1,6 @@
-r"""Log-probabilities with named dimensions, and what costs are made of them.
+r"""Log-probabilities with named dimensions, and the costs that are made of them.
 
-A site that only the model has is summed inside of the logarithm, one that the guide has outside of it:
+A site of the model only is summed inside the logarithm. A site of the guide is summed outside it:
 
 .. math::
 
@@ -29,19 +29,19 @@ from pyro_bpq.tracing.traced_run import cost_of_guide, cost_of_model
 
 __all__ = ["Packed", "Recipe", "Term", "average", "make", "pack"]
 
-# A tensor without dimensions of size one, whose attribute ``_pyro_dims`` names the others.
+# A tensor without dimensions of size one. Its attribute ``_pyro_dims`` names the other dimensions.
 Packed = Any
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a cost is made of log-probabilities.
+    """How a cost is made from log-probabilities.
 
     Args:
         sites: Sites whose log-probabilities are added up.
-        summed: Enumerated sites of the model that are summed inside of the logarithm.
-        averaged: Enumerated sites of the guide over which the cost is averaged: those it reads, and their own
-            enumerated ancestors.
+        summed: Enumerated sites of the model that are summed inside the logarithm.
+        averaged: Enumerated sites of the guide that the cost is averaged over: the ones it reads, and their enumerated
+            ancestors.
         plates: Plates of the cost.
         is_guide: Whether it is a cost of the guide.
     """
@@ -65,14 +65,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Term:
-    """The log-probability of a site, with its dimensions named.
+    """The log-probability of a site with named dimensions.
 
     Args:
         site: Its record in the trace.
         symbols: Names of dimensions.
         ordinal: Names of the dimensions of its plates.
-        cost: The cost as it stands, scaled and masked.
-        reads: Enumerated sites in whose values it differs.
+        cost: The log-probability, scaled and masked.
+        reads: Enumerated sites that the log-probability depends on.
     """
 
     site: Any
@@ -83,7 +83,7 @@ class Term:
 
     @classmethod
     def of(cls, site: Any, log_prob: Tensor, plates: Mapping[str, str], owners: Mapping[str, str]) -> Term:
-        """Names the dimensions of a site of a trace."""
+        """Makes the term of a traced site, with named dimensions."""
         symbols = dict(site["infer"]["_dim_to_symbol"])
         ordinal = frozenset(plates[frame.name] for frame in site["cond_indep_stack"] if frame.vectorized)
         cost = pack(site["name"], log_prob, symbols)
@@ -91,7 +91,7 @@ class Term:
         return cls(site, symbols, ordinal, cost, reads)
 
     def factor(self, is_enumerated: bool) -> Packed:
-        """What goes into the sum: masked, unless the site is summed itself, and not scaled."""
+        """The factor of the sum: masked unless the site itself is summed, and not scaled."""
         site = self.site
         factor = pack(site["name"], site["unscaled_log_prob"], self.symbols)
         if is_enumerated:
@@ -102,7 +102,10 @@ class Term:
         return packed.scale_and_mask(factor, mask=mask)
 
     def log_weight(self) -> Packed:
-        """The logarithm of a weight: neither scaled nor masked, since a masked site takes its values all the same."""
+        """The logarithm of the weight in a mean, neither scaled nor masked.
+
+        A masked site still takes its values.
+        """
         fn = self.site["fn"]
         if not isinstance(fn, MaskedDistribution):
             return pack(self.site["name"], self.site["unscaled_log_prob"], self.symbols)
@@ -126,7 +129,7 @@ def pack(name: str, tensor: Tensor, symbols: Mapping[int, str]) -> Packed:
 
 
 def average(cost: Packed, recipe: Recipe, log_q: Mapping[str, Packed], averaged: Mapping[str, str]) -> Packed:
-    """``sum_z q(z) cost(z)`` over the enumerated sites of the guide that the cost reads."""
+    """Computes ``sum_z q(z) cost(z)`` over the recipe's averaged sites."""
     if not recipe.averaged:
         return cost
     symbols = {averaged[name] for name in recipe.averaged}
@@ -134,7 +137,7 @@ def average(cost: Packed, recipe: Recipe, log_q: Mapping[str, Packed], averaged:
     weight = packed.exp(LogRing().sumproduct([log_q[name] for name in recipe.averaged], others))
     cost, weight = packed.broadcast_all(cost, weight)
     dims = cost._pyro_dims
-    # A value of probability zero may cost infinitely much.
+    # A value of probability zero may have an infinite cost, and 0 * inf is NaN.
     total = torch.where(weight > 0, cost, cost.new_zeros(())) * weight
     total = total.sum([i for i, dim in enumerate(dims) if dim in symbols])
     total._pyro_dims = "".join(dim for dim in dims if dim not in symbols)
@@ -142,7 +145,7 @@ def average(cost: Packed, recipe: Recipe, log_q: Mapping[str, Packed], averaged:
 
 
 def make(recipe: Recipe, terms: Mapping[str, Term], summed: Mapping[str, str]) -> Packed:
-    """The cost of a recipe before it is averaged, in nats."""
+    """The cost that a recipe makes before the average, in nats."""
     if not recipe.summed:
         cost = terms[recipe.sites[0]].cost
         return cost if recipe.is_guide else packed.neg(cost)
@@ -161,7 +164,7 @@ def make(recipe: Recipe, terms: Mapping[str, Term], summed: Mapping[str, str]) -
 
 
 def _common_scale(recipe: Recipe, terms: Mapping[str, Term]) -> Any:
-    """The one scale of all sites of a sum: it stands outside of the logarithm."""
+    """The common scale of all sites of a sum, which stands outside the logarithm."""
     scales = {name: terms[name].site["scale"] for name in recipe.sites}
     for name, scale in scales.items():
         if isinstance(scale, Tensor) and scale.dim():

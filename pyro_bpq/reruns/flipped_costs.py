@@ -37,24 +37,24 @@ def flipped_costs(
     has_buffers: bool = True,
     learning: bool = True,
 ) -> dict[str, Tensor] | None:
-    """Runs the model with flipped values and reads the immediate costs off.
+    """Runs the model at flipped values and collects the immediate costs.
 
     Args:
-        plan: The rows.
+        plan: Which row flips which site.
         components: Finite components of the flipped sites.
         traced: The runs of the step.
-        rollout: Their tensors.
+        rollout: The tensors of these runs.
         model: The model.
         args: Its arguments.
         kwargs: Its keyword arguments.
         graph: The graph.
-        runs: Decides in which way the rows run.
+        runs: Chooses the way in which the rows run.
         has_buffers: Whether the model may call modules with buffers.
-        learning: Whether this counts as a use of it.
+        learning: Whether this run counts as a use of that way.
 
     Returns:
-        For each flipped site its immediate costs in nats, ``(M, plate dims, D, K)``; ``None`` if there is no way to
-        run the model at other values.
+        The immediate costs of each flipped site in nats, ``(M, plate dims, D, K)``. ``None`` if the model cannot run
+        at other values.
     """
     tables: dict[str, list[Tensor]] = {name: [] for name in components}
     for run in traced:
@@ -86,7 +86,7 @@ def _run_flipped(
     has_buffers: bool,
     learning: bool,
 ) -> dict[str, Tensor] | None:
-    """Costs ``(rows, batch)`` of the extra run, by name."""
+    """The costs ``(rows, batch)`` of the extra run, by name."""
     latents = {
         name: site
         for trace in (traced.guide_trace, traced.model_trace)
@@ -125,12 +125,12 @@ def _run_flipped(
 
 
 def _is_varied(site: Any) -> bool:
-    """Whether runs are compared at other values of a latent site too."""
+    """Whether comparisons of runs also change the value of a latent site."""
     return isinstance(site["value"], Tensor) and not is_enumerated(site)
 
 
 def _flip(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str) -> Tensor:
-    """Values ``(rows, batch, event)``: one component after the other set to its other values."""
+    """Values ``(rows, batch, event)``; each row sets one component to one of its other values."""
     delta = plan.steps(name, split, value.device)
     if split.kind == "bernoulli":
         shape = (plan.rows, *(1,) * (value.dim() - split.value_ndim), *split.event_shape)
@@ -141,13 +141,13 @@ def _flip(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str) 
 
 
 def _reduce(cost: Tensor, source: Sequence[Any], target: Sequence[Any], ndim: int) -> Tensor:
-    """Brings a cost ``(rows, batch)`` to ``(rows, M, plates)`` with the plates of the site."""
+    """Reduces a cost ``(rows, batch)`` to the plates of the site, ``(rows, M, plates)``."""
     cost = cost.reshape(cost.shape[0], *(1,) * (ndim + 1 - cost.dim()), *cost.shape[1:])
     return sum_to_plates(cost, source, target)
 
 
 def _table(cost: Tensor, index: Tensor, split: Components, start: int) -> Tensor:
-    """From costs by row to costs by component and value, ``(M, plates, D, K)``."""
+    """Turns costs by row into costs by component and value, ``(M, plates, D, K)``."""
     others = split.cardinality - 1
     flipped = cost[start : start + split.size * others]
     flipped = flipped.reshape(split.size, others, *cost.shape[1:])

@@ -1,8 +1,8 @@
-r"""Runs programs again with some sites held at stored values, everything else drawn from the current guide.
+r"""Runs programs again with some sites at stored values and the others drawn from the current guide.
 
-For an update of ``Q_X`` all of ``An_X + X`` is held, which contains its scope; what else the target needs, the other
-parents of the children of ``X`` and then the children, is drawn afresh. A Q-node of another site ``Z`` may learn
-from the same rollout if what is held and bears on its costs is among ``An_Z + Z``.
+An update of ``Q_X`` holds all of ``An_X + X``, which contains the scope of ``Q_X``. The target also needs the children
+of ``X`` and their other parents. These sites are drawn afresh. A Q-node of another site ``Z`` may learn from the same
+rollout if every held site that affects its costs is in ``An_Z + Z``.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ __all__ = [
 
 
 class StaleError(Exception):
-    """A stored value does not fit the program any more."""
+    """A stored value no longer fits the program."""
 
 
 class Hold(Substitute):
-    """Holds latent sites and subsample indices at given values, and notes the distributions that they would have.
+    """Holds latent sites and subsample indices at given values, and records the sites' distributions.
 
     Args:
         values: The values, by name.
@@ -64,7 +64,7 @@ class Hold(Substitute):
         if msg["is_observed"] or name not in self.values:
             return
         value = self.values[name]
-        # The model's own distribution of a site may be of a smaller shape.
+        # The first distribution is the guide's. The model's distribution of the site may have a smaller shape.
         if not isinstance(fn, _Subsample) and name not in self.fns:
             self.fns[name] = fn
             if tuple(value.shape) != tuple(fn.batch_shape + fn.event_shape):
@@ -79,13 +79,13 @@ def learned_sites(network: BackpropQNetwork) -> tuple[str, ...]:
 
 
 def known_sites(network: BackpropQNetwork, site: str) -> frozenset[str]:
-    """What the Q-functions of a site condition on: ``An_X + X``."""
+    """The sites that the Q-functions of a site condition on: ``An_X + X``, in history form all up to X."""
     graph = network.graph
     return frozenset(graph.node_names(graph.known_bits(graph.index[site], network.form)))
 
 
 def coparents(network: BackpropQNetwork, site: str) -> tuple[str, ...]:
-    """The other parents of the children of a site, neither known at it nor descended from it, in program order."""
+    """The other parents of a site's children, without known sites and descendants, in program order."""
     graph, known = network.graph, known_sites(network, site)
     excluded, found = known | graph.descendants(site), set[str]()
     for node in network.q_nodes(site):
@@ -96,7 +96,7 @@ def coparents(network: BackpropQNetwork, site: str) -> tuple[str, ...]:
 
 
 def held_sites(network: BackpropQNetwork, site: str, form: str = "redrawn") -> frozenset[str]:
-    """The sites that an update of a site's Q-nodes holds.
+    """The sites that an update of the Q-nodes of a site holds at stored values.
 
     Args:
         network: The network.
@@ -104,7 +104,8 @@ def held_sites(network: BackpropQNetwork, site: str, form: str = "redrawn") -> f
         form: How the co-parents are treated, see :class:`~pyro_bpq.Replay`.
 
     Returns:
-        Their names: ``An_X + X``; in the stored form also co-parents, and what else the children's scopes hold.
+        Their names: :func:`known_sites`. The stored form adds the co-parents and the rest of the children's scopes,
+        without descendants of the site.
     """
     held = known_sites(network, site)
     if form != "stored":
@@ -115,7 +116,7 @@ def held_sites(network: BackpropQNetwork, site: str, form: str = "redrawn") -> f
 
 
 def trainable(network: BackpropQNetwork, held: Set[str]) -> frozenset[str]:
-    """Names of the Q-nodes whose targets are right where ``held`` has stored values and the rest is redrawn."""
+    """Names of the Q-nodes with correct targets if ``held`` has stored values and other sites are redrawn."""
     graph, found = network.graph, set()
     bits = graph.bits_of([name for name in held if name in graph.index])
     for node in network.learned:
@@ -127,7 +128,7 @@ def trainable(network: BackpropQNetwork, held: Set[str]) -> frozenset[str]:
 
 
 def stored_values(network: BackpropQNetwork, traced: TracedRun, form: str) -> dict[str, Tensor]:
-    """What a rollout stores of a run: the values that some update holds, and subsample indices."""
+    """The tensors of a run that a rollout stores: values that some update holds, and subsample indices."""
     wanted = frozenset[str]().union(*(held_sites(network, site, form) for site in learned_sites(network)))
     sites = traced.run.sites
     values = {name: sites[name].value.detach().clone() for name in sites if name in wanted}
@@ -135,10 +136,10 @@ def stored_values(network: BackpropQNetwork, traced: TracedRun, form: str) -> di
 
 
 def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int) -> Iterator[dict[str, Tensor]]:
-    """All joint values of finite sites, each the same in all rows of a plate.
+    """Yields all joint values of finite sites; a site has the same value in all rows of a plate.
 
     Args:
-        traced: A run, for shapes and supports.
+        traced: A run that gives shapes and supports.
         names: The sites.
         site: The site whose co-parents they are.
         limit: Largest number of joint values.
@@ -147,7 +148,7 @@ def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int
         The values, by name.
 
     Raises:
-        OptionError: If there is no finite number of values, or too many.
+        OptionError: If a site is not finite, is in a plate that ``site`` is outside of, or there are too many values.
     """
     advice = 'Write Replay(coparents="redrawn").'
     supports, number = [], 1
@@ -180,7 +181,7 @@ def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int
 
 @contextlib.contextmanager
 def isolated(seed: int, hides_params: bool = True) -> Iterator[None]:
-    """Runs programs from a seed of their own, without a trace in generators, module buffers or captured parameters."""
+    """Runs programs from a given seed; generators, module buffers and captured parameters stay unchanged."""
     others = random.getstate(), np.random.get_state()
     try:
         with Sandbox(seed), poutine.block(hide_types=["param"] if hides_params else []):
@@ -207,7 +208,7 @@ def traced_leaves(trace: Any) -> dict[str, Tensor]:
 def guide_leaves(traced: TracedRun, guide: Any) -> dict[str, Tensor]:
     """The leaf parameters that a run of the guide reached, by name."""
     leaves = traced_leaves(traced.guide_trace)
-    # A policy, and an environment, may be wrapped into one program.
+    # One program may wrap a policy and an environment.
     for part in (guide, *getattr(guide, "args", ())):
         module = poutine.unwrap(part) if callable(part) else part
         if isinstance(module, nn.Module):
@@ -218,7 +219,7 @@ def guide_leaves(traced: TracedRun, guide: Any) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def swapped(leaves: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Gives parameters other values for a while."""
+    """Gives parameters other values within the context."""
     own = {name: leaf.data for name, leaf in leaves.items() if name in values}
     try:
         for name in own:

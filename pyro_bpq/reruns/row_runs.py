@@ -1,11 +1,11 @@
-r"""Runs a program once at many values of its sites: one row of values each, and the costs of every row.
+r"""Runs a program at many rows of values of its sites, and gives the costs of every row.
 
-There are three ways, and each gives the costs that single runs would give:
+There are three ways. Each gives the costs of single runs:
 
 - *hidden*: :func:`torch.func.vmap` runs the program over the rows. The program sees the values of one row, so
   ``z[0]`` or ``z.sum()`` mean what they mean in a single run. A value that would leave torch raises an error.
-- *broadcast*: the rows lie in a dimension to the left of all plates. It is faster, but a program that indexes or
-  reduces from the left mixes the rows. It is taken only for programs that were proved to keep them apart.
+- *broadcast*: the rows lie in a dimension to the left of all plates. This is faster, but a program that indexes or
+  reduces from the left mixes the rows. So it is used only for programs that were proved to keep the rows apart.
 - *single*: one run after the other.
 """
 
@@ -28,19 +28,19 @@ from pyro_bpq.tracing.sandbox import Sandbox
 
 __all__ = ["RowProgram", "RowRuns", "Way", "agree", "is_due", "probe", "probe_generator"]
 
-# More rows than these are not run one after the other: exact costs would not be worth their time.
+# Largest number of rows that run one after the other. With more rows, exact costs are not worth the time.
 MOST_SINGLES = 16
-# Largest number of costs of hidden rows that run at once.
+# Largest number of cost elements in hidden rows that run at once.
 MOST_ELEMENTS = 1 << 21
-# Rows at which ways are compared, and how many of them single runs check.
+# Number of rows at which ways are compared, and number of these rows that single runs check.
 PROBES, REFEREES = 8, 2
-# A way is compared with the others again after 1, 2, 4, ... uses, and at the latest after so many.
+# A way is compared with the others again after 1, 2, 4, ... uses, and then every ``LONGEST`` uses.
 LONGEST = 128
 _CAPACITY = 256
 
 
 class Way(Enum):
-    """How the rows of an extra run are carried out."""
+    """The way in which the rows of an extra run are run."""
 
     BROADCAST = "broadcast"
     HIDDEN = "hidden"
@@ -50,17 +50,18 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class RowProgram:
-    """A program whose costs are wanted at many values of its sites.
+    """A program to run at many values of its sites, for its costs.
 
     Args:
-        costs: Gives the costs of a run, by name, from the values of all sites. The second argument is the number of
-            rows in a dimension to the left of all plates; ``None`` for a single run.
+        costs: Computes the costs of a run, by name, from the values of all sites. The second argument is the number of
+            rows in a dimension to the left of all plates, or ``None`` for a single run.
         shapes: The batch shape of each wanted cost in a single run.
         batch_ndim: Number of dimensions to the right of the rows.
         rng: State of the global generator before and after a single run.
         has_buffers: Whether the program may call modules with buffers.
-        is_strict: Whether every cost has to show the rows where they are broadcast: all sites have other values.
-        seen: Collects the tensors of hidden runs; ``None`` for not.
+        is_strict: Whether every cost of a broadcast run must have the dimension of the rows, because the values of all
+            sites differ between rows.
+        seen: Collects the tensors of hidden runs. ``None`` collects nothing.
     """
 
     costs: Callable[[Mapping[str, Any], int | None], dict[str, Tensor]]
@@ -74,7 +75,7 @@ class RowProgram:
     def keeps_hidden_rows(
         self, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
     ) -> bool:
-        """Whether the program keeps tensors of a hidden run, as by ``self.z = z``: they are of no use after it."""
+        """Whether the program keeps tensors of a hidden run (``self.z = z``), which are unusable after it."""
         seen: list[weakref.ref[Tensor]] = []
         wrapped = Wrapped(seen)
         with wrapped:
@@ -87,14 +88,14 @@ class RowProgram:
         """Runs the program at every row.
 
         Args:
-            way: How.
+            way: The way to run the rows.
             fixed: Values that are the same in all rows, by name of the site.
             rows: Values ``(rows, batch, event)``, by name of the site.
             event_ndims: Number of event dimensions of these values.
 
         Returns:
-            Each cost ``(rows, batch)``; ``None`` if the program does not run that way, or draws other noise than in
-            a single run.
+            Each cost ``(rows, batch)``. ``None`` if the program fails in that way, or if it draws other noise than in a
+            single run.
         """
         sandbox = Sandbox(self.rng[0], self.has_buffers)
         run = {Way.BROADCAST: self._broadcast, Way.HIDDEN: self._hidden, Way.SINGLE: self._singles}[way]
@@ -103,7 +104,7 @@ class RowProgram:
                 warnings.simplefilter("ignore")
                 found = run(fixed, rows, event_ndims)
         except Exception:
-            # Whatever the program raises: it does not run that way, and the sampled run stands on its own.
+            # The program may raise anything. It then cannot run in that way, and the sampled run stays valid.
             return None
         return None if found is None or self._has_drawn(sandbox) else found
 
@@ -121,7 +122,7 @@ class RowProgram:
                 self.seen.extend(map(weakref.ref, values))
             return self._single({**fixed, **dict(zip(names, values, strict=True))})
 
-        # Memory is bounded: rows that are many and large run in parts.
+        # Many large rows run in chunks, which bounds memory.
         size = max(1, sum(shape.numel() for shape in self.shapes.values()))
         found = torch.func.vmap(one, randomness="same", chunk_size=max(1, MOST_ELEMENTS // size))(*rows.values())
         return dict(zip(self.shapes, found, strict=True))
@@ -148,19 +149,19 @@ class RowProgram:
         for name, shape in self.shapes.items():
             cost = found[name]
             if cost.shape == shape and not self.is_strict:
-                # It does not depend on the values that differ here.
+                # The cost does not depend on the values that differ between rows.
                 cost = cost.expand(number, *shape)
             elif tuple(cost.shape) != (number, *(1,) * (self.batch_ndim - len(shape)), *shape):
-                # A cost that has lost the rows, or has others, was made from several of them.
+                # A cost without the dimension of the rows, or with another size there, mixes several rows.
                 return None
             costs[name] = cost.reshape(number, *shape)
         return costs
 
     def _has_drawn(self, sandbox: Sandbox) -> bool:
-        """Whether something else was drawn than in a single run, as by dropout over more rows.
+        """Whether the run drew other noise than a single run, as dropout over more rows does.
 
-        The run is then not the sampled one with other values. Drawing the very same, as for initial values of
-        parameters that are thrown away, does no harm.
+        Such a run is not the sampled run at other values. Drawing the same noise is harmless, as for initial values of
+        parameters that are thrown away.
         """
         before, after = self.rng
         now, *devices = sandbox.after
@@ -170,12 +171,12 @@ class RowProgram:
 
 
 class RowRuns:
-    """Decides, for each structure of a program, in which way its rows run.
+    """Chooses the way in which the rows of a program run, for each structure of the program.
 
-    Rows are broadcast where the program was proved to keep them apart: at values that are drawn evenly for all of its
-    sites, all rows cost the same as in hidden runs, and some of them the same as in single runs. This is looked at
-    again after 1, 2, 4, ... uses and then every 128. Else they are hidden, and single where the program refuses that
-    too and they are few.
+    Rows are broadcast if the program was proved to keep them apart. The proof draws the values of all sites evenly. All
+    rows must cost the same as in hidden runs, and some rows the same as in single runs. The proof is repeated after 1,
+    2, 4, ... uses and then every 128. Otherwise rows are hidden. If the program cannot run hidden rows, a few rows run
+    singly.
     """
 
     def __init__(self) -> None:
@@ -185,7 +186,7 @@ class RowRuns:
         return f"RowRuns({len(self._ways)} structures)"
 
     def way(self, key: Any) -> Way | None:
-        """The way that was found for a structure; ``None`` before its first run."""
+        """The way chosen for a structure; ``None`` before its first run."""
         return self._ways[key][0] if key in self._ways else None
 
     def run(
@@ -198,19 +199,19 @@ class RowRuns:
         sampled: Mapping[str, Tensor],
         learning: bool,
     ) -> dict[str, Tensor] | None:
-        """Runs a program at rows of values; row 0 holds the sampled ones.
+        """Runs a program at rows of values; row 0 holds the sampled values.
 
         Args:
-            key: Its structure.
+            key: The structure of the program.
             program: The program.
-            sites: All of its latent sites, by name: distribution and value.
+            sites: Distribution and value of each latent site of the program, by name.
             fixed: Values that are the same in all rows.
             rows: Values ``(rows, batch, event)``, by name of the site.
-            sampled: The costs of the sampled run, to compare with those of row 0.
-            learning: Whether uses count.
+            sampled: The costs of the sampled run. The costs of row 0 have to match them.
+            learning: Whether this run counts as a use.
 
         Returns:
-            Each cost ``(rows, batch)``; ``None`` if there is no way to run it.
+            Each cost ``(rows, batch)``. ``None`` if the program runs in no way.
         """
         way, uses = self._ways.get(key, (None, 0))
         event_ndims = {name: len(fn.event_shape) for name, (fn, _) in sites.items()}
@@ -219,7 +220,7 @@ class RowRuns:
             is_checked, way = True, _prove(program, sites, fixed, rows, event_ndims, uses)
         found = _as_sampled(way, program, fixed, rows, event_ndims, sampled)
         if found is None and not is_checked:
-            # The program has changed since the way was found.
+            # The program has changed since the way was chosen.
             way = _prove(program, sites, fixed, rows, event_ndims, uses)
             found = _as_sampled(way, program, fixed, rows, event_ndims, sampled)
         if len(self._ways) >= _CAPACITY and key not in self._ways:
@@ -229,7 +230,7 @@ class RowRuns:
 
 
 def is_due(uses: int) -> bool:
-    """Whether what was found out is looked at again after so many uses."""
+    """Whether a finding is checked again after this number of uses: 1, 2, 4, ..., and every 128."""
     return uses & (uses - 1) == 0 or uses % LONGEST == 0
 
 
@@ -241,7 +242,7 @@ def _as_sampled(
     event_ndims: Mapping[str, int],
     sampled: Mapping[str, Tensor],
 ) -> dict[str, Tensor] | None:
-    """The costs of every row, if those of row 0 are the sampled ones."""
+    """The costs of every row, or ``None`` if the costs of row 0 differ from the sampled costs."""
     number = len(next(iter(rows.values())))
     if way is Way.NONE or (way is Way.SINGLE and number > MOST_SINGLES):
         return None
@@ -259,11 +260,11 @@ def _prove(
     event_ndims: Mapping[str, int],
     seed: int,
 ) -> Way:
-    """The fastest way that gives the costs of single runs."""
+    """Finds the fastest way that gives the costs of single runs."""
     generator = probe_generator(seed)
     drawn = {name: probe(fn, value, PROBES, generator) for name, (fn, value) in sites.items()}
     rest = {name: value for name, value in fixed.items() if name not in drawn}
-    # The program may not run at all values: then those of the rows have to do.
+    # The program may fail at some values. The rows themselves then serve for the comparison.
     for others, values, is_strict in ((rest, drawn, True), (fixed, rows, False)):
         program = replace(program, is_strict=is_strict)
         number = len(next(iter(values.values())))
@@ -283,7 +284,10 @@ def _fastest(
     picked: Tensor,
     truth: Sequence[Tensor],
 ) -> Way:
-    """The fastest way whose costs are those of single runs: of some picked rows, of all where nothing else tells."""
+    """Finds the fastest way whose costs match single runs.
+
+    Single runs check the picked rows. Hidden rows, or else single runs, check all rows of a broadcast.
+    """
     hidden = program.run(Way.HIDDEN, fixed, rows, event_ndims)
     if hidden is not None and not agree([cost[picked.to(cost.device)] for cost in hidden.values()], truth):
         hidden = None
@@ -298,28 +302,28 @@ def _fastest(
 
 
 def probe_generator(seed: int) -> torch.Generator:
-    """What draws the values that runs are compared at; small seeds would start with few bits."""
+    """The generator of the values at which runs are compared; spreads the bits of small seeds."""
     return torch.Generator().manual_seed(0x9E3779B97F4A7C15 * (seed + 1) % (1 << 63))
 
 
 def probe(fn: Any, value: Tensor, rows: int, generator: torch.Generator) -> Tensor:
-    """Values of a site to compare runs at: drawn evenly where its support is finite, else from its distribution.
+    """Draws values of a site to compare runs at, evenly if finite, else from its distribution.
 
-    Sampled values may hardly vary, and rows that are mixed do not show where all rows are the same.
+    Sampled values may hardly vary, and equal rows do not show that rows are mixed.
 
     Args:
-        fn: Its distribution.
-        value: Its sampled value, of shape ``batch + event``.
+        fn: Distribution of the site.
+        value: Sampled value of the site, of shape ``batch + event``.
         rows: Number of rows.
-        generator: Draws them.
+        generator: Source of the draws.
 
     Returns:
-        Values ``(rows, batch, event)``; the sampled one in every row, where a distribution does not say how to draw.
+        Values ``(rows, batch, event)``. Every row is the sampled value if the distribution cannot be drawn from.
     """
     try:
         return _drawn(fn, value, rows, generator)
     except Exception:
-        # A user's own distribution may lack a support, or draw in its own way.
+        # A user's own distribution may lack a support, or its sample() may fail here.
         return value.expand(rows, *value.shape)
 
 
@@ -335,14 +339,14 @@ def _drawn(fn: Any, value: Tensor, rows: int, generator: torch.Generator) -> Ten
     if drawn.shape != repeated.shape:
         return repeated
     if getattr(fn.support, "is_discrete", False) and not fn.event_shape:
-        # Counts may be zero nearly always.
+        # Counts may nearly always be zero, so they are raised by up to 2.
         more = drawn + torch.randint(3, drawn.shape, generator=generator).to(drawn)
         drawn = torch.where(fn.support.check(more), more, drawn)
     return drawn.to(value.dtype)
 
 
 def agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    r"""Whether costs of two runs are the same within rounding, element by element and in total.
+    r"""Whether the costs of two runs agree up to rounding, element by element and in total.
 
     With ``t = eps ** 0.75`` of the coarsest type,
 
@@ -352,7 +356,7 @@ def agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
     Args:
         found: Costs of one run, ``a``.
-        expected: Those of the other, ``b``, of the same shapes.
+        expected: Costs of the other run, ``b``, of the same shapes.
     """
     if any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
         return False

@@ -1,4 +1,4 @@
-r"""One backward pass through the costs of a run, for the slopes at sampled values and for the parameters alike."""
+r"""One backward pass through the costs of a run, for slopes at sampled values and for parameters."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["SharedBackward", "inputs_of", "shared_backward"]
 
 @dataclass(frozen=True)
 class SharedBackward:
-    """What a backward pass through the differentiable costs of a run has found.
+    """The result of a backward pass through the differentiable costs of a run.
 
     Args:
-        slopes: Their gradient to the leaves of the run, by site, detached.
-        differentiable: The same costs for the surrogate. If the pass was for the parameters too, they lead straight to
-            them: the second pass, that of the step's loss, does not go through the program again.
+        slopes: The gradient of the costs to the leaves of the run, by site, detached.
+        differentiable: The same costs for the surrogate. If the pass also gave gradients of parameters, these costs
+            depend on the parameters directly. The backward pass of the step's loss then skips the program.
     """
 
     slopes: Mapping[str, Tensor]
@@ -29,24 +29,25 @@ class SharedBackward:
 
 
 def shared_backward(run: Run, share: float | None) -> SharedBackward:
-    """Goes back once through the costs of a run.
+    """Runs one backward pass through the costs of a run.
 
     Args:
         run: A run with leaves.
-        share: Weight of the run in the step's loss, if the pass is for the parameters too: hooks within the program see
-            the gradients of the loss, and the result has first derivatives only. ``None`` for slopes alone.
+        share: Weight of the run in the step's loss, if the pass also gives gradients of parameters. Hooks within the
+            program then see gradients of the loss, and the result has first derivatives only. ``None`` gives slopes
+            only.
 
     Returns:
-        The slopes, and costs with the same value and gradient as before.
+        The slopes, and costs with unchanged values and gradients.
     """
     leaves = {name: record.leaf for name, record in run.sites.items() if record.leaf is not None}
     total = run.differentiable
     if not total.requires_grad:
         return SharedBackward({name: torch.zeros_like(leaf) for name, leaf in leaves.items()}, total)
     inputs = [] if share is None else inputs_of(total, list(leaves.values()))
-    # A hook is called where a gradient is complete, which it is only in the pass of the loss.
+    # A hook has to see the complete gradient, which only the backward pass of the loss gives.
     inputs = [] if any(tensor._backward_hooks for tensor in inputs) else inputs
-    # The graph is kept: log-probabilities of the guide may share a part of it.
+    # Log-probabilities of the guide may share a part of the graph, so it is kept.
     weight = 1.0 if share is None else share
     outer = torch.full_like(total, weight)
     found = torch.autograd.grad(total, [*leaves.values(), *inputs], outer, retain_graph=True, allow_unused=True)
@@ -57,14 +58,14 @@ def shared_backward(run: Run, share: float | None) -> SharedBackward:
     pairs = [(t, g) for t, g in zip(inputs, found[len(leaves) :], strict=True) if g is not None]
     if pairs:
         tensors, gradients = zip(*pairs, strict=True)
-        # Estimators ask for slopes without recording gradients.
+        # Estimators ask for slopes under no_grad().
         with torch.enable_grad():
             total = _Known.apply(total.detach(), gradients, weight, *tensors)  # type: ignore[no-untyped-call]
     return SharedBackward(slopes, total)
 
 
 class _Known(torch.autograd.Function):
-    """A value whose gradients to some leaves are known, times a weight."""
+    """A value with known gradients to some leaves; the known gradients are multiplied by a weight."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], weight: float, *inputs: Tensor) -> Tensor:
@@ -75,12 +76,12 @@ class _Known(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         factor = outer / ctx.weight
-        # A scalar of one device cannot be multiplied with a tensor of another.
+        # The scalar may be on another device than the gradient.
         return None, None, None, *(gradient * factor.to(gradient.device) for gradient in ctx.gradients)
 
 
 def inputs_of(total: Tensor, leaves: Sequence[Tensor] = ()) -> list[Tensor]:
-    """The leaves of a graph that collect gradients, but for some."""
+    """The leaves of an autograd graph that collect gradients, without the given ``leaves``."""
     known, seen, found = {id(leaf) for leaf in leaves}, set(), []
     nodes = [total.grad_fn]
     while nodes:

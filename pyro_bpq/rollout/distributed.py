@@ -1,7 +1,7 @@
-r"""Data-parallel processes: running statistics and critics' gradients over all of them.
+r"""Averages running statistics and critics' gradients over data-parallel processes.
 
-Every process ("rank") runs its own rows of data. What is learned from them is a mean over rows, so that of the joint
-batch is the mean of the ranks' own weighted by their numbers of rows.
+Every process ("rank") runs its own rows of data. Statistics and gradients are means over rows. So the mean of the
+joint batch is the mean over ranks, weighted by each rank's number of rows.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ __all__ = ["Ranks", "average_writes", "joint_mean"]
 class Ranks:
     r"""The processes that train one set of critics together, each on its own share of the data.
 
-    Wherever ``torch.distributed`` is initialised with more than one process, what critics and running statistics
-    learn in a step is that of the joint batch, on every rank,
+    If ``torch.distributed`` is initialised with more than one process, critics and running statistics learn from the
+    joint batch in each step, on every rank:
 
     .. math:: \bar x = \sum_r n_r x_r \Big/ \sum_r n_r
 
-    for every running moment ``x_r`` over the ``n_r`` samples (particles times plate rows) of rank ``r``, and for
-    the critics' gradients. Their state is then the same on all ranks. All ranks take their training steps together and
-    come to the same sites; the shares need not be equal. Gradients of model and guide are averaged by
-    ``DistributedDataParallel``.
+    Here ``x_r`` is a running moment over the ``n_r`` samples (particles times plate rows) of rank ``r``. The critics'
+    gradients are averaged the same way. So the state of critics and statistics is the same on all ranks. All ranks
+    must take their training steps together and reach the same sites. Their shares of the data need not be equal.
+    ``DistributedDataParallel`` averages the gradients of model and guide.
 
     Args:
-        group: A process group; ``None`` for all processes. An ELBO that holds one cannot be pickled or copied.
+        group: A process group; ``None`` for all processes. An ELBO that holds a group cannot be pickled or copied.
     """
 
     group: Any = None
 
     @property
     def size(self) -> int:
-        """Number of processes, 1 where there are no others."""
+        """Number of processes; 1 if there are no others."""
         if not (dist.is_available() and dist.is_initialized()):
             return 1
-        # -1 in a process outside the group.
+        # get_world_size() returns -1 in a process outside the group.
         return max(dist.get_world_size(self.group), 1)
 
     @torch.no_grad()
     def mean(self, value: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-        """Mean over all ranks' samples, and their number, a scalar.
+        """Returns the mean over the samples of all ranks, and the number of samples, a scalar.
 
         Args:
             value: Mean over the samples of this rank.
-            samples: Their number.
+            samples: Number of those samples.
         """
         sent = torch.cat((value.detach().reshape(-1) * samples, value.new_full((1,), samples)))
         dist.all_reduce(sent, group=self.group)
         return (sent[:-1] / sent[-1]).reshape(value.shape), sent[-1]
 
     def average(self, tensors: Mapping[Any, Tensor], samples: int = 1) -> dict[Any, Tensor]:
-        """The means of several tensors, with one exchange for each dtype."""
+        """Returns the means of several tensors, with one exchange per device and dtype."""
         alike: dict[Any, list[Any]] = {}
         for name, tensor in tensors.items():
             alike.setdefault((tensor.device, tensor.dtype), []).append(name)
@@ -74,7 +74,7 @@ class Ranks:
         return {name: found[name] for name in tensors}
 
     def average_found(self, found: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mean of each tensor over those ranks that have it.
+        """Returns the mean of each tensor over the ranks that have it.
 
         Args:
             found: Tensors of this rank.
@@ -89,16 +89,16 @@ class Ranks:
         return {name: total[name] / share for name, share in shares.items() if share}
 
     def agree(self, structure: Iterable[str], is_finite: Tensor) -> bool:
-        """Whether all ranks have a finite loss; what they exchange next matches only if their structure does.
+        """Whether all ranks have a finite loss; checks that structures match, so that later exchanges match.
 
         Args:
-            structure: What this rank is about to learn from.
-            is_finite: Whether its loss is.
+            structure: The step number, sites and critics that this rank is about to learn from, as text.
+            is_finite: Whether the loss of this rank is finite.
 
         Raises:
             UnsupportedProgramError: If the structures differ, on all ranks.
         """
-        # 48 bits, which float64 holds exactly.
+        # The digest has 48 bits, which a float64 holds exactly.
         digest = float(int(hashlib.sha256("\n".join(structure).encode()).hexdigest()[:12], 16))
         sent = torch.tensor([digest, -digest, 1.0], dtype=torch.float64).to(is_finite.device)
         sent[2] = is_finite
@@ -114,12 +114,12 @@ class Ranks:
 
 
 def joint_mean(ranks: Ranks | None, value: Tensor, samples: int) -> tuple[Tensor, Tensor | int]:
-    """``ranks.mean(...)``, or what is given where there are no others."""
+    """Returns ``ranks.mean(...)``, or the given value and number if ``ranks`` is ``None``."""
     return (value, samples) if ranks is None else ranks.mean(value, samples)
 
 
 def average_writes(ranks: Ranks | None, writes: Sequence[Any], samples: int) -> list[Any]:
-    """Writes to a bank with the mean of their values over all ranks' samples."""
+    """Returns writes to a bank, with their values replaced by the means over the samples of all ranks."""
     if ranks is None or not writes:
         return list(writes)
     values = ranks.average({i: write[-1] for i, write in enumerate(writes)}, samples)

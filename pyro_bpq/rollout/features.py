@@ -1,9 +1,9 @@
 r"""Finite components of a distribution, and the features that a critic sees.
 
-A distribution with finite support is written as ``D`` independent components of ``K`` values each: a
+A distribution with finite support is written as ``D`` independent components of ``K`` values each. A
 Bernoulli has ``D=1, K=2``; ``Bernoulli.to_event(1)`` of 20 has ``D=20, K=2``; a Categorical or a
-OneHotCategorical has ``D=1``. Its probabilities are a tensor ``log_probs[..., d, k]`` and its value an
-index ``[..., d]``. Everything that sums over a support, or flips one component, works on these.
+OneHotCategorical has ``D=1``. The probabilities are a tensor ``log_probs[..., d, k]``, and the value is an
+index ``[..., d]``. All code that sums over a support, or flips one component, works on these two tensors.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Components:
-    """How a distribution with finite support splits into independent components; no tensors.
+    """Describes how a distribution with finite support splits into independent components; no tensors.
 
     Args:
-        kind: ``"bernoulli"``, ``"categorical"``, ``"one_hot"`` or ``"support"`` (any other finite one).
+        kind: ``"bernoulli"``, ``"categorical"``, ``"one_hot"`` or ``"support"`` (any other finite support).
         event_shape: Shape of the components that ``to_event`` made part of the event.
         cardinality: Number of values ``K`` of a component.
     """
@@ -74,7 +74,9 @@ class Components:
         return parameters.reshape(*lead, self.size, self.cardinality)
 
     def linear(self, parameters: Tensor, least: float) -> tuple[Tensor, Tensor]:
-        """Log-probability as ``slopes · encoded(value) + base``, those of a component not below about ``least`` nats.
+        """Writes the log-probability as ``slopes · encoded(value) + base``.
+
+        No log-probability of a component is below about ``least`` nats.
 
         Args:
             parameters: Stacked :meth:`parameters`.
@@ -91,7 +93,7 @@ class Components:
         return slopes, slopes.new_zeros(slopes.shape[:-1])
 
     def encoded(self, value: Tensor, fn: Any = None) -> Tensor:
-        """A value as zeros and ones ``(..., F)``, from ``(..., event)``."""
+        """Encodes a value ``(..., event)`` as zeros and ones ``(..., F)``."""
         lead = value.shape[: value.dim() - self.value_ndim]
         if self.kind in ("bernoulli", "one_hot"):
             return value.reshape(*lead, -1)
@@ -109,7 +111,7 @@ class Components:
         return value.reshape(*lead, self.size).long()
 
     def value(self, index: Tensor, fn: Any = None) -> Tensor:
-        """Inverse of :meth:`index`; the dtype is the caller's to restore."""
+        """Inverse of :meth:`index`; the caller must restore the dtype."""
         shaped = index.reshape((*index.shape[:-1], *self.event_shape))
         if self.kind == "one_hot":
             return one_hot(shaped, self.cardinality)
@@ -120,7 +122,7 @@ class Components:
 
 @singledispatch
 def finite_components(fn: Any) -> Components | None:
-    """Splits a distribution into finite components, or returns ``None`` where it has none.
+    """Splits a distribution into finite components, or returns ``None`` if it has none.
 
     Register a function for a distribution of your own with ``finite_components.register``.
 
@@ -128,7 +130,7 @@ def finite_components(fn: Any) -> Components | None:
         fn: A distribution.
 
     Returns:
-        Its components; ``None`` if its support is infinite or not known to factorise.
+        The components; ``None`` if the support is infinite or not known to factorise.
     """
     return _by_support(fn)
 
@@ -144,7 +146,7 @@ def _by_support(fn: Any) -> Components | None:
     try:
         support = fn.enumerate_support(expand=False)
     except NotImplementedError:
-        # That of counts with different totals: as good as infinite.
+        # Counts with different totals have no common support: treat it as infinite.
         return None
     # A support that differs between batch elements has no common index.
     if support.numel() != support.shape[0]:
@@ -153,7 +155,7 @@ def _by_support(fn: Any) -> Components | None:
 
 
 def _has_own_log_prob(fn: Any) -> bool:
-    """Whether a subclass of a user's own computes its log-probability itself: parameters do not tell it."""
+    """Whether a user's subclass overrides ``log_prob``, so that its parameters do not determine it."""
     return not type(fn).log_prob.__module__.startswith(("torch.", "pyro."))
 
 
@@ -177,7 +179,7 @@ def _one_hot(fn: td.OneHotCategorical) -> Components | None:
 
 @finite_components.register(td.Binomial)
 def _binomial(fn: td.Binomial) -> Components | None:
-    # Without its support, which may be long.
+    # Does not build the support, which may be long.
     total, least = int(fn.total_count.max()), int(fn.total_count.min())
     return Components("support", (), total + 1) if total == least and not fn.event_shape else None
 
@@ -207,8 +209,8 @@ def _base(fn: Any) -> Any:
 
 
 def independent_components(fn: Any) -> int | None:
-    """Number of independent components, finite or not, that ``to_event`` joined; ``None`` if they do not show."""
-    # A mask has weights; a nested to_event would have to be taken apart in turn.
+    """Number of components that ``to_event`` joined, finite or not; ``None`` if it cannot be determined."""
+    # A mask weights components differently. A nested to_event would have to be split in turn.
     if not isinstance(fn, td.Independent) or isinstance(fn.base_dist, td.Independent) or _is_masked(fn.base_dist):
         return None
     if _has_own_log_prob(fn):
@@ -217,7 +219,7 @@ def independent_components(fn: Any) -> int | None:
 
 
 def element_log_prob(fn: Any, value: Tensor) -> tuple[Tensor, int]:
-    """Log-probability of each independent component, and the number of event dimensions of the result."""
+    """Returns the log-probability of each independent component, and its number of event dimensions."""
     if independent_components(fn) is None:
         return fn.log_prob(value), 0
     return fn.base_dist.log_prob(value), fn.reinterpreted_batch_ndims
@@ -229,5 +231,5 @@ def batch_of(fn: Any, value: Tensor) -> torch.Size:
 
 
 def encode_real(value: Tensor) -> Tensor:
-    """Bounded growth for real-valued critic inputs: ``asinh``, linear near zero and logarithmic far out."""
+    """Compresses real-valued critic inputs by ``asinh``: linear near zero, logarithmic far out."""
     return torch.asinh(value)

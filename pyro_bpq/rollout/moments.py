@@ -1,7 +1,7 @@
-r"""First two moments of a site's distribution, by which critics of values without finite support are centred.
+r"""First two moments of a site's distribution. They centre critics of values without finite support.
 
-With ``e_i = (x_i - μ_i) / σ_i`` the functions ``e_i`` and ``e_i² - 1`` have mean zero whatever the distribution is,
-as long as mean and variance are finite; components need not be independent.
+Let ``e_i = (x_i - μ_i) / σ_i``. The functions ``e_i`` and ``e_i² - 1`` have mean zero for every distribution with
+finite mean and variance. Components need not be independent.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Standardised(NamedTuple):
     """Centred powers of a value.
 
     Args:
-        powers: ``e`` and ``e² - 1``, ``(..., D, 2)``, detached; zero where the variance is.
-        expected: Expectation of the same functions of ``x``, their centre and scale held fixed: zero, with
-            the gradient of the distribution's parameters.
+        powers: ``e`` and ``e² - 1``, ``(..., D, 2)``, detached; zero where the variance is zero.
+        expected: Expectation of the same functions of ``x``, with their centre and scale held fixed. It is zero, and
+            it has a gradient in the distribution's parameters.
         mean: Mean ``(..., D)``, detached.
-        spread: Standard deviation ``(..., D)``, detached, one where it is zero.
+        spread: Standard deviation ``(..., D)``, detached; one where the standard deviation is zero.
     """
 
     powers: Tensor
@@ -32,7 +32,7 @@ class Standardised(NamedTuple):
 
 
 def has_moments(fn: Any) -> bool:
-    """Whether a distribution tells a finite mean and variance of its values."""
+    """Whether a distribution provides a finite mean and variance of its values."""
     try:
         mean, variance = fn.mean, fn.variance
     except (AttributeError, NotImplementedError):
@@ -44,18 +44,18 @@ def has_moments(fn: Any) -> bool:
 
 
 def standardise(value: Tensor, mean: Tensor, variance: Tensor) -> Standardised:
-    r"""Centred powers of a value, and the gradient of their expectation.
+    r"""Returns centred powers of a value, and their expectation with its gradient.
 
     For the frozen centre ``m`` and scale ``s`` (the current mean and standard deviation)
 
-        E[(x - m) / s] = (μ - m) / s,   E[((x - m) / s)² - 1] = (σ² + (μ - m)²) / s² - 1,
+        E[(x - m) / s] = (μ - m) / s,   E[((x - m) / s)² - 1] = (σ² + (μ - m)²) / s² - 1.
 
-    both zero here, with gradients ``∇μ / s`` and ``∇σ² / s²``.
+    Both are zero here. Their gradients are ``∇μ / s`` and ``∇σ² / s²``.
 
     Args:
         value: Values ``(..., D)``.
-        mean: Their means, with gradient.
-        variance: Their variances, with gradient.
+        mean: Means of the values, with gradient.
+        variance: Variances of the values, with gradient.
 
     Returns:
         The powers and their expectations.

@@ -1,4 +1,4 @@
-r"""How the particles of a step run."""
+r"""Settings for how the particles of a step run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["Particles"]
 
 @dataclass(frozen=True)
 class Particles:
-    """How the particles of a step run: one after the other, in a plate of their own, or in a hidden dimension.
+    """Says how particles run: one after the other, in a plate of their own, or in a hidden dimension.
 
     Args:
         number: Number of particles ``M``.
-        is_vectorized: Whether they run in one call, in an outermost plate that the programs see.
-        is_hidden: Whether they run in one call, in a dimension that the programs do not see.
-        nesting: Bound on the number of nested plates, the plate of the particles included.
+        is_vectorized: Whether all particles run in one call, in an outermost plate that the programs see.
+        is_hidden: Whether all particles run in one call, in a dimension that the programs do not see.
+        nesting: Bound on the number of nested plates, including the plate of the particles.
     """
 
     number: int = 1
@@ -25,5 +25,5 @@ class Particles:
 
     @property
     def has_plate(self) -> bool:
-        """Whether there is a plate of the particles."""
+        """Whether the particles have a plate of their own."""
         return self.is_vectorized and self.number > 1

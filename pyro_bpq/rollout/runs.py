@@ -1,12 +1,12 @@
 r"""The tensors of one step's runs, and how they are stacked.
 
-Tensors of like-shaped sites are stacked along a leading *site axis*; behind it lie one dimension for the
+Tensors of like-shaped sites are stacked along a leading *site axis*. Then follow one dimension for the
 particles and one for every plate dimension of the program (size 1 where a site is outside the plate):
 
     (sites G, particles M, plate dims..., event dims...)
 
-so that whatever follows is one batched operation per kind of site, and summing a cost over the plates
-that a site is outside of is a sum over dimensions.
+So each later step is one batched operation per kind of site. To sum a cost over the plates that do not contain a
+site is to sum over dimensions.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class SiteRecord:
     """One latent site of the guide in one run.
 
     Args:
-        fn: Its distribution.
-        value: Its value, of shape ``batch_shape + event_shape``.
-        score: ``log q`` where the score function is needed (neither scaled nor masked), else ``None``.
-        scale: Product of the scales that Pyro applies to it (subsampling, ``poutine.scale``).
-        mask: Its mask, or ``None``.
+        fn: Distribution of the site.
+        value: Value of the site, of shape ``batch_shape + event_shape``.
+        score: ``log q`` if the score function is needed (neither scaled nor masked), else ``None``.
+        scale: Product of the scales that Pyro applies to the site (subsampling, ``poutine.scale``).
+        mask: Mask of the site, or ``None``.
         prior: The model's distribution at the same site, or ``None``.
         prior_scale: Scale of the model's site.
         prior_mask: Mask of the model's site.
-        context: Features of the user, ``infer={"bpq": {"context": ...}}``, or ``None``.
-        baseline: Gives the user's own prediction of the cost-to-go, with its gradient; or ``None``.
-        charged: Costs that single components are charged with, ``batch_shape + (D,)``, in nats, detached; or ``None``.
-        leaf: The value as a leaf that the costs of the run lead back to; or ``None``.
+        context: The user's features for the critic, ``infer={"bpq": {"context": ...}}``, or ``None``.
+        baseline: Returns the user's own prediction of the cost-to-go, with its gradient; or ``None``.
+        charged: Costs charged to single components, ``batch_shape + (D,)``, in nats, detached; or ``None``.
+        leaf: The value as an autograd leaf of the costs of the run; or ``None``.
     """
 
     fn: Any
@@ -63,9 +63,9 @@ class Run:
 
     Args:
         sites: The latent sites of the guide, by name.
-        costs: Every cost in nats, scaled and masked, of its batch shape, with its gradient.
+        costs: Every cost in nats, scaled and masked, in its batch shape, with its gradient.
         differentiable: Sum of all costs through which pathwise gradients flow, a scalar.
-        loss: The run's loss, minus its ELBO, a scalar without gradient.
+        loss: The loss of the run (minus its ELBO), a scalar without gradient.
     """
 
     sites: Mapping[str, SiteRecord]
@@ -74,7 +74,7 @@ class Run:
     loss: Tensor
 
     def with_leaves(self, leaves: Mapping[str, Tensor]) -> Run:
-        """The run with leaves that its costs lead back to; the values themselves stay without gradients."""
+        """Returns the run with autograd leaves of its costs; the values themselves carry no gradients."""
         found = {
             name: replace(self.sites[name], value=self.sites[name].value.detach(), leaf=leaf)
             for name, leaf in leaves.items()
@@ -90,7 +90,8 @@ class Rollout:
     Args:
         runs: One run per sequential particle, or a single vectorised one.
         num_particles: Number of particles ``M`` in total.
-        plate_sizes: Size of each plate dimension, rightmost last; 1 where nothing is there.
+        plate_sizes: Size of each plate.
+        plate_ndim: Number of plate dimensions.
         is_vectorized: Whether the one run holds all particles, left of the plate dimensions.
     """
 
@@ -106,7 +107,7 @@ class Rollout:
                 self._check_particles(name, cost.shape)
 
     def _check_particles(self, name: str, shape: torch.Size) -> None:
-        """Raises if a cost has dimensions left of the particles: these are then somewhere else, and mixed."""
+        """Raises if a cost has dimensions left of the particle dimension: particles have then moved and mix."""
         ndim = self.plate_ndim + 1
         if any(size > 1 for size in shape[: max(0, len(shape) - ndim)]):
             raise PlateError(
@@ -117,7 +118,7 @@ class Rollout:
             )
 
     def _check_unplated(self, names: Sequence[str], shape: torch.Size, batch: tuple[int, ...]) -> None:
-        """Raises if a dimension that is no plate has the size of the particles: to sum over it would mix them."""
+        """Raises if a non-plate dimension has as many elements as there are particles: a sum would mix them."""
         for i, (size, full) in enumerate(zip(reversed(shape), reversed(batch[1:]), strict=False)):
             if full == 1 and size == self.num_particles:
                 raise PlateError(
@@ -128,7 +129,7 @@ class Rollout:
                 )
 
     def batch_shape(self, plates: Sequence[Plate]) -> tuple[int, ...]:
-        """Shape ``(M, plate dims...)`` of a site or cost with these plates."""
+        """Returns the shape ``(M, plate dims...)`` of a site or cost with these plates."""
         shape = [1] * self.plate_ndim
         for plate in plates:
             shape[plate.dim] = self.plate_sizes[plate]
@@ -144,10 +145,10 @@ class Rollout:
         """Stacks one tensor of each named site or cost.
 
         Args:
-            pick: From a run and a name to a tensor of shape ``batch_shape + event``.
-            names: Names with the same plates and event shape.
-            plates: Their plates.
-            event_ndim: Number of rightmost dimensions that are no plates.
+            pick: Maps a run and a name to a tensor of shape ``batch_shape + event``.
+            names: Names of sites or costs with the same plates and event shape.
+            plates: Plates of these sites or costs.
+            event_ndim: Number of rightmost dimensions that are not plates.
 
         Returns:
             A tensor of shape ``(len(names), M, plate dims..., event...)``.
@@ -171,7 +172,7 @@ def _stack(tensors: list[Tensor], batch: tuple[int, ...], event_ndim: int) -> Te
 
 
 def _align(stacked: Tensor, batch: tuple[int, ...], event_ndim: int) -> Tensor:
-    """Brings ``(G, some batch dims, event)`` to ``(G, *batch, event)``; sums dimensions without a plate."""
+    """Reshapes ``(G, some batch dims, event)`` to ``(G, *batch, event)``; sums dimensions without a plate."""
     split = stacked.dim() - event_ndim
     have, event = stacked.shape[1:split], stacked.shape[split:]
     if have == batch:
@@ -195,10 +196,10 @@ def sum_to_plates(tensor: Tensor, source: Sequence[Plate], target: Sequence[Plat
     Args:
         tensor: Shape ``(G, M, plate dims...)``.
         source: Plates of the tensor.
-        target: Plates to keep; those absent from the tensor broadcast.
+        target: Plates to keep; plates that the tensor lacks broadcast.
 
     Returns:
-        Tensor of the same number of dimensions.
+        A tensor with the same number of dimensions.
     """
     dims = [plate.dim for plate in source if plate not in target]
     return tensor.sum(dim=dims, keepdim=True) if dims else tensor

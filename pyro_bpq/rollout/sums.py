@@ -1,13 +1,13 @@
-r"""Sums over subsets of stacked tensors, in memory that follows what differs between the subsets.
+r"""Sums over subsets of stacked tensors, in memory that grows with the differences between the subsets.
 
-A sum of costs over what lies downstream of each of ``G`` sites is a ``G × n`` matrix of zeros and ones times the
-stacked costs. Where every site has all that a later one has and a few more, as in a chain, the rows form a run:
+The sums of the costs downstream of each of ``G`` sites are a ``G × n`` matrix ``M`` of zeros and ones, times the
+stacked costs. In a chain, each site has all the costs of a later site and a few more. The rows then form a run:
 
-    M = P S D,
+    M = P S D.
 
-``D`` the few new ones of each row, ``S`` cumulative sums along the runs, ``P`` the order of the rows. Where rows
-have little, ``M`` itself is held by its ones. Both take memory and time linear in the number of sites; a small
-matrix is held as it is.
+``D`` holds the few new ones of each row, ``S`` takes cumulative sums along the runs, and ``P`` orders the rows. If
+rows have few ones, the positions of the ones of ``M`` are stored instead. Both take memory and time linear in the
+number of sites. A small matrix is stored dense.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pyro_bpq.graph.bitsets import ones
 
 __all__ = ["Sums", "subset_sums", "weighted_sums"]
 
-# A matrix of so many numbers, or with a one among so many, is held as it is.
+# A matrix with at most DENSE entries, or with more than one entry in FULL to store, is stored dense.
 DENSE = 1 << 13
 FULL = 4
-# Rows with so many ones stand for themselves; so many runs are told apart.
+# Rows with at most FEW ones on average form no runs. A row may join only one of the RUNS latest runs.
 FEW = 8
 RUNS = 64
 
@@ -38,13 +38,13 @@ class Sums:
 
     Args:
         shape: ``(G, n)``.
-        dense: The matrix, where it is small or full; else the rest says what it is.
-        columns: What each row sums, row after row.
-        starts: Where each row begins in ``columns``, and their end.
-        weights: Of each of ``columns``; ``None`` for ones.
-        runs: Number of runs of rows and rows in each; ``None`` where rows stand for themselves.
-        places: Where each row of the matrix stands in the runs.
-        scale: What each row of the matrix is multiplied by, or ``None``.
+        dense: The matrix, if it is small or full; else ``None``, and the other fields define the matrix.
+        columns: Indices of the columns that each row sums, row after row.
+        starts: Start of each row in ``columns``, and the end of the last row.
+        weights: Weight of each entry of ``columns``; ``None`` for ones.
+        runs: Number of runs, and number of rows in each run; ``None`` if the rows form no runs.
+        places: Position of each row of the matrix in the runs.
+        scale: Factor of each row of the matrix, or ``None``.
         dtype: Type of the stacked tensors.
     """
 
@@ -75,19 +75,19 @@ class Sums:
         return total if self.scale is None else total * self.scale
 
     def to_dense(self) -> Tensor:
-        """The matrix."""
+        """Returns the dense matrix."""
         if self.dense is not None:
             return self.dense
         assert self.columns is not None
         return self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.columns.device)
 
     def times(self, weights: Tensor) -> Sums:
-        """The matrix with each of its entries multiplied by one of ``weights``."""
+        """Returns the matrix multiplied elementwise by ``weights``."""
         return Sums(self.shape, self.dtype, self.to_dense() * weights)
 
     @property
     def stored(self) -> int:
-        """How many numbers it is held by."""
+        """Number of stored numbers."""
         parts = (self.dense, self.columns, self.starts, self.weights, self.places, self.scale)
         return sum(part.numel() for part in parts if part is not None)
 
@@ -95,16 +95,16 @@ class Sums:
 def subset_sums(
     rows: Sequence[int], columns: Sequence[int], like: Tensor, scale: Sequence[float] | None = None
 ) -> Sums | None:
-    """Sums over subsets.
+    """Builds the matrix that sums stacked tensors over subsets.
 
     Args:
         rows: The subsets, as bits.
-        columns: Which bit each of the stacked tensors is.
-        like: Gives dtype and device.
-        scale: What each sum is multiplied by.
+        columns: The bit of each stacked tensor.
+        like: Tensor that gives dtype and device.
+        scale: Factor of each sum.
 
     Returns:
-        The sums; ``None`` where no subset has one of ``columns``.
+        The sums; ``None`` if no subset contains any of ``columns``.
     """
     mask = sum(1 << column for column in columns)
     rows, shape = [row & mask for row in rows], (len(rows), len(columns))
@@ -126,12 +126,12 @@ def subset_sums(
 
 
 def weighted_sums(shape: tuple[int, int], entries: Iterable[tuple[int, int, float]], like: Tensor) -> Sums:
-    """The matrix with some entries ``(row, column, weight)``, which add up where they meet.
+    """Builds a matrix from entries ``(row, column, weight)``; entries at the same position add up.
 
     Args:
-        shape: Its shape.
+        shape: Shape of the matrix.
         entries: The entries.
-        like: Gives dtype and device.
+        like: Tensor that gives dtype and device.
     """
     rows: list[list[tuple[int, float]]] = [[] for _ in range(shape[0])]
     for i, j, weight in entries:
@@ -154,7 +154,7 @@ def _sparse(shape: tuple[int, int], rows: list[list[int]], weights: list[float] 
 
 
 def _shortest(rows: Sequence[int]) -> tuple[list[list[int]], int, list[int]]:
-    """Runs of rows, their length, and what each row of each run adds: as long runs as can be, or rows on their own."""
+    """Returns runs of rows (long ones, or single rows), their length, and the bits that each row adds."""
     alone = [[i] for i in range(len(rows))], 1, list(rows)
     if _size(rows) <= FEW * len(rows):
         return alone
@@ -164,7 +164,7 @@ def _shortest(rows: Sequence[int]) -> tuple[list[list[int]], int, list[int]]:
     for run in runs:
         new += [rows[run[0]], *(rows[i] & ~rows[before] for before, i in pairwise(run))]
         new += [0] * (length - len(run))
-    # Runs of which most are short are mostly empty places.
+    # If most runs are short, most of their places are empty padding.
     return (runs, length, new) if len(new) <= 4 * len(rows) and _size(new) < _size(rows) else alone
 
 
@@ -173,7 +173,7 @@ def _size(rows: Sequence[int]) -> int:
 
 
 def _runs(rows: Sequence[int]) -> list[list[int]]:
-    """Rows in runs in which each has all that the one before has: it joins the run that leaves least to add."""
+    """Groups rows into runs of growing sets; a row joins the run to which it adds the fewest bits."""
     runs: list[list[int]] = []
     for i in sorted(range(len(rows)), key=lambda i: rows[i].bit_count()):
         fitting = [run for run in runs[-RUNS:] if not rows[run[-1]] & ~rows[i]]
@@ -185,7 +185,7 @@ def _runs(rows: Sequence[int]) -> list[list[int]]:
 
 
 def _bit_matrix(rows: Sequence[int], columns: Sequence[int]) -> np.ndarray:
-    """Matrix of the bits ``columns`` of each int in ``rows``."""
+    """Returns a matrix with the bits ``columns`` of each int in ``rows``."""
     length = max(columns) // 8 + 1
     data = b"".join(bits.to_bytes(length, "little") for bits in rows)
     bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8).reshape(len(rows), length), axis=1, bitorder="little")

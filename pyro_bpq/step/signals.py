@@ -139,9 +139,6 @@ class Signals:
             signals=self._asked_for(c),
         )
 
-    def _exact_cost(self, c: int) -> Tensor | None:
-        return sum_costs(self.layout, self.costs, Relation.TABLED, c)
-
     def _asked_for(self, c: int) -> dict[str, Any]:
         """What the estimator of a class asks for besides, by name."""
         estimator = self.layout.classes[c].spec.estimator

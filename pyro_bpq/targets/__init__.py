@@ -1,4 +1,4 @@
-"""What a critic is regressed on: lambda-returns, the rules of a network, advantages, and the paper's Algorithm 1.
+"""Critic targets: lambda-returns, the rules of a network, advantages, and the paper's Algorithm 1.
 
 Imports ``graph`` and ``rollout``. Read ``lambda_return.py`` first.
 """

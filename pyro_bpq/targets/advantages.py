@@ -1,17 +1,18 @@
-r"""Advantages: Q-functions minus what was expected of them one step earlier.
+r"""Advantages: Q-functions minus the prediction of them one step earlier.
 
-A Q-node ``Q_X`` at a parent of ``Y`` whose rule reads ``Y`` predicts ``Q_Y`` and whatever else it sums, its
-*siblings*. What it predicted of ``Y`` alone is the baseline of ``Y``:
+Let ``Q_X`` be a Q-node at a parent of ``Y`` whose rule reads ``Y``. It predicts ``Q_Y`` and the other summands of its
+rule, the *siblings*. The baseline of ``Y`` is the part of that prediction that belongs to ``Y``:
 
     A_Y = γ Q_Y(y) - avg_X [ Q_X(x) - γ Σ_S Q_S(s) ]
 
-The paper's four cases are instances: a single parent ``Q_Y - Q_X``; two parents, minus their average; a sibling of
-another cost, ``Q_Y1 - (Q_X - Q_Y2)``; parents and siblings (our reading, the picture is lost). Siblings stand in
-other summands of a rule; a child that is averaged with ``Y`` has the same costs and is none. A sibling that reads
-``Y`` or a descendant of it, or of which ``Y`` is a descendant, is dropped: a baseline must not depend on ``y``.
+The paper's four cases are instances. A single parent gives ``Q_Y - Q_X``. Two parents give minus their average. A
+sibling of another cost gives ``Q_Y1 - (Q_X - Q_Y2)``. The fourth case has parents and siblings (our reading, the
+picture is lost). Siblings stand in other summands of a rule. A child that is averaged with ``Y`` has the same costs and
+is no sibling. A baseline must not depend on ``y``. So a sibling is dropped if it reads ``Y`` or a descendant of ``Y``,
+or if ``Y`` descends from it.
 
-An advantage replaces a Q-function in a gradient estimator that is biased by the critics' errors, and no more than
-that: the baseline itself adds no bias.
+An advantage replaces a Q-function in a gradient estimator that is biased by the critics' errors. The baseline adds no
+further bias.
 
 References:
     | Backprop-Q (Xu et al., 2018), Appendix, Cases for Advantage Functions
@@ -42,24 +43,24 @@ def advantages(
 ) -> dict[str, Tensor]:
     r"""The advantage of each site at the sample.
 
-    With ``lam`` above 0 the first term is estimated from the returns, ``Q_Y + λ (G_Y - q_Y)``. In a chain this
-    is the λ-error ``δ_X = G_X - Q_X`` of the parent (generalised advantage estimation), at ``γ λ = 1`` the
+    With ``lam`` above 0 the first term is estimated from the returns, ``Q_Y + λ (G_Y - q_Y)``. In a chain the advantage
+    is then the λ-error ``δ_X = G_X - Q_X`` of the parent (generalised advantage estimation). At ``γ λ = 1`` it is the
     return minus ``Q_X``.
 
     Args:
-        network: The network. Its Q-nodes of a site are taken together.
-        q: Learned part of each Q-node at the sample, in nats; what is missing is not learned.
+        network: The network. All Q-nodes of a site give one advantage.
+        q: Learned part of each Q-node at the sample, in nats. A missing Q-node is not learned.
         costs: Each cost of this run, in nats.
         lam: Weight of the return against the critic, in ``[0, 1]``.
         gamma: Discount per edge.
-        expected: For Q-nodes, ``E_S[I_S + q_S]`` over the support of their sites: siblings then enter by their
-            expectation instead of their sample, and returns by expected backups.
+        expected: For Q-nodes, ``E_S[I_S + q_S]`` over the support of their sites. Siblings then enter by their
+            expectation instead of their sample, and returns use expected backups.
 
     Returns:
-        Advantages by site, in nats, detached; a site that no rule reads has no baseline, its advantage is its Q.
+        Advantages by site, in nats, detached. A site that no rule reads has no baseline: its advantage is its Q.
 
     Raises:
-        PlateError: If a site lies in plates that its reader is outside of: the rows would be siblings of each other.
+        PlateError: If a site lies in plates that its reader is outside of. The rows would be siblings of each other.
 
     References:
         | Backprop-Q (Xu et al., 2018), Appendix, Cases for Advantage Functions
@@ -87,7 +88,7 @@ def _baseline(
     ahead: Mapping[str, Tensor],
     gamma: float,
 ) -> Tensor:
-    """What the readers of a site predicted of it: a mean over the readers of each of its Q-nodes."""
+    """The readers' prediction of a site: a weighted mean over the readers of each of its Q-nodes."""
     names = [node.name for node in network.q_nodes(site)]
     readers = [node for node in network.nodes if set(names) & set(network.children(node.name))]
     total = torch.zeros(())
@@ -104,7 +105,7 @@ def _baseline(
 
 
 def _weights(network: BackpropQNetwork, names: list[str], readers: list[QNode]) -> list[float]:
-    """Weights with which the readers of each of a site's Q-nodes count for one in all, equal where they can be."""
+    """Weights of the readers of a site: they sum to 1 for each of its Q-nodes, and are equal if possible."""
     reads = [[float(name in network.children(reader.name)) for reader in readers] for name in names]
     matrix = torch.tensor(reads, dtype=torch.float64).reshape(len(names), len(readers))
     weights: list[float] = (torch.linalg.pinv(matrix) @ torch.ones(len(names), dtype=torch.float64)).tolist()
@@ -112,7 +113,7 @@ def _weights(network: BackpropQNetwork, names: list[str], readers: list[QNode]) 
 
 
 def is_independent(network: BackpropQNetwork, site: str, child: str) -> bool:
-    """Whether ``child``, a Q-node or a cost, neither depends on ``site`` nor has a site that ``site`` depends on.
+    """Whether ``child`` does not depend on ``site``, nor ``site`` on the site of the Q-node ``child``.
 
     Args:
         network: The network.

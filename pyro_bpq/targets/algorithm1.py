@@ -1,11 +1,11 @@
 r"""Algorithm 1 of the paper as it is written, for reading and for comparison.
 
-It is **biased**: the gradient takes the learned critic for the expected cost,
+It is **biased**. The gradient uses the learned critic in place of the expected cost,
 
     Σ_X Q_w(Sc_X) ∇ log p(x | Pa_X)   instead of   Σ_X E[cost | Sc_X] ∇ log p(x | Pa_X),
 
-so that its error is that of the critics, at the start all there is; with exact Q-functions it is right.
-:class:`~pyro_bpq.TraceBackpropQ_ELBO` is the unbiased estimator.
+so the error of the gradient is the error of the critics. At the start the critics know nothing. With exact Q-functions
+the gradient is correct. :class:`~pyro_bpq.TraceBackpropQ_ELBO` is the unbiased estimator.
 
 References:
     | Backprop-Q (Xu et al., 2018), Algorithm 1
@@ -36,17 +36,17 @@ def backpropq_algorithm1(
     critic_lr: float = 0.1,
     num_steps: int = 1,
 ) -> float:
-    r"""Runs Algorithm 1: sample updates of the critics backwards, then the score function with the critics.
+    r"""Runs Algorithm 1: updates the critics backwards, then applies the score function with the critics.
 
         w_X ← w_X + α (Q_target - Q_w(Sc_X)) ∇Q_w(Sc_X),   surrogate = Σ_X Q_w(Sc_X) log p(x | Pa_X) + Σ_f f
 
     Args:
         network: The Backprop-Q network: graph, scopes, update rules.
-        conditionals: For each stochastic node, its distribution given the values of the nodes before it.
-        costs: Each cost in nats, given the values of all nodes.
+        conditionals: For each stochastic node, a function from the values of earlier nodes to its distribution.
+        costs: For each cost, a function from the values of all nodes to the cost, in nats.
         critics: For each Q-node with a learned part, a module from the values of its scope to ``Q``, in nats.
         optimizer: Optimises the parameters of conditionals and costs.
-        critic_lr: Step size ``α`` of the critics; 0 leaves them as they are.
+        critic_lr: Step size ``α`` of the critics; 0 leaves them unchanged.
         num_steps: Number of steps.
 
     Returns:
@@ -57,7 +57,7 @@ def backpropq_algorithm1(
     """
     loss = 0.0
     for _ in range(num_steps):
-        # A forward pass.
+        # Forward pass.
         values: dict[str, Tensor] = {}
         score: dict[str, Tensor] = {}
         for site in network.graph.index:

@@ -1,13 +1,13 @@
 r"""Targets of the critics: pure functions from (network, Q-values, costs) to targets.
 
-The rule of a Q-node is a sum of averages over children; write ``avg`` for it. With the child's total
-``Q_Y = I_Y + q_Y`` (immediate costs, exact, and the learned rest) the graph lambda-return is, backwards,
+The rule of a Q-node is a sum of averages over children, written ``avg``. The total of a child is ``Q_Y = I_Y + q_Y``:
+its immediate costs, which are exact, and its learned part. The graph lambda-return ``G`` is computed backwards:
 
     G_X = roots_X + γ avg_Y [ E_Y[Q_Y] + λ (G_Y - q_Y(y)) ]            (expected backup)
     G_X = roots_X + γ avg_Y [ I_Y(y) + q_Y(y) + λ (G_Y - q_Y(y)) ]     (sample backup)
 
-``λ = 0`` is one-step TD. ``λ = 1`` with sample backups is the Monte Carlo return; with expected
-backups it is the Monte Carlo return minus the graph-wise corrections ``Q_Y(y) - E_Y[Q_Y]``.
+``λ = 0`` is one-step TD. ``λ = 1`` with sample backups is the Monte Carlo return. With expected backups it is the
+Monte Carlo return minus the graph-wise corrections ``Q_Y(y) - E_Y[Q_Y]``.
 
 References:
     | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for λ-return Updates
@@ -38,15 +38,15 @@ def lambda_return(
     r"""Mixes bootstrapped costs-to-go over all horizons, in one backward pass.
 
     Args:
-        network: Its nodes are in backward order, children before the nodes whose rules read them.
-        q: Learned part of each Q-node at the sample, in nats; a node that is missing is not learned, and
-            its return passes through.
-        costs: Each cost of this run, in nats; dimensions of plates stand where their ``dim`` says, and
-            plates that a node is outside of are summed over.
+        network: The network. Its nodes are in backward order, children before the nodes whose rules read them.
+        q: Learned part of each Q-node at the sample, in nats. A missing node is not learned, and its return passes
+            through.
+        costs: Each cost of this run, in nats. Plate dimensions stand where their ``dim`` says. Plates that a node is
+            outside of are summed over.
         lam: Weight of the return against the critic, in ``[0, 1]``.
         gamma: Discount per edge.
-        expected: For each Q-node, ``E_Y[I_Y + q_Y]`` over the support of its site; a node that is missing
-            is backed up from the sample.
+        expected: For each Q-node, ``E_Y[I_Y + q_Y]`` over the support of its site. A missing node is backed up from
+            the sample.
 
     Returns:
         The target of the learned part of each Q-node, in nats, detached.
@@ -105,9 +105,9 @@ def lambda_return_solve(
     Args:
         rule: Matrix ``R`` of the averages, ``(Q, Q)``, strictly upper triangular: nodes in program order.
         roots: Immediate costs that are learned, ``(Q, ...)``, in nats.
-        ahead: ``E_Y[Q_Y]`` of each node, ``(Q, ...)``; its immediate cost where it is not learned.
-        learned: ``q_Y(y)``, ``(Q, ...)``, zero where it is not learned.
-        lam: Weight of the return, ``(Q,)``, 1 where a node is not learned.
+        ahead: ``E_Y[Q_Y]`` of each node, ``(Q, ...)``; the immediate cost of a node that is not learned.
+        learned: ``q_Y(y)``, ``(Q, ...)``, zero for a node that is not learned.
+        lam: Weight of the return, ``(Q,)``, 1 for a node that is not learned.
         gamma: Discount per edge.
 
     Returns:

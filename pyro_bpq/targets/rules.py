@@ -1,7 +1,8 @@
 r"""The update rules of a network as sums over Q-nodes and costs, in blocks of Q-nodes.
 
-A rule reads a few children, but the triangular solve for all lambda-returns needs a square matrix. In blocks of at
-most ``BLOCK`` Q-nodes, from the last to the first, memory and time are linear in their number:
+A rule reads a few children, but the triangular solve for all lambda-returns needs a square matrix. So the solve goes
+through blocks of at most ``BLOCK`` Q-nodes, from the last to the first. Memory and time are linear in the number of
+Q-nodes:
 
     G_k = solve(1 - γ R_kk diag(λ_k),  roots_k + γ R_k,later T_later + ...),     T = ahead + λ (G - learned).
 """
@@ -27,12 +28,12 @@ Entries = list[tuple[int, int, float]]
 
 @dataclass(frozen=True)
 class RuleBlock:
-    """The rules of some Q-nodes that follow each other in program order.
+    """The rules of a block of consecutive Q-nodes in program order.
 
     Args:
-        where: Which Q-nodes these are.
-        within: What each reads of the others, ``(b, b)``, strictly upper triangular.
-        beyond: What each reads of the Q-nodes after the block, ``(b, Q - stop)``, or ``None`` for nothing.
+        where: Positions of the Q-nodes of the block.
+        within: Weights of the block's Q-nodes in each rule, ``(b, b)``, strictly upper triangular.
+        beyond: Weights of the Q-nodes after the block in each rule, ``(b, Q - stop)``, or ``None`` for none.
     """
 
     where: slice
@@ -42,7 +43,7 @@ class RuleBlock:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of a network.
+    """The rules of a network as matrices.
 
     Args:
         blocks: Averages over Q-nodes, in program order.
@@ -56,7 +57,7 @@ class Rules:
 
 
 def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor, block: int = BLOCK) -> Rules:
-    """The rules of a network.
+    """Builds the rules of a network.
 
     Args:
         network: The network.
@@ -97,14 +98,14 @@ def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor
 
 
 def solve_rules(rules: Rules, costs: Tensor, mean: Tensor, learned: Tensor, lam: Tensor, gamma: float) -> Tensor:
-    r"""Lambda-returns of Q-nodes with the same plates.
+    r"""Computes the lambda-returns of Q-nodes with the same plates.
 
     Args:
-        rules: Their rules.
+        rules: The rules of the Q-nodes.
         costs: Stacked costs, in nats.
-        mean: ``E_Y[Q_Y]`` of each node without its immediate costs, ``(Q, ...)``, in nats; zero where not learned.
-        learned: ``q_Y(y)``, ``(Q, ...)``, zero where it is not learned.
-        lam: Weight of the return, ``(Q,)``, 1 where a node is not learned.
+        mean: ``E_Y[Q_Y]`` of each node without its immediate costs, ``(Q, ...)``, in nats; zero if not learned.
+        learned: ``q_Y(y)``, ``(Q, ...)``, zero for a node that is not learned.
+        lam: Weight of the return, ``(Q,)``, 1 for a node that is not learned.
         gamma: Discount per edge.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Pyro's baseline options, ``infer={"baseline": {...}}``: honoured where a site uses the score function."""
+"""Pyro's baseline options, ``infer={"baseline": {...}}``, for sites that use the score function."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["BaselineOptions", "baseline_options"]
 class BaselineOptions:
     """Baseline options of one site.
 
-    A baseline predicts ``log p - log q`` downstream of the site, one number for each of its plate rows. A network
-    (``nn_baseline``) or a tensor (``baseline_value``) learns by a squared loss that is part of the
-    surrogate, so the user's optimiser trains it; its input is detached, its value is where it corrects the score.
-    Unlike in ``TraceGraph_ELBO`` the decaying average is one number per site, so that batches of
-    any size go together.
+    A baseline predicts ``log p - log q`` downstream of the site, one number for each plate row of the site. A network
+    (``nn_baseline``) or a tensor (``baseline_value``) learns by a squared loss. That loss is part of the surrogate, so
+    the user's optimiser trains the baseline. The input of the network is detached. The prediction is detached where it
+    corrects the score. The decaying average is one number per site, unlike in ``TraceGraph_ELBO``, so batches may
+    differ in size.
 
     Args:
         network: ``nn_baseline``.
@@ -42,17 +42,17 @@ class BaselineOptions:
     decay: float | None = None
 
     def estimator(self) -> Estimator:
-        """The score function with this baseline."""
+        """Returns the score-function estimator with this baseline."""
         if self.network is not None or self.value is not None:
             return PyroBaseline(self.decay)
         return ScoreFunction(RunningBaseline(self.decay) if self.decay is not None else None)
 
     def predict(self, name: str, shape: torch.Size) -> Tensor:
-        """The predicted cost-to-go, with its gradient.
+        """Returns the predicted cost-to-go, with its gradient.
 
         Args:
             name: Name of the site.
-            shape: Its batch shape.
+            shape: Batch shape of the site.
 
         Returns:
             A tensor of that shape.
@@ -67,7 +67,7 @@ class BaselineOptions:
                 f"Site {name!r}: its baseline has the shape {tuple(value.shape)}; it must be {tuple(shape)}, "
                 "the batch shape of the site."
             )
-        # Pyro's baselines predict what is to be maximised.
+        # Pyro's baselines predict a quantity to maximise; a cost has the other sign.
         return -value.reshape(shape)
 
 
@@ -79,7 +79,7 @@ def baseline_options(name: str, given: Any) -> BaselineOptions | None:
         given: The dictionary, or ``None``.
 
     Returns:
-        Its options; ``None`` if they ask for no baseline.
+        The baseline options; ``None`` if they ask for no baseline.
 
     Raises:
         OptionError: If an option is unknown or contradicts another one; the text names the site.

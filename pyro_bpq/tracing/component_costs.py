@@ -1,7 +1,7 @@
-r"""Which components of a site each element of a cost reads, and the costs of each component.
+r"""Finds which component of a site each element of a cost reads, and sums the costs of each component.
 
-A site with ``D`` independent components has one ``log q_d`` each, and ``∇ log q_d`` needs only the costs that depend
-on component ``d``. An element of a cost that reads component ``d`` and no other is charged to it alone.
+A site with ``D`` independent components has one ``log q_d`` for each component ``d``. ``∇ log q_d`` needs only the
+costs that depend on component ``d``. An element of a cost that reads only component ``d`` is charged to it alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pyro_bpq.tracing.provenance import DependencyTracker
 
 __all__ = ["ElementWatch", "Pattern", "Patterns", "charge_sites"]
 
-# Sources whose elements are followed at the most.
+# Largest number of sites whose components are followed.
 _MAX_FOLLOWED = 32
 
 
@@ -34,9 +34,9 @@ class Pattern:
     """The component of a site that each element of a cost reads.
 
     Args:
-        shape: Shape of the elements: batch dimensions, of size 1 where all are alike, and event dimensions.
+        shape: Shape of the elements: batch dimensions (size 1 where all rows are alike), then event dimensions.
         event_ndim: Number of event dimensions.
-        components: The component of each element, flattened, ``NONE`` where it reads none.
+        components: The component that each element reads, flattened; ``NONE`` where an element reads none.
         number: Number of components ``D`` of the site.
     """
 
@@ -46,7 +46,7 @@ class Pattern:
     number: int
 
     def fits(self, batch: torch.Size) -> bool:
-        """Whether it tells of a cost of this batch shape: where rows of a cost differ, of as many rows only."""
+        """Whether the pattern applies to a cost of this batch shape: if rows differ, their number must match."""
         if self.is_uniform:
             return True
         own = self.shape[: len(self.shape) - self.event_ndim]
@@ -71,7 +71,7 @@ class Pattern:
 
         Args:
             elements: Shape ``batch_of_cost + event``.
-            batch: Batch shape of the site, whose plates the cost has.
+            batch: Batch shape of the site. The cost is in all plates of the site.
 
         Returns:
             Shape ``batch + (D,)``.
@@ -81,13 +81,13 @@ class Pattern:
         if not self._is_identity:
             index = self._index.to(flat.device)
             index = index.reshape(*index.shape[: index.dim() - self.event_ndim], -1).expand(flat.shape)
-            # Elements that read nothing go to a component that is then left out.
+            # Elements that read no component are added to an extra component, which is dropped.
             charged = flat.new_zeros(*lead, self.number + 1)
             flat = charged.scatter_add(-1, index % (self.number + 1), flat)[..., : self.number]
         return flat.sum_to_size(*batch, self.number)
 
 
-# What all runs of a structure agree on: pairs of site and cost with their pattern.
+# Pairs of (site, cost) with the pattern that all runs of a structure share.
 Patterns = frozenset[tuple[tuple[str, str], Pattern]]
 
 
@@ -95,7 +95,7 @@ class ElementWatch:
     """Follows the components of latent sites through a tracked run of guide and model.
 
     Args:
-        tracker: Tells which sites a value depends on.
+        tracker: Tracks which sites a value depends on.
         components: Whether to follow components.
         rows: Whether to follow the rows of plates as well.
     """
@@ -110,7 +110,7 @@ class ElementWatch:
         return f"ElementWatch({', '.join(self.sizes)})"
 
     def drawn(self, name: str, fn: Any, value: Any, frames: Sequence[Any] = ()) -> None:
-        """Follows a site that has just been drawn in some vectorised plates, inside of both trackers."""
+        """Starts to follow a newly drawn site in vectorised plates; both trackers must be active."""
         if not isinstance(value, Tensor) or name in self.sizes:
             return
         if self.rows is not None:
@@ -129,7 +129,7 @@ class ElementWatch:
         self.elements.follow(name, value, elements.repeat(width).reshape(tuple(value.shape)))
 
     def _inherit(self, name: str, fn: Any, value: Tensor) -> None:
-        """What each element of a value was drawn from is what its log-probability depends on."""
+        """Records what each element of a value was drawn from: the elements that its log-probability reads."""
         log_prob, _ = element_log_prob(fn, value)
         ledger = self.tracker.ledger
         origins = ledger.origins.get(name, 0)
@@ -140,23 +140,23 @@ class ElementWatch:
             if positions is not None:
                 extra = (1,) * (value.dim() - positions.ndim)
                 positions = np.broadcast_to(positions.reshape(positions.shape + extra), tuple(value.shape))
-            # Drawn from something that the log-probability does not show.
+            # The draw depended on a source that the log-probability does not depend on: the elements are unknown.
             found[source] = None if origins & ~scored else positions
         self.elements.inherit(name, value, origins | scored | ledger.escaped, found)
 
     def patterns(self, sites: Iterable[tuple[str, Any]]) -> dict[tuple[str, str], Pattern]:
-        """The patterns of costs, inside of both trackers.
+        """Returns the patterns of costs; both trackers must be active.
 
         Args:
-            sites: Costs by name, with the traced site that each belongs to.
+            sites: Pairs of a cost's name and the traced site that the cost belongs to.
 
         Returns:
-            By site and cost, where every element of the cost reads one component of its own row at the most.
+            Patterns by (site, cost), for costs whose every element reads at most one component, of its own row.
         """
         if all(self.elements.mixes(name) for name in self.sizes):
             return {}
         costs, found = {cost: _elements(site) for cost, site in sites}, {}
-        # They may read values in Python themselves.
+        # Computing the elements may itself read values in Python, so mixing is checked again.
         followed = [name for name in self.sizes if not self.elements.mixes(name)]
         for cost, (elements, event_ndim) in costs.items():
             for name in followed:
@@ -168,14 +168,14 @@ class ElementWatch:
 
 
 def _elements(site: Any) -> tuple[Tensor, int]:
-    """The elements that a traced site's log-probability sums, scaled and masked, and their event dimensions."""
+    """Returns the scaled, masked elements of a log-probability, and their number of event dimensions."""
     log_prob, event_ndim = element_log_prob(site["fn"], site["value"])
     scale, mask = (_behind(site[key], event_ndim) for key in ("scale", "mask"))
     return scale_and_mask(log_prob, scale, mask), event_ndim
 
 
 def _pattern(positions: np.ndarray, event_ndim: int, batch: torch.Size, number: int) -> Pattern | None:
-    """The pattern of a cost, if every row of it reads the same row of the site, all of them alike."""
+    """Returns the pattern of a cost if each row reads only the same row of the site, all rows alike."""
     lead = positions.shape[: positions.ndim - event_ndim]
     if (positions == MANY).any() or len(batch) > len(lead):
         return None
@@ -203,15 +203,15 @@ def charge_sites(
     patterns: Mapping[tuple[str, str], Pattern],
     sites: Mapping[str, tuple[float, Any]],
 ) -> dict[str, SiteRecord]:
-    """Charges the components of sites with costs.
+    """Charges the components of sites with the costs that read them.
 
     Args:
         records: Sites by name.
-        patterns: Patterns of the costs that are charged, by site and cost.
+        patterns: Patterns of the costs to charge, by site and cost.
         sites: Sign and traced site of each cost, by name of the cost.
 
     Returns:
-        The sites, with ``charged`` set where a pattern is given.
+        The records of the sites, with ``charged`` set where a pattern is given.
     """
     elements = {}
     for cost in dict.fromkeys(cost for _, cost in patterns):
@@ -225,5 +225,5 @@ def charge_sites(
 
 
 def _behind(weight: Any, event_ndim: int) -> Any:
-    """A weight of the batch shape, with dimensions for the elements of an event."""
+    """Returns a weight of the batch shape with event dimensions of size 1 appended."""
     return weight.reshape(weight.shape + (1,) * event_ndim) if isinstance(weight, Tensor) else weight

@@ -23,11 +23,11 @@ class SiteOptions:
     """Options of one site; ``None`` leaves the choice to the ELBO.
 
     Args:
-        estimator: Its gradient estimator.
-        critic: How to build its critic; ``False`` for none.
+        estimator: Gradient estimator of the site.
+        critic: Recipe for the critic of the site; ``False`` for no critic.
         share: Name under which sites of a family share one critic.
-        context: A tensor of features that its critic sees, of shape ``batch_shape + (C,)``, detached.
-        baseline: Pyro's baseline options, ``infer={"baseline": {...}}``, which stay where Pyro has them.
+        context: A tensor of features that the critic sees, of shape ``batch_shape + (C,)``, detached.
+        baseline: Pyro's baseline options. They stay in their usual place, ``infer={"baseline": {...}}``.
     """
 
     estimator: Estimator | None = None
@@ -38,7 +38,7 @@ class SiteOptions:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing is said of how its gradient is estimated."""
+        """Whether no option of the site is set, so that the ELBO is free to choose."""
         return all(getattr(self, option.name) is None for option in fields(self))
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class SiteOptions:
             raise OptionError(f"critic={self.critic!r} is not a critic; write an object such as MLPCritic(), or False.")
 
 
-# Most sites: read at every site of every step.
+# Shared by most sites: options are read at every site of every step.
 _UNSET = SiteOptions()
 
 
@@ -62,10 +62,10 @@ def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
 
     Args:
         name: Name of the site.
-        infer: Its ``infer`` dictionary.
+        infer: The ``infer`` dictionary of the site.
 
     Returns:
-        Its options.
+        The options of the site.
 
     Raises:
         OptionError: If an option is unknown or of the wrong kind; the text names the site.

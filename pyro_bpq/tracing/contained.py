@@ -1,4 +1,4 @@
-"""Calls whose looks at values reach the program through their result only."""
+"""Keeps track of calls that read values in Python and affect the program only through their result."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["ContainedCalls"]
 
 
 class ContainedCalls:
-    """Keeps what such a call read in Python to its result.
+    """Makes only the result of a call depend on the values that the call read in Python.
 
-    A function that is handed a value and looks at it (``edit_distance(z.tolist())``) lets it leave torch. Where
-    nothing but the result comes back, that is no reason to make all that happens later depend on it. The result
-    depends on what the call read and was given, and on what earlier calls of the same object (a bound method, a
-    callable with state) did.
+    A function may read a value in Python (``edit_distance(z.tolist())``). The value then leaves torch. If the call
+    gives back nothing but its result, later computations need not depend on the value. The result depends on the
+    values that the call read, on its arguments, and on the sources of earlier calls of the same object (a bound
+    method, a callable with state).
 
     Args:
         tracker: The active tracker.
@@ -33,11 +33,11 @@ class ContainedCalls:
         return f"ContainedCalls({len(self._before)} open)"
 
     def open(self) -> None:
-        """To be called right before the call."""
+        """Call it right before the function runs."""
         self._before.append((self._ledger.escaped, self._shared()))
 
     def close(self, function: Any, args: tuple[Any, ...], result: Tensor) -> None:
-        """To be called right after it; ``result`` must own its memory."""
+        """Call it right after the function runs; ``result`` must own its memory."""
         ledger, (before, shared) = self._ledger, self._before.pop()
         mask = ledger.escaped & ~before | ledger.mask([arg for arg in args if isinstance(arg, (Tensor, list, tuple))])
         owner = _owner(function)
@@ -46,7 +46,7 @@ class ContainedCalls:
             self._states[id(owner)] = mask
         ledger.escaped = before
         for key in self._shared() - shared:
-            # Memory that only the call looks at from outside of torch.
+            # Only this call saw the memory from outside torch.
             ledger.entries[key].shared = False
         ledger.taint(result, mask)
 
@@ -55,7 +55,7 @@ class ContainedCalls:
 
 
 def _owner(function: Any) -> Any:
-    """The object that may keep something from call to call, or ``None``."""
+    """Returns the object that may keep state between calls, or ``None``."""
     owner = getattr(function, "__self__", None)
     if owner is None or isinstance(owner, ModuleType):
         return None if isinstance(function, (FunctionType, BuiltinFunctionType, type)) else function

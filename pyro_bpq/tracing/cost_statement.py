@@ -1,7 +1,7 @@
-r"""``cost``: a statement inside a program that adds a term to what is minimised.
+r"""``cost``: a statement inside a program that adds a term to the objective to minimise.
 
-It is an observed sample statement, so that plates, scales and masks apply as they do to ``pyro.factor``, and
-Pyro's own ELBOs count it too.
+A cost is an observed sample statement. So plates, scales and masks apply as they do to ``pyro.factor``, and
+Pyro's own ELBOs count the cost too.
 """
 
 from __future__ import annotations
@@ -39,48 +39,49 @@ CALL = "bpq_cost"
 
 @dataclass(frozen=True)
 class CostOptions:
-    """What a cost statement says of itself, ``infer["bpq_cost"]``.
+    """The options of a cost statement, ``infer["bpq_cost"]``.
 
     Args:
-        exact: Whether it may be evaluated at other values than those sampled.
-        is_function: Whether a function was given, which is not called where the cost is not wanted.
-        size: Number of elements of its value; 0 if the function was left out.
-        in_guide: Whether it stands in the guide.
+        exact: Whether the cost may be evaluated at values that were not sampled.
+        is_function: Whether a function was given. It is not called in runs that do not want the cost.
+        size: Number of elements of the value; 0 if the function was not called.
+        in_guide: Whether the statement is in the guide.
     """
 
     exact: bool = False
     is_function: bool = False
-    # It is no part of what the cost is: two runs of a structure may differ in whether the function was called.
+    # Excluded from comparison: two runs of the same structure may differ in whether the function was called.
     size: int = field(default=0, compare=False)
     in_guide: bool = False
 
 
 def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
-    r"""Adds a cost to what is minimised: user units, positive is bad.
+    r"""Adds a cost to the objective to minimise, in user units; positive is bad.
 
     .. math:: J = E[\textstyle\sum_c c] \quad\text{or}\quad J = -\mathrm{ELBO} + E[\textstyle\sum_c c]
 
-    In a model or a guide; in plates it has their batch shape, and their scales apply. Gradients flow through a
-    tensor that has them; whatever else was sampled before it and reaches it gets its gradient from an estimator.
+    The statement may stand in a model or a guide. Inside plates the cost has their batch shape, and their scales
+    apply. If the cost is a tensor with a gradient, gradients flow through it. An estimator gives the gradients of all
+    other sites that were sampled before the cost and that it depends on.
 
-    A *value* is tracked soundly, whatever the program did to get it; if that looked at a sampled value in Python
-    (``.item()``, ``.tolist()``, numpy), all that follows depends on it, and critics see a sequence. A *function* is
-    called once with ``args`` at its place in every run of the program. Its looks at values stay inside: it must
-    give the program nothing but its result. Critics then work, whatever it does in Python.
+    A *value* is tracked soundly, whatever the program did to compute it. If the program read a sampled value in Python
+    (``.item()``, ``.tolist()``, numpy), everything that follows depends on that value, and critics see a sequence. A
+    *function* is called once with ``args``, at its place in every run of the program. It may read values in Python,
+    and critics still work. But it must affect the program only through its result.
 
     Args:
         name: Name of the cost, unique among the sites.
         value: The cost: a number, an array or a tensor of the plates' batch shape; or a function that returns one.
         *args: Arguments of the function.
         exact: Whether the cost may be evaluated at values that were not sampled, in a dimension left of all plates
-            (``AllAction(exact=...)``). By default it never is: a function is left out of the extra run, and a
-            given value rules the extra run out.
+            (``AllAction(exact=...)``). By default it may not: the extra run skips a function, and a cost given as a
+            value rules out the extra run.
 
     Returns:
         The cost as a tensor.
 
     Raises:
-        OptionError: If the value is no number, or arguments are given without a function.
+        OptionError: If the value is not a number, or if arguments are given without a function.
 
     Example:
         >>> import pyro.distributions as dist
@@ -95,7 +96,7 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
         found = _call(name, exact, value, *args, name=name, infer={"exact": exact})
     else:
         found = _tensor(name, exact, value, ())
-    # A handler has left the function out, or knows what it once returned.
+    # Otherwise a handler skipped the function, or gave the result of an earlier call.
     is_called = isinstance(found, Tensor)
     tensor = torch.zeros(()) if found is None else found if isinstance(found, Tensor) else found.value
     if am_i_wrapped():
@@ -111,14 +112,14 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """What stands for a call that was not made."""
+    """Wraps an earlier result, in place of a call that was not made."""
 
     value: Tensor
 
 
 @effectful(type=CALL)
 def _call(site: str, exact: bool, function: Callable[..., Any], *args: Any) -> Any:
-    # Its own memory: what is noted about the result must not be noted about a tensor or an array of the program.
+    # The clone has its own memory: notes about the result must not apply to a tensor or an array of the program.
     return _tensor(site, exact, function(*args), args).clone()
 
 
@@ -145,15 +146,15 @@ def _tensor(name: str, exact: bool, value: Any, args: tuple[Any, ...]) -> Tensor
 
 
 def cost_options(site: Any) -> CostOptions | None:
-    """The options of a cost statement; ``None`` for any other site."""
+    """Returns the options of a cost statement; ``None`` for any other site."""
     return site["infer"].get("bpq_cost")
 
 
 class _Cost(TorchDistribution):
     """An event without data whose log-density is minus the cost.
 
-    Pyro adds a model's log-density to the ELBO and subtracts a guide's, of which it asks for the score parts:
-    these have the other sign, so that a cost is a cost in both.
+    Pyro adds the log-density of a model site to the ELBO. It subtracts the score parts of a guide site. So the score
+    parts have the opposite sign here, and a cost counts as a cost in both programs.
     """
 
     arg_constraints = {"value": constraints.real}  # noqa: RUF012
@@ -177,7 +178,7 @@ class _Cost(TorchDistribution):
 
 
 class SkipCosts(Messenger):
-    """Leaves out the functions of costs; those that may be evaluated anywhere are called if ``exact``.
+    """Skips the functions of costs; with ``exact``, those of costs with ``exact=True`` are still called.
 
     Args:
         exact: Whether functions of costs with ``exact=True`` are called.
@@ -196,10 +197,10 @@ class SkipCosts(Messenger):
 
 
 class GiveCosts(Messenger):
-    """Gives the functions of costs values that they once returned instead of calling them.
+    """Gives costs the values that their functions returned earlier, instead of calling the functions.
 
     Args:
-        values: Value of each cost, by name; a function that is not named is called.
+        values: Value of each cost, by name. A function whose cost is not named is called.
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
@@ -215,7 +216,7 @@ class GiveCosts(Messenger):
 
 
 def given_costs(trace: Any) -> dict[str, Tensor]:
-    """What the functions of costs returned in a trace, by name of the statement, detached."""
+    """Returns the values that functions of costs returned in a trace, by statement name, detached."""
     found = {}
     for name, site in trace.nodes.items():
         options = cost_options(site) if site["type"] == "sample" else None
@@ -225,11 +226,11 @@ def given_costs(trace: Any) -> dict[str, Tensor]:
 
 
 class CostCounter(Messenger):
-    """Counts cost statements, in every run that happens inside of it, extra runs too.
+    """Counts evaluations of cost statements in every run inside the context, extra runs included.
 
     Attributes:
-        calls: Number of times that each cost was evaluated.
-        elements: Number of values that this yielded: a cost of 64 data points counts 64.
+        calls: Number of evaluations of each cost.
+        elements: Number of values that these evaluations gave: a cost of 64 data points counts 64.
 
     Example:
         >>> with CostCounter() as counter:
@@ -248,7 +249,7 @@ class CostCounter(Messenger):
 
     @property
     def total(self) -> int:
-        """Number of values of all costs."""
+        """Total number of values of all costs."""
         return sum(self.elements.values())
 
     def _pyro_post_sample(self, msg: Any) -> None:

@@ -1,4 +1,4 @@
-r"""What a step has drawn from the global generator, and taking it back to run once more with the same draws."""
+r"""Rewinds the global generator to a mark, so that a step can run again with the same draws."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pyro.poutine.runtime import effectful
 
 __all__ = ["MARK", "REWIND", "Draws"]
 
-# Types of the messages by which handlers that draw in place of the generator learn of a mark, and of going back to it.
+# Types of the messages that announce a mark, and a return to it, to handlers that draw in place of the generator.
 MARK, REWIND = "bpq_mark", "bpq_rewind"
 
 
 class Draws:
-    """Marks where the global generator of the CPU is."""
+    """Marks the current state of the global generator of the CPU."""
 
     def __init__(self) -> None:
         self._state, self._mark = torch.get_rng_state(), _mark()
@@ -23,7 +23,7 @@ class Draws:
         return f"Draws(mark={self._mark!r})"
 
     def again(self) -> None:
-        """Goes back to the mark: what is drawn from now on is what has been drawn since."""
+        """Goes back to the mark: the draws since the mark are repeated from now on."""
         torch.set_rng_state(self._state)
         _rewind(self._mark)
 

@@ -1,10 +1,11 @@
-r"""On which single element of a source each element of a tensor depends.
+r"""Finds the single element of a source that each element of a tensor depends on.
 
-Where a value has many components, most programs treat them alike and apart: elementwise operators, views, ``cat``,
-``stack``, products with one-hot rows. This follows them through such operators. The answer is a superset: whatever is
-not known to keep elements apart, gathers by positions that may differ in the next run included, mixes them all.
+Most programs treat the components of a value alike and keep them apart: by elementwise operators, views, ``cat``,
+``stack``, products with one-hot rows. This module follows components through such operators. The answer is a superset
+of the dependencies. Every operator that is not known to keep elements apart mixes all of them. So does a gather by
+positions that may differ in the next run.
 
-What is known is kept per slot of memory, so that views need no rules and writes into a view are seen by its base.
+The records are kept per slot of memory. So views need no rules, and a write into a view also shows in its base.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from pyro_bpq.tracing.ledger import NO_STORAGE, Ledger, memory_of
 __all__ = ["MANY", "NONE", "ElementTracker"]
 
 NONE, MANY = -1, -2
-"""An element that depends on no element of the source; on several, or one that is not known."""
+"""``NONE``: depends on no element of the source. ``MANY``: depends on several, or on an unknown one."""
 
 Positions = np.ndarray
-# Gives the positions of an argument, or None where nothing is known.
+# Returns the positions of an argument, or None if they are unknown.
 _Find = Callable[[Any], Positions | None]
 
 
 class ElementTracker(TorchDispatchMode):
-    """Follows elements of sources through the operators of a program, inside an active ``DependencyTracker``.
+    """Follows elements of sources through the operators of a program, in an active ``DependencyTracker``.
 
     Args:
-        ledger: What is known of dependencies as such; its mode is entered before this one.
+        ledger: Ledger of that tracker, which holds dependencies on whole sources. Enter the tracker first.
     """
 
     supports_higher_order_operators = True
@@ -45,7 +46,7 @@ class ElementTracker(TorchDispatchMode):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
-        # By source, the bits of itself and of the sources drawn from it; rows of a plate are no single source.
+        # For each source: its bit and those of sources drawn from it. Rows of plates are keyed by the plates.
         self._followed: dict[Hashable, int] = {}
         self._slots: dict[Hashable, dict[int, _Slots]] = {}
 
@@ -58,42 +59,43 @@ class ElementTracker(TorchDispatchMode):
 
     @property
     def followed(self) -> tuple[str, ...]:
-        """The sources whose elements are followed."""
+        """Names of the sources whose elements are followed."""
         return tuple(name for name in self._followed if isinstance(name, str))
 
     def follow(self, name: str, value: Tensor, positions: Positions) -> None:
-        """Follows a source of the ledger from its value on.
+        """Follows the elements of a source of the ledger, starting from its value.
 
         Args:
             name: The source.
-            value: Its value.
-            positions: Numbers of the elements, of the shape of the value.
+            value: Value of the source.
+            positions: Number of each element, in the shape of the value.
         """
         self._followed[name] = self._ledger.bits[name]
         self._slots[name] = {}
         self._record(name, value, positions)
 
     def follow_rows(self, plates: Hashable, name: str, value: Tensor, rows: Positions) -> None:
-        """Follows the rows of a source in plates: all sources of these plates as one.
+        """Follows the rows of a source in plates; all sources in the same plates count as one.
 
         Args:
-            plates: The plates; no string.
+            plates: The plates, as a key that is not a string.
             name: The source.
-            value: Its value.
-            rows: Number of the row of each element, of the shape of the value.
+            value: Value of the source.
+            rows: Row number of each element, in the shape of the value.
         """
         self._followed[plates] = self._followed.get(plates, 0) | self._ledger.bits[name]
         self._slots.setdefault(plates, {})
         self._record(plates, value, rows)
 
     def inherit(self, name: str, value: Tensor, drawn_from: int, positions: Mapping[str, Positions | None]) -> None:
-        """Lets what depends on a new source depend on the elements that it was drawn from.
+        """Records the elements that a new source was drawn from; its dependents then depend on them too.
 
         Args:
             name: The new source.
-            value: Its value.
-            drawn_from: The sources, as bits, that its distribution depends on.
-            positions: By followed source, on which element each element of the value depends; ``None``: unknown.
+            value: Value of the new source.
+            drawn_from: The sources that its distribution depends on, as bits.
+            positions: For each followed source, the element that each element of the value depends on; ``None``
+                if unknown.
         """
         for source, found in positions.items():
             if drawn_from & self._followed[source]:
@@ -102,18 +104,18 @@ class ElementTracker(TorchDispatchMode):
                     self._record(source, value, found)
 
     def mixes(self, name: str) -> bool:
-        """Whether a source, or one drawn from it, has left torch, so that anything may depend on any element."""
+        """Whether a source, or one drawn from it, has left torch: anything may then depend on any element."""
         return bool(self._ledger.escaped & self._followed[name])
 
     def positions(self, name: Hashable, tensor: Tensor) -> Positions | None:
-        """The element of a source that each element of a tensor depends on.
+        """Returns the element of a source that each element of a tensor depends on.
 
         Args:
             name: The source.
             tensor: The tensor.
 
         Returns:
-            Numbers of elements, ``NONE`` or ``MANY``, of the shape of the tensor; ``None`` where nothing is known.
+            Element numbers, ``NONE`` or ``MANY``, in the shape of the tensor; ``None`` if nothing is known.
         """
         if not self._ledger.mask(tensor) & self._followed[name]:
             return np.broadcast_to(np.int32(NONE), tuple(tensor.shape))
@@ -129,7 +131,7 @@ class ElementTracker(TorchDispatchMode):
             return func(*args, **kwargs)
         found, named = {}, self._mask((), kwargs)
         for name in sources:
-            # Rules read arguments by position.
+            # Rules see positional arguments only.
             if named & self._followed[name]:
                 continue
             with contextlib.suppress(ValueError, IndexError, TypeError, *NO_STORAGE):
@@ -145,9 +147,9 @@ class ElementTracker(TorchDispatchMode):
     def _settle(
         self, name: Hashable, result: Any, targets: Sequence[Any], found: Positions | None, clean: bool
     ) -> None:
-        """Notes the positions of a result: in new memory, or in memory that the operator wrote into."""
+        """Records the positions of a result, in new memory or in memory that the operator wrote into."""
         if not targets:
-            # Without a record new memory that depends on the source counts as mixed.
+            # New memory that depends on the source but has no record counts as mixed.
             for part in result if found is not None and isinstance(result, tuple) else (result,):
                 if found is not None and isinstance(part, Tensor) and found.shape == part.shape:
                     if self._find(name, part) is None:
@@ -192,19 +194,19 @@ class ElementTracker(TorchDispatchMode):
 
 
 class _Slots(weakref.ref[torch.UntypedStorage]):
-    """The positions of every element of a storage; vanishes with it."""
+    """Positions of every element of one storage; the record vanishes with the storage."""
 
     key: int
     itemsize: int
     array: Positions
 
     def fits(self, tensor: Tensor, memory: torch.UntypedStorage) -> bool:
-        """Whether a tensor divides the memory into the same slots."""
+        """Whether a tensor divides the storage into the same slots as the record."""
         return tensor.element_size() == self.itemsize and memory.nbytes() // self.itemsize == len(self.array)
 
     def view(self, tensor: Tensor) -> Positions:
-        """The slots of a tensor, writable."""
-        with torch._C.DisableTorchFunction():  # the offset of a view may tell by which value it was chosen
+        """Returns the slots of a tensor as a writable view."""
+        with torch._C.DisableTorchFunction():  # the offset may reveal the value that chose the view
             offset = tensor.storage_offset()
         strides = tuple(stride * self.array.itemsize for stride in tensor.stride())
         return np.lib.stride_tricks.as_strided(self.array[offset:], tuple(tensor.shape), strides)
@@ -218,11 +220,11 @@ def _tensors(items: Sequence[Any]) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-# Rules: from the arguments of an operator to the positions of its result.
+# Rules. A rule maps the arguments of an operator to the positions of its result.
 
 
 def _combine(*parts: Positions | None) -> Positions | None:
-    """Positions of elements that depend on several, broadcast."""
+    """Returns the positions of a result whose elements depend on all parts, broadcast."""
     total: Positions | None = None
     for part in parts:
         if part is None:
@@ -235,7 +237,7 @@ def _combine(*parts: Positions | None) -> Positions | None:
 
 
 def _reduce(positions: Positions | None, dims: Any, keepdim: bool) -> Positions | None:
-    """Positions of what depends on all elements along some dimensions."""
+    """Returns the positions of a reduction over some dimensions."""
     if positions is None:
         return None
     axis = tuple(range(positions.ndim)) if dims is None or dims == [] else tuple(np.atleast_1d(dims).tolist())
@@ -296,10 +298,10 @@ def _embedding(find: _Find, table: Any, index: Any, *rest: Any) -> Positions | N
 
 
 def _index(find: _Find, table: Any, indices: Any) -> Positions | None:
-    """``table[z]``, the table independent of the source: an entry depends on the element that chose it."""
+    """Rule for ``table[z]`` if the table does not depend on the source: entries depend on their index."""
     if any(index is None or index.dtype is torch.bool for index in indices):
         return None
-    # What a gather reads of the source may differ in the next run.
+    # If the table depends on the source, the next run may read other elements of it.
     found, known = _combine(*(find(index) for index in indices)), find(table)
     if found is None or known is None or (known != NONE).any():
         return None
@@ -308,7 +310,7 @@ def _index(find: _Find, table: Any, indices: Any) -> Positions | None:
 
 
 def _index_now(find: _Find, table: Any, indices: Any) -> Positions | None:
-    """The same where it is enough to know what is read in this run: then the table may depend on the source."""
+    """Rule for ``table[z]`` in this run only: so the table may depend on the source."""
     known, chosen = find(table), [None if index is None else find(index) for index in indices]
     if known is None or (known == NONE).all() or any(c is not None and (c != NONE).any() for c in chosen):
         return _index(find, table, indices)
@@ -318,7 +320,7 @@ def _index_now(find: _Find, table: Any, indices: Any) -> Positions | None:
 
 
 def _gather(find: _Find, tensor: Any, dim: int, index: Any, *rest: Any) -> Positions | None:
-    """An entry depends on the index, and at the most on all that it may be taken from."""
+    """An entry depends on its index, and on at most all the elements that it may be taken from."""
     source, chosen = _reduce(find(tensor), dim, True), find(index)
     if source is None or chosen is None:
         return None
@@ -333,13 +335,13 @@ def _roll(find: _Find, tensor: Any, shifts: Any, dims: Any = ()) -> Positions | 
 
 
 def _along(find: _Find, tensor: Any, dim: int, *rest: Any) -> Positions | None:
-    """What depends on all along a dimension and keeps it."""
+    """Rule for results that depend on a whole dimension and keep it."""
     found = find(tensor)
     return None if found is None else np.broadcast_to(_reduce(found, dim, True), found.shape)  # type: ignore[arg-type]
 
 
 def _extreme(find: _Find, tensor: Any, dims: Any = None, keepdim: Any = False, *rest: Any) -> Positions | None:
-    """``max`` and ``min`` are reductions or, with another tensor, elementwise."""
+    """Rule for ``max`` and ``min``: reductions, or elementwise operators if a second tensor is given."""
     return _pointwise(find, tensor, dims) if isinstance(dims, Tensor) else _sum(find, tensor, dims, keepdim)
 
 
@@ -387,7 +389,7 @@ _RULES = MappingProxyType(
 
 
 class _Plan:
-    """What an operator does to positions."""
+    """Describes what an operator does to positions."""
 
     def __init__(self, func: Any) -> None:
         schema = getattr(func, "_schema", None)
@@ -403,7 +405,7 @@ class _Plan:
             isinstance(w, str) for w in self.writes
         )
         self.rule: Callable[..., Positions | None] = _RULES.get(name, _pointwise if is_pointwise else _unknown)
-        # For rows it is enough to know that they meet in this run.
+        # For rows, only this run matters: it shows whether rows meet.
         self.row_rule = _index_now if name == "index" else self.rule
 
 

@@ -1,8 +1,8 @@
-r"""Runs a program once for several particles in a dimension that it does not see.
+r"""Runs a program once for several particles, in a dimension that the program does not see.
 
-:func:`torch.func.vmap` runs guide and model over the particles. Both see the values of one particle, so ``z[0]`` or
-``z.sum()`` mean what they mean in a run of one. What they have recorded is then taken apart: each particle gets traces
-of its own, with distributions that hold its own parameters. A program that vmap refuses has to run once per particle.
+:func:`torch.func.vmap` runs guide and model over the particles. Both see the values of one particle, so ``z[0]`` and
+``z.sum()`` mean the same as in a run of one particle. The recorded traces are then split: each particle gets its own
+traces, with distributions that hold its own parameters. A program that vmap refuses must run once per particle.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["HiddenFactories", "Wrapped", "hidden_traces"]
 
-# Type of the message by which handlers that draw in place of the generator learn which particle a value is for.
+# Type of the message that tells handlers that draw in place of the generator which particle a value is for.
 PARTICLE = "bpq_particle"
 
 
 @effectful(type=PARTICLE)
 def _tell(index: Tensor | None, number: int) -> None:
-    """Tells the index of the particle, a tensor with the hidden dimension, and their number; ``None`` at the end."""
+    """Announces the particle index (a tensor with the hidden dimension) and count; ``None`` at the end."""
 
 
 class Wrapped(TorchFunctionMode):
-    """Collects the tensors with a hidden dimension that torch's functions return.
+    """Collects the tensors with a hidden dimension that torch functions return.
 
     Args:
-        seen: Where they are collected.
+        seen: List that collects references to these tensors.
     """
 
     def __init__(self, seen: list[weakref.ref[Tensor]]) -> None:
@@ -54,17 +54,17 @@ class Wrapped(TorchFunctionMode):
         return result
 
     def any_alive(self) -> bool:
-        """Whether something keeps one of them, as by ``self.z = z``: after the run they are of no use."""
+        """Whether a collected tensor is still alive, as by ``self.z = z``; after the run it is of no use."""
         if any(ref() is not None for ref in self.seen):
-            # Traces hold cycles.
+            # Traces hold reference cycles, which only the garbage collector frees.
             gc.collect()
         return any(ref() is not None for ref in self.seen)
 
 
 class HiddenFactories(TorchFunctionMode):
-    """Gives new tensors of a program the hidden dimension from the start, so that it may write into them.
+    """Creates the tensors of a program with the hidden dimension, so that the program may write into them.
 
-    Else ``kept = torch.zeros(3); kept[0] = z`` and ``torch.empty(3).normal_()`` would be refused.
+    Without this, vmap would refuse ``kept = torch.zeros(3); kept[0] = z`` and ``torch.empty(3).normal_()``.
 
     Args:
         number: Size of the hidden dimension.
@@ -99,17 +99,18 @@ _FACTORIES = frozenset(
 def hidden_traces(
     run: Callable[[], tuple[Trace, Trace, Mapping[str, Any]]], number: int
 ) -> list[tuple[Trace, Trace, Mapping[str, Any]]]:
-    """The traces of several particles from one run of the programs.
+    """Returns the traces of several particles from one run of the programs.
 
     Args:
-        run: Runs them for one particle: traces of model and guide with log-probabilities, and drawn subsamples.
-        number: Number of particles; each draws its own values.
+        run: Runs the programs for one particle. It returns the traces of model and guide with log-probabilities, and
+            the drawn subsamples.
+        number: Number of particles; each particle draws its own values.
 
     Returns:
-        What ``run`` returns, for each particle.
+        The result of ``run`` for each particle.
 
     Raises:
-        RuntimeError: If the programs do something that has no meaning for a hidden dimension, such as to let a value
+        RuntimeError: If the programs do something that is undefined in a hidden dimension, such as letting a value
             leave torch.
     """
     kept: list[Any] = []
@@ -124,7 +125,7 @@ def hidden_traces(
 
     try:
         with warnings.catch_warnings():
-            # Operators that run one particle after the other.
+            # vmap warns about operators that run one particle after the other.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             stacked = torch.func.vmap(one, randomness="different")(torch.arange(number))
     finally:
@@ -134,12 +135,12 @@ def hidden_traces(
 
 
 def _filled(own: Sequence[Tensor], item: Any) -> Any:
-    """What stands in a slot for a particle."""
+    """Replaces a slot by the tensor of one particle; other items stay."""
     return own[item.index] if isinstance(item, _Slot) else item
 
 
 class _Slot:
-    """Stands for a tensor that every particle has its own of."""
+    """Placeholder for a tensor of which each particle has its own."""
 
     def __init__(self, tensors: list[Tensor], tensor: Tensor) -> None:
         self.index = len(tensors)
@@ -151,7 +152,7 @@ def _is_wrapped(tensor: Tensor) -> bool:
 
 
 def _map(item: Any, change: Callable[[Any], Any]) -> Any:
-    """Changes all tensors within what a run has recorded; what holds none stays the same object."""
+    """Applies ``change`` to all tensors in a recorded item; a part without tensors stays the same object."""
     if isinstance(item, (Tensor, _Slot)):
         return change(item)
     if isinstance(item, Trace):
@@ -178,7 +179,7 @@ def _map(item: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _trace(trace: Trace, change: Callable[[Any], Any]) -> Trace:
-    """The sites of a trace; its arguments and its return value are left out."""
+    """Copies the sites of a trace; its arguments and its return value are left out."""
     found = Trace()
     for name, node in trace.nodes.items():
         if node["type"] == "sample":

@@ -1,4 +1,4 @@
-"""What is known of the memory behind tensors: a mask of sources for each storage."""
+"""The ledger of dependencies: a mask of sources for each storage, the memory behind tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["NO_STORAGE", "OWN", "Entry", "Heard", "Ledger", "memory_of"]
 
 OWN = ("pyro_bpq.tracing.ledger", "pyro_bpq.tracing.provenance", "pyro_bpq.tracing.elements")
-"""Modules that look at memory only to follow it."""
+"""The tracker's own modules. They look at memory only to follow it."""
 
 NO_STORAGE = (NotImplementedError, RuntimeError)  # raised for sparse tensors and inside torch.func
 
@@ -22,28 +22,28 @@ _storage = Tensor.untyped_storage
 
 
 class Entry(weakref.ref[torch.UntypedStorage]):
-    """What is known about one storage; vanishes with it, so that a reused address starts clean.
+    """The record of one storage. It vanishes with the storage, so that a reused address starts clean.
 
-    ``views`` is filled once a source has chosen a view (``table[z]``): what each view depends on because of
-    *which* view it is. A view that was not seen to be made counts with all of ``chosen``.
+    ``views`` is filled once a source has chosen a view (``table[z]``). It holds the sources that chose each view. If
+    the tracker did not see the making of a view, the view depends on all of ``chosen``.
     """
 
     key: int
     mask: int
-    source: int = 0  # the bit of the source that this storage is
+    source: int = 0  # the bit of the source whose value this storage holds
     shared: bool = False  # visible to Python objects outside torch
     chosen: int = 0
     views: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
 
     def mask_of(self, view: Tensor) -> int:
-        """Sources of a view of the storage."""
+        """Returns the sources of a view of the storage, as bits."""
         if self.views is None:
             return self.mask
         known = self.views.get(id(view))
         return self.mask | (known[1] if known is not None and known[0]() is view else self.chosen)
 
     def add(self, view: Tensor, mask: int) -> None:
-        """Notes which view it is that depends on ``mask``."""
+        """Records that the choice of ``view`` depends on ``mask``."""
         self.views = self.views or {}
         known = self.views.get(id(view))
         if known is not None and known[0]() is view:
@@ -53,7 +53,7 @@ class Entry(weakref.ref[torch.UntypedStorage]):
 
 
 class Heard:
-    """Sources, as bits, that were read in Python; known when the listening is over."""
+    """The sources that were read in Python, as bits; set when the listening is over."""
 
     mask: int = 0
 
@@ -62,7 +62,7 @@ class Heard:
 
 
 class Ledger:
-    """All that a tracker knows: a bit for each source, a mask of bits for each storage."""
+    """The knowledge of a tracker: a bit for each source, and a mask of bits for each storage."""
 
     def __init__(self, libraries: tuple[str, ...]) -> None:
         self.libraries = libraries
@@ -70,10 +70,10 @@ class Ledger:
         self.bits: dict[str, int] = {}
         self.origins: dict[str, int] = {}
         self.escaped = 0
-        self.heard: int | None = None  # not None: somebody wants to know what is read from now on
+        self.heard: int | None = None  # not None: collects the sources that are read from now on
         self.reads = 0
         self.positions = 0  # sources that have chosen a view
-        self.deferred: int | None = None  # not None: scalars read now are positions, collected here
+        self.deferred: int | None = None  # not None: collects the sources of scalars read as positions
         entries = self.entries
         self._expire: Callable[[Any], Any] = lambda entry: entries.pop(entry.key, None)
 
@@ -81,11 +81,11 @@ class Ledger:
         return f"Ledger({len(self.bits)} sources, {len(self.entries)} storages)"
 
     def names(self, mask: int) -> frozenset[str]:
-        """The sources in a mask."""
+        """Returns the names of the sources in a mask."""
         return frozenset(name for name, bit in self.bits.items() if mask & bit) if mask else frozenset()
 
     def entry(self, storage: torch.UntypedStorage, mask: int = 0) -> Entry:
-        """The entry of a storage; a new one if nothing is known about it, with the sources ``mask``."""
+        """Returns the entry of a storage; for an unknown storage, a new entry with the sources ``mask``."""
         key = id(storage)
         entry = self.entries.get(key)
         if entry is None:
@@ -94,7 +94,7 @@ class Ledger:
         return entry
 
     def mask(self, value: object) -> int:
-        """Sources of a tensor, or of all tensors in nested lists and tuples."""
+        """Returns the sources of a tensor, or of all tensors in nested lists and tuples, as bits."""
         mask = 0
         if isinstance(value, Tensor):
             storages = memory_of(value)
@@ -109,7 +109,7 @@ class Ledger:
         return mask
 
     def taint(self, value: object, mask: int, *, written: bool = False) -> None:
-        """Adds sources to the tensors in a result; ``written`` if their memory took in something new."""
+        """Adds sources to the tensors in a result; ``written`` says that new data went into their memory."""
         if isinstance(value, Tensor):
             for storage in memory_of(value):
                 entry = self.entries.get(id(storage))
@@ -127,7 +127,7 @@ class Ledger:
                 self.taint(item, mask, written=written)
 
     def owns(self, value: Tensor, bit: int) -> bool:
-        """Whether the memory of ``value`` is all its own, so that it may become the source ``bit``."""
+        """Whether ``value`` has its memory to itself, so that the memory may become the source ``bit``."""
         storages = memory_of(value)
         if value._base is not None or (value.is_leaf and value.requires_grad) or len(storages) != 1:
             return False
@@ -137,7 +137,7 @@ class Ledger:
         return value.layout is torch.strided and storages[0].nbytes() == value.numel() * value.element_size()
 
     def choose(self, base: object, result: object, mask: int) -> None:
-        """Notes that ``result`` was taken from ``base`` at a position that depends on ``mask``."""
+        """Records that ``result`` was taken from ``base`` at a position that depends on ``mask``."""
         storages = memory_of(result) if isinstance(result, Tensor) else ()
         if not isinstance(base, Tensor) or len(storages) != 1 or storages != memory_of(base):
             return self.taint(result, mask, written=True)
@@ -147,20 +147,20 @@ class Ledger:
         entry.add(result, before | mask)  # type: ignore[arg-type]
 
     def read(self, mask: int, *, check: bool) -> None:
-        """Notes that a value left torch; ``check`` if it is one that libraries may look at."""
+        """Records that a value left torch, unless ``check`` is set and a library only checks an argument."""
         known = self.escaped if self.heard is None else self.escaped & self.heard
         if mask & ~known and not (check and self._is_library_check()):
             self.escape(mask)
 
     def escape(self, mask: int) -> None:
-        """Notes that values have left torch."""
+        """Records that the values of the sources in ``mask`` have left torch."""
         self.escaped |= mask
         if self.heard is not None:
             self.heard |= mask
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Heard]:
-        """Collects what leaves torch meanwhile, also if it has left torch before."""
+        """Collects the sources whose values leave torch inside the context, even if they left before."""
         found, before = Heard(), self.heard
         self.heard = 0
         try:
@@ -175,7 +175,7 @@ class Ledger:
         while frame is not None:
             module = frame.f_globals.get("__name__") or ""
             if module.startswith(self.libraries):
-                return bool(frame.f_code.co_name != "__eq__")  # its answer goes on to whoever compares
+                return bool(frame.f_code.co_name != "__eq__")  # the caller of == gets the answer
             if module != "torch" and module not in OWN and not module.startswith("torch."):
                 return False
             frame = frame.f_back
@@ -183,7 +183,7 @@ class Ledger:
 
 
 def memory_of(value: Tensor) -> tuple[torch.UntypedStorage, ...]:
-    """The memory that holds the data of a tensor; empty if it cannot be reached."""
+    """Returns the storages that hold the data of a tensor; empty if they cannot be reached."""
     try:
         return (_storage(value),)
     except NO_STORAGE:

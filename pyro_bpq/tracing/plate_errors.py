@@ -11,14 +11,14 @@ __all__ = ["check_declared", "plate_error"]
 
 
 def plate_error(error: ValueError, plates: Mapping[str, tuple[Any, ...]]) -> PlateError | None:
-    """What Pyro says about shapes that do not fit, with the plates of the sites that it names.
+    """Adds the plates of the named sites to Pyro's error about shapes that do not fit.
 
     Args:
         error: Pyro's error.
-        plates: Frames of the plates of each site, by name.
+        plates: Plate frames of each site, by name of the site.
 
     Returns:
-        The error to raise in its place; ``None`` if it is about something else.
+        The error to raise instead; ``None`` if Pyro's error is not about shapes.
     """
     text = str(error)
     if not any(words in text for words in ("invalid log_prob shape", "disagree at site", "inside plate(")):
@@ -32,13 +32,13 @@ def plate_error(error: ValueError, plates: Mapping[str, tuple[Any, ...]]) -> Pla
 
 
 def check_declared(sites: Iterable[Any]) -> None:
-    """Raises if a site has a dimension that is no plate, which Pyro finds only where it validates.
+    """Raises if a batch dimension of a site is not a plate. Pyro checks this only with validation on.
 
     Args:
         sites: Traced sites with log-probabilities.
 
     Raises:
-        PlateError: With the site, and what to write.
+        PlateError: The text names the site and says what to write.
     """
     for site in sites:
         shape, dims = site["log_prob"].shape, {f.dim for f in site["cond_indep_stack"] if f.vectorized}

@@ -1,4 +1,4 @@
-"""Whether rows of a plate meet inside of it, although a plate declares them independent."""
+"""Finds rows of a plate that meet: one reads another, although a plate declares rows independent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyro_bpq.tracing.elements import NONE, ElementTracker
 
 __all__ = ["PlateRows"]
 
-# A plate: its name, its dimension.
+# Plates, each by its name and its dimension.
 _Plates = tuple[tuple[str, int], ...]
 
 
@@ -22,7 +22,7 @@ class PlateRows:
     """Follows the rows of latent sites in plates to the costs in the same plates.
 
     Args:
-        elements: Follows them through operators.
+        elements: Follows the rows through operators.
     """
 
     def __init__(self, elements: ElementTracker) -> None:
@@ -33,32 +33,32 @@ class PlateRows:
         return f"PlateRows({', '.join(name for plates in self.plates for name, _ in plates)})"
 
     def drawn(self, name: str, fn: Any, value: Tensor, frames: Sequence[Any]) -> None:
-        """Follows the rows of a site that has just been drawn.
+        """Starts to follow the rows of a newly drawn site.
 
         Args:
             name: The site.
-            fn: Its distribution.
-            value: Its value.
-            frames: Its vectorised plates, without that of the particles.
+            fn: Distribution of the site.
+            value: Value of the site.
+            frames: Vectorised plates of the site, without the plate of the particles.
         """
         batch = batch_of(fn, value)
         plates = tuple(sorted((frame.name, frame.dim) for frame in frames))
         if not plates or max(-dim for _, dim in plates) > len(batch):
             return
         sizes = tuple(batch[dim] for _, dim in plates)
-        # Rows of another number have other numbers: they cannot be followed as one.
+        # Other plate sizes number their rows differently: such sites cannot be followed as one source.
         if math.prod(sizes) == 1 or self.plates.setdefault(plates, sizes) != sizes:
             return
         rows = _rows(batch, plates).reshape(*batch, *(1,) * (value.dim() - len(batch)))
         self.elements.follow_rows(plates, name, value, np.broadcast_to(rows, tuple(value.shape)))
 
     def meeting(self, costs: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
-        """The costs of which a row reads another row of a site in the same plates, with these plates.
+        """Finds the costs in which a row reads another row of a site in the same plates, with these plates.
 
-        Only what is seen for sure: where an operator is not known, nothing is said.
+        It reports only certain cases: after an unknown operator, it reports nothing.
 
         Args:
-            costs: Costs by name, with the traced site that each belongs to.
+            costs: Pairs of a cost's name and the traced site that the cost belongs to.
         """
         found = {}
         for cost, site in costs if self.plates else ():
@@ -78,7 +78,7 @@ class PlateRows:
 
 
 def _rows(batch: Sequence[int], plates: _Plates) -> np.ndarray:
-    """The number of the row in some plates of each element of a batch."""
+    """Returns, for each element of a batch, the number of its row in the given plates."""
     rows = np.zeros((1,) * len(batch), dtype=np.int32)
     for _, dim in plates:
         size = batch[dim]

@@ -12,10 +12,10 @@ __all__ = ["build_graph", "dense_graph"]
 
 
 def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
-    """The graph in which every site reads every earlier one, and every cost of the model all of them.
+    """The dense graph: every site reads all earlier sites, and every cost of the model reads all sites.
 
-    It is a superset of any graph that the program can have: right whatever the program does, at the
-    price of more variance.
+    It is a superset of any graph that the program can have. So it is right whatever the program does, at the price of
+    more variance.
     """
     names, bits, earlier = tuple(traced.run.sites), dict[str, int](), 0
     position = {name: i for i, name in enumerate(names)}
@@ -27,7 +27,7 @@ def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
 
 
 def _is_of_draw(cost: str, site: str, traced: TracedRun) -> bool:
-    """Whether a cost is the log-probability by which a latent site was drawn."""
+    """Whether a cost is the log-probability ``log q`` of a latent site's own draw."""
     return site in traced.run.sites and cost == cost_of_guide(site)
 
 
@@ -36,16 +36,16 @@ def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Stoch
 
     Args:
         traced: The run.
-        reads: For each cost the latent sites that it reads; a site's parents are what its ``log q`` reads.
+        reads: The latent sites that each cost reads. The parents of a site are the sites that its ``log q`` reads.
 
     Returns:
-        The graph: stochastic nodes in the guide's order, costs of the guide, then of the model.
+        The graph: stochastic nodes in the guide's order, then costs of the guide, then costs of the model.
     """
     sites = tuple(traced.run.sites)
     bits, nodes = Reads.over(sites, reads).bits, []
     until: dict[str, int] = {}
     for i, name in enumerate(sites):
-        # A draw, and its log q, read nothing later: a view of a table may count with what later views were chosen by.
+        # A draw and its log q read no later site. The mask drops sites that only chose later views of the same table.
         before = bits[cost_of_guide(name)] & (1 << i) - 1
         until[name] = before | 1 << i
         nodes.append(StochasticNode(name, named(sites, before), traced.plates[name], traced.infos[name].has_rsample))

@@ -1,10 +1,10 @@
-"""Which tensors depend on which named sources, through everything a program can do to a tensor.
+"""Tracks which tensors depend on which named sources, through everything a program can do to a tensor.
 
-A *source* is the value of a sample site. What is computed from it depends on it, and so does the memory it is
-written into; provenance is therefore a property of storages, not of Python objects, and is followed below
-autograd, where views, in-place writes, ``out=``, :func:`torch.func.vmap` and scripted functions are plain operator
-calls. A value can also *escape*: once Python has looked at it (``if z``, ``int(z)``, the length of ``x[mask]``)
-everything later has to be taken as dependent. The answers are supersets of the true dependencies.
+A *source* is the value of a sample site. Every tensor that is computed from a source depends on it. So does the memory
+that the source is written into. Provenance is therefore a property of storages, not of Python objects. It is followed
+below autograd, where views, in-place writes, ``out=``, :func:`torch.func.vmap` and scripted functions are plain
+operator calls. A value can also *escape*: once Python has read it (``if z``, ``int(z)``, the length of ``x[mask]``),
+everything later counts as dependent on it. The answers are supersets of the true dependencies.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from pyro_bpq.tracing.ledger import NO_STORAGE, OWN, Ledger, memory_of
 __all__ = ["LIBRARIES", "DependencyTracker"]
 
 LIBRARIES = ("torch.distributions.", "pyro.distributions.", "pyro.poutine.", "pyro.util", "pyro.primitives")
-"""Modules whose looks at booleans and shapes are argument checks and steer nothing that the caller sees."""
+"""Modules that read booleans and shapes only to check arguments; the caller sees no effect of it."""
 
 _storage = Tensor.untyped_storage
 _LIFT = torch.ops.aten.lift_fresh.default  # seen for torch.from_numpy
-_NOT_READ = MappingProxyType({"tensor_split": 1, "tensordot": 2, "ctc_loss": 2})  # operators follow the first
-_MASKS = (torch.bool, torch.uint8)  # types of tensors that select in an index, and do not count
+# Number of leading arguments that Python does not read: operators follow them.
+_NOT_READ = MappingProxyType({"tensor_split": 1, "tensordot": 2, "ctc_loss": 2})
+_MASKS = (torch.bool, torch.uint8)  # dtypes of index tensors that are masks, not positions
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
@@ -42,21 +43,21 @@ _Kwargs = dict[str, Any]
 class DependencyTracker:
     """Follows named sources through the tensors of a program that runs inside ``with tracker:``.
 
-    Provenance is kept per storage: an element of a tensor depends on whatever any element depends on, and
-    what was once written into it stays. Only ``table[z]`` with a scalar ``z`` is finer: that view depends on
-    ``z`` and the table does not. Booleans and shapes that modules in ``libraries`` look at (distributions
-    checking their arguments) are no escape; numbers that they read are.
+    Provenance is kept per storage. Each element of a tensor depends on the sources of all its elements. A source that
+    was once written into a tensor stays. Only ``table[z]`` with a scalar ``z`` is finer: that view depends on ``z``,
+    and the table does not. If a module in ``libraries`` reads booleans or shapes (a distribution that checks its
+    arguments), that is no escape. If it reads numbers, that is an escape.
 
-    Not seen, because nothing in torch reports it:
+    The tracker does not see the following, because nothing in torch reports it:
 
     - work in other threads; the first use of :func:`torch.compile` in a process (later ones run eagerly);
-    - ``to_dlpack``; ``tolist`` and ``numpy`` inside of a scripted function or of a backward pass;
+    - ``to_dlpack``; ``tolist`` and ``numpy`` inside a scripted function or a backward pass;
     - numpy arrays that shared memory with a tensor before the tracker was entered;
     - an exception that depends on a value and is caught;
-    - what a distribution keeps of a draw besides the value (``flow.inv(z)``, when cached, lacks ``z``).
+    - data that a distribution keeps of a draw besides the value (a cached ``flow.inv(z)`` lacks ``z``).
 
     Args:
-        libraries: Prefixes of the names of modules whose argument checks are no escapes.
+        libraries: Name prefixes of modules whose argument checks are no escapes.
 
     Example:
         >>> with DependencyTracker() as tracker:
@@ -91,24 +92,24 @@ class DependencyTracker:
 
     @property
     def escaped(self) -> frozenset[str]:
-        """Sources whose value has left torch so far: all that is sampled or scored later depends on them."""
+        """Sources whose value has left torch so far; everything sampled or scored later depends on them."""
         return self._ledger.names(self._ledger.escaped)
 
     @property
     def ledger(self) -> Ledger:
-        """All that is known, for those that follow more of a source than its name."""
+        """The ledger of this tracker, for code that follows parts of a source."""
         return self._ledger
 
     def source(self, name: str, value: Any) -> Any:
-        """Returns ``value``, from now on depending on the source ``name`` and on nothing else.
+        """Returns ``value``, which from now on depends on the source ``name`` and on nothing else.
 
-        That is ``value`` itself, so that caches by identity (flows) still know it, or a copy if its memory
-        may hold something else too: a view, a leaf that requires gradients, another source. Gradients flow
-        through the copy. What ``value`` depended on before is kept, see :meth:`origins_of`. Names may recur.
+        The result is ``value`` itself, so that caches by identity (flows) still know it. It is a copy if the memory of
+        ``value`` may be shared: by a view, a leaf that requires gradients, or another source. Gradients flow through
+        the copy. The earlier dependencies of ``value`` are kept, see :meth:`origins_of`. Names may recur.
 
         Args:
             name: Name of the source.
-            value: A tensor of any shape and type. Anything else is returned as it is and counts as escaped.
+            value: A tensor of any shape and type. Any other value is returned unchanged and counts as escaped.
 
         Raises:
             RuntimeError: If the tracker is not active.
@@ -129,29 +130,29 @@ class DependencyTracker:
         return value
 
     def origins_of(self, name: str) -> frozenset[str]:
-        """Sources that the values handed to :meth:`source` under ``name`` depended on before."""
+        """Sources that the values given to :meth:`source` under ``name`` depended on before."""
         return self._ledger.names(self._ledger.origins.get(name, 0))
 
     def sources_of(self, value: object) -> frozenset[str]:
-        """Names of the sources that the tensors in ``value``, a tensor or a pytree, depend on.
+        """Returns the names of the sources that the tensors in ``value``, a tensor or a pytree, depend on.
 
-        Escaped sources are not added. Leaves that are no tensors have no sources.
+        Escaped sources are not added. Leaves that are not tensors have no sources.
         """
         return self._ledger.names(self.mask_of(value))
 
     def mask_of(self, value: object) -> int:
-        """The same as bits: the n-th source of the ledger is the n-th bit."""
+        """Returns the sources of ``value`` as bits: the n-th source of the ledger is the n-th bit."""
         leaves = value if isinstance(value, Tensor) else tree_leaves(value)
         with torch._C.DisableTorchFunction():
             return self._ledger.mask(leaves)
 
 
 class _Plan(NamedTuple):
-    """What an operator does besides computing new tensors from its arguments."""
+    """Describes what an operator does besides computing new tensors from its arguments."""
 
     reads: bool = False
-    is_sized: bool = False  # the shape of the result depends on values,
-    shape_from: int | None = None  # those of this argument; of all if None
+    is_sized: bool = False  # the shape of the result depends on values
+    shape_from: int | None = None  # position of the argument with these values; None: any argument
     writes: tuple[int | str, ...] = ()
     is_blank: bool = False
 
@@ -181,10 +182,10 @@ def _plan(func: Any) -> _Plan:
     writes: list[int | str] = []
     for position, argument in enumerate(schema.arguments):
         alias = argument.alias_info
-        # Training-mode batch norm updates its running statistics without saying so in its schema.
+        # Training-mode batch norm updates its running statistics, but its schema does not declare the write.
         if (alias is not None and alias.is_write) or ("batch_norm" in name and "running" in argument.name):
             writes.append(argument.name if argument.kwarg_only else position)
-    # Only the shape of the argument matters, and a shape that depends on a value has escaped before.
+    # The result depends only on the shape of the argument. A value that decided that shape has already escaped.
     tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
     is_blank = tensors == 1 and bool(re.fullmatch(r"new_\w+|\w+_like", name))
     plan = _Plan(reads, sized, _SHAPE_FROM.get(name), tuple(writes), is_blank)
@@ -222,7 +223,7 @@ class _Operators(TorchDispatchMode):
         result = func(*args, **kwargs) if kwargs else func(*args)
         if mask or ledger.positions:
             plan = _plan(func)
-            # In a backward pass the graph of a view holds the position of the view as a plain number.
+            # In a backward pass, the autograd graph of a view holds the view's position as a plain number.
             if ledger.positions and torch._C._current_graph_task_id() != -1:
                 mask |= ledger.positions
             if plan is _PLAIN and not ledger.deferred:
@@ -247,7 +248,7 @@ class _Operators(TorchDispatchMode):
                 ledger.read(mask, check=isinstance(result, bool))
         if plan.is_sized:
             sizing: Any = args if plan.shape_from is None else args[plan.shape_from]
-            if isinstance(sizing, list):  # the indices of a tensor: integer ones do not decide the shape
+            if isinstance(sizing, list):  # indices of a tensor: only masks decide the shape
                 sizing = [index for index in sizing if isinstance(index, Tensor) and index.dtype in _MASKS]
             shape_mask = ledger.mask(sizing)
             ledger.read(shape_mask, check=True)
@@ -261,7 +262,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Sees the calls that no operator reports, and those whose operators tell less than the call."""
+    """Sees the calls that no operator reports, and the calls whose operators report too little."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -271,27 +272,27 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: _Args = (), kwargs: Any = None) -> Any:
         if (handler := self._find(func)) is not None:
             return handler(self, func, args, kwargs or {})
-        # The body of a user's function that torch hands over runs where this mode is off.
+        # This mode is off in the body of a user's function that torch dispatches to: it may read any source.
         if func.__class__ is FunctionType and not (func.__module__ or "").startswith("torch"):
             self._ledger.escape((1 << len(self._ledger.bits)) - 1)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def leave(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-        """The values of the arguments are handed to Python."""
+        """Handles calls that give the values of their arguments to Python."""
         skip = _NOT_READ.get(func.__name__, 0)
         leaves = [leaf for leaf in tree_leaves((args[skip:], kwargs)) if isinstance(leaf, Tensor)]
         self._ledger.read(self._ledger.mask(leaves), check=all(leaf.dtype is torch.bool for leaf in leaves))
         return func(*args, **kwargs)
 
     def scalar(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-        """A number is read; ``torch.Tensor([z])`` does so out of sight of the operators."""
+        """Handles reads of a number; ``torch.Tensor([z])`` reads it without an operator call."""
         before, result = self._ledger.reads, func(*args)
         if self._ledger.reads == before:
             self._ledger.read(self._ledger.mask(args), check=args[0].dtype is torch.bool)
         return result
 
     def expose(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-        """The memory of the argument is handed to Python."""
+        """Handles calls that give the memory of their argument to Python."""
         if sys._getframe(2).f_globals.get("__name__") in OWN:  # the ledger looks up a storage
             return func(*args, **kwargs)
         for storage in memory_of(args[0]):
@@ -299,7 +300,7 @@ class _Calls(TorchFunctionMode):
         return self.leave(func, args, kwargs)
 
     def copy(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-        """A tensor is made of tensors or numbers out of sight of the operators, or of foreign memory."""
+        """Handles calls that make a tensor without an operator call, or from memory outside torch."""
         first = 1 if func.__name__ in ("new", "new_tensor", "__set__") else 0
         data = args[first] if len(args) > first else kwargs.get("data", kwargs.get("obj"))
         result = func(*args, **kwargs)
@@ -311,7 +312,7 @@ class _Calls(TorchFunctionMode):
         return result
 
     def defer(self, func: Any, args: _Args, kwargs: _Kwargs, mask: int = 0) -> Any:
-        """Scalars are read as positions only; what is returned depends on them."""
+        """Runs a call that reads scalars only as positions; its result depends on them."""
         ledger = self._ledger
         before, ledger.deferred = ledger.deferred, mask
         ledger.positions |= mask
@@ -321,22 +322,22 @@ class _Calls(TorchFunctionMode):
             ledger.deferred = before
 
     def one_hot(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-        """The range of the argument is checked; only without ``num_classes`` does that decide anything."""
+        """Handles ``one_hot``: without ``num_classes`` its argument decides a shape, else it is only checked."""
         num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
         return func(*args, **kwargs) if num_classes == -1 else self.defer(func, args, kwargs)
 
     def index(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-        """``x[index]`` and ``x[index] = y``: scalars in the index are read to make a view."""
+        """Handles ``x[index]`` and ``x[index] = y``, which read the scalars in the index to make a view."""
         index = args[1]
         if not _is_position(index, masks=func is Tensor.__setitem__):
             return func(*args, **kwargs)
-        # Tensors inside lists are converted out of sight of the operators.
+        # Torch converts tensors inside lists without an operator call.
         listed = [item for item in index if isinstance(item, list)] if isinstance(index, tuple) else index
         return self.defer(func, args, kwargs, self._ledger.mask(listed) if isinstance(listed, list) else 0)
 
 
 def _is_position(index: object, *, masks: bool) -> bool:
-    """Whether an index reads tensors only as positions: no bounds of slices, scalar masks only if allowed."""
+    """Whether tensors in an index are only positions: no slice bounds, and scalar masks only if ``masks``."""
     if isinstance(index, (list, tuple)):
         return all(_is_position(item, masks=masks) for item in index)
     if isinstance(index, Tensor):

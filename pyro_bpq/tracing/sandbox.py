@@ -1,4 +1,4 @@
-r"""Runs of a program that leave no trace: generators and module buffers are as before."""
+r"""Makes runs of a program free of side effects: generators and module buffers are as before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["BufferedModules", "LentBuffers", "Sandbox", "UngraphedBuffers"]
 
 
 class BufferedModules:
-    """Notes the modules with buffers that a run calls on its thread, each ahead of its first call."""
+    """Records each module with buffers that a run calls on its thread, just before the first call."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -33,7 +33,7 @@ class BufferedModules:
         self._hook.remove()
 
     def __bool__(self) -> bool:
-        """Whether there were any."""
+        """Whether the run called any module with buffers."""
         return bool(self._own)
 
     def _detach(self) -> None:
@@ -48,20 +48,20 @@ class BufferedModules:
             self._called(module)
 
     def _called(self, module: nn.Module) -> None:
-        """What is done ahead of the first call of a module."""
+        """Runs before the first call of a module; subclasses override it."""
 
 
 class UngraphedBuffers(BufferedModules):
-    """Leaves buffers of modules without graphs after a run whose sampled values carry gradients."""
+    """Detaches the buffers of modules after a run whose sampled values carry gradients."""
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        # In a run whose sampled values have no gradients they would have none.
+        # After a run whose sampled values have no gradients, the buffers have none either.
         self._detach()
 
 
 class LentBuffers(BufferedModules):
-    """Gives modules copies of their buffers for a run, which are dropped after it unless they are kept."""
+    """Gives modules copies of their buffers for a run, and drops the copies afterwards unless kept."""
 
     def __exit__(self, *_: object) -> None:
         for module, buffers in self._own.items():
@@ -70,7 +70,7 @@ class LentBuffers(BufferedModules):
         self._detach()
 
     def _called(self, module: nn.Module) -> None:
-        # The originals are left untouched: autograd may hold them.
+        # The run writes into clones only: autograd may hold the originals.
         own = self._own[module]
         module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in own.items()})
 
@@ -80,28 +80,28 @@ class LentBuffers(BufferedModules):
 
     @property
     def fit(self) -> bool:
-        """Whether the run has left all of them their shapes."""
+        """Whether all buffers have the same shapes as before the run."""
         return all(own is not None and lent is not None and own.shape == lent.shape for own, lent in self._pairs())
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Keeps what the run wrote."""
+        """Copies the values that the run wrote into the original buffers."""
         for own, lent in self._pairs():
             if own is not None and lent is not None:
                 own.copy_(lent)
 
 
 class Sandbox:
-    """Undoes what an extra run does to global generators and to buffers of modules (batch statistics).
+    """Undoes the effects of an extra run on global generators and on module buffers (batch statistics).
 
     Args:
-        start: State that the global generator of the CPU starts from, or a seed for the generators of all devices.
-        has_buffers: Whether the run may call modules with buffers. To watch for them takes a hook on all modules, for
-            which ``torch.compile`` compiles anew.
+        start: Initial state of the global generator of the CPU, or a seed for the generators of all devices.
+        has_buffers: Whether the run may call modules with buffers. Watching for them takes a hook on all modules, which
+            makes ``torch.compile`` recompile.
 
     Attributes:
-        before: States of the generators at the start, CPU first.
-        after: Their states at the end.
+        before: States of the generators at the start of the run, CPU first.
+        after: States of the generators at the end of the run.
     """
 
     def __init__(self, start: Tensor | int, has_buffers: bool = True) -> None:
@@ -118,7 +118,7 @@ class Sandbox:
         self._devices = list(range(torch.cuda.device_count())) if is_cuda_used else []
         self._states = self._generators()
         if isinstance(self._start, int):
-            # torch.manual_seed() formats the call stack for every kind of device that is not there.
+            # torch.manual_seed() is slow: it formats the call stack for every kind of device that is absent.
             torch.default_generator.manual_seed(self._start)
             if is_cuda_used:
                 torch.cuda.manual_seed_all(self._start)

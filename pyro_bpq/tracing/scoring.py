@@ -1,4 +1,4 @@
-"""Runs guide and model as Pyro does, and tells what leaves torch while a log-probability is computed."""
+"""Runs guide and model as Pyro does, and records values that leave torch during a log-probability."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pyro_bpq.tracing.watch import samples
 
 __all__ = ["Heard", "importance_traces", "program_trace"]
 
-# Modules whose distributions keep nothing of a value but tensors.
+# Modules whose distributions keep a value only in tensors.
 _LIBRARIES = ("torch.", "pyro.", "pyro_bpq.")
-# Distributions within distributions are looked for so deep.
+# Largest depth of nested distributions that is searched.
 _DEPTH = 6
 
 Heard = Mapping[tuple[bool, str], int]
-"""What may have steered the log-probability of a site in Python, as bits; by whether it is the guide's, and name."""
+"""Sources that may have steered a log-probability in Python, as bits, by (is of the guide, site name)."""
 
 
 def importance_traces(
@@ -37,18 +37,18 @@ def importance_traces(
     max_plate_nesting: float,
     ledger: Ledger | None = None,
 ) -> tuple[Trace, Trace, Heard]:
-    """A trace of the guide, and one of the model run against it, with log-probabilities.
+    """Traces the guide, and the model replayed against it, with log-probabilities.
 
     Args:
         model: The model.
         guide: The guide.
-        args: Their arguments.
-        kwargs: Their keyword arguments.
+        args: Arguments of both.
+        kwargs: Keyword arguments of both.
         max_plate_nesting: Bound on the number of nested plates, for Pyro's checks.
-        ledger: That of the active tracker, or ``None``.
+        ledger: Ledger of the active tracker, or ``None``.
 
     Returns:
-        The trace of the model, that of the guide, and what was heard.
+        The trace of the model, the trace of the guide, and the sources heard at each site (:data:`Heard`).
     """
     messenger = poutine.unwrap(guide)
     if isinstance(messenger, Messenger):
@@ -74,7 +74,7 @@ def importance_traces(
 def program_trace(
     program: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_plate_nesting: float, ledger: Ledger | None
 ) -> tuple[Trace, Heard]:
-    """The trace of a program that has no model, and what was heard."""
+    """Traces a program that has no model, and returns the trace and the sources heard at each site."""
     trace = prune_subsample_sites(poutine.trace(program, graph_type="flat").get_trace(*args, **kwargs))
     heard = _score(trace, Trace.compute_score_parts, True, ledger)
     _check_shapes(trace, max_plate_nesting)
@@ -88,7 +88,7 @@ def _check_shapes(trace: Trace, max_plate_nesting: float) -> None:
 
 
 def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, ledger: Ledger | None) -> Heard:
-    """Computes the log-probabilities of a trace, one after the other where it matters which one reads what."""
+    """Computes the log-probabilities of a trace; with a ledger, site by site, to record the reads of each."""
     if ledger is None:
         compute(trace)
         return {}
@@ -100,16 +100,16 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, ledge
             try:
                 compute(one)
             except ValueError:
-                # Once more for the message, which shows the shapes of all sites.
+                # The whole trace is computed again, so that the error message shows the shapes of all sites.
                 compute(trace)
                 raise
-        # An object of a user's own may have kept anything that left torch until now.
+        # A user's own object may have kept any value that has left torch so far.
         heard[is_guide, name] = found.mask | (ledger.escaped if ledger.escaped and _is_own(site["fn"]) else 0)
     return heard
 
 
 def _is_own(fn: Any, depth: int = 0) -> bool:
-    """Whether Python code of a user's own takes part in a distribution."""
+    """Whether a distribution contains a user's own Python code."""
     if isinstance(fn, Tensor):
         return False
     if isinstance(fn, (list, tuple)):

@@ -1,8 +1,7 @@
-r"""Which graph a run has: tracked when it must be, cached when it may be.
+r"""Finds the graph of a run: tracks the run if it must, and reuses a cached graph if it may.
 
-A superset of a site's downstream costs is always unbiased, a subset in general not. So cached
-dependencies are merged and never replaced, and a run that was not tracked and whose key is unknown gets the
-dense graph.
+A superset of a site's downstream costs gives an unbiased gradient. A subset in general does not. So cached
+dependencies are merged and never replaced. A run that was not tracked and whose key is unknown gets the dense graph.
 """
 
 from __future__ import annotations
@@ -25,27 +24,29 @@ __all__ = ["STRUCTURES", "StructureCache"]
 
 STRUCTURES = ("auto", "dynamic", "dense", "static")
 
-# Tracked runs in agreement after which a key counts as static, and steps after which it is looked at again.
+# Number of tracked runs that must agree before a key counts as static.
 _AGREEMENTS = 3
+# Largest number of keys that are kept.
 _CAPACITY = 256
-# Tracked runs that look for rows that meet, by number.
+# Rows that meet are looked for after these numbers of tracked runs.
 _LOOKS = frozenset((0, *(10**k for k in range(1, 10))))
-# Runs that are tracked, at most, after one of unknown structure that was not.
+# Largest number of runs in a row that must bring no new structure before runs go untracked again.
 _MOST_PATIENCE = 64
 
 
 class StructureCache:
-    """Graphs by key of the run; the 256 that were used last are kept.
+    """Caches graphs by the key of the run; it keeps the 256 that were used last.
 
-    A run that is not tracked and whose key is new has the dense graph for once. Then runs are tracked until 2 in a row,
-    4 after the next such run, and so on up to 64, have brought nothing new: where new keys come often, as with names
-    of subsampled data points, every run is tracked, and none is dense for long.
+    Mode ``"dense"`` instead clears the cache when 256 are stored.
+
+    An untracked run with a new key gets the dense graph once. Then runs are tracked until 2 in a row bring nothing
+    new. After the next untracked run with a new key, 4 in a row are needed, and so on up to 64. So if new keys come
+    often, as with names of subsampled data points, every run is tracked, and no run is dense for long.
 
     Args:
-        mode: ``"auto"``: track until the structure has shown to be static, then reuse the graph and look
-            again now and then; a program that lets a sampled value leave torch stays tracked.
-            ``"dynamic"``: always track. ``"dense"``: every earlier site is an ancestor. ``"static"``: track
-            once, raise if a later look contradicts.
+        mode: ``"auto"``: track until the structure proves static, then reuse the graph and track again now and then;
+            a program that lets a sampled value leave torch stays tracked. ``"dynamic"``: always track. ``"dense"``:
+            every earlier site is an ancestor. ``"static"``: track once, and raise if a later tracked run contradicts.
 
     Raises:
         OptionError: If the mode is unknown.
@@ -80,7 +81,7 @@ class StructureCache:
 
     @property
     def always_tracks(self) -> bool:
-        """Whether every run is tracked, those of stored rollouts too."""
+        """Whether every run is tracked, also the runs of stored rollouts."""
         return self.mode == "dynamic" or (self.escapes and self.mode == "auto")
 
     @property
@@ -90,15 +91,16 @@ class StructureCache:
 
     @property
     def follows_rows(self) -> bool:
-        """Whether the next tracked run looks whether rows of a plate meet: the first one, and later looks.
+        """Whether the next tracked run checks if rows of a plate meet.
 
-        Where every run is tracked, these are the tenth, the hundredth and so on.
+        The first one checks, and so does each one after untracked steps. If every run is tracked, the runs after 10,
+        100, ... tracked runs check.
         """
         is_look = self.untracked_steps > 0 or self.tracked_runs in _LOOKS
         return not self.crosses and is_look
 
     def patterns_of(self, runs: Sequence[TracedRun]) -> Patterns:
-        """Which components of sites costs read, as far as all runs of that structure, and these, agree."""
+        """Returns the patterns of costs on which these and all earlier runs of the same structure agree."""
         first, *others = runs
         if any(run.key != first.key for run in others):
             return frozenset()
@@ -111,51 +113,51 @@ class StructureCache:
         return found - lost if lost else found
 
     def handed_of(self, runs: Sequence[TracedRun]) -> frozenset[str]:
-        """Costs of the model that read values of the guide itself, in these or earlier runs of that structure."""
+        """Returns model costs that read the guide's own values, in these or earlier runs of that structure."""
         known = (self.handed.get(run.key, frozenset()) | run.handed for run in runs)
         return frozenset().union(*known)
 
     def has_buffers(self, runs: Sequence[TracedRun]) -> bool:
-        """Whether runs of that structure may call modules with buffers."""
+        """Whether runs of the same structure may call modules with buffers."""
         return any(run.has_buffers and run.key not in self.without_buffers for run in runs)
 
     def knows(self, traced: TracedRun) -> bool:
-        """Whether a run was tracked, or one with its key was, or none ever is."""
+        """Whether the run was tracked, a run with its key was tracked, or the mode is ``"dense"``."""
         return traced.reads is not None or traced.key in self.graphs or self.mode == "dense"
 
     def is_dynamic(self, traced: TracedRun) -> bool:
-        """Whether Python may have steered by sampled values, so that the next run may differ in structure.
+        """Whether sampled values may have steered Python, so that the next run may differ in structure.
 
-        Whatever steers by a value lets it leave torch first, in every run: one tracked run shows it.
+        A value must leave torch before it can steer Python, and it does so in every run. So one tracked run shows it.
         """
         return self.escapes or traced.escaped or self._is_unseen(traced)
 
     def cuts_plates(self, traced: TracedRun) -> bool:
-        """Whether rows of a plate stayed apart, as far as values that left torch tell."""
+        """Whether rows of a plate stayed apart: no rows met, and no value sampled in a plate left torch."""
         return not (self.crosses or traced.crosses or self._is_unseen(traced))
 
     def _is_unseen(self, traced: TracedRun) -> bool:
         return self.mode == "dense" and traced.reads is None and traced.key not in self.graphs
 
     def graph(self, traced: TracedRun, learn: bool = True) -> StochasticComputationGraph:
-        """The graph of a run.
+        """Returns the graph of a run.
 
         Args:
             traced: The run, tracked or not.
             learn: Whether the cache may change.
 
         Returns:
-            Its graph; the dense one where nothing is known.
+            The graph of the run; the dense graph if its structure is unknown.
 
         Raises:
-            StructureChangedError: In mode ``"static"``, if the run contradicts what was seen before.
+            StructureChangedError: In mode ``"static"``, if the run contradicts earlier runs.
         """
         if traced.reads is not None:
             return self._tracked(traced, traced.reads, learn)
         graph = self.graphs.get(traced.key)
         if learn:
             self.untracked_steps += 1
-            # A structure that was never tracked: the dense graph is right, and the next run is tracked.
+            # This structure was never tracked. So the run gets the dense graph, and the next run is tracked.
             self.unknown |= graph is None
             self._count(traced, graph is None)
             if graph is None and self.mode != "dense":
@@ -172,7 +174,7 @@ class StructureCache:
                 _warn_of_rows(traced, reads)
             self.crosses |= traced.crosses
         if self.mode == "dynamic" or (self.mode == "auto" and (self.escapes or traced.escaped)):
-            # What other runs with the same key did is not merged in: the key may follow from sampled values.
+            # Reads of other runs with the same key are not merged in: the key may depend on sampled values.
             return build_graph(traced, reads)
         if learn:
             self._learn_programs(traced)
@@ -207,13 +209,13 @@ class StructureCache:
         return self.graphs[traced.key]
 
     def _count(self, traced: TracedRun, is_new: bool) -> None:
-        """Counts the runs since one of new structure, and keeps those that were used last."""
+        """Counts the runs since the last new structure, and marks the key as used last."""
         self.calm = 0 if is_new else self.calm + 1
         if traced.key in self.reads:
             self.reads.move_to_end(traced.key)
 
     def _learn_programs(self, traced: TracedRun) -> None:
-        """Keeps what extra runs have to know."""
+        """Stores the facts that extra runs need."""
         if traced.handed:
             self.handed[traced.key] = self.handed_of([traced])
         if traced.has_buffers:
@@ -222,7 +224,7 @@ class StructureCache:
             self.without_buffers.add(traced.key)
 
     def _learn_patterns(self, traced: TracedRun) -> None:
-        """Keeps the patterns that every run has shown."""
+        """Keeps only the patterns that every run has shown."""
         new = frozenset(traced.patterns.items())
         known = self.patterns.get(traced.key, new)
         lost = sorted({pair for pair, _ in known - new})
@@ -268,7 +270,7 @@ class StructureCache:
             )
 
     def merge(self, traced: TracedRun, graphs: Sequence[StochasticComputationGraph]) -> StochasticComputationGraph:
-        """The union of graphs of runs with the key of ``traced``."""
+        """Returns the union of the graphs of runs that have the key of ``traced``."""
         first, sites = graphs[0], tuple(traced.run.sites)
         reads = {cost_of_guide(n.name): _either(g.bits_of(g.node(n.name).parents) for g in graphs) for n in first.nodes}
         reads |= {cost.name: _either(g.bits_of(g.cost(cost.name).parents) for g in graphs) for cost in first.costs}
@@ -280,7 +282,7 @@ class StructureCache:
 
 
 def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> None:
-    """Says that rows of a plate meet, although the plate declares them independent."""
+    """Warns that rows of a plate meet, although the plate declares them independent."""
     cost, plates = next(iter(traced.met.items()))
     inside = [n for n in sorted(reads[cost]) if any(plate.name in plates for plate in traced.plates[n])]
     warnings.warn(
@@ -295,5 +297,5 @@ def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Non
 
 
 def _either(sets: Iterable[int]) -> int:
-    """The union of sets of bits."""
+    """Returns the union of sets of bits."""
     return functools.reduce(operator.or_, sets, 0)

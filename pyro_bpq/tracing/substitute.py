@@ -15,12 +15,12 @@ __all__ = ["Substitute", "relaxed_log_prob"]
 
 
 class Substitute(Messenger):
-    """Sets the values of latent sites; whatever is not named is drawn as usual.
+    """Sets the values of named latent sites; all other sites are drawn as usual.
 
     Args:
         values: Value of each site, by name; also the indices of subsampled plates.
-        relaxed: Sites whose values may lie between those of their support: ``log q`` and ``log p`` of a one-hot
-            one are then linear in the value. torch rounds to the nearest vertex, which has jumps and no slope.
+        relaxed: Sites whose values may lie between the values of their support. ``log q`` and ``log p`` of a one-hot
+            site are then linear in the value. torch instead rounds to the nearest vertex: jumps and no slope.
     """
 
     def __init__(self, values: Mapping[str, Any], relaxed: frozenset[str] = frozenset()) -> None:
@@ -39,13 +39,13 @@ class Substitute(Messenger):
 
 
 def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
-    """Log-probability at a value that may lie between those of the support, as :class:`Substitute` has it."""
+    """Log-probability at a value that may lie between support values, as in :class:`Substitute`."""
     found: Tensor = _unchecked(_linear(fn)).log_prob(value)
     return found
 
 
 def _unchecked(fn: Any) -> Any:
-    """The distribution without checks of values."""
+    """Returns a copy of the distribution that does not check values."""
     fn = copy.copy(fn)
     fn._validate_args = False
     if hasattr(fn, "base_dist"):
@@ -55,12 +55,12 @@ def _unchecked(fn: Any) -> Any:
 
 class _LinearOneHot(OneHotCategorical):
     def log_prob(self, value: Tensor) -> Tensor:
-        # Values that cannot occur: keep 0 * -inf from becoming NaN.
+        # A value of probability zero has a logit of -inf; the clamp keeps 0 * -inf from becoming NaN.
         return (value * self.logits.clamp(min=max(-1e6, torch.finfo(self.logits.dtype).min))).sum(-1)
 
 
 def _linear(fn: Any) -> Any:
-    """The distribution, with a one-hot one underneath made linear in the value."""
+    """Returns the distribution, with a one-hot base distribution made linear in the value."""
     if isinstance(fn, torch.distributions.OneHotCategorical):
         return _LinearOneHot(logits=fn.logits, validate_args=False)
     if hasattr(fn, "base_dist"):

@@ -1,4 +1,4 @@
-r"""Runs Pyro programs and splits what they did into structure (a graph) and tensors (a run)."""
+r"""Runs Pyro programs and splits the result into structure (a graph) and tensors (a run)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cost_of_model(site: str) -> str:
 
 
 def cost_of_site(site: Any, is_guide: bool) -> str:
-    """Name of the cost of a traced site: ``log q``, ``-log p``, or that of a cost statement."""
+    """Name of the cost of a traced site: ``log q(...)``, ``-log p(...)`` or ``cost(...)``."""
     if cost_options(site) is not None:
         return f"cost({site['name']})"
     return cost_of_guide(site["name"]) if is_guide else cost_of_model(site["name"])
@@ -63,35 +63,35 @@ def cost_of_site(site: Any, is_guide: bool) -> str:
 
 @dataclass(frozen=True)
 class TracedRun:
-    """What one run of guide and model did.
+    """The record of one run of guide and model.
 
     Args:
-        key: What can be seen of its structure without tracking; equal keys mean the same sites, plates,
-            kinds of distributions and options in the same order.
-        run: Its tensors.
-        reads: What every latent site and cost reads: latent sites, by name; ``None`` if not tracked.
+        key: The part of the structure that is visible without tracking. Equal keys mean the same sites, plates,
+            kinds of distributions and options, in the same order.
+        run: The tensors of the run.
+        reads: Names of the latent sites that each cost reads, by name of the cost; ``None`` if not tracked.
         escaped: Whether a sampled value left torch.
-        crosses: Whether one of them was sampled in a plate, so that its rows may have met.
+        crosses: Whether rows of a plate may have met: a value sampled in a plate left torch, or rows were seen to meet.
         plate_sizes: Size of each vectorised plate.
-        infos: What is known of every latent site.
-        options: Options of every latent site.
+        infos: The :class:`SiteInfo` of each latent site.
+        options: Options of each latent site.
         model_trace: The model's trace, for a replay.
         guide_trace: The guide's trace.
         subsamples: Indices that subsampled plates drew, by name of the plate.
-        rng: State of the global generator before and after the run of the model.
+        rng: States of the global generator before and after the run of the model.
         batch_ndim: Largest number of batch dimensions of any site.
-        untraced: Latent sites of the guide that Pyro leaves out of its traces: ``log q`` is no cost.
+        untraced: Latent sites of the guide that Pyro leaves out of its traces. Their ``log q`` is not a cost.
         escaped_sites: The sites whose values left torch.
         enumerated: Sites that hold all their values at once.
-        leaked: Those whose values left torch.
-        elimination: How they were summed out of the costs, see :mod:`pyro_bpq.reruns.elimination`.
-        user_costs: What every cost statement says of itself, by name of the cost.
-        only_costs: Whether cost statements are all that counts.
-        patterns: By site and cost, which component of the site each element of the cost reads; tracked runs only.
-        handed: Costs of the model that read values of the guide itself, not only what was replayed; tracked runs only.
-        has_buffers: Whether it may have called modules with buffers; known of tracked runs.
+        leaked: Enumerated sites whose values left torch.
+        elimination: How enumerated sites were summed out of the costs, see :mod:`pyro_bpq.reruns.elimination`.
+        user_costs: Options of each cost statement, by name of the cost.
+        only_costs: Whether only cost statements count.
+        patterns: By (site, cost), the component of the site that each element of the cost reads; tracked runs only.
+        handed: Costs of the model that read the guide's own values, not only replayed values; tracked runs only.
+        has_buffers: Whether the run may have called modules with buffers; ``True`` if the run was not tracked.
         of_guide: Costs that are log-probabilities of the guide.
-        met: Costs in whose plates rows meet, with these plates by name, as far as a tracked run has looked.
+        met: Costs in whose plates rows meet, with the names of these plates. Only some tracked runs look for them.
     """
 
     key: tuple[Any, ...]
@@ -122,7 +122,7 @@ class TracedRun:
 
     @cached_property
     def plates(self) -> dict[str, tuple[Plate, ...]]:
-        """Plates of every site; those of its draw where guide and model have it."""
+        """Plates of each site. If guide and model both have the site, they are its plates in the guide."""
         return {entry[0]: entry[1] for entry in reversed(self.key)}
 
     @property
@@ -153,26 +153,26 @@ def trace_run(
     Args:
         model: The model.
         guide: The guide.
-        args: Their arguments.
-        kwargs: Their keyword arguments.
+        args: Arguments of both.
+        kwargs: Keyword arguments of both.
         max_plate_nesting: Bound on the number of nested plates, for Pyro's shape checks.
-        choose: Gives the estimator of a site.
+        choose: Returns the estimator of a site.
         num_particles: Number of particles in all runs of the step.
-        track: Whether to track which values depend on which.
-        attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
+        track: Whether to track which values depend on which sites.
+        attach: Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
         noise: Makes the generator that such estimators draw from.
-        only_costs: Whether cost statements are all that counts; the guide is then the whole program.
-        step: Number of steps taken, for those with a schedule.
-        components: Whether to track which components of a site a cost reads, too.
-        sloped: Sites of whose costs slopes are wanted: their records have leaves that the costs lead back to.
-        rows: Whether to look whether rows of a plate meet inside of it.
+        only_costs: Whether only cost statements count; the guide is then the whole program.
+        step: Number of steps taken, for estimators with a schedule.
+        components: Whether to also track which components of a site a cost reads.
+        sloped: Sites that need the slope of the costs in their value. Their records have autograd leaves of the costs.
+        rows: Whether to look for rows of a plate that meet.
 
     Returns:
         The traced run.
 
     Raises:
         SiteNotFoundError: If the model has a latent site that the guide lacks.
-        PlateError: If shapes do not fit plates, or those of guide and model differ.
+        PlateError: If shapes do not fit plates, or if shapes of guide and model differ.
     """
     tracker = DependencyTracker() if track else None
     elements = None
@@ -199,11 +199,11 @@ def trace_run(
         if tracker is not None:
             found = _reads(tracker, guide_sites, watch, heard, True)
             of_model = _reads(tracker, samples(model_trace), watch, heard, False)
-            # The lowest bit is no site's: it says that a value is one of the guide's own.
+            # The lowest bit is not a site: it marks the guide's own values.
             reads = Reads(
                 tuple(tracker.ledger.bits)[1:], {cost: bits >> 1 for cost, bits in (found | of_model).items()}
             )
-            # A GuideMessenger runs guide and model as one: nothing is handed over.
+            # A GuideMessenger runs guide and model as one program: the guide hands nothing over.
             handed = frozenset(cost for cost, bits in of_model.items() if bits & watch.handed and watch.has_model)
             handed |= _weighted_by_itself(tracker, samples(model_trace))
         patterns, met = {}, dict[str, tuple[str, ...]]()
@@ -239,30 +239,30 @@ def trace_particles(
     attach: Attach | None = None,
     is_checked: bool = True,
 ) -> list[TracedRun]:
-    """Runs guide and model once for all particles, in a dimension that they do not see; nothing is tracked.
+    """Runs guide and model once for all particles, untracked, in a dimension that they do not see.
 
     Args:
         model: The model.
         guide: The guide.
-        args: Their arguments.
-        kwargs: Their keyword arguments.
+        args: Arguments of both.
+        kwargs: Keyword arguments of both.
         max_plate_nesting: Bound on the number of nested plates, for Pyro's shape checks.
-        choose: Gives the estimator of a site.
+        choose: Returns the estimator of a site.
         num_particles: Number of particles.
-        attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
-        is_checked: Whether to look whether the programs keep tensors of the run.
+        attach: Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
+        is_checked: Whether to check that the programs keep no tensor of the run.
 
     Returns:
         A run for each particle.
 
     Raises:
-        RuntimeError: If the programs cannot run that way.
+        RuntimeError: If the programs cannot run in a hidden dimension.
     """
     start = torch.get_rng_state()
 
     def run() -> tuple[Trace, Trace, Mapping[str, Any]]:
         watch = Watch(None, choose, num_particles, attach, torch.Generator)
-        # Validation reads values; a run on its own has passed it.
+        # Validation reads values, which vmap forbids. An earlier run of one particle has passed validation.
         with watch, pyro.validation_enabled(False):
             model_trace, guide_trace, _ = importance_traces(model, watch.guide(guide), args, kwargs, max_plate_nesting)
         if watch.untraced or watch.enumerated or watch.attached:
@@ -285,7 +285,7 @@ def trace_particles(
 def _scored(
     guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any], user: bool = False
 ) -> list[tuple[str, Any]]:
-    """The sites whose log-probabilities are costs, by name of the cost; those of a user's own only if asked for."""
+    """Lists the sites whose log-probabilities are costs, by cost name; cost statements only if ``user``."""
     found = [(site, True) for site in guide_sites.values()] + [(site, False) for site in model_sites.values()]
     return [
         (cost_of_site(site, is_guide), site)
@@ -297,10 +297,10 @@ def _scored(
 def _reads(
     tracker: DependencyTracker, sites: Mapping[str, Any], watch: Watch, heard: Heard, is_guide: bool
 ) -> dict[str, int]:
-    """What the cost of each site of a trace reads, as bits; of a guide's latent also what its draw was made from."""
+    """The sources that each site's cost reads, as bits; for a guide site, also the sources of its draw."""
     reads = {}
     for name, site in sites.items():
-        # A GuideMessenger runs guide and model as one.
+        # A GuideMessenger runs guide and model as one program: a model site may be noted as the guide's.
         before = watch.escaped.get((is_guide, name), watch.escaped.get((True, name), 0))
         scored = site["score_parts"].score_function if _is_untraced(site) else site["log_prob"]
         found = tracker.mask_of(scored) | before | _heard_by(heard, is_guide, name)
@@ -311,12 +311,12 @@ def _reads(
 
 
 def _heard_by(heard: Heard, is_guide: bool, name: str) -> int:
-    """What may have steered the log-probability of a site in Python."""
+    """The sources that may have steered the log-probability of a site in Python, as bits."""
     return heard.get((is_guide, name), 0)
 
 
 def _weighted_by_itself(tracker: DependencyTracker, sites: Mapping[str, Any]) -> frozenset[str]:
-    """The costs of the model's sites whose scale or mask reads their own value: that is not known at other values."""
+    """Costs of model sites whose scale or mask reads the site's own value: unknown at other values."""
     bits = tracker.ledger.bits
     return frozenset(
         cost_of_site(site, False)
@@ -400,7 +400,7 @@ def _record(
 
 
 def _only_costs(traced: TracedRun) -> TracedRun:
-    """The run with its cost statements as all that counts."""
+    """Returns the run with its cost statements as the only costs."""
     for name, site in samples(traced.guide_trace).items():
         if site["is_observed"] and cost_options(site) is None:
             raise UnsupportedProgramError(
@@ -417,10 +417,10 @@ def _is_untraced(site: Any) -> bool:
 
 
 def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """The costs through which pathwise gradients flow, and the loss."""
+    """Returns the sum of the costs through which pathwise gradients flow, and the loss."""
     guide_sum = _sum([site["log_prob_sum"].detach() for site in guide_sites.values()])
     model_sum = _sum([site["log_prob_sum"] for site in model_sites.values()])
-    # A factor of the guide is a cost; of the other sites only what has a gradient in expectation.
+    # A factor of the guide counts whole. Other sites of the guide count only the part with a gradient in expectation.
     terms = [
         site["log_prob"] if site["is_observed"] else entropy_term(site["score_parts"].entropy_term, site)
         for site in guide_sites.values()
@@ -430,7 +430,7 @@ def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tup
 
 
 def entropy_term(term: Any, site: Any) -> Any:
-    """What of the cost of a guide's latent has a gradient in expectation: the scale too, which Pyro leaves out."""
+    """The part of a guide site's cost with an expected gradient, also through its scale (unlike in Pyro)."""
     scale = site["scale"]
     if is_identically_zero(term) and isinstance(scale, Tensor) and scale.requires_grad:
         return scale_and_mask(site["unscaled_log_prob"].detach(), scale, site["mask"])
@@ -444,13 +444,13 @@ def _sum(terms: list[Tensor]) -> Tensor:
 
 
 def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:
-    """The vectorised plates of a site but for that of the particles."""
+    """Returns the vectorised plates of a site, without the plate of the particles."""
     plates = []
     for frame in site["cond_indep_stack"]:
         if frame.vectorized and frame.name != PARTICLES:
             plate, size = Plate(frame.name, frame.dim), frame.size
             if size < 0:
-                # pyro.plate("rows") without a size broadcasts nothing: a site is in it as far as its shape says so.
+                # pyro.plate("rows") without a size broadcasts nothing. The shape of a site shows whether it is inside.
                 shape = site["log_prob"].shape
                 size = shape[frame.dim] if -frame.dim <= len(shape) else 1
                 if size == 1:
@@ -463,7 +463,7 @@ def _plates(site: Any, sizes: dict[Plate, int]) -> tuple[Plate, ...]:
 def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRecord:
     score, fn = site["score_parts"].score_function, site["fn"]
     while isinstance(fn, MaskedDistribution) and fn._mask is False:
-        # It is drawn all the same; Pyro has no score for it.
+        # The site is drawn although its mask is False, but Pyro gives no score for it.
         fn = fn.base_dist
         score = fn.score_parts(site["value"]).score_function
     baseline = None
@@ -484,7 +484,7 @@ def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRe
 
 
 def _mask(site: Any) -> Tensor | bool | None:
-    """The mask of a site, that of its distribution included."""
+    """Returns the mask of a site, combined with the mask of its distribution."""
     fn, mask = site["fn"], site["mask"]
     while isinstance(fn, MaskedDistribution):
         mask, fn = fn._mask if mask is None else torch.as_tensor(mask) & torch.as_tensor(fn._mask), fn.base_dist

@@ -1,4 +1,4 @@
-r"""Watches a run of guide and model: what leaves torch, what is drawn, and which values carry gradients."""
+r"""Watches a run of guide and model: values that leave torch, draws, and values that carry gradients."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from pyro_bpq.tracing.provenance import DependencyTracker
 
 __all__ = ["HANDED", "PARTICLES", "Attach", "Choose", "Watch", "is_enumerated", "samples", "site_info"]
 
-# Chooses the estimator of a site.
+# Returns the estimator of a site.
 Choose = Callable[[SiteInfo, SiteOptions], Estimator]
 
-# Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
+# Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
 Attach = Callable[[Mapping[str, Any]], Any]
 
 
@@ -37,23 +37,23 @@ Attach = Callable[[Mapping[str, Any]], Any]
 PARTICLES = "num_particles_vectorized"
 
 HANDED = "what the guide hands over"
-"""Source of what comes from the guide's own values, not from those that the model replays."""
+"""Name of the source that marks the guide's own values, as opposed to values that the model replays."""
 
 
 class Watch(Messenger):
-    """Notes at every sample statement what has left torch so far; hands out tracked values.
+    """Records which values have left torch at each sample statement, and gives programs tracked values.
 
-    It must be the outermost handler, so that the traces record the values that it hands out.
+    It must be the outermost handler, so that the traces record the tracked values.
 
     Args:
         tracker: The tracker, or ``None``.
-        choose: Gives the estimator of a site.
+        choose: Returns the estimator of a site.
         particles: Number of particles of the step.
-        attach: Gives the estimator of a site, from its ``infer``, if it attaches a gradient to the site's value.
+        attach: Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
         noise: Makes the generator that such estimators draw from.
-        step: Number of steps taken, for those with a schedule.
+        step: Number of steps taken, for estimators with a schedule.
         elements: Follows the components of sites, or ``None``.
-        sloped: Sites of whose costs slopes are wanted: their values are leaves that the costs lead back to.
+        sloped: Sites that need the slope of the costs in their value. The value becomes an autograd leaf of the costs.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class Watch(Messenger):
         self.enumerated: set[str] = set()
         self.calls = None if tracker is None else ContainedCalls(tracker)
         self.has_model = False
-        # The first source of all, so that it is the lowest bit.
+        # This source is registered first, so that it has the lowest bit.
         self.handed = 0 if tracker is None else tracker.ledger.bits.setdefault(HANDED, 1)
 
     def __repr__(self) -> str:
         return f"Watch({self.particles} particles, tracked={self.tracker is not None})"
 
     def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
-        """The guide, whose draws become sources."""
-        # A partial of this form is what Pyro looks through when it tells whether a guide is a GuideMessenger.
+        """Wraps the guide, so that its draws become sources."""
+        # Pyro unwraps a partial of this form when it checks whether a guide is a GuideMessenger.
         return functools.partial(_run_guide, self, guide)
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -101,7 +101,7 @@ class Watch(Messenger):
             ledger = self.tracker.ledger
             self.escaped[self.is_guide, msg["name"]] = ledger.escaped
             if self.is_guide:
-                # From here to the end of the statement, the draw itself included.
+                # Reads count from here to the end of the statement, the draw included.
                 ledger.heard = 0
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
@@ -115,7 +115,7 @@ class Watch(Messenger):
         self._note(msg)
         if self.tracker is not None and self.is_guide:
             ledger, name = self.tracker.ledger, msg["name"]
-            # A statement within a statement ends the listening of both.
+            # The end of a nested statement ends the listening of both statements.
             found = ledger.escaped if ledger.heard is None else ledger.heard
             self.heard[name], ledger.heard = self.heard.get(name, 0) | found, None
 
@@ -156,7 +156,7 @@ class Watch(Messenger):
         return self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])).is_pathwise
 
     def _replay(self, msg: Any) -> None:
-        """Gives the model a value of its own, to tell it from what the guide has made of the site and handed over."""
+        """Gives the model its own copy of a value, to tell it apart from values that the guide handed over."""
         value = msg["value"]
         if self.tracker is None or msg["is_observed"] or not isinstance(value, Tensor) or is_enumerated(msg):
             return
@@ -168,22 +168,23 @@ class Watch(Messenger):
             self.calls.open()
 
     def _pyro_post_bpq_cost(self, msg: Any) -> None:
-        # A cost that is to be evaluated row by row must not look at values: there they are those of all rows.
+        # A cost with exact=True may be evaluated for many rows at once. It must not read values in Python: a read
+        # would see the values of all rows.
         if self.calls is not None and not msg["infer"]["exact"]:
             value = msg["value"]
             self.calls.close(msg["args"][2], msg["args"][3:], value.value if isinstance(value, Given) else value)
 
     def _enumerate(self, msg: Any) -> None:
-        """Follows the values of an enumerated site, to tell where they must not go."""
+        """Makes the values of an enumerated site a source, to detect if they leave torch."""
         if self.tracker is not None and msg["name"] not in self.enumerated:
             msg["value"] = self.tracker.source(msg["name"], msg["value"])
         self.enumerated.add(msg["name"])
 
     def _attach(self, msg: Any) -> None:
-        """Lets the value of a site carry a gradient, where its estimator does so."""
+        """Attaches a gradient to the value of a site, if the estimator of the site does so."""
         estimator = None if self.attach is None else self.attach(msg["infer"])
         if msg["name"] in self.given:
-            # Set from outside: it does not follow the parameters.
+            # The value was set from outside: it does not depend on the parameters.
             return
         if estimator is None or (getattr(msg["fn"], "has_rsample", False) and not estimator.corrects):
             return
@@ -195,15 +196,15 @@ class Watch(Messenger):
             self.attached[msg["name"]] = estimator
 
     def _lead_back(self, msg: Any) -> None:
-        """Lets costs lead back to the value of a site; it stays what it is."""
+        """Makes the value of a site a leaf, so that costs have a gradient in it; the value does not change."""
         value = msg["value"]
         if torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad:
             self.leaves[msg["name"]] = leaf = value.detach().requires_grad_()
-            # A program may change it in place, which no leaf allows.
+            # A program may change the value in place, which autograd forbids for a leaf.
             msg["value"] = leaf.clone()
 
     def _keep(self, msg: Any, score: Tensor) -> None:
-        """Notes a site that Pyro leaves out of its traces, but on whose value later costs depend."""
+        """Records a site that Pyro leaves out of its traces, although later costs depend on its value."""
         name, zero = msg["name"], torch.zeros_like(score)
         if name in self.untraced:
             raise UnsupportedProgramError(
@@ -213,7 +214,7 @@ class Watch(Messenger):
         self.untraced[name] = {**msg, "log_prob": zero, "log_prob_sum": zero.sum(), "score_parts": parts}
 
     def guide_sites(self, trace: Any) -> dict[str, Any]:
-        """The sites of the guide's trace, and those that Pyro left out of it, in the order of their draws."""
+        """Returns the sites of the guide's trace and the sites that Pyro left out, in the order of draws."""
         sites = samples(trace)
         for name in self.attached.keys() & sites.keys():
             site, estimator = sites[name], self.attached[name]
@@ -228,7 +229,7 @@ class Watch(Messenger):
 
 
 def _score_of_untraced(msg: Any) -> Tensor | None:
-    """``log q`` of a site that Pyro leaves out of its traces; ``None`` where its value carries all gradients."""
+    """``log q`` of a site that Pyro leaves out of its traces; ``None`` if its value carries all gradients."""
     if not torch.is_grad_enabled() or not isinstance(msg["value"], Tensor):
         return None
     score: Any = msg["fn"].score_parts(msg["value"]).score_function
@@ -254,7 +255,7 @@ def _without_rsample(fn: Any) -> Any:
 
 
 def is_enumerated(site: Any) -> bool:
-    """Whether a site takes all of its values at once."""
+    """Whether a site is enumerated: it takes all of its values at once."""
     return site["infer"].get("_enumerate_dim") is not None
 
 
@@ -264,11 +265,11 @@ def samples(trace: Any) -> dict[str, Any]:
 
 
 def site_info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
-    """What is known of a site before any tensor.
+    """Collects the facts about a site that need no tensors.
 
     Args:
         site: The site of a trace, or its message.
-        plates: Its vectorised plates.
+        plates: Vectorised plates of the site.
         particles: Number of particles.
     """
     fn = site["fn"]
