@@ -229,7 +229,8 @@ class Layout:
         network: Its Backprop-Q network.
         specs: Spec of every stochastic node.
         tabled: For each site, the immediate costs that are known at every value of the site.
-        window: Number of most recent scope members per class that a critic sees as separate features.
+        window: Number of most recent scope members per class that a critic sees as separate features; it sees the rest
+            as one sum. Critics that look up joint states see all members.
         cuts_plates: Whether a row of a plate at one site can only affect the same row at other sites in the plate.
             This is never assumed for a site or cost that is reached through a node outside of the plate.
         is_steered: Whether sampled values may steer the program. The values sampled before a site must then determine
@@ -403,9 +404,26 @@ class Layout:
         others = self._others(node)
         members = sorted((others & mask & -(others & mask), c) for c, mask in enumerate(self._masks) if others & mask)
         # A shared critic sees windows of the same size at all its sites.
-        full = self.window + 1
+        full = self._window(node.site) + 1
         counts = [min((others & self._masks[c]).bit_count(), full) for _, c in members]
         return tuple((c, full if is_shared else count) for (_, c), count in zip(members, counts, strict=True))
+
+    def _window(self, site: str) -> int:
+        """The largest number of members of a class that the site's critic sees as separate features."""
+        critic, is_shared = self.specs[site].critic, self.specs[site].share is not None
+        # A shared critic needs inputs of one size, however long the scope is.
+        sees_all = critic is not None and critic.uses_cells and not (is_shared and self.is_steered)
+        return max(len(self.graph.nodes), 1) if sees_all else self.window
+
+    def members(self, node: QNode) -> tuple[tuple[str, ...], int]:
+        """The scope members that a Q-node's critic sees as separate features, and how many more it sees as a sum."""
+        others, window, seen, summed = self._others(node), self._window(node.site), [], 0
+        for mask in self._masks:
+            found = others & mask
+            seen += highest(found, window)
+            # Those beyond the window are seen in a sum, over all members of the class.
+            summed += max(found.bit_count() - window, 0)
+        return tuple(self.graph.nodes[i].name for i in sorted(seen)), summed
 
     def _others(self, node: QNode) -> int:
         """The scope of a Q-node without the Q-node's site, as bits."""
@@ -426,7 +444,7 @@ class Layout:
         return self._sums[key]
 
     def _context_plans(self, nodes: Sequence[QNode]) -> tuple[ContextPlan, ...]:
-        scopes = [self._others(node) for node in nodes]
+        scopes, size = [self._others(node) for node in nodes], self._window(nodes[0].site)
         is_full = self.is_steered and self.specs[nodes[0].site].share is not None
         plans = []
         for c, (mask, positions) in enumerate(zip(self._masks, self._positions, strict=True)):
@@ -434,8 +452,8 @@ class Layout:
             if not any(found):
                 continue
             place = {position: i for i, position in enumerate(positions)}
-            longest = self.window + 1 if is_full else max(members.bit_count() for members in found)
-            window = np.full((len(nodes), min(self.window, longest)), len(positions))
+            longest = size + 1 if is_full else max(members.bit_count() for members in found)
+            window = np.full((len(nodes), min(size, longest)), len(positions))
             for q, members in enumerate(found):
                 latest = [place[i] for i in highest(members, window.shape[1])]
                 window[q, : len(latest)] = latest

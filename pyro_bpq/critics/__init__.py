@@ -1,7 +1,7 @@
-"""Critic modules, where their rows of weights live, and how they are trained.
+"""Critic modules, the bank that holds their rows of weights, and their training.
 
-Optimiser, slow copies, replay buffer. Imports ``graph``, ``rollout`` and ``targets``. Read ``nets.py`` first, then
-``bank.py``.
+Training comprises the optimiser, the slow copies and the replay buffer. Imports ``graph``, ``rollout`` and
+``targets``. Read ``nets.py`` first, then ``bank.py``.
 """
 
 __all__: tuple[str, ...] = ()

@@ -1,9 +1,9 @@
-r"""The one module that holds state: critics, running statistics and scales, one row per site.
+r"""The only module that holds state: critics, running statistics and scales, one row per site.
 
-Rows of like-shaped sites live together in a *block*: a module whose tensors have a leading axis of
-sites. Blocks are made when a site is first seen and never resized, so that an optimiser that holds their
-parameters keeps them. Rows that were loaded before their block exists wait in the bank. Blocks that no step has used
-for long are forgotten, see :class:`CriticBank`.
+Rows of like-shaped sites are stored together in a *block*: a module whose tensors have a leading axis of
+sites. The bank makes a block when it first sees a site, and never resizes it. So an optimiser that holds a block's
+parameters stays valid. Loaded rows wait in the bank until their block exists. The bank forgets blocks that no step has
+used for a long time, see :class:`CriticBank`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch import Tensor, nn
 
 __all__ = ["MAX_IDLE", "Block", "CriticBank", "Selection", "Write", "average_writes"]
 
-# Rows that are kept of sites that the last step did not have, and steps' worth of rows that are kept in any case.
+# Number of kept rows of sites that the last step did not use; number of largest steps whose rows are always kept.
 MAX_IDLE, _STEPS = 2048, 8
-# Under which a row that was loaded keeps the name of the block that it comes from.
+# Key under which a loaded row stores the name of the block that it comes from.
 _HOME = ""
-# Size of a number in a block.
+# Smallest size in bytes of a number in a block.
 _LEAST_BYTES = 4
 
-# (block, tensor, rows or None for all of them, new value): a change that is applied after the step.
+# (block, tensor, rows or None for all rows, new value): a change that is applied after the step.
 Write = tuple[str, str, "Tensor | None", Tensor]
 
 
 class Block(nn.Module):
     """Rows of like-shaped sites.
 
-    A block has a type of its own: ``double()`` and ``float()`` convert it, ``half()`` and ``bfloat16()`` do not, since
-    running squares, counts and step sizes need 32 bits.
+    A block keeps at least 32 bits: ``double()`` and ``float()`` convert it, ``half()`` and ``bfloat16()`` do not.
+    Running squares, counts and step sizes need 32 bits.
 
     Args:
-        kind: What the rows are and which shape they have.
+        kind: Kind and shape of the rows.
         keys: Key of each row.
         critic: The critics, a module whose parameters have a leading site axis, or ``None``.
         buffers: Running statistics with a leading site axis.
@@ -73,7 +73,7 @@ class Block(nn.Module):
                 module.register_buffer(name, parameter.detach().requires_grad_())
 
     def keep_slow(self) -> None:
-        """Keeps a copy of the critics that does not train, to be tracked from outside."""
+        """Makes a copy of the critics that is not trained; the caller moves it towards the critics."""
         if self.critic is not None:
             self.slow = copy.deepcopy(self.critic)
             for tensor in (*self.slow.parameters(), *self.slow.buffers()):
@@ -95,7 +95,7 @@ class Block(nn.Module):
 
         super()._apply(convert, recurse)  # type: ignore[no-untyped-call]
         for module, name in hidden:
-            # A converted buffer is no leaf any more.
+            # A converted buffer is no longer a leaf of autograd.
             module._buffers[name] = getattr(module, name).detach().requires_grad_()
         return self
 
@@ -110,8 +110,8 @@ class Selection:
     """Rows of a bank in a given order, possibly from several blocks.
 
     Args:
-        parts: For each block its name, the module, rows of it and positions in the order that they fill;
-            ``None`` stands for all of them in order.
+        parts: For each block its name, the module, the rows, and the positions of these rows in the order;
+            ``None`` stands for all rows or positions in order.
         repeats: Whether a row occurs more than once (a shared critic).
     """
 
@@ -119,8 +119,8 @@ class Selection:
     repeats: bool = False
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The buffer ``name`` of the selected rows, with a leading site axis; in its own type if none is given."""
-        # A copy: a later commit writes in place, and autograd may hold what was read.
+        """The buffer ``name`` of the selected rows, with a leading site axis; ``dtype=None`` keeps its type."""
+        # It must be a copy: a later commit writes in place, and autograd may hold the returned tensor.
         return self.gather(lambda block, rows, at: _rows(getattr(block, name), rows).to(dtype, copy=True))
 
     def gather(self, evaluate: Callable[[Block, Tensor | None, Tensor | None], Tensor]) -> Tensor:
@@ -132,7 +132,10 @@ class Selection:
         return torch.cat(results)[torch.argsort(order)]
 
     def write(self, name: str, value: Tensor) -> list[Write]:
-        """The writes that set the buffer ``name`` of the selected rows to ``value``; repeated rows to its mean."""
+        """The writes that set the buffer ``name`` of the selected rows to ``value``.
+
+        A row that occurs more than once is set to the mean of its values.
+        """
         writes = [(key, name, rows, _rows(value, at).detach()) for key, _, rows, at in self.parts]
         return average_writes(writes) if self.repeats else writes
 
@@ -140,46 +143,47 @@ class Selection:
 class CriticBank(nn.Module):
     """Critics and running statistics of sites.
 
-    What the last learning step used is always kept. Of other sites the ``max_idle`` rows that were used last are kept,
-    or as many rows as eight of the largest steps have if that is more; older ones are forgotten, block by block. A
-    site that comes again after that starts anew. Rows are counted, not steps: other programs, and evaluations, may take
-    any number of steps in between as long as they bring no new names. A step costs what it uses, whatever else is kept.
+    The bank always keeps the rows that the last learning step used. It also keeps the ``max_idle`` most recently used
+    rows of other sites, or as many rows as eight of the largest steps have if that is more. It forgets older rows,
+    block by block. A forgotten site that comes again starts anew. The bank counts rows, not steps: other programs and
+    evaluations may take any number of steps in between if they bring no new names. The time of a step depends only on
+    the rows that it uses.
 
     Args:
-        seed: Seed of the generator that critics are initialised from; the global generator is left alone.
+        seed: Seed of the generator that initialises the critics; the global generator is left alone.
         is_own: Whether critics are trained by an optimiser of their own; they are then buffers, in
             ``state_dict()`` but not in ``parameters()``.
         keeps_slow: Whether every block keeps a slow copy of its critics.
-        max_idle: Number of rows that are kept of sites that the last step did not have. A site has a row of running
-            statistics, and one for each of its critics.
+        max_idle: Number of kept rows of sites that the last step did not use. A site has one row of running
+            statistics, and one row for each of its critics.
     """
 
     def __init__(self, seed: int = 0, is_own: bool = True, keeps_slow: bool = False, max_idle: int = MAX_IDLE) -> None:
         super().__init__()
         self.seed, self.is_own, self.keeps_slow, self.max_idle = seed, is_own, keeps_slow, max_idle
         self.blocks = nn.ModuleDict()
-        # Called with the name of a new block, once its rows are loaded and before they are read.
+        # Called with the name of a new block, after its rows are loaded and before they are read.
         self.on_build: Callable[[str], None] | None = None
         self._index: dict[tuple[str, str], tuple[str, int]] = {}
         self._selections: dict[Hashable, Selection] = {}
         self._waiting: dict[str, Any] = {}
-        # Names of blocks with their numbers of rows, the one that was used last at the end.
+        # Names of blocks with their numbers of rows, the most recently used block last.
         self._order: dict[str, int] = {}
-        # Blocks that learning steps have used, and all that were asked for, since the bank was last tidied up.
+        # Since the last call of tidy: blocks that learning steps used, and all blocks that were selected.
         self._used: dict[str, int] = {}
         self._touched: set[str] = set()
         self._most_rows = 0
-        # Blocks that were forgotten, or whose loaded rows were.
+        # Names of blocks that were forgotten, or all of whose loaded rows were forgotten.
         self._gone: list[str] = []
 
     def generator(self, kind: str, keys: Sequence[str]) -> torch.Generator:
-        """A generator for a new block: it depends on the seed and on what the block holds."""
+        """A generator for a new block; it depends on the seed and on the block's kind and keys."""
         return torch.Generator().manual_seed(self.seed * 7919 + int(_block_name(kind, keys)[1:], 16))
 
     def select(
         self, kind: str, keys: tuple[str, ...], make: Callable[[tuple[str, ...]], Block] | None
     ) -> Selection | None:
-        """Rows for ``keys``, building those that are missing.
+        """Selects the rows for ``keys``, and builds missing rows.
 
         Args:
             kind: Kind and shape of the rows.
@@ -203,14 +207,14 @@ class CriticBank(nn.Module):
                 block.keep_slow()
             self._add(block)
         selection = self._find(kind, keys)
-        # Programs of changing structure ask for ever new combinations.
+        # Programs of changing structure select new combinations of keys without end.
         if len(self._selections) >= 256:
             self._selections.clear()
         self._selections[kind, keys] = selection
         return self._noted(selection, make is not None)
 
     def _noted(self, selection: Selection, is_used: bool) -> Selection:
-        """The selection; its blocks count as used by a step that learns, which may build."""
+        """Returns the selection and notes its blocks, as used only if the step learns (``is_used``)."""
         for key, block, *_ in selection.parts:
             self._touched.add(key)
             if is_used:
@@ -221,7 +225,7 @@ class CriticBank(nn.Module):
         """The critics' trainable tensors, by name in ``blocks``.
 
         Args:
-            blocks: Names of blocks, those that are there no more count for nothing; ``None`` for all.
+            blocks: Names of blocks; names of forgotten blocks are ignored. ``None`` for all blocks.
         """
         names = self.blocks if blocks is None else [key for key in blocks if key in self.blocks]
         found: dict[str, Tensor] = {}
@@ -233,12 +237,16 @@ class CriticBank(nn.Module):
 
     @property
     def touched_weights(self) -> dict[str, Tensor]:
-        """Those of the blocks that were asked for since :meth:`tidy`: no others can have a gradient."""
-        # All processes that learn together go through them in one order.
+        """Trainable tensors of the blocks selected since :meth:`tidy`; no other critics can have a gradient."""
+        # Sorted, because all processes that learn together must use the same order.
         return self.weights(sorted(self._touched))
 
     def tidy(self) -> list[str]:
-        """Forgets what was not used for long, between steps; returns the names of blocks that are no more."""
+        """Forgets rows that were not used for a long time; called between steps.
+
+        Returns:
+            The names of the blocks that no longer exist.
+        """
         if self._used:
             for key, rows in self._used.items():
                 self._order.pop(key, None)
@@ -251,7 +259,7 @@ class CriticBank(nn.Module):
         return gone
 
     def _forget(self, rows: int, limit: int) -> None:
-        """Forgets the oldest rows: first those that were loaded and that no step has asked for."""
+        """Forgets the oldest rows; loaded rows that no step has selected go first."""
         surplus = min(max(rows + len(self._waiting) - limit, 0), len(self._waiting))
         self._take(list(self._waiting)[:surplus])
         forgotten = []
@@ -264,10 +272,10 @@ class CriticBank(nn.Module):
         self._gone += forgotten
 
     def _take(self, names: Iterable[str], home: str | None = None) -> dict[str, Any]:
-        """Takes rows that were loaded out of those that wait, for a block or to forget them."""
+        """Removes and returns waiting loaded rows, to put them into a block or to forget them."""
         found = {name: self._waiting[name] for name in names if name in self._waiting}
         if found:
-            # Not in place: a snapshot holds what there was.
+            # Not in place, because a snapshot holds the old dictionary.
             self._waiting = {name: rows for name, rows in self._waiting.items() if name not in found}
             left = {rows.get(_HOME) for rows in self._waiting.values()}
             homes = dict.fromkeys(rows.get(_HOME) for rows in found.values())
@@ -275,7 +283,7 @@ class CriticBank(nn.Module):
         return found
 
     def _drop(self, keys: Sequence[str]) -> None:
-        """Takes blocks out."""
+        """Removes blocks from the bank."""
         for key in keys:
             block = self.blocks[key]
             assert isinstance(block, Block)
@@ -295,7 +303,7 @@ class CriticBank(nn.Module):
 
     @torch.no_grad()
     def commit(self, writes: Sequence[Write]) -> None:
-        """Applies writes collected during a step."""
+        """Applies the writes that were collected during a step; skips blocks that no longer exist."""
         for key, name, rows, value in writes:
             if key not in self.blocks:
                 continue
@@ -306,7 +314,7 @@ class CriticBank(nn.Module):
                 buffer[rows] = value.to(buffer.dtype)
 
     def snapshot(self) -> tuple[Any, ...]:
-        """A mark to which :meth:`restore` takes the bank back."""
+        """Returns a mark of the present state; :meth:`restore` takes the bank back to it."""
         return len(self.blocks), self._waiting, self._gone, dict(self._used)
 
     def restore(self, mark: tuple[Any, ...]) -> list[str]:
@@ -350,17 +358,17 @@ class CriticBank(nn.Module):
         return Selection(tuple(parts), len(set(keys)) < len(keys))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and copy take over: all but the weak references that Pyro's param store hangs on parameters."""
+        """State for pickle and copy, without the weak references that Pyro's param store puts on parameters."""
         for parameter in self.parameters():
-            # As the store does before it is saved; it makes them anew when it hands a parameter out.
+            # The store does the same before it is saved; it makes them again when it returns a parameter.
             parameter.__dict__.pop("unconstrained", None)
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return state
 
-    # Saving and loading: rows find their place by kind and key, whatever block they came from.
+    # Saving and loading: a row's place depends on its kind and key, not on the block that it came from.
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Kind and keys of every block, the one that was used last at the end."""
+        """Kind and keys of every block, the most recently used block last."""
         order = {**self._order, **self._used, **dict.fromkeys(self.blocks)}
         found = {key: self.blocks[key] for key in order}
         blocks = {
@@ -371,7 +379,7 @@ class CriticBank(nn.Module):
         return {"blocks": blocks, "waiting": self._waiting, "most_rows": self._most_rows}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Handled with the tensors in :meth:`_load_from_state_dict`."""
+        """Does nothing: :meth:`_load_from_state_dict` handles the extra state with the tensors."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         extra = state_dict.get(prefix + "_extra_state", {"blocks": {}, "waiting": {}})
@@ -386,7 +394,7 @@ class CriticBank(nn.Module):
         for key, block in self.blocks.items():
             assert isinstance(block, Block)
             self._load_waiting(key, block)
-            # The rows are in place: show them to the ordinary loader as what it expects.
+            # The rows are in place already: the ordinary loader gets the block's own tensors.
             own = block.state_dict(prefix=f"{prefix}blocks.{key}.")
             state_dict.update({name: value.clone() for name, value in own.items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -405,7 +413,7 @@ class CriticBank(nn.Module):
 
 
 def average_writes(writes: Sequence[Write]) -> list[Write]:
-    """One write for each buffer: the mean of those to the same row."""
+    """Merges writes into one write for each buffer; a row gets the mean of the writes to it."""
     found: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = {}
     for key, name, rows, value in writes:
         at = torch.arange(len(value), device=value.device) if rows is None else rows
@@ -425,7 +433,7 @@ def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _block_name(kind: str, keys: Sequence[str]) -> str:
-    """The same in every process, whatever was built before, so that what is saved by block finds it."""
+    """Name of a block; equal in every process, whatever was built before, so that saved states match."""
     return "b" + hashlib.sha256("\n".join((kind, *keys)).encode()).hexdigest()[:12]
 
 

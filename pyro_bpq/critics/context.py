@@ -2,9 +2,9 @@ r"""A critic whose differences between actions depend on the user's context alon
 
     Q(all, x) = V(all) + Σ_d A_d(context)[x_d]
 
-``V`` sees all that a critic sees: the most recent of its scope, the site's distribution, the context. What a value is
-worth compared with another often depends on a few features that the user knows, ``infer={"bpq": {"context": ...}}``,
-and every other input of ``A`` is one more way to fit the noise of the costs.
+``V`` sees all inputs of a critic: the most recent values of its scope, the site's distribution, the context. The
+difference between the costs of two values often depends only on a few features that the user knows,
+``infer={"bpq": {"context": ...}}``. Every other input of ``A`` lets it fit more noise of the costs.
 
 References:
     | Dueling network architectures for deep reinforcement learning (Wang et al., 2016)
@@ -30,8 +30,8 @@ class ContextCritic:
     """Two perceptrons per site; the last layer of both starts at zero.
 
     Args:
-        hidden: Sizes of the hidden layers of ``V``, which sees everything.
-        advantage: Those of ``A``, which sees the site's context only; none for a linear map.
+        hidden: Sizes of the hidden layers of ``V``, which sees all inputs.
+        advantage: Sizes of the hidden layers of ``A``, which sees only the site's context; empty for a linear map.
 
     Raises:
         OptionError: If a layer size is not a positive integer.

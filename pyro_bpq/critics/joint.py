@@ -1,14 +1,14 @@
-r"""Critics that read the site's value as a whole, with expectations that are known.
+r"""Joint critics: critics that read the site's value as a whole and whose expectations are known.
 
 A critic of a site with ``D`` components is
 
-    Q(context, x) = V(context) + F(context, x),
+    Q(context, x) = V(context) + F(context, x).
 
-and what estimators need of ``F`` is a residual ``o(x)``, a table ``T[d, k]`` for the all-action term that goes with it,
+Estimators need three things from ``F``: a residual ``o(x)``, a matching table ``T[d, k]`` for the all-action term,
 
     E[o(x) ∇ log q_d(x_d)] = E[Σ_k ∇q_d(k) T[d, k]]    for every d,
 
-and a variate of mean zero that corrects earlier sites. All of them then stay unbiased for any weights.
+and a variate of mean zero that corrects earlier sites. Estimators then stay unbiased for any weights of the critic.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class SiteValue(NamedTuple):
-    """What a joint critic sees of the site itself, detached.
+    """The inputs of a joint critic that belong to the site itself, detached.
 
     Args:
         chosen: Index of the sampled value of each component, ``(G, N, D)``; ``None`` without finite components.
@@ -59,7 +59,7 @@ class JointOutput(NamedTuple):
         value: ``F(x)``, ``(G, N)``, with the critics' gradient.
         mean: ``E[F]``, or another number that does not depend on ``x``, ``(G, N)``, detached.
         own: ``o``, ``(G, N)``, detached.
-        variate: Has mean zero, ``(G, N)``, detached.
+        variate: Control variate of mean zero for earlier sites, ``(G, N)``, detached.
         table: ``T``, ``(G, N, D, K)``, detached.
     """
 
@@ -71,7 +71,7 @@ class JointOutput(NamedTuple):
     table: Tensor
 
     def packed(self) -> Tensor:
-        """All of it in one tensor ``(G, N, 5 + D K)``."""
+        """Packs all fields into one tensor ``(G, N, 5 + D K)``."""
         return torch.cat((torch.stack(self[:5], -1), self.table.flatten(-2)), -1)
 
     @classmethod
@@ -87,8 +87,8 @@ class JointCritic(Protocol):
     """A critic whose module maps ``(context, cells, SiteValue)`` to a packed :class:`JointOutput`.
 
     Attributes:
-        uses_cells: As for any critic.
-        is_finite: Whether it serves sites with finite components, or those without.
+        uses_cells: Whether it reads ``cells``, as for any critic.
+        is_finite: ``True`` if it serves sites with finite components, ``False`` if it serves sites without them.
     """
 
     uses_cells: ClassVar[bool]
@@ -142,7 +142,7 @@ class FirstOrderCritic:
 
         F(x) = f(onehot x),   T = ∇f(p),   E[F] ≈ f(p),   o = Σ_d (T[d, x_d] - Σ_k p_d(k) T[d, k])
 
-    The residual has mean zero by construction; what the expansion misses stays in the cost-to-go. The
+    The residual has mean zero by construction. The error of the expansion stays in the cost-to-go. The
     regression fits ``f`` itself.
 
     Args:
@@ -174,9 +174,9 @@ class FlipCritic:
 
         T[d, k] = F(x with x_d = k),   o = F(x) - f(p),   variate = Σ_d (F(x) - Σ_k p_d(k) T[d, k])
 
-    Given the other components, ``E[F(x) ∇ log q_d] = Σ_k ∇q_d(k) T[d, k]``: unbiased, though ``E[F]`` is out of reach
-    and ``f(p)`` stands for it. A flip changes the first layer by a difference of two rows of its weights, and flips
-    are evaluated some components at a time.
+    Given the other components, ``E[F(x) ∇ log q_d] = Σ_k ∇q_d(k) T[d, k]``. So the estimator is unbiased, although
+    ``E[F]`` cannot be computed and ``f(p)`` replaces it. A flip changes the first layer by a difference of two rows of
+    its weights. Flips are evaluated for some components at a time.
 
     Args:
         hidden: Sizes of the hidden layers, at least one.
@@ -212,7 +212,8 @@ class MomentCritic:
 
         F(x) = Σ_i g_i e_i + ½ h_i (e_i² - 1),   e_i = (x_i - μ_i) / σ_i,   E[F] = 0
 
-    for any distribution with finite mean and variance; ``g`` and ``h`` depend on the context and start at zero.
+    This holds for any distribution with finite mean and variance. ``g`` and ``h`` depend on the context and start at
+    zero.
 
     Args:
         hidden: Sizes of the hidden layers.
@@ -276,7 +277,7 @@ class _Quadratic(nn.Module):
 
 
 class _ValuePerceptron(nn.Module):
-    """``V(context)`` and ``f(context, value)``; a value enters the first layer of ``f`` as rows of its weights."""
+    """``V(context)`` and ``f(context, value)``; a value selects rows of the first layer of ``f``."""
 
     def __init__(
         self, shape: CriticShape, hidden: Sequence[int], generator: torch.Generator, max_elements: int | None
@@ -301,7 +302,7 @@ class _ValuePerceptron(nn.Module):
             self.biases.append(nn.Parameter(torch.zeros(shape.sites, 1, fan_out)))
 
     def tail(self, hidden: Tensor) -> Tensor:
-        """From the first layer's sums ``(G, ..., H)`` to ``f``, ``(G, ...)``."""
+        """Maps the first layer's sums ``(G, ..., H)`` to ``f``, ``(G, ...)``."""
         lead = hidden.shape[:-1]
         flat = hidden.reshape(lead[0], -1, hidden.shape[-1])
         for weight, bias in zip(self.weights, self.biases, strict=True):

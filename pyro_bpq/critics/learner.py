@@ -1,4 +1,4 @@
-r"""The optimiser of the critics."""
+r"""Training options of the critics, and their optimiser."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from pyro_bpq.rollout.distributed import Ranks
 __all__ = ["AveragedAdam", "CriticLearner", "CriticOptimizer"]
 
 
-# Samples in a step from which on the learning rate is not lowered for their noise.
+# Number of samples in a step from which the learning rate is no longer lowered for noise.
 _MANY_ROWS = 100.0
-# Steps at the full learning rate, and the least share of it that is left later.
+# Number of steps at the full learning rate, and the smallest share of it in later steps.
 _FULL_STEPS, _LEAST_SPEED = 30.0, 0.2
 
 
 @dataclass(frozen=True)
 class CriticLearner:
-    """How critics are trained by an optimiser of their own, after the gradients of model and guide.
+    """Options of training critics by an optimiser of their own, after the gradients of model and guide.
 
     Args:
         lr: Learning rate, in units of the spread of a critic's targets. ``None`` takes ``0.1 s`` for
-            :class:`AveragedAdam`, ``s = min(√(rows / 100), max(√(30 / n), 0.2), 1)``, where rows are the samples that a
-            critic has in a step (particles times plate rows), since few samples give noisy gradients, and ``n`` is
-            the number of its steps so far; and 0.01 for another optimiser.
+            :class:`AveragedAdam`, ``s = min(√(rows / 100), max(√(30 / n), 0.2), 1)``. Here ``rows`` is the number of
+            samples of a critic in a step (particles times plate rows), because few samples give noisy gradients, and
+            ``n`` is the number of its steps so far. For another optimiser ``None`` takes 0.01.
         optimizer: Builds the optimiser from parameters and ``lr``; ``None`` for :class:`AveragedAdam`.
         clip: Largest norm of each critic's gradient, or ``None``.
         level_weight: Weight of the level of ``Q`` against its differences within a data point.
         steps: Number of steps of the optimiser on the rollout of each training step.
-        replay: How critics also learn from stored rollouts, or ``None``.
-        slow: How targets track the critics slowly, or ``None`` for targets from the critics as they are.
-        first_order: Weight of the slopes of critics of Bernoulli and OneHotCategorical sites, which then also match the
-            gradient of the costs with respect to the value (:mod:`pyro_bpq.step.first_order`), once for every rollout;
-            one more run of the program per such site. Other sites fit values only.
-        ranks: The processes that train these critics together, where ``torch.distributed`` runs several; ``None`` for
-            critics and running statistics of each process's own.
-        max_idle: Number of critics and running statistics that are kept of sites that the last step did not have, those
-            that were used last; see :class:`~pyro_bpq.critics.bank.CriticBank`. Programs that alternate, or that name
-            sites by data points, need as many as they have sites, times one for each of a site's critics and one for
-            its statistics. Where every step has new names the rest is forgotten.
+        replay: Options of learning from stored rollouts as well, or ``None``.
+        slow: Options of slowly tracking targets, or ``None`` for targets from the current critics.
+        first_order: Weight of the slopes of critics of Bernoulli and OneHotCategorical sites. These critics then also
+            fit the gradient of the costs with respect to the value (:mod:`pyro_bpq.step.first_order`), once for every
+            rollout. That takes one more run of the program per such site. Other sites fit values only.
+        ranks: The processes that train these critics together, if ``torch.distributed`` runs several. With ``None``
+            each process has critics and running statistics of its own.
+        max_idle: Number of critics and running statistics that are kept for sites that the last step did not use, the
+            most recently used first; see :class:`~pyro_bpq.critics.bank.CriticBank`. Programs that alternate, or that
+            name sites by data points, need one for each critic and one for the statistics of each site. If every step
+            has new names, the rest is forgotten.
 
     Raises:
         OptionError: If an option is out of range.
@@ -84,13 +84,13 @@ class CriticLearner:
             raise OptionError(f"CriticLearner(clip={self.clip!r}): write a positive number or None.")
 
     def make(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """An optimiser of some critics."""
+        """Builds an optimiser of the given parameters of critics."""
         if self.optimizer is not None:
             return self.optimizer(parameters, lr=0.01 if self.lr is None else self.lr)
         return AveragedAdam(parameters, lr=0.1 if self.lr is None else self.lr)
 
     def speed(self, block: Block) -> Tensor | None:
-        """Factor of the learning rate of a block of critics, or ``None`` for 1."""
+        """Factor on the learning rate of a block of critics, or ``None`` for 1."""
         if self.lr is not None or self.optimizer is not None:
             return None
         rows, steps = (block.get_buffer(name).max() for name in ("rows", "count"))
@@ -99,11 +99,11 @@ class CriticLearner:
 
 
 class AveragedAdam(torch.optim.Optimizer):
-    r"""Adam whose iterates are averaged while it runs, so that a large step size leaves little noise.
+    r"""Adam with a running average of its iterates, so that a large step size leaves little noise.
 
         z ← z - lr speed g / √v,   x ← x + c (z - x),   y = (1 - mix) z + mix x,   c = max(min(1, 3/n), floor)
 
-    Gradients ``g`` are taken at the parameters ``y``, which also serve as the result.
+    Gradients ``g`` are taken at the parameters ``y``. These are also the result.
 
     Args:
         params: Parameters or groups of them.
@@ -137,7 +137,7 @@ class AveragedAdam(torch.optim.Optimizer):
             closure: Recomputes the loss, as in any optimiser.
 
         Returns:
-            What the closure returns.
+            The return value of the closure, or ``None``.
         """
         loss = None
         if closure is not None:
@@ -211,20 +211,20 @@ class CriticOptimizer:
         weights = list(block.weights().values())
         optimizer = self.optimizers.get(key)
         if optimizer is None or any(a is not b for a, b in zip(_held(optimizer), weights, strict=True)):
-            # New, or its tensors were replaced by a move to another device or dtype.
+            # The block is new, or a move to another device or dtype has replaced its tensors.
             state = self._loaded.get(key) if optimizer is None else optimizer.state_dict()
             optimizer = self.optimizers[key] = self.learner.make(weights)
             if state is not None:
-                # An optimiser takes over the tensors of a state as they are.
+                # A copy, because the optimiser would share the tensors of the state.
                 optimizer.load_state_dict(copy.deepcopy(state))
         return optimizer
 
     def snapshot(self, key: str) -> Any:
-        """A mark to which :meth:`restore` takes the optimiser of a block back."""
+        """Returns a mark of a block's optimiser; :meth:`restore` takes the optimiser back to it."""
         return copy.deepcopy(self.optimizers[key].state_dict()) if key in self.optimizers else None
 
     def restore(self, key: str, mark: Any) -> None:
-        """Undoes the steps after ``mark``, for the optimiser; the weights are the bank's."""
+        """Takes a block's optimiser back to ``mark``; the weights, which the bank holds, do not change."""
         if mark is None:
             self.optimizers.pop(key, None)
         else:
@@ -235,11 +235,11 @@ class CriticOptimizer:
         return {**self._loaded, **{key: opt.state_dict() for key, opt in self.optimizers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the state of every block's optimiser, also of blocks yet to be built."""
+        """Loads the state of every block's optimiser, also for blocks that are not built yet."""
         self.optimizers, self._loaded = {}, copy.deepcopy(dict(state))
 
     def forget(self, keys: Iterable[str], is_final: bool = False) -> None:
-        """Drops the optimisers of blocks that are no more, in the end also what was loaded for them."""
+        """Drops the optimisers of forgotten blocks, and with ``is_final`` also their loaded states."""
         for key in keys:
             self.optimizers.pop(key, None)
             if is_final:
@@ -251,7 +251,7 @@ def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _clip(parameters: list[Tensor], limit: float) -> None:
-    """Clips the norm of each critic's own gradient: the leading axis is the site."""
+    """Clips the gradient norm of each critic separately; the leading axis is the site."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     square = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
     factor = (limit / square.sqrt().clamp(min=1e-12)).clamp(max=1.0)

@@ -147,8 +147,8 @@ class TabularCritic:
         """
         if not 0 < shape.cells <= self.max_cells:
             raise OptionError(
-                f"TabularCritic cannot hold a scope with {shape.cells or 'infinitely many'} joint states "
-                f"(max_cells={self.max_cells}); write critic=MLPCritic() instead."
+                f"TabularCritic cannot hold a scope with {shape.cells or 'more than 2^30 or infinitely many'} joint "
+                f"states (max_cells={self.max_cells}); write critic=MLPCritic() instead."
             )
         return _Table(shape)
 

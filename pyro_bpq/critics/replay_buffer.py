@@ -1,8 +1,8 @@
-r"""Stored rollouts, for critics that learn from them again: storage only, no program is run here.
+r"""Stored rollouts, from which critics learn again; this module only stores, and runs no program.
 
-A rollout is stored as the values of the sites that some update holds, and the programs with their arguments by
-reference: minibatches are not copied. What an update redraws, and from which guide, is decided where
-programs are run.
+A stored rollout holds the values of the sites that some update keeps, and references to the programs and their
+arguments: minibatches are not copied. The code that runs the programs decides which sites an update redraws, and from
+which guide.
 
 References:
     | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for Experience Replay
@@ -31,32 +31,32 @@ _COSTS = ("called", "stored")
 
 @dataclass(frozen=True)
 class Replay:
-    r"""How critics learn from stored rollouts.
+    r"""Options of experience replay: how critics learn from stored rollouts.
 
-    An update of the critic of a site ``X`` holds what ``Q_X`` conditions on at its stored values, gets the rest
-    from the *current* guide, and regresses ``Q_X`` on its target:
+    An update of the critic of a site ``X`` keeps the stored values of the sites that ``Q_X`` conditions on, draws the
+    rest from the *current* guide, and regresses ``Q_X`` on its target:
 
         (x, a) ~ Uniform(buffer),   rest ~ q(· | x, a),   min (target(x, a, rest) - Q_X(x, a))²
 
-    Each rollout of a batch runs guide and model once more (twice where immediate costs are evaluated at all values).
-    With ``costs="called"`` that evaluates the costs again: replay then saves steps, and no evaluations. With
+    Each rollout of a batch runs guide and model once more (twice if immediate costs are evaluated at all values).
+    With ``costs="called"`` these runs evaluate the costs again: replay then saves steps, but no evaluations. With
     ``costs="stored"`` the functions of :func:`~pyro_bpq.cost` statements are not called again, see
-    :mod:`pyro_bpq.graph.off_policy`. Where sampled values steer the program, all that came before ``X`` is held and all
-    later sites are redrawn, whichever those then are.
+    :mod:`pyro_bpq.graph.off_policy`. If sampled values steer the program, an update keeps all sites before ``X`` and
+    redraws all later sites, which may differ from the stored ones.
 
     Args:
-        capacity: Number of rollouts that are kept, the most recent ones; a rollout is all particles of a step.
+        capacity: Number of kept rollouts, the most recent ones; a rollout is all particles of a step.
         batch_size: Number of rollouts of an update.
-        updates_per_step: Number of updates after each training step; 0 leaves them to ``elbo.replay(...)``.
-        coparents: What happens to the other parents of the children of ``X``. ``"redrawn"``: drawn from the current
-            guide. ``"expected"``: summed over, which needs finite sites in no plate that ``X`` is outside of.
-            ``"stored"``: held as well, the paper's form; they come from an older guide, so that the critic
+        updates_per_step: Number of updates after each training step; with 0 only ``elbo.replay(...)`` makes updates.
+        coparents: Treatment of the other parents of the children of ``X``. ``"redrawn"``: drawn from the current
+            guide. ``"expected"``: summed over; they must be finite and in no plate that ``X`` is outside of.
+            ``"stored"``: kept at their stored values, the paper's form. These come from an older guide, so the critic
             is biased when the guide has moved.
-        costs: ``"called"``: the functions of cost statements are called again, at what was redrawn. ``"stored"``: never
-            again; all sites are held and every cost keeps its value, which is exact as long as the function reads
-            sampled values and arguments of the program alone. Later sites enter by their expectation under the
-            current guide. Critics whose children have parents that are not known at ``X`` bootstrap from
-            redrawn values, and learn from new rollouts only where such a child is a cost.
+        costs: ``"called"``: the functions of cost statements are called again, at the redrawn values. ``"stored"``:
+            they are never called again. All sites and every cost keep their values. This is exact if the function
+            reads only sampled values and arguments of the program. Later sites enter by their expectation under the
+            current guide. Critics whose children have parents that are not known at ``X`` bootstrap from redrawn
+            values. If such a child is a cost, they learn from new rollouts only.
         max_assignments: Largest number of joint values of co-parents that ``"expected"`` sums over.
 
     Raises:
@@ -93,13 +93,13 @@ class StoredRollout:
     """One step's rollout.
 
     Args:
-        key: What can be seen of its structure.
+        key: Key of its structure.
         network: Its Backprop-Q network, shared with all rollouts of that structure.
         values: Detached values of sites, and indices of subsampled plates, by name; one mapping for each run.
         programs: Model, guide, arguments and keyword arguments of each run, by reference.
-        is_steered: Whether sampled values may steer the program: what comes after a site need not be as it was.
-        costs: What the functions of costs returned, by name of the statement; one mapping for each run.
-        plan: What learns from it where these costs are not evaluated again, or ``None``.
+        is_steered: Whether sampled values may steer the program; the sites after a redrawn site may then change.
+        costs: Return values of the cost functions, by name of the statement; one mapping for each run.
+        plan: Plan of the critics that learn from the rollout without new cost evaluations, or ``None``.
     """
 
     key: Hashable
@@ -117,7 +117,7 @@ class StoredRollout:
 
 
 class ReplayBuffer:
-    """The most recent rollouts.
+    """A buffer of the most recent rollouts.
 
     A copy or a pickle of a buffer is empty: the programs and arguments that rollouts refer to belong to the process.
 
@@ -131,29 +131,29 @@ class ReplayBuffer:
         self._rollouts: deque[StoredRollout] = deque(maxlen=capacity)
 
     def add(self, rollout: StoredRollout) -> None:
-        """Stores a rollout; the oldest one leaves where there is no room."""
+        """Stores a rollout; a full buffer drops its oldest rollout."""
         self._rollouts.append(rollout)
 
     def draw(self, number: int, generator: torch.Generator) -> list[StoredRollout]:
-        """Draws rollouts uniformly, with replacement; none where nothing is stored."""
+        """Draws rollouts uniformly, with replacement; returns an empty list if the buffer is empty."""
         if not self._rollouts:
             return []
         chosen = torch.randint(len(self._rollouts), (number,), generator=generator, device="cpu")
         return [self._rollouts[i] for i in chosen.tolist()]
 
     def drop(self, rollout: StoredRollout) -> None:
-        """Removes a rollout that cannot be replayed any more, and counts it in ``num_dropped``."""
+        """Removes a rollout that can no longer be replayed, and counts it in ``num_dropped``."""
         kept = [other for other in self._rollouts if other is not rollout]
         if len(kept) < len(self._rollouts):
             self.num_dropped += 1
             self._rollouts = deque(kept, maxlen=self.capacity)
 
     def snapshot(self) -> tuple[Any, ...]:
-        """A mark to which :meth:`restore` takes the buffer back."""
+        """Returns a mark of the present state; :meth:`restore` takes the buffer back to it."""
         return self._rollouts.copy(), self.num_dropped
 
     def restore(self, mark: tuple[Any, ...]) -> None:
-        """Undoes what was stored and dropped after ``mark``."""
+        """Undoes all additions and removals after ``mark``."""
         self._rollouts, self.num_dropped = mark
 
     @property

@@ -1,6 +1,6 @@
-r"""Slow copies of parameters, from which targets are formed.
+r"""Slow copies of parameters, from which targets are computed.
 
-The paper keeps a slow part ``θ`` and the rest ``Δ`` of every parameter; the current one is ``θ + Δ``. After each
+The paper splits every parameter into a slow part ``θ`` and a rest ``Δ``; the current parameter is ``θ + Δ``. After each
 change of the parameter
 
     Δ ← Δ + change,   θ ← θ + α Δ,   Δ ← (1 - α) Δ.
@@ -29,13 +29,13 @@ __all__ = ["SlowTracking", "track", "two_part_step"]
 
 @dataclass(frozen=True)
 class SlowTracking:
-    """Targets are formed with slowly tracking copies of the critics.
+    """Option to compute targets from copies of the critics that track them slowly.
 
     Args:
-        rate: Weight ``α`` of the current parameters, in ``(0, 1]``, per step of the critics' optimiser; 1 is no
-            tracking.
-        guide: Whether replay also redraws from a slowly tracking copy of the guide's parameters, updated once per
-            training step with the same rate. Critics then learn the costs under that slower guide.
+        rate: Weight ``α`` of the current parameters, in ``(0, 1]``, per step of the critics' optimiser; 1 turns
+            tracking off.
+        guide: Whether replay also redraws from a slowly tracking copy of the guide's parameters. That copy is updated
+            once per training step with the same rate. Critics then learn the costs under the slower guide.
 
     Raises:
         OptionError: If an option is out of range.
@@ -50,12 +50,12 @@ class SlowTracking:
 
 
 def two_part_step(theta: Tensor, delta: Tensor, change: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """The paper's form of one update.
+    """One update in the paper's form.
 
     Args:
         theta: Slow part ``θ``.
         delta: The rest ``Δ``.
-        change: What the optimiser adds to the parameter.
+        change: Step of the optimiser, which is added to the parameter.
         rate: Weight ``α``.
 
     Returns:
@@ -69,6 +69,6 @@ def two_part_step(theta: Tensor, delta: Tensor, change: Tensor, rate: float) -> 
 def track(slow: Sequence[Tensor], current: Sequence[Tensor], rate: float) -> None:
     """Moves slow copies towards the current parameters, in place: ``θ ← (1 - α) θ + α w``."""
     if slow:
-        # n_averaged is not read by this rule.
+        # The rule does not read its argument n_averaged, so any tensor will do.
         update: Any = get_ema_multi_avg_fn
         update(1.0 - rate)(list(slow), list(current), torch.ones(()))

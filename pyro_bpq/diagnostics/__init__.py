@@ -1,7 +1,7 @@
-r"""Tells whether an estimator helps, and what is wrong when it does not.
+r"""Tools that show whether an estimator helps, and what is wrong if it does not.
 
-:func:`diagnose` says in sentences what it finds, :func:`compare_estimators` measures estimators side by side,
-:func:`gradient_moments` and :func:`critic_fit` give the figures, :class:`History` with :func:`plot_diagnostics` and
+:func:`diagnose` reports its findings in sentences. :func:`compare_estimators` measures estimators side by side.
+:func:`gradient_moments` and :func:`critic_fit` return the figures. :class:`History` with :func:`plot_diagnostics` and
 :class:`LogCallback` follow a training. None of them changes the ELBO or the parameters.
 """
 

@@ -1,4 +1,4 @@
-r"""Which estimator serves a program best: variance, bias and time side by side."""
+r"""Comparison of estimators on a program: variance, bias and time side by side."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Reference:
-    """What the mean gradient should be, and the variance of that number itself."""
+    """Reference for the mean gradient, and the variance of the reference itself."""
 
     gradient: dict[str, Tensor]
     square_error: float
@@ -61,29 +61,29 @@ def compare_estimators(
 
         variance = Σ_i Var g_i,   bias = |E g - ∇J|,   cost = variance × milliseconds per step
 
-    Every estimator works on a copy: critics and running statistics learn for ``num_warmup`` steps with the parameters
-    held, then moments are taken with nothing learning, then whole steps are timed, learning included, one of each in
-    turn. Moments are exact where the joint outcomes of a step are few, sampled elsewhere. The bias is measured against
-    the exact gradient where one particle has few states, else against a long run of ``reference``, and counts once it
-    is beyond four standard errors (or beyond rounding, where both sides are exact).
+    Every estimator works on a copy. First, critics and running statistics learn for ``num_warmup`` steps with fixed
+    parameters. Then moments are taken while nothing learns. Then whole steps, learning included, are timed, one of each
+    estimator in turn. Moments are exact if a step has few joint outcomes, else sampled. The bias is measured against
+    the exact gradient if one particle has few states, else against a long run of ``reference``. A bias counts if it
+    is beyond four standard errors (or beyond rounding, if both sides are exact).
 
     Args:
         model: Model.
         guide: Guide.
         *args: Arguments of both.
-        estimators: By name an ELBO (of this package or of Pyro), or an estimator, which becomes
-            ``TraceBackpropQ_ELBO(num_particles, estimator=...)``. Default: the default of this package, without
+        estimators: ELBOs (of this package or of Pyro) or estimators, by name. An estimator becomes
+            ``TraceBackpropQ_ELBO(num_particles, estimator=...)``. Default: this package's default, the same without
             critics, and score functions with and without baseline.
-        num_particles: Number of particles where an estimator is given or ``estimators`` is not.
-        num_samples: Number of steps where outcomes are not enumerated.
-        num_warmup: Number of steps that critics learn before; they are in the result. ELBOs with ``learner=None``
-            are not warmed up, since the user's optimiser trains their critics.
-        num_rounds: Number of steps that are timed of each.
+        num_particles: Number of particles of estimators that are not ELBOs, and of the default ``estimators``.
+        num_samples: Number of steps if outcomes are not enumerated.
+        num_warmup: Number of steps that critics learn before; the result reports it. ELBOs with ``learner=None``
+            are not warmed up, because the user's optimiser trains their critics.
+        num_rounds: Number of timed steps of each estimator.
         num_outcomes: Largest number of outcomes that are enumerated.
         exact: As in :func:`gradient_moments`.
         reference: An unbiased ELBO for the long run of ``10 * num_samples`` steps; default
             ``TraceBackpropQ_ELBO`` with two particles or more.
-        seed: Seed of the samples; global generators and ``.grad`` are as before.
+        seed: Seed of the samples; global generators and ``.grad`` are restored.
         progress: Whether to show a bar.
         verbose: Whether to print the table.
         **kwargs: Keyword arguments of both; the names of the options above are taken.
@@ -92,7 +92,7 @@ def compare_estimators(
         The comparison.
 
     Raises:
-        OptionError: If ``estimators`` holds something else, or nothing.
+        OptionError: If ``estimators`` is empty or holds another kind of object.
     """
     elbos = _elbos(estimators, num_particles)
     if num_rounds < 1:
@@ -151,13 +151,13 @@ def _elbos(estimators: Mapping[str, Any] | None, num_particles: int) -> dict[str
 
 
 def _first_run(model: Program, guide: Program, args: Any, kwargs: Any) -> None:
-    """Makes the parameters, so that no estimator's first step draws their initial values."""
+    """Runs once to create the parameters, so that no estimator's first step draws their initial values."""
     with torch.no_grad():
         TraceBackpropQ_ELBO().loss(model, guide, *args, **kwargs)
 
 
 def _warm_up(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, steps: int) -> tuple[int, float]:
-    """Lets an ELBO learn while the parameters are held; returns number of steps and seconds."""
+    """Lets an ELBO's critics learn with fixed parameters; returns number of steps and seconds."""
     if not isinstance(elbo, TraceBackpropQ_ELBO) or elbo.learner is None:
         return 0, 0.0
     elbo.train()
@@ -237,7 +237,7 @@ def _claims_unbiased(elbo: Any) -> bool | None:
 def _times(
     elbos: Mapping[str, Any], model: Program, guide: Program, args: Any, kwargs: Any, rounds: int, seed: int
 ) -> dict[str, tuple[float, float]]:
-    """Median and half the distance of the quartiles of a step, in milliseconds, in turns."""
+    """Median time of a step and half the distance of its quartiles, in milliseconds; ELBOs take turns."""
     found: dict[str, list[float]] = {name: [] for name in elbos}
     with torch.enable_grad(), GradientReader(model, guide, None) as reader:
         for elbo in elbos.values():
@@ -250,7 +250,7 @@ def _times(
                 start = time.perf_counter()
                 _step(elbo, model, guide, args, kwargs)
                 found[name].append(1e3 * (time.perf_counter() - start))
-    # The first turn is not counted: it may build what later ones use.
+    # The first turn is not counted: it may build objects that later turns use.
     return {name: _middle(values[1:]) for name, values in found.items()}
 
 

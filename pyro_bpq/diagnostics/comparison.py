@@ -12,33 +12,33 @@ from pyro_bpq.diagnostics.text import number, table
 
 __all__ = ["Comparison", "Row", "recommend"]
 
-# A bias of more standard errors than this is no accident: 6e-5 for the least favourable covariance.
+# Limit on the bias in standard errors. By chance it is exceeded with probability 6e-5 at the worst covariance.
 LIMIT = 4.0
 
 
 @dataclass(frozen=True)
 class Row:
-    r"""What was measured of one estimator.
+    r"""Measurements of one estimator.
 
     Args:
-        name: Its name in the comparison.
+        name: Name of the estimator in the comparison.
         ran: Whether it could be run; if not, ``note`` says why and there are no figures.
         claims_unbiased: Whether all estimators in use are declared unbiased; ``None`` for other libraries' ELBOs.
         is_exact: Whether moments are over all outcomes.
-        num_samples: Number of steps behind them.
-        num_warmup: Number of steps that critics and running statistics learned before, parameters held.
-        warmup_s: Seconds that these took.
+        num_samples: Number of steps that the moments come from.
+        num_warmup: Number of earlier steps in which critics and running statistics learned, with fixed parameters.
+        warmup_s: Duration of the warm-up in seconds.
         variance: Total variance of one step's gradient.
-        variance_error: Its standard error; 0 if exact.
+        variance_error: Standard error of ``variance``; 0 if exact.
         bias: Norm of the difference between the mean gradient and the reference.
         bias_error: Standard error of that norm, reference included; 0 if both are exact.
         relative_bias: ``bias`` over the norm of the reference.
         is_biased: Whether the bias is beyond rounding and more than four of its standard errors.
-        ms: Median milliseconds of a whole step, learning included, in turns with the others.
-        ms_spread: Half the distance between the quartiles.
+        ms: Median milliseconds of a whole step, learning included; estimators took turns.
+        ms_spread: Half the distance between the quartiles of these times.
         parameters: Variance by parameter.
-        sites: Variance of each site's summand, where there are any.
-        note: What else is to be said.
+        sites: Variance of each site's summand, if there are summands.
+        note: Further remark, or the reason why the estimator did not run.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Row:
 
     @property
     def variance_time(self) -> float:
-        """Variance times milliseconds: the variance of the mean that one millisecond buys. Less is better."""
+        """Variance times milliseconds: the variance of a mean over one millisecond of steps. Less is better."""
         return self.variance * self.ms
 
     @property
     def bias_z(self) -> float:
-        """Bias in standard errors; infinite for an exact one."""
+        """Bias in standard errors; infinite if an exact comparison finds a bias."""
         return self.bias / self.bias_error if self.bias_error > 0 else (float("inf") if self.is_biased else 0.0)
 
 
@@ -76,10 +76,10 @@ class Comparison:
     """Estimators side by side.
 
     Args:
-        rows: One for each, in the order given.
-        recommended: Name of the one to use, or ``None``.
-        reason: Why, in words.
-        reference: What biases are measured against.
+        rows: One row for each estimator, in the given order.
+        recommended: Name of the recommended estimator, or ``None``.
+        reason: Reason for the recommendation, in words.
+        reference: Reference that biases are measured against, in words.
     """
 
     rows: tuple[Row, ...]
@@ -92,7 +92,7 @@ class Comparison:
         return next(row for row in self.rows if row.name == name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and dictionaries."""
+        """The comparison as plain numbers, strings and dictionaries."""
         rows = [{**asdict(row), "variance_time": row.variance_time, "bias_z": row.bias_z} for row in self.rows]
         return {
             "rows": rows,
@@ -133,7 +133,7 @@ class Comparison:
         return "\n".join([*lines, "", self.reason])
 
     def _breakdown(self, what: str, attribute: str) -> list[str]:
-        """Variances of the parts, one column per estimator; the largest twenty parts."""
+        """Table of the variances of the twenty largest parts, one column per estimator."""
         ran = [row for row in self.rows if row.ran and getattr(row, attribute)]
         parts: dict[str, float] = {}
         for row in ran:

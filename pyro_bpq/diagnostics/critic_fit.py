@@ -1,4 +1,4 @@
-r"""How well critics explain costs, and how far the gradient by Q is from the true one."""
+r"""Measures how well critics explain costs, and how far the gradient by Q is from the true gradient."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _LEARNED, _EXACT = "learned", "exact"
 
 @dataclass(frozen=True)
 class Fit:
-    r"""How well the critic of a site does.
+    r"""Quality of the critic of a site.
 
     Args:
-        explained: Explained variance within a data point, ``1 - Var(target - q) / Var(target)``; the target is the
-            return with graph-wise corrections (lambda = 1). 0 is what a constant achieves.
-        cosine: Cosine between the gradient by the critic and what the critic has to give, the site's true gradient
-            without the part of the exact immediate costs; ``None`` where there is no all-action gradient, or
-            nothing to give.
-        difference: Norm of the difference of the two over the norm of the latter, or ``None``; a critic that is
-            constant has 1.
-        difference_error: What sampling alone makes of the difference; 0 if exact.
+        explained: Explained variance within a data point, ``1 - Var(target - q) / Var(target)``. The target is the
+            return with graph-wise corrections (lambda = 1). A constant critic has 0.
+        cosine: Cosine between the critic's all-action gradient and its reference. The reference is the site's true
+            gradient without the part of the exact immediate costs. ``None`` if there is no all-action gradient, or if
+            the reference is zero up to noise.
+        difference: Norm of the difference between the critic's gradient and the reference, over the norm of the
+            reference, or ``None``. A constant critic has 1.
+        difference_error: Size that the difference would have from sampling alone; 0 if exact.
     """
 
     explained: float | None = None
@@ -46,10 +46,10 @@ class Fit:
 
 @dataclass(frozen=True)
 class CriticFit:
-    """The critics of a program.
+    """Quality of the critics of a program.
 
     Args:
-        sites: By name of the site.
+        sites: Quality of each critic, by name of the site.
         moments: Moments of the gradient, from the same runs.
     """
 
@@ -77,27 +77,27 @@ def critic_fit(
     seed: int = 0,
     **kwargs: Any,
 ) -> CriticFit:
-    r"""Compares critics with what they predict, at the present parameters; nothing learns.
+    r"""Compares critics with the costs that they predict, at the present parameters; nothing learns.
 
         g_A = E Σ_d Σ_k ∇q_d(k) A_X[d,k]   against   E[g_X] - E Σ_d Σ_k ∇q_d(k) I_X[d,k]
 
-    ``g_A`` is the all-action gradient that treats the critic as the remaining cost, without a correction: exact with
-    the true Q, biased otherwise. ``g_X`` is the site's summand of the gradient, whose expectation is the true one if
-    the site's estimator is unbiased, ``I_X`` are its exact immediate costs.
+    ``g_A`` is the all-action gradient that treats the critic as the remaining cost, without a correction. It is exact
+    with the true Q and biased otherwise. ``g_X`` is the site's summand of the gradient; its expectation is the true
+    gradient if the site's estimator is unbiased. ``I_X`` are the site's exact immediate costs.
 
     Args:
         elbo: The ELBO.
         model: Model.
         guide: Guide.
         *args: Arguments of both.
-        num_samples: Number of steps where outcomes are not enumerated.
+        num_samples: Number of steps if outcomes are not enumerated.
         exact: As in :func:`gradient_moments`.
         num_outcomes: Largest number of outcomes that are enumerated.
-        seed: Seed of the samples; the global generators are put back.
+        seed: Seed of the samples; the global generators are restored.
         **kwargs: Keyword arguments of both.
 
     Returns:
-        What was found, by site.
+        The quality of the critics, by site.
 
     Raises:
         OptionError: If an option is out of range.
@@ -126,7 +126,7 @@ def critic_fit(
                 run, num_samples=num_samples, num_outcomes=count, limit=num_outcomes, exact=exact, elbo=elbo
             )
             if found.is_exact:
-                # Fits are judged by what happens often, not by every outcome alike: draw afresh.
+                # Fits need samples: enumeration would give every outcome the same weight.
                 pairs.clear()
                 for _ in range(num_samples):
                     reader.clear()
@@ -176,7 +176,7 @@ def _difference(
 
 
 def _all_action(signals: Sequence[Signals]) -> dict[Any, Tensor]:
-    """Scalars whose gradients are the all-action gradients by critics and by immediate costs, by part and site."""
+    """Scalars, by part and site, with the all-action gradients of critics and of immediate costs."""
     found: dict[Any, Tensor] = {}
     for one in signals:
         for c in one.active:
@@ -206,7 +206,10 @@ def _note_targets(signals: Sequence[Signals], pairs: dict[str, list[tuple[Tensor
 
 
 def _explained(pairs: list[tuple[Tensor, Tensor]], is_subsampled: bool) -> float | None:
-    """Centred over the draws of each data point, then pooled; over the particles where draws differ in their data."""
+    """Explained variance: centred over the draws of each data point, then pooled over data points.
+
+    If the draws differ in their data, each draw is centred over its particles.
+    """
     if is_subsampled or len({tuple(target.shape[1:]) for _, target in pairs}) > 1:
         groups = [pair for pair in pairs if pair[1].shape[0] > 1]
     else:

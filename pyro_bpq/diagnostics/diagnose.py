@@ -1,4 +1,4 @@
-r"""Says in sentences what keeps a program from learning, and what to try."""
+r"""Reports in sentences the problems that keep a program from learning, and possible remedies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyro_bpq.tracing.traced_run import TracedRun
 
 __all__ = ["diagnose"]
 
-# After so many steps a critic that explains nothing will not start to.
+# After this many steps a critic that explains nothing is unlikely to improve.
 _MANY_STEPS = 200
 _EXPLAINS = 0.02
 _FAR = 0.7
@@ -32,7 +32,7 @@ _CORRECTIONS = ("exact immediate costs", "level of the critic", "differences of 
 
 @dataclass(frozen=True)
 class _Look:
-    """What all checks read."""
+    """The inputs of all checks."""
 
     elbo: TraceBackpropQ_ELBO
     runs: Sequence[TracedRun]
@@ -50,7 +50,7 @@ def diagnose(
     seed: int = 0,
     **kwargs: Any,
 ) -> Diagnosis:
-    """Looks at an ELBO and its program at the present parameters; nothing learns or moves.
+    """Examines an ELBO and its program at the present parameters; nothing learns or moves.
 
     Call it after some steps of training: untrained critics explain nothing. It runs about ``2 * num_samples`` steps,
     with one backward pass per site.
@@ -60,13 +60,13 @@ def diagnose(
         model: Model.
         guide: Guide.
         *args: Arguments of both: a batch.
-        num_samples: Number of steps that figures are taken from.
-        num_outcomes: Up to so many joint outcomes of a step, gradients are compared exactly.
-        seed: Seed of the samples; the global generators are put back.
+        num_samples: Number of steps that the figures come from.
+        num_outcomes: Largest number of joint outcomes of a step for which gradients are compared exactly.
+        seed: Seed of the samples; the global generators are restored.
         **kwargs: Keyword arguments of both.
 
     Returns:
-        Findings, the gravest first; ``print`` shows them.
+        Findings, the most severe first; ``print`` shows them.
 
     Raises:
         OptionError: If ``elbo`` is not a :class:`~pyro_bpq.TraceBackpropQ_ELBO`.
@@ -74,7 +74,7 @@ def diagnose(
     if not isinstance(elbo, TraceBackpropQ_ELBO):
         raise OptionError(f"diagnose() looks into a TraceBackpropQ_ELBO, not a {type(elbo).__name__}.")
     with untouched(elbo, seed), torch.enable_grad():
-        # Tracked, so that it shows what leaves torch.
+        # Runs are tracked, because only tracking shows which values leave torch.
         tracked = elbo.tracked_runs(model, guide, args, kwargs)
         signals = [item.signals for item in elbo.observe(model, guide, args, kwargs).items]
     limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "seed": seed}
@@ -159,7 +159,7 @@ def _critics(look: _Look) -> Iterator[Finding]:
 
 
 def _is_useless(fit: Fit) -> bool:
-    # Noise downstream of a site lowers what any critic can explain: a right gradient acquits it.
+    # Noise downstream lowers the explained variance of any critic: one with a right gradient is not useless.
     return (
         fit.explained is not None and fit.explained <= _EXPLAINS and (fit.difference is None or fit.difference > _FAR)
     )
@@ -172,7 +172,7 @@ def _gradient_by_q(look: _Look) -> Iterator[Finding]:
         if fit.difference is None or fit.cosine is None or fit.difference - 3 * fit.difference_error < 1.0:
             continue
         if _is_useless(fit):
-            continue  # said already
+            continue  # _critics has reported it already
         how = "exact" if look.fit.moments.is_exact else f"standard error {number(fit.difference_error)}"
         yield Finding(
             "critic gradient",

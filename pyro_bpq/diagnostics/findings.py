@@ -1,4 +1,4 @@
-"""What a diagnosis consists of."""
+"""A diagnosis and its findings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SEVERITIES = ("error", "warning", "hint")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was noticed.
+    """One finding of a diagnosis.
 
     Args:
         kind: A short fixed name, for programs that read it.
         severity: ``"error"``: results are wrong; ``"warning"``: learning is slower than it could be; ``"hint"``.
-        message: What is the matter, with the figures behind it.
-        advice: What to try.
+        message: Description of the problem, with the figures behind it.
+        advice: Suggested remedy.
         sites: The sites concerned.
     """
 
@@ -37,11 +37,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings, the gravest first.
+    """All findings, the most severe first.
 
     Args:
         findings: The findings.
-        checked: What was looked at, in words.
+        checked: Description of the examined steps, in words.
     """
 
     findings: tuple[Finding, ...]

@@ -1,4 +1,4 @@
-r"""Keeps what an ELBO reports after each step, for pictures and loggers."""
+r"""Records the report of an ELBO after each step, for plots and loggers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SCALES = ("exact", "level", "advantage", "later")
 
 
 def scalars(elbo: Any) -> dict[str, dict[str, float]]:
-    """Numbers from ``elbo.info``, by site: one copy from the device per step, however many sites.
+    """Numbers from ``elbo.info``, by site; all sites together take one copy from the device.
 
     Args:
         elbo: An ELBO that has taken a training step.
 
     Returns:
-        Per site the mean of each entry of ``elbo.info`` over particles and plates; scales by the names in ``SCALES``
-        as ``scale_exact`` and so on; ``cost_to_go_std`` is the spread over particles and plates.
+        The mean of each entry of ``elbo.info`` over particles and plates, by site. Scales are named after ``SCALES``:
+        ``scale_exact`` and so on. ``cost_to_go_std`` is the spread over particles and plates.
     """
     names: list[tuple[str, str]] = []
     values: list[Tensor] = []
@@ -67,7 +67,7 @@ class History:
     Call :meth:`record` after each step, and :meth:`measure` now and then for the signal-to-noise ratio.
 
     Args:
-        every: Only every so many calls of :meth:`record` are kept; each of them waits for the device.
+        every: Only one in ``every`` calls of :meth:`record` is kept; a kept call waits for the device.
 
     Raises:
         OptionError: If ``every`` is not positive.
@@ -84,11 +84,11 @@ class History:
         self._calls = 0
 
     def record(self, elbo: Any, loss: float | None = None) -> None:
-        """Keeps what the last step reported.
+        """Records the report of the last step.
 
         Args:
             elbo: The ELBO.
-            loss: The loss of the step, in nats, if it is to be drawn too.
+            loss: The loss of the step, in nats, if it is to be recorded too.
         """
         self._calls += 1
         if (self._calls - 1) % self.every:
@@ -107,7 +107,8 @@ class History:
             model: Model.
             guide: Guide.
             *args: Arguments of both.
-            **options: Those of :func:`gradient_moments`, and keyword arguments of both; ``num_samples`` is 20.
+            **options: Options of :func:`gradient_moments`, with default ``num_samples=20``, and keyword arguments of
+                model and guide.
         """
         moments = gradient_moments(elbo, model, guide, *args, **{"num_samples": 20, **options})
         sites = {}
@@ -126,11 +127,11 @@ class History:
         return tuple(dict.fromkeys(site for record in self._records for site in record))
 
     def keys(self, site: str) -> tuple[str, ...]:
-        """What is known of a site."""
+        """Names of the recorded series of a site."""
         return tuple(dict.fromkeys(key for record in self._records for key in record.get(site, {})))
 
     def series(self, site: str, key: str) -> np.ndarray:
-        """One number per kept step, NaN where the site had none.
+        """One number per kept step, NaN for steps in which the site had none.
 
         Args:
             site: The site.
@@ -139,7 +140,7 @@ class History:
         return np.array([record.get(site, {}).get(key, math.nan) for record in self._records])
 
     def to_numpy(self) -> dict[str, Any]:
-        """``steps``, ``loss`` and per site the series of each key."""
+        """A dictionary of ``steps``, ``loss`` and, under ``sites``, the series of each key by site."""
         sites = {site: {key: self.series(site, key) for key in self.keys(site)} for site in self.sites}
         return {"steps": np.array(self.steps), "loss": np.array(self.losses), "sites": sites}
 
@@ -151,18 +152,18 @@ class History:
 
 
 class LogCallback:
-    """Hands what an ELBO reports to a logger.
+    """Passes the report of an ELBO to a logger.
 
     >>> log = LogCallback(lambda tag, value, step: None)
 
     Args:
         logger: An object with ``add_scalar(tag, value, step)``, as TensorBoard's ``SummaryWriter``, or a function of
             these three.
-        prefix: Put before each tag ``site/key``.
-        every: Only every so many calls log.
+        prefix: Prefix of each tag ``site/key``.
+        every: Only one in ``every`` calls logs.
 
     Raises:
-        OptionError: If the logger is neither, or ``every`` is not positive.
+        OptionError: If the logger is neither of these, or ``every`` is not positive.
     """
 
     def __init__(self, logger: Any, prefix: str = "bpq/", every: int = 1) -> None:

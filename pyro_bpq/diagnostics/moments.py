@@ -20,7 +20,7 @@ from pyro_bpq.testing.parameters import GradientReader
 
 __all__ = ["COSTS", "GradientMoments", "gradient_moments", "site_gradients"]
 
-# What is left of a gradient without the terms of the sites: through the values and parameters of the costs themselves.
+# Name of the gradient without the sites' terms, i.e. the gradient through values and parameters of the costs.
 COSTS = "(differentiable costs)"
 
 
@@ -30,11 +30,11 @@ class GradientMoments:
 
     Args:
         mean: Mean of the gradient of the loss by parameter, in nats per unit, in the parameter's shape, detached.
-        variance: Variance of a single step's gradient, likewise.
-        sites: The same two of the summand of each site; they add up to the gradient, and so do not their variances
-            where summands are correlated. ``COSTS`` names the rest. Empty where the ELBO has no such summands.
+        variance: Variance of a single step's gradient, in the same form.
+        sites: Mean and variance of each site's summand. The means add up to the mean gradient; the variances do not
+            add up if summands are correlated. ``COSTS`` names the rest. Empty if the ELBO has no such summands.
         num_samples: Number of steps that were run.
-        is_exact: Whether they were all outcomes of a step, weighted by their probability.
+        is_exact: Whether these steps were all outcomes of a step, weighted by their probability.
         total_variance_error: Standard error of the total variance; 0 if exact.
         site_variance_errors: Standard error of the total variance of each site's summand.
     """
@@ -60,7 +60,7 @@ class GradientMoments:
 
     @property
     def signal_to_noise(self) -> float:
-        r"""Squared norm of the mean over the total variance; what sampling adds to the former is taken off."""
+        r"""Squared norm of the mean, less its sampling noise, over the total variance."""
         signal = sum(float(mean.square().sum()) for mean in self.mean.values())
         noise = self.total_variance
         if not self.is_exact:
@@ -68,7 +68,7 @@ class GradientMoments:
         return signal / noise if noise > 0 else math.inf
 
     def site_shares(self) -> dict[str, float]:
-        """Variance of each site's summand over the sum of these, largest first; nothing where that sum is zero."""
+        """Share of each site's summand in the sum of variances, largest first; empty if the sum is zero."""
         found = {site: moments.total_variance for site, moments in self.sites.items()}
         total = sum(found.values())
         ordered = sorted(found.items(), key=lambda item: -item[1])
@@ -104,21 +104,21 @@ def gradient_moments(
 
         mean = E g,   variance = E g² - (E g)²,   g = Σ_X g_X + gradient of the differentiable costs
 
-    The expectation is over everything that the step draws. Where its joint outcomes are few, the step runs once for
-    each of them and the moments are exact; else it runs ``num_samples`` times.
+    The expectation is over everything that the step draws. If the step has few joint outcomes, it runs once for each
+    of them, and the moments are exact. Otherwise it runs ``num_samples`` times.
 
     Args:
         elbo: An ELBO, of this package or of Pyro.
         model: Model.
         guide: Guide.
         *args: Arguments of both.
-        num_samples: Number of steps where outcomes are not enumerated.
-        exact: Whether to enumerate: ``"auto"`` where there are at most ``num_outcomes`` outcomes.
-        by_site: Whether to take the summands ``g_X`` apart, with one backward pass for each of them; only for
+        num_samples: Number of steps if outcomes are not enumerated.
+        exact: Whether to enumerate; ``"auto"`` enumerates if there are at most ``num_outcomes`` outcomes.
+        by_site: Whether to separate the summands ``g_X``, with one backward pass for each of them; only for
             :class:`~pyro_bpq.TraceBackpropQ_ELBO`.
         num_outcomes: Limit on the number of outcomes.
-        parameters: Leaves to read, by name. Default: all that the programs reach.
-        seed: Seed of the samples; the global generators are put back.
+        parameters: Leaves to read, by name. Default: all leaves that the programs reach.
+        seed: Seed of the samples; the global generators are restored.
         **kwargs: Keyword arguments of both; the names of the options above are taken.
 
     Returns:
@@ -148,7 +148,7 @@ def gradient_moments(
 
 
 def named_moments(found: Accumulated, reader: GradientReader) -> GradientMoments:
-    """Sorts moments by ``(site or None, id of the parameter)`` into those of the gradient and of sites."""
+    """Splits moments by ``(site or None, id of the parameter)`` into those of gradient and sites."""
 
     def pick(values: Mapping[Any, Tensor], site: str | None) -> dict[str, Tensor]:
         return reader.named({leaf: value for (where, leaf), value in values.items() if where == site})
@@ -181,12 +181,13 @@ def site_gradients(
 
     Args:
         elbo: The ELBO, in ``eval()`` mode.
-        reader: Knows the parameters.
+        reader: Reader that holds the parameters.
         model: Model.
         guide: Guide.
         args: Arguments of both.
         kwargs: Keyword arguments of both.
-        more: Further scalars to differentiate, by key, from the signals of the step; no part of the gradient.
+        more: Function from the signals of the step to further scalars to differentiate, by key. Their gradients are
+            not part of the step's gradient.
 
     Returns:
         Gradients, detached.

@@ -1,4 +1,4 @@
-"""Draws a history of training."""
+"""Plots a history of training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _STYLES = ("-", "--", ":", "-.")
 
 
 def plot_diagnostics(history: History, sites: Sequence[str] | None = None, window: int | None = None) -> Any:
-    """Draws how critics, scales, gradients and TD errors went, by site.
+    """Plots critic fit, scales, gradients and TD errors over time, by site.
 
     Args:
-        history: What was recorded.
-        sites: The sites to draw; default: those whose cost-to-go varies most, at most eight.
+        history: The recorded history.
+        sites: The sites to draw; default: the sites whose cost-to-go varies most, at most eight.
         window: Number of kept steps that curves are averaged over; default: a twentieth of all.
 
     Returns:
@@ -78,7 +78,7 @@ def _chosen(history: History) -> tuple[str, ...]:
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Running mean over the last ``window`` values that are numbers."""
+    """Running mean of the finite values among the last ``window`` values."""
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
@@ -101,7 +101,7 @@ def _scales(ax: Any, history: History, colours: dict[str, str], window: int) -> 
         for site, colour in colours.items():
             if key in history.keys(site):
                 values = history.series(site, key)
-                # A scale that never left 1 belongs to a control variate that is not there.
+                # A scale that never left 1 belongs to a control variate that is absent.
                 if np.nanmax(np.abs(values - 1.0)) > 0:
                     ax.plot(history.steps, _smooth(values, window), style, color=colour, linewidth=1.2)
         if len(ax.lines) > before:
@@ -129,7 +129,7 @@ def _signal(ax: Any, history: History, colours: dict[str, str]) -> None:
 
 
 def _known(ax: Any, steps: Sequence[int], values: np.ndarray, **style: Any) -> None:
-    """Positive values only: where sampling noise hides the signal there is no point."""
+    """Plots positive values only; a value that sampling noise hides is zero and gets no point."""
     keep = np.isfinite(values) & (values > 0)
     ax.plot(np.array(steps)[keep], values[keep], "o-", **style)
 

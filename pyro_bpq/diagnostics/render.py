@@ -1,9 +1,9 @@
 r"""Draws graphs and their Backprop-Q networks, side by side as in the paper's figures, as DOT text.
 
 Stochastic nodes are ellipses, costs are boxes, plates are boxes around their nodes. In a network every
-Q-node shows its scope, and the signal flows from the roots at the bottom against the edges of the graph.
-Each cost has a colour; an edge has the colours of the sources that it carries. Edges that are averaged
-with others are dashed, immediate costs are dotted.
+Q-node shows its scope. The signal flows from the roots at the bottom, against the edges of the graph.
+Each cost has a colour; an edge has the colours of the costs that it carries. Edges that are averaged
+with others are dashed. Edges of immediate costs are dotted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """A drawing as DOT text; a notebook shows it as a picture where Graphviz is installed.
+    """A drawing as DOT text; a notebook shows it as a picture if Graphviz is installed.
 
     Args:
         dot: The text.
@@ -89,7 +89,7 @@ class Drawing:
         try:
             bundle["image/svg+xml"] = self.render("svg").decode()
         except BPQError:
-            pass  # a notebook without Graphviz shows the text
+            pass  # without Graphviz a notebook shows the text
         return bundle
 
     def __str__(self) -> str:

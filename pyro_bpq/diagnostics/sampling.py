@@ -1,4 +1,4 @@
-r"""Runs a step many times, or once per outcome, without learning, and keeps the moments of what it yields."""
+r"""Runs a step many times, or once per outcome, without learning, and keeps the moments of its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Step = Callable[[], Mapping[Hashable, Tensor]]
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds the global generators, those of CUDA in use included, and puts them back on exit."""
+    """Seeds the global generators, including those of CUDA if in use, and restores them on exit."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     state = get_rng_state()
     with torch.random.fork_rng(devices=devices):
@@ -41,10 +41,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def untouched(elbo: Any, seed: int) -> Iterator[None]:
-    """Seeds the global generators and holds an ELBO still; puts both back on exit.
+    """Seeds the global generators and keeps an ELBO from learning; restores both on exit.
 
     Args:
-        elbo: Any ELBO; one that is a module is in ``eval()`` mode meanwhile.
+        elbo: Any ELBO; if it is a module, it is in ``eval()`` mode meanwhile.
         seed: Seed of the global generators.
     """
     is_module = isinstance(elbo, torch.nn.Module)
@@ -62,7 +62,7 @@ def untouched(elbo: Any, seed: int) -> Iterator[None]:
 
 
 def num_outcomes_of(guide: Callable[..., Any], args: Any, kwargs: Any, num_particles: int) -> float:
-    """Number of joint outcomes of one step, as far as one run of the guide tells; infinite if very many.
+    """Estimates the number of joint outcomes of a step from one run of the guide; infinite if very large.
 
     Args:
         guide: Guide.
@@ -103,10 +103,10 @@ class Accumulated:
 
     Args:
         mean: Mean by key.
-        variance: Variance of a single run by key; unbiased where runs were sampled.
+        variance: Variance of a single run by key; an unbiased estimate if runs were sampled.
         num_runs: Number of runs.
         is_exact: Whether the runs were all outcomes, weighted by their probability.
-        batches: Variances by key of batches of the runs, for standard errors; empty if exact.
+        batches: Variances by key in batches of the runs, for standard errors; empty if exact.
     """
 
     mean: dict[Any, Tensor]
@@ -116,7 +116,7 @@ class Accumulated:
     batches: list[dict[Any, Tensor]] = field(default_factory=list)
 
     def total(self, keys: list[Any]) -> tuple[float, float]:
-        """Sum of the variances of some keys, and its standard error."""
+        """Sum of the variances of the given keys, and its standard error."""
         total = sum(float(self.variance[key].sum()) for key in keys)
         if self.is_exact or len(self.batches) < 2:
             return total, 0.0 if self.is_exact else math.inf
@@ -125,7 +125,7 @@ class Accumulated:
 
 
 class _Running:
-    """Weighted first and second central moments; a key that a run lacks counts as zero there."""
+    """Weighted first and second central moments; a missing key of a run counts as zero."""
 
     def __init__(self) -> None:
         self.weight = 0.0
@@ -159,15 +159,15 @@ class _Running:
 def accumulate(
     step: Step, *, num_samples: int, num_outcomes: float, limit: int, exact: bool | str, elbo: Any = None
 ) -> Accumulated:
-    """Moments of what a step yields: over all of its outcomes where these are few, else over samples.
+    """Moments of a step's results: over all of its outcomes if there are few, else over samples.
 
     Args:
         step: Runs once and returns tensors by key, detached.
         num_samples: Number of samples, at least 2.
-        num_outcomes: Number of outcomes that there are.
-        limit: Largest number of outcomes that are run one by one.
+        num_outcomes: Number of outcomes of the step.
+        limit: Largest number of outcomes that are enumerated.
         exact: ``True``, ``False`` or ``"auto"``.
-        elbo: The ELBO, to see whether it draws noise of its own, which cannot be enumerated.
+        elbo: The ELBO, to detect noise of its own, which cannot be enumerated.
 
     Returns:
         The moments.
@@ -191,7 +191,7 @@ def accumulate(
 
 def _enumerate(step: Step, limit: int, elbo: Any) -> Accumulated:
     noises = getattr(elbo, "num_noises", 0)
-    next(iter_outcomes(step, num_outcomes=limit))  # builds what is built once
+    next(iter_outcomes(step, num_outcomes=limit))  # builds lazily built objects
     if getattr(elbo, "num_noises", 0) != noises:
         raise OptionError("An estimator draws noise of its own, so that outcomes cannot be listed; write exact=False.")
     running, count = _Running(), 0

@@ -9,7 +9,10 @@ __all__ = ["number", "table"]
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, without an exponent where that is short; ``-`` for nothing."""
+    """Formats a number with three significant digits; very small or large ones get an exponent.
+
+    ``None`` becomes ``-``.
+    """
     if value is None or math.isnan(value):
         return "-" if value is None else "nan"
     if math.isinf(value):
@@ -23,7 +26,7 @@ def number(value: float | None) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column left-aligned, the others right-aligned."""
+    """Lines of a table; the first column is left-aligned, the others are right-aligned."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = []
     for row in (head, ["-" * width for width in widths], *rows):

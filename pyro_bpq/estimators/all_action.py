@@ -17,31 +17,31 @@ __all__ = ["AllAction"]
 
 @dataclass(frozen=True)
 class AllAction(Estimator):
-    r"""All values of a finite site, with a correction that keeps it unbiased for any critic.
+    r"""Sums over all values of a finite site; a correction keeps it unbiased for any critic.
 
         g_X = Σ_d Σ_k ∇q_d(k) (a_0 I_X[d,k] + a_2 A_X[d,k]) + R_X ∇ log q(x)
         R_X = C_X - a_0 I_X(x) - a_1 E[Q_X] - a_2 (Q_X(x) - E[Q_X]) - a_3 Σ_Y A_Y - b
 
-    ``I_X`` are the immediate costs that are known exactly at every value of every component, ``Q_X`` the critic of the
-    rest, with table ``A_X`` and residual ``Q_X(x) - E[Q_X]`` (for critics that read the value as a whole see
-    :mod:`pyro_bpq.critics.joint`), ``A_Y`` the graph-wise control variates of later sites. ``b`` is the mean of
-    the same over the other particles or, with one particle, over earlier steps. The scales ``a`` minimise the
-    second moment of the gradient with respect to the logits, from running moments of earlier steps, and
-    lie in ``[0, max_scale]``: a useless critic leaves leave-one-out, or the running baseline. Exact costs have a
-    scale too, since what is left without them may vary more than their sum: ``log q`` of a rare value and a
-    large cost of it cancel.
+    ``I_X`` are the immediate costs that are known exactly at every value of every component. ``Q_X`` is the critic of
+    the remaining costs, with table ``A_X`` and residual ``Q_X(x) - E[Q_X]`` (for critics that read the value as a
+    whole see :mod:`pyro_bpq.critics.joint`). ``A_Y`` are the graph-wise control variates of later sites. ``b`` is the
+    mean of the other terms of ``R_X`` over the other particles or, with one particle, over earlier steps. The scales
+    ``a`` minimise the second moment of the gradient with respect to the logits. They come from running moments of
+    earlier steps and lie in ``[0, max_scale]``. With a useless critic the estimator becomes leave-one-out, or the
+    score function with a running baseline. Exact costs have a scale too, because the remaining costs alone may vary
+    more than all costs together: ``log q`` of a rare value and a large cost of that value cancel.
 
     Args:
-        exact: Whether the immediate costs of the model are evaluated at every value by one extra run of the
-            model: ``"auto"`` where that pays, ``True`` always, ``False`` never.
+        exact: Whether one extra run of the model evaluates its immediate costs at every value: ``"auto"`` if
+            that pays, ``True`` always, ``False`` never.
         adaptive: Whether the scales adapt; otherwise they are 1.
-        decay: Weight of the past in the running moments; more where a step has few samples.
+        decay: Weight of the past in the running moments; it is raised if a step has few samples.
         max_scale: Upper end of the scales.
-        trace: ``A_Y`` is weighted by ``trace ** distance``, the number of steps from X to Y. Below 1 it trusts
-            critics less the further ahead they are; any number in ``[0, 1]`` is unbiased.
-        second_run: Whether the level of the costs that are not known at every value is that of an independent run on
-            the same data, as in :class:`SecondRun`, in place of the critic's: one more run of guide and model for all
-            sites. With one particle that tells the rows of a plate apart, where critics see nothing of the data.
+        trace: ``A_Y`` is weighted by ``trace ** distance``; the distance is the number of steps from X to Y. A number
+            below 1 trusts critics less the further ahead they are. Any number in ``[0, 1]`` is unbiased.
+        second_run: Whether an independent run on the same data gives the level of the costs that are not known at
+            every value, as in :class:`SecondRun`, in place of the critic. It takes one more run of guide and model for
+            all sites. With one particle this distinguishes the rows of a plate even if critics see no data.
 
     Raises:
         OptionError: If an option is out of range.
@@ -74,17 +74,17 @@ class AllAction(Estimator):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The values' probabilities, and the program if it asks for a second run."""
+        """The table of log-probabilities, and the program if a second run is requested."""
         return frozenset({"table", "program"}) if self.second_run else frozenset({"table"})
 
     @property
     def exact_costs(self) -> bool | str:
-        """As chosen."""
+        """The option ``exact``."""
         return self.exact
 
     @property
     def trace_decay(self) -> float:
-        """As chosen."""
+        """The option ``trace``."""
         return self.trace
 
     def unsupported(self, site: SiteInfo) -> str | None:
@@ -99,7 +99,7 @@ class AllAction(Estimator):
         return initial_statistics()
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """Weights every log-probability by what it has to move the surrogate with."""
+        """Weights every log-probability by its coefficient in the gradient."""
         if self.second_run and "program" in context.signals:
             context = replace(context, level=context.program.remaining())
         assert context.log_probs is not None and context.index is not None

@@ -21,7 +21,7 @@ class Copula(Protocol):
     """Exchangeable uniform variables that repel each other."""
 
     def complete(self, first: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        """The others given the first.
+        """Draws the other variables given the first.
 
         Args:
             first: Uniform noise of any shape.
@@ -34,7 +34,7 @@ class Copula(Protocol):
         ...
 
     def both(self, p: Tensor, samples: int) -> Tensor:
-        """Probability that two of them are below ``p``, for ``p`` in [0, ½]."""
+        """Probability that two of the variables are both below ``p``, for ``p`` in [0, ½]."""
         ...
 
 
@@ -50,13 +50,13 @@ class DirichletCopula:
     """
 
     def complete(self, first: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        """The rest of the stick, broken at random."""
+        """Breaks the rest of the stick at random."""
         rest = first ** (1.0 / (samples - 1))
         shares = exponential(first.expand(samples - 1, *first.shape), generator)
         return (1.0 - rest * shares / shares.sum(0)).clamp(min=0.0) ** (samples - 1)
 
     def both(self, p: Tensor, samples: int) -> Tensor:
-        """In closed form."""
+        """Probability that two variables are below ``p``, in closed form."""
         return (2.0 * p ** (1.0 / (samples - 1)) - 1.0).clamp(min=0.0) ** (samples - 1)
 
 
@@ -73,12 +73,12 @@ class RotationCopula:
     """
 
     def complete(self, first: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        """The other points of the grid, in random order."""
+        """Returns the other points of the grid, in random order."""
         order = uniform(first.expand(samples - 1, *first.shape), generator).argsort(0) + 1
         return (first + order.to(first.dtype) / samples) % 1.0
 
     def both(self, p: Tensor, samples: int) -> Tensor:
-        """In closed form."""
+        """Probability that two variables are below ``p``, in closed form."""
         k = (samples * p).floor()
         return k * (k - 1.0 + 2.0 * (samples * p - k)) / (samples * (samples - 1.0))
 
@@ -89,13 +89,13 @@ class ARMS(Estimator):
 
         g_d = 1/(n-1) Σ_i (f(b^i) - f̄) b^i_d / (1 - ρ_d) ∇α_d
 
-    ``ρ_d`` is the correlation of ``b^i_d`` and ``b^j_d``; dividing by ``1 - ρ_d`` makes it unbiased. Two samples give
-    :class:`DisARM`. Every particle has its own ``n`` samples: ``n - 1`` more runs of guide and model for every
-    site and particle.
+    ``f`` is the cost-to-go. ``ρ_d`` is the correlation of ``b^i_d`` and ``b^j_d``; the division by ``1 - ρ_d`` makes
+    the estimator unbiased. Two samples give :class:`DisARM`. Every particle has its own ``n`` samples: ``n - 1`` more
+    runs of guide and model for every site and particle.
 
     Args:
         samples: Number of samples ``n``.
-        copula: How their noise is coupled.
+        copula: The joint law of the samples' noise.
 
     Raises:
         OptionError: If an option is out of range.
@@ -125,7 +125,7 @@ class ARMS(Estimator):
         assert context.log_probs is not None and context.index is not None
         logits, program = context.log_probs[..., 1] - context.log_probs[..., 0], context.program
         with torch.no_grad():
-            # The rarer value is the one whose noise is below its probability: both ends repel best there.
+            # Noise below the probability gives the rarer value: the samples repel each other most in this form.
             rarer = torch.where(logits > 0, 0, 1)
             p = (-logits.abs()).sigmoid()
             first = (context.index == rarer).long()

@@ -26,7 +26,7 @@ __all__ = [
     "update_mean",
 ]
 
-# What an estimator needs that reads ``log_probs`` or ``index``.
+# The entry in ``needs`` of an estimator that reads ``log_probs`` or ``index``.
 TABLE = "table"
 
 # Name of a running statistic and its initial value per site: a float for a scalar, a tuple or tensor for a vector.
@@ -35,7 +35,7 @@ Statistics = Mapping[str, float | tuple[float, ...] | Tensor]
 
 @dataclass(frozen=True)
 class SiteInfo:
-    """What is known of a site before any tensor: an estimator decides on it whether it can serve.
+    """Facts about a site that are known before any tensor; they decide whether an estimator can serve it.
 
     Args:
         name: Name of the site.
@@ -55,14 +55,14 @@ class SiteInfo:
 
 
 class SiteProgram(Protocol):
-    """What an estimator may ask of the program beyond the tensors of one run: costs at other values.
+    """Further runs of the program that an estimator may ask for: they give the costs at other values.
 
     Every call of :meth:`cost` or :meth:`gradient` runs guide and model again, once per site of the class and
-    sequential particle: the site takes the given value at all components and plate rows at once, what is sampled
-    downstream of it is drawn afresh and independently, everything else keeps its value.
+    sequential particle. The site takes the given value at all components and plate rows at once. The sites
+    downstream are drawn afresh and independently. All other sites keep their values.
 
     Attributes:
-        generator: Noise for what the estimator draws itself; on the CPU.
+        generator: Generator for the noise that the estimator itself draws; on the CPU.
     """
 
     generator: torch.Generator
@@ -74,9 +74,9 @@ class SiteProgram(Protocol):
 
     @property
     def rows_meet(self) -> bool:
-        """Whether a cost of one plate row reads another.
+        """Whether a cost of one plate row reads the value of another row.
 
-        Then all rows at another value cost something else than one of them.
+        If so, the change of a row's cost differs between changing one row and changing all rows at once.
         """
         ...
 
@@ -85,11 +85,14 @@ class SiteProgram(Protocol):
         ...
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, and the gradient ``(G, M, plates, event)`` of all costs downstream; detached."""
+        """Costs-to-go as in :meth:`cost`, and the gradient ``(G, M, plates, event)`` of all costs downstream.
+
+        Both are detached.
+        """
         ...
 
     def slope(self) -> Tensor:
-        """That gradient at the sampled values; without another run where no site is sampled downstream."""
+        """Gradient of all costs downstream at the sampled values; needs no extra run if no site is downstream."""
         ...
 
     def independent(self) -> Tensor:
@@ -97,7 +100,10 @@ class SiteProgram(Protocol):
         ...
 
     def remaining(self) -> Tensor:
-        """Of the same run what is not known at every value of a site, ``(G, M, plates)`` in nats, detached."""
+        """Cost-to-go of the :meth:`independent` run minus the costs known at every value of the site.
+
+        Shape ``(G, M, plates)``, in nats, detached.
+        """
         ...
 
     def from_index(self, index: Tensor) -> Tensor:
@@ -105,10 +111,10 @@ class SiteProgram(Protocol):
         ...
 
     def held(self, value: Tensor) -> SiteProgram:
-        """The same program in which sites downstream keep the values that they take in a run at ``value``.
+        """The same program, in which sites downstream keep the values that they take in a run at ``value``.
 
-        Costs are then functions of the site's value alone, and as smooth as the program: a draw downstream would
-        follow the value in jumps. Where nothing is sampled downstream there is no extra run.
+        The costs are then functions of the site's value alone. They are as smooth as the program, because no
+        discrete draw downstream jumps when the value moves. If nothing is sampled downstream there is no extra run.
         """
         ...
 
@@ -116,8 +122,8 @@ class SiteProgram(Protocol):
         """Stacks ``pick(fn)`` of the sites' distributions to ``(G, M, plates, event)``, with its gradient.
 
         Args:
-            pick: From a distribution to a tensor of shape ``batch_shape + event``.
-            event_ndim: Number of its rightmost dimensions that are no batch dimensions.
+            pick: Function from a distribution to a tensor of shape ``batch_shape + event``.
+            event_ndim: Number of rightmost dimensions of that tensor that are event dimensions.
         """
         ...
 
@@ -126,7 +132,7 @@ class SiteProgram(Protocol):
 class SiteContext:
     """Tensors of ``G`` like-shaped sites: batch shape ``(G, M, plate dims...)``, costs in nats.
 
-    All but ``score``, ``log_probs`` and the user's own baseline are detached.
+    All tensors except ``score``, ``log_probs`` and the user's own baseline are detached.
 
     Args:
         names: Names of the sites.
@@ -136,18 +142,18 @@ class SiteContext:
         log_probs: Log-probabilities ``(..., D, K)`` of the finite components, with gradient, or ``None``.
         index: Index ``(..., D)`` of the sampled value, or ``None``.
         exact: Immediate costs after setting component ``d`` to value ``k``, ``(..., D, K)``; the entry at
-            the sampled index is the cost of the sample. ``None`` where none are known.
+            the sampled index is the cost of the sample. ``None`` if no such costs are known.
         exact_cost: The sum of those immediate costs in this run.
         learned: Critic's advantages ``(..., D, K)`` for the remaining costs, or ``None``.
         level: Critic's ``V`` for the remaining costs, or ``None``.
-        own: With a critic that reads the value as a whole, the residual whose ``E[own ∇ log q_d]`` is
-            ``E[Σ_k ∇q_d(k) learned[d, k]]``; ``level`` then is ``E[Q]``. ``None`` for a dueling critic.
-        moments: Centred powers of a value without finite components, where a critic reads them; ``learned`` then
+        own: Residual of a critic that reads the value as a whole. ``E[own ∇ log q_d]`` equals
+            ``E[Σ_k ∇q_d(k) learned[d, k]]``, and ``level`` is then ``E[Q]``. ``None`` for a dueling critic.
+        moments: Centred powers of a value without finite components, if a critic reads them; ``learned`` then
             holds their factors ``(..., D, 2)``.
         correction: Sum over later sites ``Y`` of ``A_Y = Q_Y(y) - E_Y[Q_Y]``, or ``None``.
         statistics: Running statistics from earlier steps, by name, with a leading site axis.
         count: Number of steps behind the statistics, ``(G,)``.
-        signals: What the estimator has asked for besides (:attr:`Estimator.needs`), by name.
+        signals: Further signals that the estimator asks for (:attr:`Estimator.needs`), by name.
         ranks: The processes that learn together, or ``None``.
     """
 
@@ -171,7 +177,7 @@ class SiteContext:
 
     @property
     def program(self) -> SiteProgram:
-        """Costs at other values."""
+        """Further runs of the program, which give costs at other values."""
         found: SiteProgram = self.signals["program"]
         return found
 
@@ -183,18 +189,18 @@ class SiteContext:
 
     @property
     def crossed(self) -> Tensor | None:
-        """What the other particles' costs-to-go change by beside this particle's past, averaged over them, in nats.
+        """Change of the other particles' costs-to-go, in nats, if they had this particle's past.
 
-        ``None`` where none is known.
+        It is averaged over the other particles. ``None`` if no such change is known.
         """
         found: Tensor | None = self.signals.get("crossed")
         return found
 
     def joint(self, mean: Tensor) -> tuple[Tensor, Tensor | int]:
-        """A mean over the samples of this step, and their number, with those of other processes.
+        """Mean over the samples of this step in all processes, and the number of these samples.
 
-        Running statistics are averaged over processes in any case. Those that are not linear in such means, such as a
-        ratio of two, are right only if they are made from joint ones.
+        Running statistics are averaged over processes in any case. A statistic that is not linear in such means, such
+        as a ratio of two means, is right only if it is computed from joint means.
 
         Args:
             mean: Mean over particles and plate rows of this process.
@@ -203,10 +209,10 @@ class SiteContext:
 
 
 class SiteTerm(NamedTuple):
-    """What an estimator returns.
+    """The return value of an estimator.
 
     Args:
-        surrogate: Any shape; the gradient of its sum is the gradient estimate, summed over particles.
+        surrogate: Tensor of any shape; the gradient of its sum is the gradient estimate, summed over particles.
         statistics: New values of running statistics; they take effect after the step.
     """
 
@@ -215,18 +221,19 @@ class SiteTerm(NamedTuple):
 
 
 class Estimator:
-    """A gradient estimator is a frozen value object that turns a :class:`SiteContext` into a surrogate.
+    """A gradient estimator: a frozen value object that turns a :class:`SiteContext` into a surrogate.
 
-    What it needs beyond the tensors of every site it declares; what nobody needs is not computed.
+    An estimator declares the inputs that it needs beyond the tensors that every site has. Inputs that no estimator
+    needs are not computed.
 
     Attributes:
         is_unbiased: Whether its expectation is the exact gradient for any state of the critics.
         is_pathwise: Whether the site's value carries the gradient.
         uses_critic: Whether it reads ``learned``, ``level`` or ``correction``.
         attaches: Whether :meth:`attach` lets the value of a site without ``rsample`` carry a gradient.
-        corrects: Whether that gradient is not all of it, and :meth:`correction` gives the rest.
-        takes_baseline: Whether Pyro's baseline options of a site may take its place.
-        relies_on_slopes: Whether it is poor where costs have no gradient to the values of sites.
+        corrects: Whether that gradient is only a part of the whole, and :meth:`correction` gives the rest.
+        takes_baseline: Whether Pyro's baseline options of a site may replace this estimator.
+        relies_on_slopes: Whether it works badly if costs have no gradient with respect to the values of sites.
     """
 
     is_unbiased: ClassVar[bool]
@@ -239,7 +246,7 @@ class Estimator:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # A subclass may read what its base does not, and sum where its base does not: it says so itself.
+        # A subclass may read inputs, or sum over components, where its base does not. So it declares both itself.
         inherited: Any = cls.needs
         if "needs" not in vars(cls) and not isinstance(inherited, property):
             cls.needs = inherited | {TABLE}  # type: ignore[method-assign]
@@ -251,7 +258,7 @@ class Estimator:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What it reads that costs something to have, by name.
+        """Names of the inputs that it reads and that take extra work to compute.
 
         ``"table"``: ``log_probs`` and ``index``. ``"slope"``: ``context.program.slope()``. All others are rows of
         :data:`pyro_bpq.step.signal_table.SIGNALS`, such as ``"program"``, ``"crossed"`` and ``"baseline"``.
@@ -260,34 +267,34 @@ class Estimator:
 
     @property
     def by_component(self) -> bool:
-        """Whether each component of a site may be told its own cost-to-go, in a dimension behind those of the plates.
+        """Whether each component of a site may get its own cost-to-go, in a dimension behind the plates.
 
-        It then treats further dimensions of a site as it treats plates. Subclasses do not inherit it.
+        The estimator then treats further dimensions of a site like plates. Subclasses do not inherit this property.
         """
         return False
 
     @property
     def exact_costs(self) -> bool | str:
-        """Whether it wants the model's immediate costs at every value; ``"auto"``: where that pays."""
+        """Whether it asks for the model's immediate costs at every value; ``"auto"``: only if that pays."""
         return False
 
     @property
     def trace_decay(self) -> float:
-        """The control variate of a later site is weighted by this number to the power of the distance to it."""
+        """The control variate of a later site has the weight ``trace_decay ** distance`` to that site."""
         return 1.0
 
     @property
     def return_weight(self) -> float | None:
-        """Weight of the return against the critics, if its cost-to-go is a lambda-return."""
+        """Weight of the return against the critics if the cost-to-go is a lambda-return, else ``None``."""
         return None
 
     @property
     def has_baseline(self) -> bool:
-        """Whether it has a baseline of its own choice."""
+        """Whether the user chose a baseline for it."""
         return False
 
     def unsupported(self, site: SiteInfo) -> str | None:
-        """Why the site cannot be served and what to write instead, or ``None`` if it can."""
+        """Reason why the site cannot be served, and what to write instead; ``None`` if it can be served."""
         return None
 
     def statistics(self, num_particles: int) -> Statistics:
@@ -295,24 +302,27 @@ class Estimator:
         return {}
 
     def sized_statistics(self, width: int) -> Statistics:
-        """More of them, whose size depends on that of a value, such as a network's weights.
+        """Further running statistics, whose size depends on the size of a value, such as a network's weights.
 
         Args:
-            width: Number of numbers that a value is encoded by: one for a real or binary component, ``K`` for one of
-                ``K > 2`` values.
+            width: Number of entries in the encoding of a value: one for a real or binary component, ``K`` for a
+                component of ``K > 2`` values.
         """
         return {}
 
     def at(self, step: int) -> Any:
-        """The estimator as it is after so many steps: options that change over time, such as a temperature."""
+        """The estimator after ``step`` steps; options that change over time, e.g. a temperature, are set."""
         return self
 
     def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
-        """The value that the program sees, from the distribution and the drawn value; then it is never called."""
+        """The value that the program sees, from the distribution and the drawn value.
+
+        The estimator itself is then never called.
+        """
         raise NotImplementedError
 
     def correction(self, fn: Any, value: Tensor) -> Tensor:
-        """What the score function takes in place of ``log q``, of the batch shape."""
+        """The tensor of the batch shape that the score function uses in place of ``log q``."""
         raise NotImplementedError
 
     def __call__(self, context: SiteContext) -> SiteTerm:
@@ -326,7 +336,7 @@ def initial_statistics(estimator: Estimator, num_particles: int, width: int) -> 
 
 
 def check_decay(owner: str, decay: float) -> None:
-    """Raises where the weight of the past in a running mean is out of range."""
+    """Raises an OptionError if ``decay``, the weight of the past in a running mean, is out of range."""
     if not 0.0 <= decay < 1.0:
         raise OptionError(f"{owner}(decay={decay!r}): write a number in [0, 1).")
 

@@ -1,4 +1,4 @@
-r"""Baselines: control variates that do not depend on the value of the site."""
+r"""Baselines: numbers subtracted from the cost-to-go that do not depend on the value of the site."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Baseline", "ConstantBaseline", "LeaveOneOut", "RunningBaseline", "le
 
 @runtime_checkable
 class Baseline(Protocol):
-    """Subtracts from a cost-to-go something with the same mean that the site's value does not enter."""
+    """Subtracts from a cost-to-go a prediction of its mean that does not depend on the site's value."""
 
     def unsupported(self, site: SiteInfo) -> str | None:
-        """Why the site cannot be served, or ``None``."""
+        """Reason why the site cannot be served, or ``None`` if it can."""
         ...
 
     def statistics(self) -> Statistics:
-        """Running statistics that it keeps."""
+        """Running statistics that the baseline keeps, with their initial values."""
         ...
 
     def __call__(
@@ -49,10 +49,10 @@ def leave_one_out(cost: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ConstantBaseline:
-    """A number that the user knows.
+    """A constant that the user supplies.
 
     Args:
-        value: The number, in nats; a cost, so minus what Pyro's objective would be.
+        value: The number, in nats. It is a cost, so its sign is opposite to that of Pyro's objective.
     """
 
     value: float = 0.0
@@ -62,7 +62,7 @@ class ConstantBaseline:
         return None
 
     def statistics(self) -> Statistics:
-        """None."""
+        """No running statistics."""
         return {}
 
     def __call__(
@@ -76,8 +76,8 @@ class ConstantBaseline:
 class LeaveOneOut:
     """The mean cost-to-go of the other particles at the same data point; needs two particles.
 
-    Where sampled values steer a program, its particles need not have the same sites: then the running mean of
-    earlier steps takes its place.
+    If sampled values steer a program, its particles may have different sites. A site with a single particle then uses
+    the running mean of earlier steps instead.
 
     References:
         | Buy 4 REINFORCE samples, get a baseline for free (Kool et al., 2019)
@@ -94,7 +94,7 @@ class LeaveOneOut:
         return None
 
     def statistics(self) -> Statistics:
-        """Those of :class:`RunningBaseline`."""
+        """Running statistics of :class:`RunningBaseline`."""
         return RunningBaseline().statistics()
 
     def __call__(
@@ -131,7 +131,7 @@ class RunningBaseline:
         return None
 
     def statistics(self) -> Statistics:
-        """The mean."""
+        """The running mean."""
         return {"baseline": 0.0}
 
     def __call__(

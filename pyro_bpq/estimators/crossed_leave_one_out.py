@@ -1,4 +1,4 @@
-r"""Leave-one-out across particles, beside the particle's own past."""
+r"""Leave-one-out whose other particles are evaluated with this particle's own past."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ __all__ = ["CrossedLeaveOneOut"]
 
 @dataclass(frozen=True)
 class CrossedLeaveOneOut(Estimator):
-    r"""Score function whose baseline is what the other particles' values cost beside this particle's own past.
+    r"""Score function whose baseline is the cost of other particles' values given this particle's past.
 
         g_X = (C_i - C̄_i - a (Δ_i - d)) ∇ log q(x_i),    a = Cov(C_i - C̄_i, Δ_i) / Var(Δ_i) in [0, 1],  d = E[Δ_i]
 
-    ``C_i`` is the cost-to-go of particle ``i``, ``C̄_i`` the mean of the others', and ``Δ_i``, in nats, what that mean
-    changes by if everything that does not depend on ``X`` is as in particle ``i``. It is known without another run for
-    log-probabilities whose law reads the past alone, such as ``log q(x_j | past_i)``, or whose value lies in the past,
-    such as ``log p(past_i | x_j)``, at sites of finite support. In layers it tells how well a layer explains the one
-    below it, where leave-one-out compares with another layer below. ``a`` and ``d`` are those of earlier steps, over
-    plate rows; where nothing is sampled before a site it is plain leave-one-out. Unbiased, detached but for the score.
+    ``C_i`` is the cost-to-go of particle ``i``, and ``C̄_i`` is the mean cost-to-go of the other particles. ``Δ_i``, in
+    nats, is the change of that mean when everything that does not depend on ``X`` is set to its state in particle
+    ``i``. ``Δ_i`` needs no further run for log-probabilities at sites of finite support whose law reads only the past,
+    such as ``log q(x_j | past_i)``, or whose value lies in the past, such as ``log p(past_i | x_j)``. In a layered
+    model it shows how well a layer explains the layer below it in the same particle; plain leave-one-out compares with
+    particles that have another layer below. ``a`` and ``d`` come from earlier steps, over plate rows. If nothing is
+    sampled before a site, the estimator is plain leave-one-out. Unbiased. All factors but the score are detached.
 
-    For layers of many units. With a few, leave-one-out can have less variance: where two particles agree in a value
-    their terms cancel.
+    Use it for layers of many units. With few units leave-one-out can have less variance, because its terms cancel
+    where two particles have the same value.
 
     Args:
         decay: Weight of the past in the running moments, in ``[0, 1)``.
@@ -70,7 +71,7 @@ class CrossedLeaveOneOut(Estimator):
         assert context.count is not None
         old, centred = context.statistics, leave_one_out(context.cost)
         mean, product, square = old["moments"].unbind(1)
-        # On average another's values do badly beside one's own past, which tells nothing of them.
+        # Other particles' values do worse on average with this particle's past: that mean change is no information.
         scale = (product / (square - mean.square()).clamp(min=1e-12)).clamp(0.0, 1.0)
         shape = (-1, *(1,) * (centred.dim() - 1))
         new = torch.stack((change, centred * change, change.square()), -1).flatten(1, -2).mean(1)

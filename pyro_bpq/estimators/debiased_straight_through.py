@@ -1,4 +1,4 @@
-r"""Straight-through differences of all components, made exact by the true difference of one of them."""
+r"""Straight-through cost differences of all components, made unbiased by the true difference of one."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["DebiasedStraightThrough"]
 
 @dataclass(frozen=True)
 class DebiasedStraightThrough(Estimator):
-    r"""Predicts what each other value of each component costs, and corrects one prediction by the truth.
+    r"""Predicts the cost of each other value of each component; corrects one prediction by the true cost.
 
         g = Σ_{d,k} ∇q_d(k) (Δ̂_{dk} + 1[(d,k) = S] (Δ_{dk} - Δ̂_{dk}) / π_{dk}),
         Δ_{dk} = f(x with x_d = k) - f(x),   Δ̂_{dk} = f'(x)·(e_k - x_d) + h_{dk}
 
-    ``f`` is the cost-to-go in nats. The sum with ``Δ`` for ``Δ̂`` is the local expectation gradient, exact given the
-    other components; one entry ``S``, drawn with probability ``π`` for each row, makes up for what straight-through's
-    first order lacks. ``h`` is the running mean of that error, the curvature; ``π`` follows its running size times the
-    size of ``∇q``. Unbiased for any ``f'``, ``h`` and ``π > 0``; where costs have no slope it is poor. Needs one
-    more run of guide and model for every site and particle, and a backward pass to the value; where sites are sampled
-    downstream, which are drawn afresh, that is one of a second run. For Bernoulli and OneHotCategorical, also in
-    ``to_event``.
+    ``f`` is the cost-to-go in nats. With ``Δ`` in place of ``Δ̂`` the sum is the local expectation gradient, which is
+    exact given the other components. One entry ``S`` per row, drawn with probability ``π``, corrects the error of
+    straight-through's first-order prediction. ``h`` is the running mean of that error (the curvature). ``π`` is, up to
+    ``mixture``, proportional to the error's running size times the size of ``∇q``. Unbiased for any ``f'``, ``h`` and
+    ``π > 0``. It works badly if costs have no slope. It needs one more run of guide and model for every site and
+    particle, and a backward pass to the value. If sites are sampled downstream, they are drawn afresh, and the backward
+    pass belongs to a second run. For Bernoulli and OneHotCategorical, also in ``to_event``.
 
     Args:
         decay: Weight of the past in the running moments of the errors, in ``[0, 1)``.
-        mixture: Share of ``π`` that does not follow the errors, in ``(0, 1]``.
+        mixture: Share of ``π`` that does not depend on the errors, in ``(0, 1]``.
 
     Raises:
         OptionError: If an option is out of range.
@@ -62,11 +62,11 @@ class DebiasedStraightThrough(Estimator):
         return needs_float_value("DebiasedStraightThrough", site)
 
     def sized_statistics(self, width: int) -> Statistics:
-        """By entry: how often it was drawn, the sum of its errors, and of their squares."""
+        """Statistics of each entry: the number of its draws, the sum of its errors, the sum of their squares."""
         return {name: torch.zeros(width) for name in ("drawn", "errors", "squares")}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """Weights every log-probability with its predicted difference, the drawn one with the corrected one."""
+        """Weights every log-probability by its predicted difference, and the drawn entry by its corrected one."""
         assert context.index is not None
         program = context.program
         log_q, allowed = _entries(context)
@@ -77,7 +77,7 @@ class DebiasedStraightThrough(Estimator):
             chance = self._chances(q, size, allowed)
             chosen = _draw(chance, program.generator)
             cost = cost_per_row(program, _moved(context, chosen), context.cost.dim())
-            # What the drawn entry adds to its own prediction; its chance is not zero.
+            # The chance of the drawn entry is not zero, so the division below is safe.
             drawn, expected = ((chosen * tensor).sum((-1, -2)) for tensor in (chance, predicted))
             error = cost - context.cost - expected
             table = predicted + chosen * (error / drawn)[..., None, None]
@@ -86,17 +86,17 @@ class DebiasedStraightThrough(Estimator):
         return SiteTerm(q * table * log_q, statistics)
 
     def _errors(self, statistics: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean error of the first order, and typical size of what is left, of each entry."""
+        """Mean error of the first-order prediction of each entry, and the typical size of the remaining error."""
         drawn, errors, squares = (statistics[name] for name in ("drawn", "errors", "squares"))
         shape = (len(drawn), *(1,) * (like.dim() - 3), *like.shape[-2:])
         typical = squares.sum(1, keepdim=True) / drawn.sum(1, keepdim=True).clamp(min=1.0)
-        # An entry that was seldom drawn is taken for a typical one, without an error of its own.
+        # An entry with few draws gets the typical size of all entries and a mean error near zero.
         size = ((squares + typical) / (drawn + 1.0)).sqrt()
         return (errors / (drawn + 1.0)).reshape(shape), size.reshape(shape)
 
     def _chances(self, q: Tensor, size: Tensor, allowed: Tensor | None) -> Tensor:
-        """Probability of drawing each entry: in part by the size of its gradient, in part by that of its error too."""
-        # Above zero for every entry that is allowed, were its probability zero up to rounding.
+        """Chance of drawing each entry: mixes the size of its gradient with that size times its error."""
+        # The small constant keeps the chance of every allowed entry above zero if its probability rounds to zero.
         weight = q * (1.0 - q) + 1e-6
         weight = weight if allowed is None else weight * allowed
         by_error = weight * size
@@ -107,7 +107,7 @@ class DebiasedStraightThrough(Estimator):
     def _updated(
         self, statistics: Mapping[str, Tensor], chosen: Tensor, error: Tensor, mean: Tensor
     ) -> dict[str, Tensor]:
-        """Running sums over what was drawn: how often, errors of the first order, squares of what is left."""
+        """Running sums over drawn entries: counts, first-order errors, squares of the remaining errors."""
         rest = chosen * error[..., None, None]
         new = {"drawn": chosen, "errors": rest + chosen * mean, "squares": rest.square()}
         return {
@@ -116,11 +116,11 @@ class DebiasedStraightThrough(Estimator):
         }
 
 
-# An entry is another value of a component: (..., D, K), or (..., D, 1), the only other one, if there are two.
+# An entry is another value of a component: shape (..., D, K), or (..., D, 1) if a component has two values.
 
 
 def _entries(context: SiteContext) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of the entries, with gradient, and which are other values than the sampled ones."""
+    """Log-probabilities of the entries, with gradient, and a mask of those that are not sampled."""
     assert context.log_probs is not None and context.index is not None
     index = context.index.unsqueeze(-1)
     if context.log_probs.shape[-1] == 2:
@@ -152,7 +152,7 @@ def _moved(context: SiteContext, chosen: Tensor) -> Tensor:
 
 
 def _draw(chance: Tensor, generator: torch.Generator) -> Tensor:
-    """One entry of each row, by a one, ``(..., D, K)``."""
+    """Draws one entry of each row; returns its indicator ``(..., D, K)``."""
     bounds = chance.flatten(-2).cumsum(-1)
     u = uniform(bounds[..., :1], generator) * bounds[..., -1:]
     at = torch.searchsorted(bounds, u, right=True).clamp(max=bounds.shape[-1] - 1)

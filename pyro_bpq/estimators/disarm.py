@@ -20,8 +20,8 @@ class ARM(Estimator):
 
         g_d = (f(b̃) - f(b)) (u_d - ½) ∇α_d,    b_d = 1[u_d < σ(α_d)],  b̃_d = 1[1 - u_d < σ(α_d)]
 
-    ``α`` are the logits and ``f`` is the cost-to-go in nats. Unbiased; :class:`DisARM`, its expectation given the
-    pair, costs the same and is never worse. Here for reference.
+    ``α`` are the logits and ``f`` is the cost-to-go in nats. Unbiased. :class:`DisARM` is the expectation of this
+    estimator given the pair. It costs the same and never has more variance. ARM is here for reference.
 
     References:
         ARM: Augment-REINFORCE-merge gradient for stochastic binary networks (Yin and Zhou, 2019)
@@ -55,9 +55,9 @@ class DisARM(Estimator):
         b_d = 1[u_d < σ(α_d)],  b̃_d = 1[1 - u_d < σ(α_d)]
 
     ``α`` are the logits and ``f`` is the cost-to-go in nats. Unbiased: it is the expectation of :class:`ARM` given
-    the pair, since ``E[½ - u_d | b_d = 1, b̃_d = 0] = ½ σ(|α_d|)``. Needs one more run of guide and model for
-    every site and particle: all components and plate rows of the site take their antithetic values
-    at once, sites downstream are drawn afresh.
+    the pair, since ``E[½ - u_d | b_d = 1, b̃_d = 0] = ½ σ(|α_d|)``. It needs one more run of guide and model for
+    every site and particle. In that run all components and plate rows of the site take their antithetic values
+    at once, and sites downstream are drawn afresh.
 
     References:
         | DisARM: An antithetic gradient estimator for binary latent variables (Dong et al., 2020)

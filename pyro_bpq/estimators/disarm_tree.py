@@ -1,4 +1,4 @@
-r"""DisARM-Tree: antithetic pairs of categorical values, which binary decisions along a tree lead to."""
+r"""DisARM-Tree: antithetic pairs of categorical values, reached by binary decisions along a tree."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["DisARMTree"]
 class DisARMTree(Estimator):
     r"""Compares the sample with one that is antithetic in every binary decision of a balanced tree.
 
-    A value ``z`` of a component is a path through the tree: at node ``n`` one goes right with probability
-    ``σ(α_n)``, the ratio of the probabilities below. The partner ``z̃`` takes antithetic decisions. With
-    ``f`` the cost-to-go in nats,
+    A value ``z`` of a component is a path through the tree. At node ``n`` the path goes right with probability
+    ``σ(α_n)``, the share of the right subtree in the probability of node ``n``. The partner ``z̃`` takes antithetic
+    decisions. With ``f`` the cost-to-go in nats,
 
         g = ½ (f(z) - f(z̃)) Σ_n w_n ∇α_n,
         w_n = (b_n - b̃_n) σ(|α_n|)  on both paths,  b_n - σ(α_n)  on that of z only,  σ(α_n) - b̃_n  on that of z̃ only
 
-    which is :class:`DisARM` for all decisions of the tree, averaged over those that were not needed. Unbiased. Needs
+    This is :class:`DisARM` for all decisions of the tree, averaged over the decisions off the paths. Unbiased. It needs
     one more run of guide and model for every site and particle. With two values it is DisARM.
 
     References:
@@ -73,7 +73,7 @@ def _levels(log_probs: Tensor) -> list[Tensor]:
     depth = max(cardinality - 1, 1).bit_length()
     missing = 2**depth - cardinality
     if missing:
-        # Far below any log-probability that a site has: nobody goes there.
+        # A log-probability far below that of any real value, so that padding is never drawn.
         padding = log_probs.new_full((*log_probs.shape[:-1], missing), -1e8)
         log_probs = torch.cat((log_probs, padding), -1)
     levels = []

@@ -1,4 +1,4 @@
-r"""Double control variates, and discrete Stein operators: other particles' slopes, where costs have any."""
+r"""Double control variates and discrete Stein operators; both use the cost slopes of other particles."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class DoubleCV(Estimator):
         g_k = (f_k - a_1 c_k·(x_k - μ_k) - b_k) ∇ log q(x_k) + a_1 c_k·∇μ_k,
         c_k = 1/(M-1) Σ_{j≠k} f'(x_j),   b_k = 1/(M-1) Σ_{j≠k} (f_j - a_2 f'(x_j)·(x_j - μ_j))
 
-    ``f`` is the cost-to-go in nats; neither ``c_k`` nor ``b_k`` reads particle ``k``. Unbiased, also where costs have
-    no slope: it is leave-one-out then. Needs two particles, and a backward pass to their values, which where sites are
-    sampled downstream is one of another run of guide and model for every site and particle. For Bernoulli and
+    ``f`` is the cost-to-go in nats. Neither ``c_k`` nor ``b_k`` reads particle ``k``. Unbiased. If costs have no slope,
+    it is leave-one-out. It needs two particles and a backward pass to their values. If sites are sampled downstream,
+    the backward pass needs another run of guide and model for every site and particle. For Bernoulli and
     OneHotCategorical, also in ``to_event``.
 
     Args:
-        scale: The scales ``a_1 = a_2``; ``None`` takes those of least variance, from running moments of earlier steps.
+        scale: The scales ``a_1 = a_2``; ``None`` takes the scales of least variance, from running moments of earlier
+            steps.
         decay: Weight of the past in these moments.
 
     Raises:
@@ -81,8 +82,9 @@ class RODEO(Estimator):
 
         g_{k,d} = (f_k - h_k(x_k) - b_k) ∇ log q_d(x_{k,d}) + Σ_v ∇q_d(v) h_k(x_k with x_{k,d} = v)
 
-    ``b_k`` is that of :class:`DoubleCV`. The paper trains a network in the place of ``h``; here its weights are
-    those of least variance, from running moments of earlier steps. Unbiased for any weights. Needs what DoubleCV needs.
+    ``b_k`` is as in :class:`DoubleCV`. The paper trains a network in place of ``h``. Here the weights of ``h`` are
+    those of least variance, from running moments of earlier steps. Unbiased for any weights. It has the same
+    requirements as DoubleCV.
 
     Args:
         decay: Weight of the past in the running moments.
@@ -111,7 +113,7 @@ class RODEO(Estimator):
         return _initial(3)
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """Leave-one-out on the residual, and what the operator adds."""
+        """Leave-one-out on the residual, plus the sums of the Stein operator."""
         slopes = _Slopes.of(context)
         return _combine(context, slopes, [slopes.linear, slopes.linear.square()], None, self.decay)
 
@@ -160,12 +162,12 @@ def _combine(
     with torch.no_grad():
         centred, sampled, probs = leave_one_out(context.cost), slopes.sampled, slopes.probs
         score = sampled - probs
-        # Of each control variate: what the sample's log-probability is weighted with, and the tables.
+        # For each control variate: the weight of the sample's log-probability, and its table.
         parts = [((h * sampled).sum(-1), h) for h in features]
         count = len(parts) + 1
         scales = context.statistics["scales"] if scale is None else centred.new_full((len(centred), count), scale)
         a = [scales[:, i].reshape(-1, *(1,) * (probs.dim() - 1)) for i in range(count)]
-        # The baseline's sign: f_k - mean (f_j - a t_j) = (f_k - mean f_j) + a mean t_j.
+        # Sign of the baseline term: f_k - mean (f_j - a t_j) = (f_k - mean f_j) + a mean t_j.
         weights = (centred[..., None, None] + a[-1] * slopes.ahead[..., None, None]) * sampled
         for scaling, (own, h) in zip(a, parts, strict=False):
             weights = weights + scaling * (probs * h - own.unsqueeze(-1) * sampled)
@@ -197,7 +199,7 @@ def _solve(gram: Tensor, count: int, ridge: Tensor) -> Tensor:
     diagonal = torch.diagonal(left, dim1=1, dim2=2)
     tiny = torch.finfo(gram.dtype)
     scaled = diagonal.clamp(min=tiny.tiny**0.5).rsqrt()
-    # In units of the control variates' sizes; one that is zero throughout keeps the scale zero.
+    # The system is in units of the control variates' sizes. A control variate that is always zero keeps scale zero.
     system = scaled.unsqueeze(-1) * left * scaled.unsqueeze(-2)
     eye = torch.eye(count, dtype=gram.dtype, device=gram.device)
     system = system * (1 - eye) + eye * (1.0 + ridge.reshape(-1, 1, 1) + 10 * tiny.eps)

@@ -1,4 +1,4 @@
-"""Which estimators serve a bound of several samples."""
+"""The rule that says which estimators can serve a multi-sample bound."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["unsupported_in_bound"]
 
 
 def unsupported_in_bound(estimator: Estimator, has_critic: bool, chose_critic: bool) -> str | None:
-    """Why an estimator cannot serve a site of a multi-sample bound, or ``None`` if it can.
+    """Reason why an estimator cannot serve a site of a multi-sample bound, or ``None`` if it can.
 
     Args:
         estimator: The estimator.
         has_critic: Whether the site has a critic.
-        chose_critic: Whether the site itself has chosen one.
+        chose_critic: Whether the site's own options name a critic.
     """
     if not isinstance(estimator, (Pathwise, ScoreFunction, AllAction, QProp)):
         return (

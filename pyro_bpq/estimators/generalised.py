@@ -1,4 +1,4 @@
-r"""Generalised reparameterisation (G-REP): standardise the value, correct for what the noise still depends on."""
+r"""Generalised reparameterisation (G-REP): standardises the value, corrects for the noise's dependence."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class GeneralisedReparameterisation(Estimator):
         z = T(ε; θ),   g = ∂C/∂z ∂T(ε; θ)/∂θ + (C - b) ∇_θ log q_ε(ε; θ)
         log q_ε(ε; θ) = log q(T(ε; θ); θ) + log |∂T/∂ε|
 
-    ``T`` standardises ``log z`` of a Gamma and ``logit z`` of a Beta by mean and standard deviation; for a LogNormal
+    ``T`` standardises ``log z`` of a Gamma and ``logit z`` of a Beta by mean and standard deviation. For a LogNormal
     the correction vanishes. ``b`` is the mean over the other particles or a running mean. The costs must be
     differentiable in the value. torch's own ``rsample`` is exact for these distributions, so :class:`Pathwise` is
-    better where there is one; a reference, and the form for distributions that have only a transform.
+    better if the distribution has ``rsample``. This estimator is a reference, and serves distributions that have only
+    a transform.
 
     Register :func:`standardised` for a distribution of your own.
 
@@ -42,7 +43,7 @@ class GeneralisedReparameterisation(Estimator):
     corrects: ClassVar[bool] = True
 
     def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs a continuous distribution; whether a transform is known shows at the first draw."""
+        """Needs a continuous distribution; a missing transform raises at the first draw."""
         if site.components is None and not is_infinite(site):
             return None
         return (
@@ -63,7 +64,7 @@ class GeneralisedReparameterisation(Estimator):
         return total.sum(tuple(range(-extra, 0))) if extra else total
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """Nothing: value and correction carry the gradient."""
+        """Returns a zero term: the value and the correction carry the gradient."""
         return SiteTerm(context.score.new_zeros(()))
 
 

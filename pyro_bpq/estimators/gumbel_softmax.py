@@ -24,8 +24,8 @@ class GumbelStraightThrough(Estimator):
 
         z + s - stop(s),    s = softmax((log p + G) / τ),   G Gumbel noise given argmax(log p + G) = z
 
-    The program sees the discrete value; the noise is drawn given it. For Bernoulli and OneHotCategorical, also in
-    ``to_event``, whose costs are differentiable in the value; a Bernoulli has ``s = σ((α + L)/τ)`` with
+    The program sees the discrete value, and the noise is drawn given that value. For Bernoulli and OneHotCategorical,
+    also in ``to_event``, whose costs are differentiable in the value. A Bernoulli has ``s = σ((α + L)/τ)`` with
     logistic noise ``L``. The gradient through ``log q`` of a OneHotCategorical with respect to its value is zero, as
     torch computes it.
 
@@ -74,7 +74,7 @@ class GumbelStraightThrough(Estimator):
         return value + (soft - soft.detach())
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """Nothing: the value carries the gradient."""
+        """Returns a zero term: the value carries the gradient."""
         return SiteTerm(context.score.new_zeros(()))
 
 
@@ -84,13 +84,13 @@ class Concrete(Estimator):
 
         g_X = f'(s)·∇s,    s = softmax((log p + G) / τ),   G Gumbel noise
 
-    ``f`` is the cost-to-go in nats. The program itself runs with the discrete value, so that the loss and the
-    gradients of all other parameters are exact; only an extra run sees the relaxed one. There the site's ``log q`` and
-    ``-log p`` are torch's at the relaxed value: for a Bernoulli ``s α - log(1 + e^α)``, linear in ``s``; for a
-    OneHotCategorical those of the largest entry, without slope. For Bernoulli (``s = σ((α + L)/τ)``) and
-    OneHotCategorical, also in ``to_event``, whose costs are differentiable in the value; a program that turns it into
-    an integer yields no gradient. Needs one more run of guide and model, and its backward pass, for every site and
-    particle.
+    ``f`` is the cost-to-go in nats. The program itself runs with the discrete value, so the loss and the gradients of
+    all other parameters are exact. Only an extra run sees the relaxed value. In that run torch computes the site's
+    ``log q`` and ``-log p`` at the relaxed value: for a Bernoulli ``s α - log(1 + e^α)``, linear in ``s``; for a
+    OneHotCategorical the values at the largest entry, without slope. For Bernoulli (``s = σ((α + L)/τ)``) and
+    OneHotCategorical, also in ``to_event``, whose costs are differentiable in the value. A program that turns the
+    value into an integer yields no gradient. It needs one more run of guide and model, with a backward pass, for every
+    site and particle.
 
     Args:
         temperature: Temperature ``τ``, or a function of the number of steps taken.

@@ -20,12 +20,12 @@ class LambdaReturn(Estimator):
         g_X = (I_X(x) + G_X - b - Q-terms of AllAction) ∇ log q(x) + all-action term
         G_X = roots + avg_Y [ E_Y[Q_Y] + λ (G_Y - q_Y(y)) ]
 
-    Critics stand for the cost that lies far ahead, so their errors bias the gradient unless ``lam=1``, where ``G_X`` is
-    the cost-to-go minus the graph-wise control variates. Finite sites use :class:`AllAction` on it, others the
-    score function with leave-one-out or a running baseline.
+    Critics replace the costs that lie far ahead, so their errors bias the gradient. With ``lam=1`` there is no bias:
+    ``G_X`` is then the cost-to-go minus the graph-wise control variates. Finite sites apply :class:`AllAction` to
+    ``G_X``. Other sites apply the score function with leave-one-out or a running baseline.
 
     Args:
-        lam: Weight of the return against the critics, in ``[0, 1]``; not the one that the critics learn by.
+        lam: Weight of the return against the critics, in ``[0, 1]``. The critics learn with a lambda of their own.
 
     Raises:
         OptionError: If an option is out of range.
@@ -45,16 +45,16 @@ class LambdaReturn(Estimator):
             raise OptionError(f"LambdaReturn(lam={self.lam!r}): write a number in [0, 1].")
 
     def statistics(self, num_particles: int) -> Statistics:
-        """Those of :class:`AllAction` and of a running baseline."""
+        """Running statistics of :class:`AllAction` and of a running baseline."""
         return {**AllAction().statistics(num_particles), **RunningBaseline().statistics()}
 
     @property
     def return_weight(self) -> float:
-        """As chosen."""
+        """The option ``lam``."""
         return self.lam
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """As :class:`AllAction` or the score function, on the cost-to-go that it is given."""
+        """Applies :class:`AllAction` or the score function to the lambda-return in ``context.cost``."""
         if context.log_probs is not None:
             return AllAction()(context)
         if context.num_particles > 1:

@@ -23,15 +23,15 @@ class LAX(Estimator):
 
         g = (C - c_φ(x) - b) ∇log q(x) + ∂c_φ/∂x ∇x
 
-    For continuous univariate distributions, in plates and ``to_event``, whose value can be reparameterised; the costs
-    need no gradient. The network ``c_φ`` sees the value and the mean of its distribution, detached, and learns along
-    the gradient of ``|g|²``, each parameter of the distribution in units of its own score. ``b`` is the mean over the
-    other particles or, with one particle, over earlier steps. No extra run.
+    For continuous univariate distributions, in plates and ``to_event``, whose value can be reparameterised. The costs
+    need no gradient. The network ``c_φ`` sees the value and the mean of its distribution, detached. It learns along
+    the gradient of ``|g|²``; each parameter of the distribution is measured in units of its own score. ``b`` is the
+    mean over the other particles or, with one particle, over earlier steps. There is no extra run.
 
-    Where the costs do have a gradient, :class:`Pathwise` is simpler and better.
+    If the costs do have a gradient, :class:`Pathwise` is simpler and better.
 
     Args:
-        variate: The network and how it learns.
+        variate: The network and its training options.
 
     Raises:
         OptionError: If an option is out of range.
@@ -52,7 +52,7 @@ class LAX(Estimator):
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs a continuous distribution that can be reparameterised."""
-        # By the time that a site is planned its rsample may be hidden: the value is to be detached.
+        # has_rsample cannot be read: it may be hidden when the site is planned, because the value is detached.
         if site.components is None and not is_infinite(site):
             return None
         other = f"RELAX() or {alternative(site)}" if site.components is not None else alternative(site)
@@ -64,7 +64,7 @@ class LAX(Estimator):
         return {**self.variate.statistics(2 * width), **moments}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """The gradient with respect to the distribution's parameters, attached to them; a step of the network."""
+        """Attaches the gradient to the distribution's parameters, and takes a training step of the network."""
         assert context.count is not None
         value = context.program.value
         event_ndim = value.dim() - context.cost.dim()
@@ -96,7 +96,7 @@ class LAX(Estimator):
 
 
 def _groups(context: SiteContext, event_ndim: int) -> tuple[list[tuple[Tensor, Any, dict[str, Tensor]]], Tensor]:
-    """Sites by kind of distribution: rows, kind and parameters by name; and the means, flat, of all."""
+    """Groups sites by class of distribution: rows, class and parameters; also the flat means of all."""
     found: list[Any] = []
 
     def mean_of(fn: Any) -> Tensor:
@@ -128,7 +128,7 @@ def _picker(kind: Any, name: str) -> Any:
 
 
 def _features(x: Tensor, mean: Tensor, context: SiteContext) -> Tensor:
-    """Value and mean in units of the values of earlier steps."""
+    """Value and mean, standardised by the running moments of values of earlier steps."""
     lead = (-1, *(1,) * (context.cost.dim() - 1), mean.shape[-1])
     centre = context.statistics["input_mean"].reshape(lead)
     square = context.statistics["input_square"].reshape(lead) - centre.square()
@@ -137,7 +137,7 @@ def _features(x: Tensor, mean: Tensor, context: SiteContext) -> Tensor:
 
 
 def _gradients(tensor: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    # The distribution's own set-up is shared between its gradients.
+    # The graph is kept, because both gradients of a distribution share the set-up of its parameters.
     found = torch.autograd.grad(tensor.sum(), list(leaves.values()), retain_graph=True, allow_unused=True)
     zeros = [torch.zeros_like(leaf) for leaf in leaves.values()]
     return {name: zero if g is None else g.detach() for name, g, zero in zip(leaves, found, zeros, strict=True)}

@@ -37,9 +37,9 @@ class MeasureValued(Estimator):
     finite            q_d(k)       x with x_d = k, for every k    the mean of these               K-1
     ================  ===========  =============================  ==============================  ====
 
-    Unbiased, whether or not costs are differentiable. The runs of guide and model are for every component of
-    every site and particle, one after the other: dear for vectors, and dearer yet by the number of plate rows where a
-    cost reads several of them.
+    Unbiased, whether or not costs are differentiable. The table counts the runs of guide and model for every component
+    of every site and particle, one after the other. That is expensive for vectors. If a cost reads several plate rows,
+    the number of runs is multiplied by the number of rows.
 
     References:
         | Monte Carlo gradient estimation in machine learning (Mohamed et al., 2020)
@@ -50,7 +50,7 @@ class MeasureValued(Estimator):
     needs = frozenset({"program", "table"})
 
     def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs a distribution of the table."""
+        """Needs a distribution that the table in the class docstring lists."""
         if site.components is not None or site.distribution in (_NORMAL, _POISSON, _EXPONENTIAL):
             return None
         return (
@@ -69,7 +69,7 @@ def _finite(context: SiteContext) -> Tensor:
     program, index, ndim = context.program, context.index, context.cost.dim()
     size, cardinality = context.log_probs.shape[-2:]
     with torch.no_grad():
-        # Relative to the cost of the sample, which is the entry at the sampled index.
+        # Costs are relative to the cost of the sample, so the entry at the sampled index is zero.
         table = torch.zeros_like(context.log_probs)
         for d in range(size):
             for step in range(1, cardinality):
@@ -82,7 +82,7 @@ def _finite(context: SiteContext) -> Tensor:
 
 
 def _parametric(context: SiteContext) -> Tensor:
-    """The differences times mean and scale, or rate; one component after the other."""
+    """Cost differences times mean and scale, or times the rate; one component after the other."""
     program = context.program
     assert program is not None
     value, ndim = program.value, context.cost.dim()
@@ -112,7 +112,7 @@ def _parametric(context: SiteContext) -> Tensor:
 
 
 def _costs(program: SiteProgram, value: Tensor, like: Tensor) -> Tensor:
-    """Costs with one component after the other at another value, of the shape of the value."""
+    """Costs when one component at a time takes another value, in the shape of the value."""
     flat, own = (tensor.reshape(*like.shape, -1) for tensor in (value, program.value))
     costs = []
     for d in range(flat.shape[-1]):

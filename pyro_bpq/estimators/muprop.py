@@ -20,14 +20,14 @@ __all__ = ["MuProp"]
 
 @dataclass(frozen=True)
 class MuProp(Estimator):
-    r"""Score function of what a first-order expansion at the mean leaves, plus the gradient of the expansion.
+    r"""Score function of the residual of a first-order expansion at the mean, plus its gradient.
 
         g_X = (f(x) - f(μ) - f'(μ)·(x - μ) - b) ∇ log q(x) + f'(μ)·∇μ
 
-    ``f`` is the cost-to-go in nats, ``μ`` the mean of the site: it is set to its mean, what is sampled downstream
-    of it is drawn afresh. Unbiased, also where costs are not differentiable in the value (``f' = 0``), or not finite
-    at the mean (then ``f(μ) = 0``). Needs one more run of guide and model, and its backward pass, for every site
-    and particle. For Bernoulli and OneHotCategorical, also in ``to_event``; programs that turn the value into an
+    ``f`` is the cost-to-go in nats and ``μ`` is the mean of the site. The extra run sets the site to its mean and draws
+    sites downstream afresh. Unbiased, even if costs are not differentiable in the value (``f' = 0``) or not finite
+    at the mean (then ``f(μ) = 0``). It needs one more run of guide and model, with a backward pass, for every site
+    and particle. For Bernoulli and OneHotCategorical, also in ``to_event``. Programs that turn the value into an
     integer see the mean rounded down.
 
     Args:
@@ -52,12 +52,12 @@ class MuProp(Estimator):
             raise OptionError(f"MuProp(baseline={given!r}): write LeaveOneOut(), RunningBaseline() or None.")
 
     def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs values that can take their mean, and what the baseline needs."""
+        """Needs values that can be set to their mean, and the requirements of the baseline."""
         reason = needs_float_value("MuProp", site)
         return reason if reason is not None or self.baseline is None else self.baseline.unsupported(site)
 
     def statistics(self, num_particles: int) -> Statistics:
-        """Those of the baseline."""
+        """Running statistics of the baseline."""
         return {} if self.baseline is None else self.baseline.statistics()
 
     def __call__(self, context: SiteContext) -> SiteTerm:

@@ -48,11 +48,11 @@ def uniform_given(p: Tensor, value: Tensor, generator: torch.Generator) -> Tenso
 def gumbel_given(log_probs: Tensor, index: Tensor, generator: torch.Generator) -> Tensor:
     r"""Perturbed log-probabilities ``log p_k + G_k`` given that entry ``index`` is the largest.
 
-    The largest is a standard Gumbel variable ``T``, independent of its position; the others are Gumbel variables at
-    ``log p_k`` truncated at it, ``-log(e^{-T} + E_k / p_k)`` with exponential ``E_k``.
+    The largest entry is a standard Gumbel variable ``T``, independent of its position. The others are Gumbel variables
+    at ``log p_k`` truncated at ``T``: ``-log(e^{-T} + E_k / p_k)`` with exponential ``E_k``.
 
     Args:
-        log_probs: Normalised, ``(..., K)``.
+        log_probs: Normalised log-probabilities, ``(..., K)``.
         index: Position of the largest, ``(...)``.
         generator: Source of noise.
 

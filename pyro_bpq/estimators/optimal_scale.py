@@ -1,4 +1,4 @@
-r"""Scales of control variates: fixed, or the optimal one from earlier steps."""
+r"""Scales of control variates: fixed numbers, or optimal scales from earlier steps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class OptimalScale:
 
         g = u - a v,   a = E[u·v] / E[v·v], clipped to [0, max_scale]
 
-    ``u`` is the gradient without the control variate and ``v`` the control variate, which has mean zero, both with
-    respect to the logits. The moments are running ones of earlier steps, so that the scale does not depend on
-    the run that it corrects; a useless control variate gets the scale zero.
+    ``u`` is the gradient without the control variate. ``v`` is the control variate, which has mean zero. Both are with
+    respect to the logits. The moments are running moments of earlier steps, so the scale does not depend on the run
+    that it corrects. A useless control variate gets the scale zero.
 
     Args:
         decay: Weight of the past in the running moments, in ``[0, 1)``.
@@ -48,7 +48,7 @@ Scale = float | OptimalScale
 
 
 def check_scale(owner: str, scale: Scale) -> None:
-    """Raises an OptionError where ``scale`` is neither a number nor an :class:`OptimalScale`."""
+    """Raises an OptionError if ``scale`` is neither a number nor an :class:`OptimalScale`."""
     if isinstance(scale, bool) or not isinstance(scale, int | float | OptimalScale):
         raise OptionError(f"{owner}(scale={scale!r}): write a number or OptimalScale().")
 
@@ -59,7 +59,7 @@ def scale_statistics(scale: Scale) -> Statistics:
 
 
 def read_scale(scale: Scale, context: SiteContext) -> Tensor:
-    """The scale of each site, fixed before the run, broadcastable to ``(G, M, plates)``."""
+    """The scale of each site, fixed before the run and broadcastable to ``(G, M, plates)``."""
     lead = (-1, *(1,) * (context.cost.dim() - 1))
     if isinstance(scale, OptimalScale):
         return context.statistics["scales"].reshape(lead)
@@ -67,7 +67,7 @@ def read_scale(scale: Scale, context: SiteContext) -> Tensor:
 
 
 def update_scale(scale: Scale, context: SiteContext, plain: Tensor, variate: Tensor) -> dict[str, Tensor]:
-    """New statistics of a scale.
+    """New running statistics of a scale.
 
     Args:
         scale: The scale.
@@ -76,7 +76,7 @@ def update_scale(scale: Scale, context: SiteContext, plain: Tensor, variate: Ten
         variate: Control variate ``v``, of the same shape.
 
     Returns:
-        The statistics; a ridge towards 1 that fades with the number of samples steadies the first steps.
+        The statistics. A ridge towards 1 steadies the first steps; it fades with the number of samples.
     """
     if not isinstance(scale, OptimalScale):
         return {}

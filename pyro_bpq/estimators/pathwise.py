@@ -34,5 +34,5 @@ class Pathwise(Estimator):
         return f"Pathwise() needs a distribution with rsample, which {site.distribution} lacks; use {alternative(site)}"
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """Nothing to add."""
+        """Returns a zero term: the value carries the gradient."""
         return SiteTerm(context.score.new_zeros(()))

@@ -20,8 +20,8 @@ class PyroBaseline(Estimator):
 
         g_X = (C_X - b - r) ∇ log q(x),    loss of the baseline: (C_X - b - r)²
 
-    As in ``TraceGraph_ELBO`` the user's optimiser trains the baseline: its loss is part of the surrogate. The running
-    mean ``r`` is there if ``decay`` is given.
+    The user's optimiser trains the baseline, as in ``TraceGraph_ELBO``: the baseline's loss is part of the surrogate.
+    The running mean ``r`` is subtracted only if ``decay`` is given.
 
     Args:
         decay: Weight of the past in the running mean, or ``None`` for no running mean.

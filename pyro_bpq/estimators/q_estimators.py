@@ -1,4 +1,4 @@
-r"""The learned Q by sampling, or instead of the costs: critic baseline, control variate, actor-critic.
+r"""Estimators that use the learned Q as a baseline, as a control variate or in place of the costs.
 
 ``Q`` is the critic plus the immediate costs that are known exactly at every value, up to a constant.
 """
@@ -32,12 +32,12 @@ __all__ = ["CriticBaseline", "QAdvantage", "QAllAction", "QControlVariate", "QRe
 
 @dataclass(frozen=True)
 class CriticBaseline(Estimator):
-    r"""Score function with a data-dependent baseline: what the critic expects before the value is known. Unbiased.
+    r"""Score function with a data-dependent baseline, the critic's expected Q at the site. Unbiased.
 
         g = (C - a E_q[Q] - b) ∇log q(x)
 
-    The critic sees the site's context and, in a plate, the parameters of its distribution; ``b`` is the mean of the
-    rest over the other particles or, with one particle, over earlier steps.
+    The critic sees the site's context and, in a plate, the parameters of its distribution. ``b`` is the mean of
+    ``C - a E_q[Q]`` over the other particles or, with one particle, over earlier steps.
 
     Args:
         scale: The scale ``a``: a number or :class:`OptimalScale`.
@@ -89,8 +89,8 @@ class QControlVariate(Estimator):
 
         g = (C - a Q(x) - b) ∇log q(x) + a/n Σ_i (Q(x_i) - E_q[Q]) ∇log q(x_i),   x_i ~ q
 
-    :class:`AllAction` sums the last term over all values, which is better; this is the form for supports too large
-    to differentiate through.
+    :class:`AllAction` sums the last term over all values, which is better. Use this estimator if the support is too
+    large to differentiate through.
 
     Args:
         num_samples: Number ``n`` of fresh samples.
@@ -150,7 +150,7 @@ class QControlVariate(Estimator):
 
 @dataclass(frozen=True)
 class _LocalCost(Estimator):
-    """What the estimators that put Q in the place of the costs have in common. Biased but for an exact critic."""
+    """Base of the estimators that use Q in place of the costs. Biased by the errors of the critic."""
 
     is_unbiased: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
@@ -215,11 +215,14 @@ class QAdvantage(_LocalCost):
 
 @dataclass(frozen=True)
 class QRelaxation(_LocalCost):
-    r"""The learned Q as local cost, through a Gumbel-softmax relaxation of the value. Biased.
+    r"""The learned Q as local cost, through a relaxation of the value. Biased, even with an exact critic.
 
         g = ∇ Σ_d Σ_k softmax(z/τ)[d,k] Q[d,k]
 
-    with ``z`` drawn given the sample. Q is linear in the relaxed value, so :class:`QAllAction` is better; a reference.
+    ``z`` is drawn given the sample. Q is linear in the relaxed value, so :class:`QAllAction` is better. This one is a
+    reference. The relaxation has a bias of its own, whatever the critic: of a fair coin, the gradient of
+    ``Q(1) - Q(0) = 1`` to the logit is 0.25, and the relaxed one is 0.215 at temperature 0.5 and 0.167 at 1.
+    Unlike the paper's RELAX with ``f = Q(b)``, it has no correction terms; :class:`RELAXQ` has them.
 
     Args:
         temperature: A number or :class:`Annealed`.
@@ -236,7 +239,7 @@ class QRelaxation(_LocalCost):
         relaxation.check_temperature("QRelaxation", self.temperature)
 
     def statistics(self, num_particles: int) -> Statistics:
-        """Nothing but what makes steps be counted, for a temperature that changes."""
+        """A dummy statistic if the temperature is annealed: steps are counted only if there are statistics."""
         return {"steps": 0.0} if isinstance(self.temperature, Annealed) else {}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
@@ -250,10 +253,11 @@ class QRelaxation(_LocalCost):
 
 
 def _critic(context: SiteContext, reads_value: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """``Q`` as a table ``(..., D, K)``, its mean, and ``Q(x)`` less its mean, ``(G, M, plates)``; detached.
+    """Table of ``Q``, ``(..., D, K)``; its mean and ``Q(x)`` minus the mean, ``(G, M, plates)``; detached.
 
-    Unless it may read the sampled value, without the costs of one component at the sampled values of the others, and
-    with no more than the mean of a critic that reads the value as a whole.
+    If ``reads_value`` is false, ``Q`` must not depend on the sampled value. Then it leaves out the exact costs of a
+    site of several components, which are taken at the sampled values of the other components. It then also takes only
+    the mean of a critic that reads the value as a whole.
     """
     assert context.log_probs is not None and context.index is not None
     probs = context.log_probs.detach().exp()
@@ -278,7 +282,7 @@ def _score(context: SiteContext) -> Tensor:
 
 
 def _local(context: SiteContext) -> Tensor:
-    """The table of Q, where there is something in it to take the place of the costs."""
+    """The table of Q; raises if no critic predicts the costs and they are not all known exactly."""
     if context.learned is None:
         known = context.cost.new_zeros(()) if context.exact_cost is None else context.exact_cost
         if not torch.allclose(context.cost, known.expand_as(context.cost)):

@@ -1,4 +1,4 @@
-r"""Q-Prop: a critic's first- and second-order terms as control variate, for values without finite support."""
+r"""Q-Prop: first- and second-order terms of a critic as control variate, without finite support."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = ["QProp"]
 
 @dataclass(frozen=True)
 class QProp(Estimator):
-    r"""Score function with a critic that is a quadratic in the value, so that its expectation is known.
+    r"""Score function with a critic that is quadratic in the value, so that its expectation is known.
 
         g_X = R_X ∇ log q(x) + a_2 ∇E_q[Q_X]
         R_X = C_X - a_1 V - a_2 (Q_X(x) - V) - a_3 Σ_Y A_Y - b
         Q_X(x) = V + Σ_i g_i e_i + ½ h_i (e_i² - 1),   e_i = (x_i - μ_i) / σ_i
 
-    ``Q_X`` is held fixed as a function of ``x``: ``∇E_q[Q_X] = Σ_i g_i ∇μ_i / σ_i + ½ h_i ∇σ_i² / σ_i²``, exact for
-    every distribution with finite mean and variance. ``A_Y`` are the graph-wise control variates of later sites and
-    ``b`` the mean of the same over the other particles or, with one particle, over earlier steps. The scales ``a``
-    minimise the second moment of the gradient with respect to ``μ / σ`` and ``log σ`` of a normal distribution, from
-    running moments of earlier steps, and lie in ``[0, max_scale]``. Without a critic (``critic=False``) the baseline
-    and the later sites' corrections remain.
+    ``Q_X`` is held fixed as a function of ``x``: ``∇E_q[Q_X] = Σ_i g_i ∇μ_i / σ_i + ½ h_i ∇σ_i² / σ_i²``. This is exact
+    for every distribution with finite mean and variance. ``A_Y`` are the graph-wise control variates of later sites.
+    ``b`` is the mean of the other terms of ``R_X`` over the other particles or, with one particle, over earlier steps.
+    The scales ``a`` minimise the second moment of the gradient with respect to ``μ / σ`` and ``log σ`` of a normal
+    distribution. They come from running moments of earlier steps and lie in ``[0, max_scale]``. Without a critic
+    (``critic=False``) the baseline and the later sites' corrections remain.
 
     Args:
         adaptive: Whether the scales adapt; otherwise they are 1.
         decay: Weight of the past in the running moments.
         max_scale: Upper end of the scales.
-        trace: ``A_Y`` is weighted by ``trace ** distance``, the number of steps from X to Y.
+        trace: ``A_Y`` is weighted by ``trace ** distance``; the distance is the number of steps from X to Y.
 
     Raises:
         OptionError: If an option is out of range.
@@ -61,7 +61,7 @@ class QProp(Estimator):
 
     @property
     def trace_decay(self) -> float:
-        """As chosen."""
+        """The option ``trace``."""
         return self.trace
 
     def unsupported(self, site: SiteInfo) -> str | None:
@@ -91,7 +91,7 @@ class QProp(Estimator):
 
 def _terms(context: SiteContext) -> ScaledTerms:
     if context.moments is None or context.learned is None or context.own is None:
-        # Nothing to weigh the moments with but the residual.
+        # Without a critic there is no score of the moments: the scales weigh the residual alone.
         return ScaledTerms.of(context, torch.ones_like(context.cost)[..., None, None], context.level, None, None, None)
     # The table's second entry is h/2, and d/dlogσ of ½ h σ² / s² is h.
     critic = context.learned * torch.arange(1, 3, device=context.learned.device)

@@ -42,7 +42,7 @@ class LearnedTemperature:
 
         log τ ← log τ - lr (m(τ') - m(τ)) / (m(τ') + m(τ)) / δ,   m = running E|g|²,  τ' = (1 + δ) τ
 
-    with the same noise at both temperatures; costs two more runs of guide and model.
+    The noise is the same at both temperatures. It takes two more runs of guide and model.
 
     Args:
         start: Temperature of the first step.
@@ -73,14 +73,14 @@ class REBAR(Estimator):
 
         g = (C - a C(z̃) - b) ∇log q(x) + a ∇C(z) - a ∇C(z̃)
 
-    ``z`` and ``z̃`` are Gumbel-softmax (binary: logistic) relaxations drawn given the sample ``x``; the derivative
-    of ``z`` is that of the unconditional draw, that of ``z̃`` of the conditional one. ``b`` is the mean over the
-    other particles or, with one particle, over earlier steps.
+    ``z`` and ``z̃`` are Gumbel-softmax (binary: logistic) relaxations drawn given the sample ``x``. The derivative of
+    ``z`` is that of the unconditional draw; the derivative of ``z̃`` is that of the conditional draw. ``b`` is the mean
+    over the other particles or, with one particle, over earlier steps.
 
     For Bernoulli and OneHotCategorical, also in ``to_event``. The costs must be defined and continuous in the value
-    between the values of the support: a program that rounds it or uses it as an index gives a biased gradient.
-    Two more runs of guide and model for every site and particle, three if sites are sampled downstream: these keep
-    values drawn at an independent value of the site.
+    between the values of the support: a program that rounds the value or uses it as an index gives a biased gradient.
+    It takes two more runs of guide and model for every site and particle, three if sites are sampled downstream. The
+    third run draws these sites at an independent value of the site; the other two keep their values.
 
     Args:
         temperature: A number, :class:`Annealed` or :class:`LearnedTemperature`.
@@ -120,7 +120,7 @@ class REBAR(Estimator):
         return {**means_statistics(), **scale_statistics(self.scale), **own}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """The gradient with respect to the parameters, attached to them."""
+        """Attaches the gradient to the parameters of the relaxation."""
         assert context.log_probs is not None and context.index is not None
         params, index, program = relaxation.parameters(context.log_probs), context.index, context.program
         free = params.detach()
@@ -160,7 +160,7 @@ class REBAR(Estimator):
 
 
 def _parts(context: SiteContext, params: Tensor, cost: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain gradient, and the control variate that is subtracted from it."""
+    """The gradient without the control variate, and the control variate to subtract from it."""
     assert context.index is not None
     score = relaxation.score(params, context.index)
     centred, variate = (_expand(part, score) for part in centre(context.cost, cost, context))
@@ -181,8 +181,8 @@ def relaxed_cost(
         params: Parameters of the relaxation, detached.
         index: The sample.
         temperature: One number per site, ``(G, 1, ...)``.
-        program: Gives noise and values.
-        held: Gives the costs.
+        program: Source of the noise and of values from indices.
+        held: Source of the costs, with sites downstream held.
     """
     with torch.enable_grad():
         leaf = params.detach().requires_grad_()
@@ -194,12 +194,12 @@ def relaxed_cost(
         cost, slope_given = held.gradient(values[1])
         total = (slope * values[0]).sum() - (slope_given * values[1]).sum()
         (path,) = torch.autograd.grad(total, leaf)
-    # Costs through which no gradient flows say nothing of their slope: without it they are no control variate.
+    # A cost through which no gradient flows has an unknown slope: without the slope it is no valid control variate.
     return cost * (slope.any() | slope_given.any()), path
 
 
 def unsupported_relaxation(owner: str, site: SiteInfo) -> str | None:
-    """Why a site's value cannot be relaxed, or ``None``."""
+    """Reason why a site's value cannot be relaxed, or ``None`` if it can."""
     if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
         return None
     other = alternative(site) if site.components is None else f"OneHotCategorical, RELAX() or {alternative(site)}"

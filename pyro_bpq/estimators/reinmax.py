@@ -23,10 +23,10 @@ class ReinMax(Estimator):
         z + s - stop(s),   s = 2 π_1 - ½ π_0,
         π_0 = softmax(θ),   π_1 = softmax(stop(log((z + softmax(θ/τ))/2) - θ) + θ)
 
-    A trapezoidal rule (Heun's) where straight-through takes Euler's; at ``τ = 1`` it has no bias for a single
-    component with costs that are quadratic in its value. For Bernoulli (as a pair of values) and OneHotCategorical,
-    also in ``to_event``, whose costs are differentiable in the value. The gradient through ``log q`` of a
-    OneHotCategorical with respect to its value is zero, as torch computes it.
+    ReinMax uses a trapezoidal rule (Heun's) where straight-through uses Euler's rule. At ``τ = 1`` it has no bias for
+    a single component with costs that are quadratic in its value. For Bernoulli (as a pair of values) and
+    OneHotCategorical, also in ``to_event``, whose costs are differentiable in the value. The gradient through ``log q``
+    of a OneHotCategorical with respect to its value is zero, as torch computes it.
 
     Args:
         temperature: Temperature ``τ`` of at least one, as the paper advises, or a function of the steps taken.
@@ -68,7 +68,7 @@ class ReinMax(Estimator):
         return value + (slope - slope.detach())
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """Nothing: the value carries the gradient."""
+        """Returns a zero term: the value carries the gradient."""
         return SiteTerm(context.score.new_zeros(()))
 
 
@@ -77,7 +77,7 @@ def _probs(logits: Tensor, is_binary: bool) -> Tensor:
 
 
 def _derivative(probs: Tensor, logits: Tensor, is_binary: bool) -> Tensor:
-    """Something with the derivative of a softmax where its value is ``probs``."""
+    """A tensor whose derivative is that of a softmax at the point where the softmax equals ``probs``."""
     if is_binary:
         return probs * (1.0 - probs) * logits
     return probs * (logits - (probs * logits).sum(-1, keepdim=True))

@@ -1,4 +1,4 @@
-r"""RELAX: a free-form function of a relaxed value as control variate, a trained network or the critic."""
+r"""RELAX: a network or the critic as a free-form control variate of a relaxed value."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = ["RELAX", "RELAXQ"]
 
 @dataclass(frozen=True)
 class RELAX(Estimator):
-    r"""Score function with a trained control variate of a relaxed value. Unbiased, for any finite components.
+    r"""Score function with a trained control variate of a relaxed value. Unbiased; any finite components.
 
         g = (C - c(z̃) - b) ∇log q(x) + ∇c(z) - ∇c(z̃),   c(z) = c_φ(softmax(z/τ)) + η C(softmax(z/τ))
 
-    with ``z`` and ``z̃`` as in :class:`REBAR`. The network ``c_φ``, ``τ`` and ``η`` learn along the gradient of
-    ``|g|²``; ``c_φ`` also sees the log-probabilities, detached. Without ``uses_cost`` there is no ``η`` term: no
-    extra run, and nothing is asked of the costs. With it, the conditions and the runs of :class:`REBAR`.
+    ``z`` and ``z̃`` are as in :class:`REBAR`. The network ``c_φ``, ``τ`` and ``η`` learn along the gradient of
+    ``|g|²``; ``c_φ`` also sees the log-probabilities, detached. Without ``uses_cost`` there is no ``η`` term, no extra
+    run and no condition on the costs. With it, the conditions and the extra runs are those of :class:`REBAR`.
 
     Args:
-        variate: The network and how it learns.
+        variate: The network and its training options.
         temperature: Temperature ``τ`` of the first step.
         uses_cost: Whether the cost at the relaxed value is part of the control variate, as in the paper.
 
@@ -71,11 +71,11 @@ class RELAX(Estimator):
         return _needs_components("RELAX", site)
 
     def sized_statistics(self, width: int) -> Statistics:
-        """The network's weights; behind them ``log τ``, relative to the first, and ``η``."""
+        """The network's weights, then ``log τ`` relative to its initial value, then ``η``."""
         return self.variate.statistics(2 * width, (0.0, 0.0))
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """The gradient with respect to the parameters, attached to them; and a step of the network."""
+        """Attaches the gradient to the parameters of the relaxation, and takes a training step of the network."""
         assert context.log_probs is not None and context.index is not None
         params, index, program = relaxation.parameters(context.log_probs), context.index, context.program
         variate = self.variate
@@ -94,7 +94,7 @@ class RELAX(Estimator):
             (path,) = torch.autograd.grad((free - given).sum(), leaf, create_graph=True)
             if self.uses_cost:
                 eta = weights[:, -1].reshape(-1, *(1,) * (context.cost.dim() - 1))
-                # The same relaxed values as the network's.
+                # The reset makes the relaxed values of the cost equal to those of the network.
                 program.generator.set_state(state)
                 cost, cost_path = relaxed_cost(leaf, index, temperature.detach(), program, held)
                 given = given + eta * cost
@@ -161,11 +161,11 @@ class RELAXQ(Estimator):
         return {**means_statistics(), **scale_statistics(self.scale)}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """The gradient with respect to the parameters, attached to them."""
+        """Attaches the gradient to the parameters of the relaxation."""
         assert context.log_probs is not None and context.index is not None
         params, index = relaxation.parameters(context.log_probs), context.index
         zero = torch.zeros_like(context.log_probs, requires_grad=False)
-        # What reads the sampled value, as the costs of one component at the values of the others do, is left out.
+        # Terms that read the sampled value are left out, e.g. costs of one component at the values of the others.
         learned = context.learned if context.own is None else None
         exact = context.exact if zero.shape[-2] == 1 else None
         table = sum((part for part in (learned, exact) if part is not None), zero)

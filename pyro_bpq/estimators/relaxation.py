@@ -1,8 +1,8 @@
 r"""Relaxed draws of finite components that agree with the sample, for REBAR and RELAX.
 
-A component with log-probabilities ``log π`` is the largest of ``z_k = log π_k - log E_k`` with exponential ``E``; a
-binary one the sign of ``z = α + logit(u)``. Here the sample ``b`` comes first, and ``z`` is drawn given it: the
-pair ``(z, b)`` then has the law that it has when ``z`` comes first.
+The value of a component with log-probabilities ``log π`` is the index of the largest ``z_k = log π_k - log E_k``, with
+exponential ``E``. The value of a binary component is the sign of ``z = α + logit(u)``. Here the sample ``b`` is drawn
+first, and ``z`` is drawn given ``b``. The pair ``(z, b)`` has the same law as when ``z`` is drawn first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Annealed:
 
 
 def check_temperature(owner: str, temperature: float | Annealed) -> None:
-    """Raises an OptionError where a temperature is neither positive nor :class:`Annealed`."""
+    """Raises an OptionError if a temperature is neither a positive number nor :class:`Annealed`."""
     if isinstance(temperature, Annealed):
         return
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0.0:
@@ -72,7 +72,7 @@ def temperature_of(temperature: float | Annealed, context: SiteContext) -> Tenso
 
 
 def parameters(log_probs: Tensor) -> Tensor:
-    """What the relaxed draws depend on: logits ``(..., D)`` of binary components, else log-probabilities."""
+    """Parameters of the relaxed draws: logits ``(..., D)`` of binary components, else log-probabilities."""
     return log_probs[..., 1] - log_probs[..., 0] if log_probs.shape[-1] == 2 else log_probs
 
 
@@ -84,14 +84,14 @@ def score(params: Tensor, index: Tensor) -> Tensor:
 
 
 def natural(gradient: Tensor, params: Tensor, index: Tensor) -> Tensor:
-    """A gradient with respect to the parameters as one with respect to free logits."""
+    """Converts a gradient with respect to the parameters to one with respect to free logits."""
     if params.dim() == index.dim():
         return gradient
     return gradient - params.detach().exp() * gradient.sum(-1, keepdim=True)
 
 
 def relax(z: Tensor, temperature: Tensor, index: Tensor) -> Tensor:
-    """Weights ``(..., D, K)`` of the values, positive and of sum one, from relaxed draws."""
+    """Weights ``(..., D, K)`` of the values from relaxed draws; they are positive and sum to one."""
     if z.dim() == index.dim():
         weight = (z / temperature).sigmoid()
         return torch.stack((1.0 - weight, weight), -1)
@@ -99,7 +99,7 @@ def relax(z: Tensor, temperature: Tensor, index: Tensor) -> Tensor:
 
 
 def to_value(weights: Tensor, program: SiteProgram) -> Tensor:
-    """The mean of the values under weights ``(..., D, K)``: a value of the site, relaxed."""
+    """Relaxed value of the site: the mean of its values under weights ``(..., D, K)``."""
     lead = weights.shape[:-1]
     total: Tensor | None = None
     for k in range(weights.shape[-1]):
@@ -124,8 +124,8 @@ class Pair:
     """Two relaxed draws given the sample, as functions of the parameters.
 
     Args:
-        free: ``z`` with the derivative of the unconditional draw: its noise fixed, the sample free.
-        given: ``z̃`` with the derivative of the conditional draw: its noise and the sample fixed.
+        free: ``z`` with the derivative of the unconditional draw: its noise is fixed, the sample is free.
+        given: ``z̃`` with the derivative of the conditional draw: its noise and the sample are fixed.
     """
 
     free: Tensor
@@ -135,7 +135,7 @@ class Pair:
 def draw_pair(params: Tensor, index: Tensor, generator: torch.Generator) -> Pair:
     """Draws ``z`` and ``z̃`` independently given the sample, with their derivatives."""
     z = _given(params.detach(), index, _noise(params, index, generator))
-    # Both families are location families: with the noise fixed, z moves as the parameters do.
+    # Both families are location families: with the noise fixed, z shifts by the change of the parameters.
     return Pair(z + (params - params.detach()), _given(params, index, _noise(params, index, generator)))
 
 

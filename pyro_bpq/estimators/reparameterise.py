@@ -1,4 +1,4 @@
-r"""Reparameterisation of a value that is already drawn: the value as a function of the distribution's parameters."""
+r"""Reparameterisation of a drawn value: the value as a function of the distribution's parameters."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def base_distribution(fn: Any) -> Any:
 
 
 def parameter_names(fn: Any) -> tuple[str, ...]:
-    """Names of the parameters that a univariate distribution can be built from again.
+    """Names of the parameters from which a univariate distribution can be rebuilt.
 
     Raises:
-        UnsupportedSiteError: If it is not univariate, or composed by hand of transforms.
+        UnsupportedSiteError: If the distribution is not univariate, or is a ``TransformedDistribution``.
     """
     kind = type(base_distribution(fn))
     names = tuple(name for name in kind.arg_constraints if name not in ("logits", "probs"))
@@ -100,5 +100,5 @@ def _beta(fn: td.Beta, value: Tensor) -> Tensor:
     total = (a + b).detach()
     rise = torch._dirichlet_grad(value, a.detach(), total)
     fall = torch._dirichlet_grad(1.0 - value, b.detach(), total)
-    # The two directions of a Dirichlet of two: raising one concentration moves mass from the other.
+    # A Beta is a Dirichlet of two components: raising one concentration moves mass away from the other.
     return value + (1.0 - value) * rise * (a - a.detach()) - value * fall * (b - b.detach())

@@ -1,4 +1,4 @@
-"""What estimators need of a site, and the words that say so."""
+"""Requirements that estimators place on a site, and the messages that state them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = [
 
 
 _INFINITE = ("Poisson", "Geometric", "NegativeBinomial", "ZeroInflated", "Binomial", "BetaBinomial")
-# The largest number of values of a component that a message advises to sum over.
+# Largest number of values of a component for which a message recommends AllAction.
 _MAX_SUPPORT = 64
 
 
 def alternative(site: SiteInfo) -> str:
-    """An estimator that serves the site, as one writes it."""
+    """An estimator that serves the site, as Python source text."""
     if site.has_rsample:
         return "Pathwise()"
     is_small = site.components is not None and site.components.cardinality <= _MAX_SUPPORT
@@ -34,35 +34,35 @@ def is_infinite(site: SiteInfo) -> bool:
 
 
 def needs_finite(name: str, site: SiteInfo) -> str | None:
-    """Why a site without finite components cannot be served, or ``None``."""
+    """Reason why a site without finite components cannot be served, or ``None`` if it has them."""
     if site.components is not None:
         return None
     return f"{name}() needs a finite support, which {site.distribution} lacks; use {alternative(site)}"
 
 
 def needs_binary(name: str, site: SiteInfo) -> str | None:
-    """Why a site without binary components cannot be served, or ``None``."""
+    """Reason why a site without binary components cannot be served, or ``None`` if it has them."""
     if site.components is not None and site.components.cardinality == 2:
         return None
     return f"{name}() needs binary components, which {site.distribution} lacks; use {alternative(site)}"
 
 
 def needs_float_value(name: str, site: SiteInfo) -> str | None:
-    """Why a site whose value cannot move continuously is not served, or ``None``."""
+    """Reason why a site whose value cannot move continuously is not served, or ``None`` if it can move."""
     if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
         return None
     return f"{name}() needs a Bernoulli or OneHotCategorical, not a {site.distribution}; use {alternative(site)}"
 
 
 def needs_single(name: str, site: SiteInfo) -> str | None:
-    """Why a site without a single finite component cannot be served, or ``None``."""
+    """Reason why a site without a single finite component cannot be served, or ``None`` if it has one."""
     if site.components is None or site.components.size == 1:
         return needs_finite(name, site)
     return f"{name}() needs a single component, but the site has {site.components.size}; use {alternative(site)}"
 
 
 def needs_particles(name: str, site: SiteInfo) -> str | None:
-    """Why two particles are needed, or ``None``."""
+    """Message that two particles are needed, or ``None`` if there are two or more."""
     if site.num_particles > 1:
         return None
     return f"{name}() needs at least two particles: write TraceBackpropQ_ELBO(num_particles=2, ...)"

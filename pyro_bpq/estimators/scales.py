@@ -1,4 +1,4 @@
-r"""Adaptive scales of four control variates, from running moments of the gradient itself."""
+r"""Adaptive scales of four control variates, computed from running moments of the gradient itself."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["EXACT", "LEVEL", "PAIRS", "SIZE", "ScaledTerms", "initial_statistics
 
 SIZE = 4  # control variates
 PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))
-# A running moment looks back on so many samples, however few there are in a step: rare values show in it.
+# A running moment covers at least this many samples, even if a step has few, so that it contains rare values.
 _SAMPLES = 1000
-# A scale of something learned is zero unless its gain is that many standard errors away from none.
+# The scale of a learned control variate is zero unless its gain is this many standard errors above zero.
 _ERRORS = 2.0
-# The control variate that is known and not learned; the level; that of the later sites.
+# Indices of control variates: the exact costs (not learned), the critic's level, the later sites.
 EXACT, LEVEL, _LATER = 0, 1, 3
 
 
@@ -39,14 +39,14 @@ class ScaledTerms:
 
         u = r s,  v_0 = r_0 s - m_0,  v_1 = r_1 s,  v_2 = r_2 s - m_2,  v_3 = r_3 s
 
-    with the score ``s`` and the analytic terms ``m_0`` of the exact costs and ``m_2`` of the critic, all with respect
-    to the same parameters. The residuals ``r_i`` are the exact costs, the critic's expectation, its own residual and
-    the control variates of later sites.
+    ``s`` is the score. ``m_0`` and ``m_2`` are the analytic terms of the exact costs and of the critic. All are with
+    respect to the same parameters. The residuals ``r_i`` are, in order: the exact costs, the critic's expectation, the
+    critic's own residual and the control variates of later sites.
 
     Args:
         score: ``s``, ``(..., D, K)``.
         cost: ``r``, centred by the other particles or by earlier steps, ``(...)``.
-        residuals: ``r_0`` to ``r_3``, centred alike; ``None`` where there is none.
+        residuals: ``r_0`` to ``r_3``, centred like ``r``; ``None`` for a control variate that is absent.
         offsets: ``m_0`` to ``m_3``, ``(..., D, K)``; ``None`` stands for zero.
         means: Means of cost, exact costs and level in this step, ``(G, 3)``.
     """
@@ -73,7 +73,7 @@ class ScaledTerms:
             context: The tensors of the sites.
             score: ``s``.
             level: Expectation of the critic, ``(...)``, or ``None``.
-            own: Its residual, ``(...)``, or ``None``.
+            own: Residual of the critic, ``(...)``, or ``None``.
             critic: ``m_2``.
             exact: ``m_0``.
         """
@@ -115,17 +115,16 @@ class ScaledTerms:
             scales: Scales of the step.
             decay: Weight of the past.
             max_scale: Upper end of scales.
-            trusted: The control variates that are not learned.
+            trusted: Indices of the control variates that are not learned.
         """
         assert context.count is not None
         old, count = context.statistics, context.count
         means = {"means": update_mean(old["means"], self.means, count, decay)}
         present = tuple(i for i, part in enumerate(self.residuals) if part is not None)
         if not present:
-            # Nothing to scale.
             return {} if context.num_particles > 1 else means
         moments, elements = context.joint(torch.cat(self.moments(scales), 1))
-        # Values of half precision have statistics of the default one.
+        # Sites of half precision keep their statistics in the default precision.
         moments = moments.to(old["gram"].dtype)
         slow = 1.0 - elements / _SAMPLES
         slow = slow.clamp(min=decay) if isinstance(slow, Tensor) else max(slow, decay)
@@ -143,11 +142,12 @@ class ScaledTerms:
     def moments(self, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Mean products ``v_i·v_j`` and ``u·v_i``, and mean squares of ``(u - Σ_{j≠i} a_j v_j)·v_i``.
 
-        Shapes ``(G, 14)`` and ``(G, 4)``. The squares of what is not learned are left at zero.
+        The shapes are ``(G, 14)`` and ``(G, 4)``. The square of the exact costs, which are not learned, stays zero.
 
-        Given all but the sampled value every ``v_i`` has mean zero. So a vector that does not read it may be taken
-        from ``u``: with what is known of the gradient taken away, products are less noisy. Given all that the others
-        read, ``v_3`` has mean zero: its products with them are zero, not what a few rare values make of them.
+        Every ``v_i`` has mean zero given everything except the sampled value. So a vector that does not read the
+        sampled value may be subtracted from ``u``. Subtracting the known part of the gradient makes products less
+        noisy. ``v_3`` has mean zero given everything that the other variates read. So its products with them are set to
+        zero, because a few rare values would distort their sample means.
         """
         present = tuple(i for i, part in enumerate(self.residuals) if part is not None)
         known: Tensor | None = None
@@ -187,7 +187,7 @@ class ScaledTerms:
 
 @lru_cache(maxsize=32)
 def _entries(present: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Entries of the Gram vector that are not zero, and where they are in the flat matrix of products."""
+    """Indices of the nonzero entries of the Gram vector, and their indices in the flat matrix of products."""
     row = {i: n for n, i in enumerate(present)}
     size = len(present) + 1
     pairs = [(n, row[i] * size + row[j]) for n, (i, j) in enumerate(PAIRS) if i in row and j in row and not i < j == 3]
@@ -198,7 +198,7 @@ def _entries(present: tuple[int, ...], device: torch.device) -> tuple[Tensor, Te
 
 @lru_cache(maxsize=32)
 def _system(present: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the normal equations of the present control variates are in the Gram vector, and which they are."""
+    """Gram-vector indices of both sides of the normal equations, and indices of the present variates."""
     square = [[PAIRS.index((min(i, j), max(i, j))) for j in present] for i in present]
     right = [len(PAIRS) + i for i in present]
     return tuple(torch.tensor(entries, device=device) for entries in (square, right, present))  # type: ignore[return-value]
@@ -223,9 +223,9 @@ def solve(
 ) -> Tensor:
     r"""Scales in ``[0, max_scale]`` that minimise ``|u - Σ a_i v_i|²``: coordinate descent, warm start.
 
-    A ridge towards 1 that fades with the number of samples steadies the first steps. Where few rare samples make up
-    a moment, its minimum is that of noise, which does harm: scales of what is learned shrink, as ``b²/(b² + e²)`` would
-    but down to zero,
+    A ridge towards 1 steadies the first steps; it fades with the number of samples. If few rare samples dominate a
+    moment, the minimiser fits noise and increases the variance. So the scales of learned control variates shrink. The
+    factor is similar to ``b²/(b² + e²)``, but it reaches zero:
 
         a_i ← a_i max(0, 1 - 4 e_i² / b_i²),   b_i = E[(u - Σ_{j≠i} a_j v_j)·v_i],   e_i its standard error.
 
@@ -233,10 +233,10 @@ def solve(
         gram: Running means of products, ``(G, 14)``.
         scales: Scales of the last step, ``(G, 4)``.
         ridge: Weight of the ridge, ``(G,)``.
-        max_scale: Upper end.
-        noise: ``e²``, ``(G, 4)``; ``None`` for none.
-        present: The control variates that there are; scales of others stay.
-        trusted: Those that are not learned, and do not shrink.
+        max_scale: Upper end of the scales.
+        noise: ``e²``, ``(G, 4)``; ``None`` for no shrinkage.
+        present: Indices of the control variates that are present; the scales of the others do not change.
+        trusted: Indices of those that are not learned, and do not shrink.
     """
     at_square, at_right, at = _system(present, gram.device)
     square, right = gram[:, at_square], gram[:, at_right]
@@ -253,5 +253,5 @@ def solve(
             if noise is not None and i not in trusted:
                 found = found * (1.0 - _ERRORS**2 * noise[:, i] / signal.square().clamp(min=tiny)).clamp(min=0.0)
             chosen[:, n] = found
-    # A control variate that is zero throughout leaves its scale where it was: 0/0 above gives 0.
+    # A control variate that is always zero gives 0/0, hence 0, above: its scale is set to 1 instead.
     return scales.index_copy(1, at, torch.where(diagonal > 0, chosen, torch.ones_like(chosen)))

@@ -18,11 +18,11 @@ class ScoreFunction(Estimator):
 
         g_X = (C_X - b) ∇ log q(x)
 
-    with the cost-to-go ``C_X`` of this run. Without a baseline it is what ``TraceGraph_ELBO`` computes.
+    ``C_X`` is the cost-to-go of this run. Without a baseline this is the estimator of ``TraceGraph_ELBO``.
 
     Args:
-        baseline: ``None``, :class:`ConstantBaseline`, :class:`LeaveOneOut` or :class:`RunningBaseline`. For one that
-            depends on the data see :class:`CriticBaseline`.
+        baseline: ``None``, :class:`ConstantBaseline`, :class:`LeaveOneOut` or :class:`RunningBaseline`. For a baseline
+            that depends on the data see :class:`CriticBaseline`.
 
     Raises:
         OptionError: If an option is out of range.
@@ -45,12 +45,12 @@ class ScoreFunction(Estimator):
 
     @property
     def by_component(self) -> bool:
-        """Whether the baseline is the same for a component as for the site: one that the user knows is not."""
+        """Whether the baseline also suits a single component; a constant that the user supplies does not."""
         return not isinstance(self.baseline, ConstantBaseline)
 
     @property
     def has_baseline(self) -> bool:
-        """Whether it was given one."""
+        """Whether the user chose a baseline."""
         return self.baseline is not None
 
     def unsupported(self, site: SiteInfo) -> str | None:
@@ -58,7 +58,7 @@ class ScoreFunction(Estimator):
         return None if self.baseline is None else self.baseline.unsupported(site)
 
     def statistics(self, num_particles: int) -> Statistics:
-        """Those of the baseline."""
+        """Running statistics of the baseline."""
         return {} if self.baseline is None else self.baseline.statistics()
 
     def __call__(self, context: SiteContext) -> SiteTerm:

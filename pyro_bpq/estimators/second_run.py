@@ -20,14 +20,15 @@ __all__ = ["SecondRun"]
 
 @dataclass(frozen=True)
 class SecondRun(Estimator):
-    r"""Score function whose baseline is the cost-to-go of an independent run on the same data; for any site.
+    r"""Score function whose baseline is the cost-to-go of an independent run on the same data.
 
         g_X = (C_X - b - a (C'_X - b)) ∇ log q(x),    a = Cov(C_X, C'_X) / Var(C_X) in [0, 1]
 
-    ``C'_X`` is the cost-to-go, in nats, of a run that draws every site afresh, without gradients: what this image
-    costs on average, say, which no mean over images tells. Mean ``b`` and scale ``a`` are those of earlier steps, over
-    plate rows: ``a`` is the share of the cost's variance that is due to the data. Unbiased. One more run of guide and
-    model for each particle serves all sites. With several particles leave-one-out gets the same for nothing.
+    ``C'_X`` is the cost-to-go, in nats, of a run that draws every site afresh, without gradients. It estimates the
+    mean cost of this data point, which a mean over data points does not show. The mean ``b`` and the scale ``a`` come
+    from earlier steps, over plate rows. ``a`` is the share of the cost's variance that is due to the data. Unbiased.
+    It serves any site. One more run of guide and model for each particle serves all sites. With several particles,
+    leave-one-out gives the same without an extra run.
 
     Args:
         decay: Weight of the past in the running moments, in ``[0, 1)``.
@@ -49,7 +50,7 @@ class SecondRun(Estimator):
         check_decay("SecondRun", self.decay)
 
     def statistics(self, num_particles: int) -> Statistics:
-        """Mean, and the second moments of a pair of runs."""
+        """Running mean, and second moments of a pair of runs."""
         return {"mean": 0.0, "square": 1.0, "product": 1.0}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
@@ -59,7 +60,7 @@ class SecondRun(Estimator):
         shape = (-1, *(1,) * (cost.dim() - 1))
         old, count = context.statistics, context.count
         variance, covariance = (old[name] - old["mean"].square() for name in ("square", "product"))
-        # No variance: the second run is as good as any baseline. So it is as long as nothing is known.
+        # With zero variance, or before any step, the second run is as good as any other baseline: the scale is 1.
         scale = (covariance / variance.clamp(min=1e-12)).clamp(0.0, 1.0).masked_fill(variance <= 0.0, 1.0)
         first, other = (tensor - old["mean"].reshape(shape) for tensor in (cost, second))
         new = {

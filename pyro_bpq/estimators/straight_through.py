@@ -16,7 +16,7 @@ __all__ = ["StraightThrough"]
 
 @dataclass(frozen=True)
 class StraightThrough(Estimator):
-    r"""The sampled value, whose gradient is that of its mean. Biased; a reference.
+    r"""The sampled value, with the gradient of its mean. Biased; a reference.
 
         z = b + p - stop(p)
 
@@ -42,5 +42,5 @@ class StraightThrough(Estimator):
         return value + (mean - mean.detach())
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """Nothing: the value carries the gradient."""
+        """Returns a zero term: the value carries the gradient."""
         return SiteTerm(context.score.new_zeros(()))

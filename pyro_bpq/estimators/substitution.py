@@ -1,4 +1,4 @@
-"""Costs where one plate row of a site takes another value, and means of sites: shared by several families."""
+"""Costs after one plate row of a site takes another value, and means of sites; shared helpers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["cost_per_row", "event_sum", "mean_value"]
 
 
 def cost_per_row(program: SiteProgram, value: Tensor, batch_ndim: int) -> Tensor:
-    """Costs-to-go of every plate row, with only that row at another value.
+    """Costs-to-go of every plate row when only that row takes another value.
 
-    Where no cost of a row reads another row, all rows change at once; else one after the other, at a run each.
+    If no cost of a row reads another row, one run changes all rows at once. Otherwise each row takes a run of its own.
 
     Args:
-        program: Costs at other values.
+        program: Runs the program at other values.
         value: Other values ``(G, M, plates, event)``.
         batch_ndim: Number of dimensions of ``(G, M, plates)``.
 
@@ -42,13 +42,13 @@ def event_sum(tensor: Tensor, batch_ndim: int) -> Tensor:
 
 
 def mean_value(context: SiteContext) -> Tensor:
-    """Mean of a Bernoulli or OneHotCategorical site, with gradient, of the shape of its value."""
+    """Mean of a Bernoulli or OneHotCategorical site, with gradient, in the shape of its value."""
     assert context.log_probs is not None and context.program is not None
     return to_value(context.log_probs.exp(), context.program.value)
 
 
 def to_value(table: Tensor, like: Tensor) -> Tensor:
-    """From a table ``(G, M, plates, D, K)`` to the shape of a value: its last column for a Bernoulli."""
+    """Reshapes a table ``(G, M, plates, D, K)`` to a value's shape; takes the last column for a Bernoulli."""
     table = table.expand(*like.shape[: table.dim() - 2], *table.shape[-2:])
     return (table if table.numel() == like.numel() else table[..., 1]).reshape(like.shape)
 

@@ -1,4 +1,4 @@
-r"""Sum-and-sample: the heaviest values exactly, the rest by a sample."""
+r"""Sum-and-sample: sums the most likely values exactly and samples the rest."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["SumAndSample"]
 
 @dataclass(frozen=True)
 class SumAndSample(Estimator):
-    r"""The ``k`` heaviest values exactly, the rest by a sample; for a site of one finite component.
+    r"""Sums the ``k`` most likely values exactly and samples the rest; for a site of one finite component.
 
         g_X = Σ_{z ∈ C} ∇q(z) (f(z) - b) + (1 - q(C)) (f(v) - b) ∇ log q(v),    v ~ q(· | not C)
 
-    ``C`` are the ``k`` heaviest values, ``f`` the cost-to-go in nats, ``b`` the mean of ``f`` over ``C``. ``v`` is
-    the sample of this run where it lies outside ``C``, else a fresh one. Unbiased; a sum over all values where there
-    are no more than ``k``. Needs ``k + 1`` more runs of guide and model for every site and particle; where a
-    cost reads several plate rows, as many for every row.
+    ``C`` is the set of the ``k`` most likely values, ``f`` is the cost-to-go in nats, ``b`` is the mean of ``f`` over
+    ``C``. ``v`` is the sample of this run if it lies outside ``C``, else a fresh sample. Unbiased. If there are at most
+    ``k`` values, it sums over all of them. It needs ``k + 1`` more runs of guide and model for every site and
+    particle. If a cost reads several plate rows, it needs as many runs for every row.
 
     Args:
-        heaviest: Number of values ``k``.
+        heaviest: Number ``k`` of values that are summed exactly.
 
     Raises:
         OptionError: If an option is out of range.
@@ -51,7 +51,7 @@ class SumAndSample(Estimator):
         return needs_single("SumAndSample", site)
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """Weights the log-probabilities of the heaviest values and of the sample."""
+        """Weights the log-probabilities of the most likely values and of the sample."""
         assert context.log_probs is not None and context.index is not None
         program, ndim = context.program, context.cost.dim()
         log_probs = context.log_probs.squeeze(-2)
@@ -73,7 +73,7 @@ class SumAndSample(Estimator):
                 if bool(is_inside.any()):
                     found = cost_per_row(program, program.from_index(outside), ndim)
                     cost = torch.where(is_inside, found.unsqueeze(-1), cost)
-                # The mass outside as a sum: 1 - q(C) would cancel.
+                # The mass outside C is computed as a sum, because 1 - q(C) would lose precision.
                 mass = rest.exp().sum(-1, keepdim=True)
                 weights = weights.scatter_add(-1, outside, mass * (cost - baseline))
         return SiteTerm(weights * log_probs)

@@ -8,12 +8,12 @@ from pyro_bpq.errors import OptionError
 
 __all__ = ["Temperature", "check_temperature", "temperature_at"]
 
-# A positive number, or a function from the number of steps taken to one.
+# A positive number, or a function from the number of steps taken to a positive number.
 Temperature = float | Callable[[int], float]
 
 
 def check_temperature(name: str, temperature: Temperature) -> None:
-    """Refuses what is no temperature.
+    """Checks that ``temperature`` is a function or a positive number.
 
     Raises:
         OptionError: If it is a number that is not positive.

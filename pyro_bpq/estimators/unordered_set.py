@@ -22,15 +22,16 @@ _MAX_SAMPLES = 6
 
 @dataclass(frozen=True)
 class UnorderedSet(Estimator):
-    r"""Averages over the order in which a set of distinct values was drawn; for a site of one finite component.
+    r"""Averages over the order of draws of a set of distinct values; for a site of one finite component.
 
         g_X = Σ_{s ∈ S} P(b_1 = s | S) (f(s) - B_s) ∇ log q(s),
         B_s = q(s) f(s) + (1 - q(s)) Σ_{t ≠ s} P(b_2 = t | b_1 = s, S) f(t)
 
-    ``S`` are the first ``k`` values of draws ``b_1, b_2, ...`` without replacement, the sample of this run first, and
-    ``f`` is the cost-to-go in nats. ``B_s`` is a baseline whose mean given ``b_1 = s`` is that of ``f``. Unbiased;
-    a sum over all values where there are no more than ``k``. Needs ``k - 1`` more runs of guide and model for every
-    site and particle (where a cost reads several plate rows, as many for every row), and ``k!`` orders.
+    ``S`` is the set of the first ``k`` values of draws ``b_1, b_2, ...`` without replacement; the sample of this run
+    comes first. ``f`` is the cost-to-go in nats. ``B_s`` is a baseline whose mean given ``b_1 = s`` is that of ``f``.
+    Unbiased. If there are at most ``k`` values, it sums over all of them. It needs ``k - 1`` more runs of guide and
+    model for every site and particle, or as many for every row if a cost reads several plate rows. It also sums over
+    ``k!`` orders.
 
     Args:
         samples: Number of values ``k``, from 2 to 6.
@@ -75,7 +76,7 @@ class UnorderedSet(Estimator):
 
 
 def _orders(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of a set came first and second.
+    """Probabilities of which value of a set came first, and which came second.
 
     Args:
         q: Probabilities of the values of the set, ``(..., k)``.
@@ -83,7 +84,7 @@ def _orders(q: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         ``P(b_1 = s | S)``, shape ``(..., k)``, and ``P(b_2 = t | b_1 = s, S)``, shape ``(..., k, k)``.
     """
-    # A value that cannot occur takes part only where nothing else is left.
+    # A value of probability zero is drawn only after all other values.
     p = q.double().clamp(min=1e-40)
     size = p.shape[-1]
     if size == 1:

@@ -1,7 +1,7 @@
-r"""Small networks that serve as free-form control variates; their weights are running statistics of a site.
+r"""Small networks as free-form control variates; their weights are running statistics of a site.
 
-Their state sits with the other running statistics in the bank and changes after the step only, so an estimate is
-corrected by a network that has not seen its rollout.
+Their state is kept in the bank with the other running statistics. It changes only after the step. So the network that
+corrects an estimate has not seen the rollout of that estimate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NetworkVariate:
 
         φ ← Adam(φ, ∂|g|²/∂φ),   ∂Var[g]/∂φ = E[∂|g|²/∂φ]
 
-    since the mean of ``g`` does not depend on ``φ``. Its last layer starts at zero.
+    This holds because the mean of ``g`` does not depend on ``φ``. The last layer of ``c_φ`` starts at zero.
 
     Args:
         hidden: Sizes of the hidden layers.
@@ -55,11 +55,11 @@ class NetworkVariate:
         check_decay("NetworkVariate", self.decay)
 
     def statistics(self, inputs: int, extra: tuple[float, ...] = ()) -> Statistics:
-        """Initial weights with moments of their gradient, flat, and the spread of the costs.
+        """Initial weights and moments of their gradient, as flat vectors, and the spread of the costs.
 
         Args:
             inputs: Number of input features.
-            extra: Initial values of further numbers that are trained along, behind the weights.
+            extra: Initial values of further trained numbers, which stand behind the weights.
         """
         generator = torch.Generator().manual_seed(self.seed)
         parts = []
@@ -96,7 +96,7 @@ class NetworkVariate:
         (gradient,) = torch.autograd.grad(objective.sum(), weights)
         with torch.no_grad():
             old, step = context.statistics, (context.count + 1.0).unsqueeze(1)
-            # Adam forgets the unit of the objective, but for its start.
+            # Adam's steps do not depend on the unit of the objective, except at the start.
             first = torch.lerp(gradient, old["first"], 0.9)
             second = torch.lerp(gradient.square(), old["second"], 0.99)
             moved = first / (1.0 - 0.9**step)
@@ -117,11 +117,11 @@ class NetworkVariate:
         return list(itertools.pairwise((inputs, *self.hidden, 1)))
 
 
-# Both parts of a residual, cost and control variate, centred by earlier steps and the other particles.
+# The functions below centre the cost and the control variate by earlier steps and by the other particles.
 
 
 def means_statistics() -> dict[str, tuple[float, ...]]:
-    """Running means of cost and control variate; of the residual the product of two particles, and the square."""
+    """Running means of cost and control variate; products of two particles' residuals, and their squares."""
     return {"means": (0.0, 0.0), "pairs": (0.0, 0.0)}
 
 
@@ -131,13 +131,12 @@ def _means(context: SiteContext) -> tuple[Tensor, Tensor]:
 
 
 def centre(cost: Tensor, variate: Tensor, context: SiteContext) -> tuple[Tensor, Tensor]:
-    r"""Cost and control variate less what is expected of them from earlier steps and the other particles.
+    r"""Subtracts from cost and control variate their predictions by earlier steps and the other particles.
 
         C_i - m - ρ (1/(M-1) Σ_{j≠i} C_j - m),   ρ = c / (c + (s - c) / (M-1))
 
-    ``m`` is the running mean, ``c`` and ``s`` the running product of two particles' residuals and their
-    square. ``ρ = 1`` is leave-one-out; where particles of a row have nothing in common that earlier steps do not know,
-    ``ρ`` is 0.
+    ``m`` is the running mean. ``c`` is the running product of two particles' residuals, and ``s`` is their running
+    square. ``ρ = 1`` is leave-one-out. ``ρ`` is 0 if the residuals of a row's particles are not correlated.
     """
     means, particles = _means(context), cost.shape[1]
     if particles == 1:
@@ -148,7 +147,6 @@ def centre(cost: Tensor, variate: Tensor, context: SiteContext) -> tuple[Tensor,
     weight = product.clamp(min=0.0) / (product.clamp(min=0.0) + noise).clamp(min=torch.finfo(noise.dtype).tiny)
     weight = torch.where(context.count > 0, weight, torch.ones_like(weight)).reshape(-1, *(1,) * (cost.dim() - 1))
     first, second = (
-        # A particle less a part of the mean of the others.
         (1.0 - weight) * (part - mean) + weight * leave_one_out(part)
         for part, mean in zip((cost, variate), means, strict=True)
     )
@@ -158,7 +156,7 @@ def centre(cost: Tensor, variate: Tensor, context: SiteContext) -> tuple[Tensor,
 def update_means(
     cost: Tensor, variate: Tensor, context: SiteContext, decay: float, scale: Tensor | float = 1.0
 ) -> Mapping[str, Tensor]:
-    """New running means; ``scale`` is that of the control variate."""
+    """New running means; ``scale`` is the scale of the control variate."""
     assert context.count is not None
     new = torch.stack((site_mean(cost), site_mean(variate)), 1)
     found = {"means": update_mean(context.statistics["means"], new, context.count, decay)}

@@ -3,7 +3,7 @@ r"""Finds the critics that learn correctly from a stored rollout whose costs are
 A cost is a function of its parents. If all parents are held, the stored value of the cost is as good as a new one,
 whichever guide drew the parents. A lambda-return of expected backups,
 
-    G_X = roots_X + γ Σ_Y [ E_Y[Q_Y] + λ (G_Y - Q_Y(y)) ],   E_Y under the current guide, y as stored,
+    G_X = γ (roots_X + Σ_Y [ E_Y[Q_Y] + λ (G_Y - Q_Y(y)) ]),   E_Y under the current guide, y as stored,
 
 then has the Q-functions of the *current* guide as its fixed point at any ``λ``. For these Q-functions the last term has
 expectation zero given all values up to ``y``, whichever guide drew ``y``. No probability ratio is needed. This requires

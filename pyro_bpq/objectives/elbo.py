@@ -82,6 +82,10 @@ class TraceBackpropQ_ELBO(Objective):
         enumeration: What ``infer={"enumerate": ...}`` means: ``"sample"``, the site is sampled, with a warning;
             ``"exact"``, it is summed out as by Pyro's ``TraceEnum_ELBO``.
 
+        window: Number of most recent sites of each kind in its scope that a critic sees as they are; it sees the others
+            as one sum. A :class:`~pyro_bpq.TabularCritic` sees its whole scope. ``print(elbo.plan)`` shows what each
+            critic reads.
+
     Attributes:
         info: After each training step what is known of each site, by name; tensors are detached and on their device.
             ``estimator``: its gradient estimator. ``cost_to_go``: ``(M, plates)``, in nats; ``(M, plates, D)`` where
@@ -124,10 +128,13 @@ class TraceBackpropQ_ELBO(Objective):
         analytic_kl: bool = False,
         seed: int = 0,
         enumeration: Literal["sample", "exact"] = "sample",
+        window: int = 4,
     ) -> None:
         is_number = isinstance(num_particles, Integral) and not isinstance(num_particles, bool)
         if num_particles is not None and not (is_number and num_particles >= 1):
             raise OptionError(f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.")
+        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+            raise OptionError(f"window={window!r}: write a positive integer.")
         check_options(estimator, critic, reduction, lam, gamma, learner)
         if enumeration not in ("sample", "exact"):
             raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
@@ -144,8 +151,9 @@ class TraceBackpropQ_ELBO(Objective):
             tail_adaptive_beta=tail_adaptive_beta,
         )
         self.enumeration, self.analytic_kl = enumeration, analytic_kl
-        chosen = (reduction, lam, gamma, learner) != ("chain", 0.97, 1.0, CriticLearner())
-        planner = Planner(estimator, critic, reduction, asks_for_critics=chosen or critic not in (None, MLPCritic()))
+        chosen = (reduction, lam, gamma, learner, window) != ("chain", 0.97, 1.0, CriticLearner(), 4)
+        asks = chosen or critic not in (None, MLPCritic())
+        planner = Planner(estimator, critic, reduction, asks_for_critics=asks, window=window)
         enumerates = enumeration == "exact"
         self.runner = StepRunner(
             *(planner, structure, self.critics, self._only_costs, enumerates, strict_enumeration_warning)

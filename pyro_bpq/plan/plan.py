@@ -51,8 +51,19 @@ class Plan:
         for name, spec in self.layout.specs.items():
             lines += [f"{name}: {spec.estimator}", f"    because: {self.rules.get(name, 'chosen')}"]
             if not spec.estimator.is_pathwise:
-                lines += [f"    critic: {spec.critic or 'none'}", f"    known at all values: {self._known(name)}"]
+                lines += [
+                    f"    critic: {spec.critic or 'none'}{self._reads(name)}",
+                    f"    known at all values: {self._known(name)}",
+                ]
         return "\n".join(lines)
+
+    def _reads(self, name: str) -> str:
+        """What the critics of a site see of their scopes."""
+        network = self.layout.network
+        nodes = () if network is None or self.layout.specs[name].critic is None else network.q_nodes(name)
+        found = dict.fromkeys(self.layout.members(node) for node in nodes if node.is_learned)
+        texts = [", ".join(seen) + (f", the sum of {summed} more" if summed else "") for seen, summed in found if seen]
+        return f", reads {'; '.join(texts)}" if texts else ""
 
     def _known(self, name: str) -> str:
         costs = self.layout.tabled.get(name, ())

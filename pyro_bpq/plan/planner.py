@@ -67,6 +67,7 @@ class Planner:
         max_support: Largest number of values of a component that are summed over by default.
         max_elements: Largest number of costs that the extra run of the model may evaluate by default.
         asks_for_critics: Whether the user has chosen something about critics: then sites have them wherever they can.
+        window: Number of most recent scope members per class of sites that a critic sees as separate features.
     """
 
     estimator: Estimator | None
@@ -75,6 +76,7 @@ class Planner:
     max_support: int = 64
     max_elements: int = 1 << 21
     asks_for_critics: bool = False
+    window: int = 4
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site, as its options and its distribution have it.
@@ -265,6 +267,7 @@ class Planner:
             network,
             specs,
             tabled,
+            window=self.window,
             cuts_plates=facts.cuts_plates,
             is_steered=facts.is_dynamic,
             charged=charged,

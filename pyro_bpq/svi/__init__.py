@@ -1,6 +1,6 @@
-"""Training loops that take the place of ``pyro.infer.SVI``: proximal, trust region, actor and critic.
+"""Training loops that replace ``pyro.infer.SVI``: proximal, trust region, actor and critic.
 
-Imports ``objectives`` and what is below. Read ``controlled.py`` first.
+Imports ``objectives`` and the layers below it. Read ``controlled.py`` first.
 """
 
 __all__: tuple[str, ...] = ()

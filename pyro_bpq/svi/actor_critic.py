@@ -1,4 +1,4 @@
-r"""``ActorCriticSVI``: a drop-in for ``pyro.infer.SVI`` for costs that are expensive to call, biased by its critics."""
+r"""``ActorCriticSVI``: a drop-in for ``pyro.infer.SVI`` if costs are expensive; biased by its critics."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ __all__ = ["ActorCriticSVI"]
 
 
 class ActorCriticSVI(SVI):
-    r"""SVI that goes on learning between rollouts: the critics from stored ones, the guide from the critics.
+    r"""SVI that also learns between rollouts: critics from stored rollouts, the guide from the critics.
 
-    A step is one rollout, then ``rounds`` times: updates of the critics by replay, and a step of the guide along
+    A step is one rollout and then ``rounds`` rounds. A round updates the critics by replay and takes a step of the
+    guide along the gradient of
 
         Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   all sites newly drawn, the arguments those of stored rollouts
 
-    With ``Replay(costs="stored")`` no round calls the function of a cost statement. The rounds are **biased**
-    by the errors of the critics, which the entropy keeps from being exploited at values that are never drawn; the step
-    along the rollout itself, ``unbiased_step=True``, is not. Parameters that only the model reads move in that
-    step alone.
+    With ``Replay(costs="stored")`` no round calls the function of a cost statement. The errors of the critics **bias**
+    the rounds. The entropy keeps the guide from exploiting these errors at values that are never drawn. The step along
+    the rollout itself, ``unbiased_step=True``, is unbiased. Parameters that only the model reads move in that step
+    alone.
 
     Args:
         model: The model.
@@ -35,11 +36,11 @@ class ActorCriticSVI(SVI):
         loss: A :class:`TraceBackpropQ_ELBO`, or an ``ExpectedCost``, with ``CriticLearner(replay=Replay(...))``.
         rounds: Number of rounds after each rollout.
         critic_updates: Number of updates of the critics in each round.
-        warm_up: Number of first rollouts after which the guide stays as it is.
+        warm_up: Number of first rollouts during which the guide does not move.
         entropy: Weight ``α`` of the sites' negative entropies in the rounds.
         unbiased_step: Whether the guide also takes the plain step of the rollout.
-        arguments: Gives the arguments of a step of the guide in a round, as a tuple; ``None`` for those of a stored
-            rollout.
+        arguments: Function that returns the arguments of the guide's step in a round, as a tuple; ``None`` for the
+            arguments of a stored rollout.
 
     Raises:
         OptionError: If an option is out of range.

@@ -22,14 +22,13 @@ __all__ = ["ControlledStep", "ProximalSVI", "TrustRegionSVI"]
 
 @dataclass(frozen=True)
 class ControlledStep:
-    """What a controlled step did.
+    """Report of a controlled step.
 
     Args:
         loss: Loss of the rollout, minus the ELBO, in nats.
-        kl: ``KL(q_0 || q)`` that the step took at each site, in nats: summed over plates, mean over particles.
-        total_kl: Their sum.
-        epochs: Number of gradient steps on the rollout, or 1 for a trust-region step that was accepted and 0 for one
-            that was not.
+        kl: ``KL(q_0 || q)`` of the step at each site, in nats: summed over plates, mean over particles.
+        total_kl: The sum of ``kl`` over sites.
+        epochs: Number of gradient steps on the rollout. A trust-region step has 1 if it was accepted and 0 if not.
         improvement: Decrease of the local objective, in nats.
         stopped_early: Whether ``target_kl`` ended the epochs.
     """
@@ -43,7 +42,7 @@ class ControlledStep:
 
 
 class _ControlledSVI(SVI):
-    """What both share: a rollout whose signals are kept."""
+    """Base of both classes: takes a rollout and keeps its signals."""
 
     def __init__(self, model: Any, guide: Any, optim: Any, loss: TraceBackpropQ_ELBO, **kwargs: Any) -> None:
         if not isinstance(loss, TraceBackpropQ_ELBO):
@@ -54,7 +53,7 @@ class _ControlledSVI(SVI):
         self.last: ControlledStep | None = None
 
     def _rollout(self, args: Any, kwargs: Any) -> tuple[float, LocalObjective, list[Tensor]]:
-        """Loss, local objective, and parameters, whose ``.grad`` is that of a plain step."""
+        """Loss, local objective, and parameters, whose ``.grad`` holds the gradient of a plain step."""
         with poutine.trace(param_only=True) as capture:
             loss, items = self.elbo.loss_and_signals(self.model, self.guide, args, kwargs)
         return loss, items, captured_leaves(capture)
@@ -68,12 +67,12 @@ class _ControlledSVI(SVI):
 class ProximalSVI(_ControlledSVI):
     r"""SVI with several epochs on one rollout, by the clipped objective of proximal policy optimisation.
 
-    The first epoch is a plain step: its gradient is that of the ELBO. Later ones run the guide alone, at the values of
-    the rollout, and change those parameters that the ratios of non-reparameterised sites depend on:
+    The first epoch is a plain step: its gradient is the gradient of the ELBO. Later epochs run only the guide, at the
+    values of the rollout. They change only the parameters that the ratios of non-reparameterised sites depend on:
 
         min Σ max(ρ W, clip(ρ, 1 - ε, 1 + ε) W),   ρ = q_θ / q_0
 
-    Clipping holds for every site, and for every value of a finite one. No epoch but the first calls the model.
+    Clipping applies to every site, and to every value of a finite site. Only the first epoch calls the model.
 
     Args:
         model: The model.
@@ -82,7 +81,7 @@ class ProximalSVI(_ControlledSVI):
         loss: A :class:`TraceBackpropQ_ELBO`.
         epochs: Number of gradient steps on a rollout; 1 is plain SVI.
         clip: ``ε``.
-        target_kl: No further epoch once the total KL in nats exceeds it; ``None`` for no limit.
+        target_kl: Epochs end when the total KL in nats exceeds this number; ``None`` for no limit.
 
     Attributes:
         last: Report of the last step.
@@ -147,15 +146,16 @@ class ProximalSVI(_ControlledSVI):
 
 
 class TrustRegionSVI(_ControlledSVI):
-    r"""SVI whose steps of the guide keep a limit on the KL divergence, by trust region policy optimisation.
+    r"""SVI with a limit on the KL divergence of each guide step, by trust region policy optimisation.
 
         min_θ L(θ)   subject to   KL(q_0 || q_θ) ≤ δ in total, and at each site ≤ δ_site
 
     The direction solves ``F x = ∇L`` by conjugate gradients on products with the Fisher information ``F`` of all sites
-    of the guide; a line search shortens the step until the local objective has decreased and the limits hold. If it
-    never does, the guide stays. What reaches ``L`` otherwise than through the ratios, as by reparameterised values,
-    enters linearly. Parameters that the model reads, or that no site of the guide depends on, take a step of the
-    optimiser: the limit does not bound what they do. The model runs no more often than in a plain step.
+    of the guide. A line search shortens the step until the local objective has decreased and the limits hold. If this
+    never happens, the guide does not move. Dependence of ``L`` on parameters other than through the ratios, e.g.
+    through reparameterised values, enters linearly. Parameters that the model reads, or that no site of the guide
+    depends on, take a step of the optimiser; the limit does not bound that step. The model runs as often as in a plain
+    step.
 
     Args:
         model: The model.
@@ -164,10 +164,10 @@ class TrustRegionSVI(_ControlledSVI):
         loss: A :class:`TraceBackpropQ_ELBO`.
         max_kl: Limit ``δ`` in nats, summed over sites and plates, mean over particles.
         max_site_kl: Limit ``δ_site``, or ``None``.
-        damping: Added to ``F``, in units of its mean curvature along the gradient.
+        damping: Multiple of the identity added to ``F``, in units of the curvature of ``F`` along the gradient.
         iterations: Largest number of conjugate-gradient iterations.
         backtracks: Largest number of times that a step is shortened, to 0.8 of its length.
-        confidence: The decrease of the local objective must exceed so many of its standard errors over particles.
+        confidence: Number of standard errors over particles that the decrease of the local objective must exceed.
 
     Attributes:
         last: Report of the last step.
@@ -262,7 +262,7 @@ class TrustRegionSVI(_ControlledSVI):
         quadratic = float(direction @ curvature(direction).detach())
         if not (quadratic > 0.0 and math.isfinite(quadratic)):
             return
-        # Just inside the limit, which the quadratic form meets only approximately.
+        # The factor 0.96 leaves a margin, because the quadratic form is only an approximation of the KL.
         full = -math.sqrt(2.0 * 0.96 * self.max_kl / quadratic) * direction
         start = [leaf.detach().clone() for leaf in own]
         for i in range(self.backtracks + 1):
@@ -272,7 +272,7 @@ class TrustRegionSVI(_ControlledSVI):
                 try:
                     found, _ = self._nearby(objective)
                 except ValueError:
-                    # Pyro's validation: the step left the domain of a distribution.
+                    # Pyro's validation raises this if the step left the domain of a distribution.
                     continue
                 gains = each.detach() - objective.value(found) - rest @ change
             improvement, doubt = float(gains.mean()), self.confidence * _standard_error(gains)
@@ -296,7 +296,7 @@ def _report(loss: float, nearby: Nearby, epochs: int, improvement: float, stoppe
 
 
 def descend(optim: Any, objective: Tensor, leaves: Sequence[Tensor]) -> None:
-    """One step of a Pyro optimiser along the gradient of an objective; leaves that it does not read stay."""
+    """One step of a Pyro optimiser on an objective; leaves that the objective does not read do not move."""
     found = torch.autograd.grad(objective, leaves, allow_unused=True)
     moved = []
     for leaf, gradient in zip(leaves, found, strict=True):
@@ -308,7 +308,7 @@ def descend(optim: Any, objective: Tensor, leaves: Sequence[Tensor]) -> None:
 
 
 def captured_leaves(capture: Any) -> list[Tensor]:
-    """The unconstrained parameters that a trace of parameters holds, each once."""
+    """The unconstrained parameters in a trace of parameters, without repetition."""
     found = {id(leaf): leaf for leaf in (site["value"].unconstrained() for site in capture.trace.nodes.values())}
     return list(found.values())
 

@@ -3,8 +3,10 @@ r"""Targets of the critics: pure functions from (network, Q-values, costs) to ta
 The rule of a Q-node is a sum of averages over children, written ``avg``. The total of a child is ``Q_Y = I_Y + q_Y``:
 its immediate costs, which are exact, and its learned part. The graph lambda-return ``G`` is computed backwards:
 
-    G_X = roots_X + γ avg_Y [ E_Y[Q_Y] + λ (G_Y - q_Y(y)) ]            (expected backup)
-    G_X = roots_X + γ avg_Y [ I_Y(y) + q_Y(y) + λ (G_Y - q_Y(y)) ]     (sample backup)
+    G_X = γ (roots_X + avg_Y [ E_Y[Q_Y] + λ (G_Y - q_Y(y)) ])            (expected backup)
+    G_X = γ (roots_X + avg_Y [ I_Y(y) + q_Y(y) + λ (G_Y - q_Y(y)) ])     (sample backup)
+
+The roots are the costs among the children. An edge to a cost is discounted like any other edge.
 
 ``λ = 0`` is one-step TD. ``λ = 1`` with sample backups is the Monte Carlo return. With expected backups it is the
 Monte Carlo return minus the graph-wise corrections ``Q_Y(y) - E_Y[Q_Y]``.
@@ -100,11 +102,11 @@ def lambda_return_solve(
 ) -> Tensor:
     r"""The lambda-returns of Q-nodes with the same plates, by one triangular solve.
 
-        (1 - γ R diag(λ)) G = roots + γ R (ahead - λ learned)
+        (1 - γ R diag(λ)) G = roots + γ R (ahead - λ learned),   roots already discounted by γ
 
     Args:
         rule: Matrix ``R`` of the averages, ``(Q, Q)``, strictly upper triangular: nodes in program order.
-        roots: Immediate costs that are learned, ``(Q, ...)``, in nats.
+        roots: Costs among the children, times ``γ``, ``(Q, ...)``, in nats.
         ahead: ``E_Y[Q_Y]`` of each node, ``(Q, ...)``; the immediate cost of a node that is not learned.
         learned: ``q_Y(y)``, ``(Q, ...)``, zero for a node that is not learned.
         lam: Weight of the return, ``(Q,)``, 1 for a node that is not learned.

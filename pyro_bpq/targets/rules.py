@@ -4,7 +4,7 @@ A rule reads a few children, but the triangular solve for all lambda-returns nee
 through blocks of at most ``BLOCK`` Q-nodes, from the last to the first. Memory and time are linear in the number of
 Q-nodes:
 
-    G_k = solve(1 - γ R_kk diag(λ_k),  roots_k + γ R_k,later T_later + ...),     T = ahead + λ (G - learned).
+    G_k = solve(1 - γ R_kk diag(λ_k),  γ (roots_k + R_k,later T_later) + ...),     T = ahead + λ (G - learned).
 """
 
 from __future__ import annotations

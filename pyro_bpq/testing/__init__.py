@@ -1,24 +1,24 @@
-r"""Tells whether a gradient estimator is right, without sampling.
+r"""Checks whether a gradient estimator is right, without sampling.
 
-For a program with few joint states both sides of unbiasedness can be computed to rounding error:
+For a program with few joint states both the exact and the expected gradient can be computed to rounding error:
 
     exact     ∇ J,   J = Σ_state q(state) · (log q(state) - log p(state))     :func:`exact_gradient`
     expected  Σ_outcome P(outcome) · gradient that the step computes          :func:`expected_gradient`
 
 ``J`` is the loss, the negative ELBO in nats, of model and guide as Pyro scores them (scales, masks,
-factors, auxiliary sites). A *state* is one value for every latent site of the guide, each element of
-a plate or of a vector site a choice of its own, and one subset for every subsampled plate. An
-*outcome* is everything one training step draws, all particles jointly. :func:`assert_unbiased`
-compares the two; no seed, no tolerance to tune. :func:`z_scores` is for programs too large for this.
+factors, auxiliary sites). A *state* is one value for every latent site of the guide and one subset for every
+subsampled plate. Each element of a plate or of a vector site is a choice of its own. An
+*outcome* is everything that one training step draws, all particles jointly. :func:`assert_unbiased`
+compares the two gradients; it needs no seed and no tolerance. :func:`z_scores` is for programs too large for this.
 
 A latent site must have a finite support, or be a :class:`TwoPoint` in place of a reparameterised
 distribution, or a ``Delta``. Use float64: the tolerances below assume it.
 
 Limits:
-    Programs must be deterministic given what they draw through ``pyro.sample`` (no dropout). A
-    subsample is taken as a set, its order is fixed. Sites hidden by ``poutine.block`` and noise of an
-    estimator are out of reach, except noise drawn through :class:`ChoiceNoise`; what is drawn from
-    torch's global generator behind the choices is noticed and refused. Fully observed programs and
+    Programs must be deterministic given their draws through ``pyro.sample`` (no dropout). A
+    subsample is a set; its order is fixed. Sites hidden by ``poutine.block`` and noise of an
+    estimator cannot be enumerated, except noise drawn through :class:`ChoiceNoise`. Other draws from
+    torch's global generator are detected and raise an error. Fully observed programs and
     ``Delta`` guides have one state. Latents of the model must be in the guide.
 """
 

@@ -1,9 +1,9 @@
-r"""Tree search over the executions of a program: every outcome of everything it draws.
+r"""Tree search over the executions of a program: enumerates every joint outcome of its draws.
 
-A run of a program is a path of choices. The first run takes the first value of every choice it
-meets; each later run repeats a prefix of the path and takes the next value at its end. Choices are
-discovered on the way, so sites may exist in some branches only. The probabilities of the outcomes
-sum to one, which is checked.
+A run of a program is a path of choices. The first run takes the first value of every choice that it
+meets. Each later run repeats a prefix of the path and takes the next value at its end. Runs
+discover choices on the way, so sites may exist in some branches only. The probabilities of the outcomes
+must sum to one, which is checked.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class _Choice:
     def settle(self) -> bool:
         """Reads the probabilities once the run is over; returns whether ``index`` is possible.
 
-        During the run nothing may leave torch: a tracker of dependencies would see an escape.
+        This waits until the end of the run, because a dependency tracker would report values that leave torch.
         """
         if self._table is None:
             self._table = detach_provenance(self._log_probs).exp().T.tolist()
-            # torch clamps the probabilities of a categorical distribution to eps: that is zero here.
+            # torch clamps the probabilities of a categorical distribution to eps; such a value counts as impossible.
             zero = 2 * torch.finfo(self._log_probs.dtype).eps
             possible = [[value for value, p in enumerate(row) if p > zero] for row in self._table]
             if not all(possible):
@@ -82,9 +82,9 @@ class _Choice:
 class ChoiceMessenger(Messenger):
     """Replaces every draw of a program by the choices of the current path.
 
-    It must be the outermost handler of the step: it then acts last before a value would be drawn, sees
-    distributions as the particle plate has expanded them, and the values it sets pass through all
-    other handlers as ordinary samples. The distribution at the site stays as it is.
+    It must be the outermost handler of the step. Then it acts last before a value would be drawn, it sees
+    distributions that the particle plate has expanded, and all other handlers treat its values as
+    ordinary samples. The distribution at the site does not change.
 
     Args:
         num_outcomes: Limit on the number of outcomes.
@@ -98,7 +98,7 @@ class ChoiceMessenger(Messenger):
         self.score: list[Tensor] = []
         self._path: list[_Choice] = []
         self._position = 0
-        # Index of the particle and their number, within a run in which particles are hidden.
+        # Index of the particle and number of particles, within a run whose particles are hidden.
         self._hidden: tuple[Tensor, int] | None = None
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class ChoiceMessenger(Messenger):
         self._path.clear()
 
     def settle(self) -> bool:
-        """Closes a run; returns whether it is possible, else cuts the path at the culprit."""
+        """Closes a run; returns whether it is possible, else cuts the path after the impossible choice."""
         for depth, choice in enumerate(self._path, start=1):
             if not choice.settle():
                 del self._path[depth:]
@@ -146,7 +146,7 @@ class ChoiceMessenger(Messenger):
             name: Name of the site, for messages.
             num_values: Size of the support of one element.
             num_elements: Number of independent elements.
-            log_probs: Called when the choice is met first; returns shape ``(num_values, num_elements)``.
+            log_probs: Called when the choice is first met; returns shape ``(num_values, num_elements)``.
         """
         if self._position == len(self._path):
             self._check_size(name, num_values, num_elements)
@@ -229,7 +229,7 @@ class ChoiceMessenger(Messenger):
         return _in_place_of_draw(core, value)
 
     def _indices(self, name: str, num_values: int, shape: torch.Size, log_probs: Callable[[], Tensor]) -> Tensor:
-        """The index of every element, of the given shape; each hidden particle has its own."""
+        """The index of every element, in the given shape; each hidden particle has its own indices."""
         if self._hidden is None:
             index = self.choose(name, num_values, shape.numel(), log_probs)
             return torch.tensor(index, dtype=torch.long).reshape(shape)
@@ -246,7 +246,7 @@ class ChoiceMessenger(Messenger):
 
 
 def _unwrap(fn: Any) -> Any:
-    """Strips masks and event dimensions: elements are independent, and drawn whatever the mask."""
+    """Strips masks and event dimensions: elements are independent, and masked elements are drawn too."""
     while isinstance(fn, (torch.distributions.Independent, dist.MaskedDistribution)):
         fn = fn.base_dist
     return fn
@@ -276,7 +276,7 @@ def _log_probs(core: Any, support: Tensor) -> Tensor:
 
 
 def _of_all(table: Tensor, number: int) -> Tensor:
-    """The tables ``(num_values, num_elements)`` of all hidden particles, ``(num_values, particles * num_elements)``."""
+    """Joins the tables of all hidden particles: ``(num_values, particles * num_elements)``."""
     if torch._C._functorch.is_batchedtensor(table):
         dim = torch._C._functorch.maybe_get_bdim(table)
         every = torch._C._functorch.get_unwrapped(table).movedim(dim, 1)
@@ -286,7 +286,7 @@ def _of_all(table: Tensor, number: int) -> Tensor:
 
 
 def _in_place_of_draw(core: Any, value: Tensor) -> Tensor:
-    """Computes ``value`` from a real draw, so that trackers of dependencies see the parents of the site."""
+    """Computes ``value`` from a real draw, so that dependency trackers see the parents of the site."""
     state = torch.get_rng_state()
     drawn = core.sample()
     torch.set_rng_state(state)
@@ -294,11 +294,11 @@ def _in_place_of_draw(core: Any, value: Tensor) -> Tensor:
 
 
 class ChoiceNoise:
-    """A source of finite noise that expectations can run through.
+    """A source of finite noise whose outcomes can be enumerated.
 
-    An estimator with randomness of its own takes such an object and draws with :meth:`draw_choice`.
-    Passed on as ``noise=`` to :func:`expected_gradient` the draws are part of the outcome; at any other
-    time they are drawn from a generator of their own, never the global one.
+    An estimator with noise of its own takes such an object and draws with :meth:`draw_choice`. If the object is
+    passed to :func:`expected_gradient` as ``noise=``, its draws are part of the outcome. At any other
+    time they come from a generator of its own, never from the global one.
 
     Args:
         seed: Seed of that generator.
@@ -332,20 +332,20 @@ class ChoiceNoise:
 def iter_outcomes(
     step: Callable[[], T], *, num_outcomes: int = 200_000, noise: ChoiceNoise | None = None
 ) -> Iterator[tuple[float, T]]:
-    """Runs ``step`` once for every joint outcome of all that it draws.
+    """Runs ``step`` once for every joint outcome of its draws.
 
     Args:
-        step: Runs Pyro programs, any number of times; deterministic given what they draw.
+        step: Runs Pyro programs, any number of times; must be deterministic given their draws.
         num_outcomes: Limit on the number of outcomes.
         noise: Source of further noise that belongs to the step.
 
     Yields:
-        Probability of the outcome and what ``step`` returned; the probabilities sum to one.
+        Probability of the outcome and the return value of ``step``; the probabilities sum to one.
 
     Raises:
         OptionError: If there are more than ``num_outcomes`` outcomes.
         UnsupportedSiteError: If a site has no finite support.
-        UnsupportedProgramError: If something is drawn behind the choices.
+        UnsupportedProgramError: If ``step`` draws from the global generator outside of the choices.
         StructureChangedError: If ``step`` is not deterministic given its choices.
     """
     return walk(ChoiceMessenger(num_outcomes), step, noise)
@@ -384,13 +384,13 @@ def _run_settled(
     """Runs ``step`` on the current path; returns its result, or nothing if the path is impossible."""
     try:
         result, has_drawn = _run(choices, step, noise)
-        if has_drawn and may_draw:  # such as Pyro's guess of max_plate_nesting, once per object
+        if has_drawn and may_draw:  # e.g. Pyro's guess of max_plate_nesting draws once per object
             choices.reset()
             result, has_drawn = _run(choices, step, noise)
     except Exception:
         if choices.settle():
             raise
-        return ()  # the first value of a new choice may be impossible, and the program unprepared for it
+        return ()  # the first value of a new choice may be impossible, and the program may fail at it
     choices.check_repeated()
     if has_drawn:
         raise UnsupportedProgramError(
@@ -402,7 +402,7 @@ def _run_settled(
 
 
 def _run(choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None) -> tuple[T, bool]:
-    """Runs ``step`` once; returns its result and whether it moved the global generator (put back)."""
+    """Runs ``step`` once; returns its result and whether it moved the global generator, which is restored."""
     state = torch.get_rng_state()
     choices.begin()
     if noise is not None:

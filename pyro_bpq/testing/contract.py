@@ -1,4 +1,4 @@
-r"""What every estimator owes: one check for those of the package and for those of others."""
+r"""The contract of every estimator: one check for the package's own estimators and for those of others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POWER = 0.005
 
 
 def default_problems() -> tuple[Problem, ...]:
-    """Sites of one and of several components, of all kinds, with smooth and other costs."""
+    """Sites of one and of several components, of all kinds, with smooth and non-smooth costs."""
     return (
         Problem("bernoulli", size=2),
         Problem("bernoulli", size=1, is_scalar=True),
@@ -47,23 +47,24 @@ def _sites() -> tuple[SiteInfo, ...]:
 
 
 def check_estimator(estimator: Estimator, *, num_rows: int = 40_000, problems: Sequence[Problem] | None = None) -> None:
-    r"""Checks that an estimator keeps the protocol, and its word where it says that it is unbiased.
+    r"""Checks that an estimator follows the protocol, and that it is unbiased if it declares so.
 
-    It is an immutable value; says what to write where it cannot serve; gives finite gradients in both precisions, for
-    all shapes of plates; keeps sites apart; hands out detached statistics of the right shape. An unbiased one has
-    the exact gradient as its mean: over all values of two particles, and over noise of its own and from downstream
-    within four standard errors, which are small enough for a bias of two percent to show. That is on sites of one and
-    of several Bernoulli, Categorical and OneHotCategorical components, with smooth and other costs, nonsense for
-    critics, and running statistics that earlier steps have moved.
+    The estimator must be an immutable value. For a site that it does not support it must say what to write instead. It
+    must give finite gradients in both precisions, for all shapes of plates. It must keep sites apart. It must return
+    detached statistics of the right shape. An unbiased estimator must have the exact gradient as its mean. The mean is
+    over all values of two particles, and over samples of its own noise and of noise from downstream, within four
+    standard errors. These are small enough to show a bias of two percent. The check uses sites of one and of several
+    Bernoulli, Categorical and OneHotCategorical components, with smooth and non-smooth costs, meaningless critics, and
+    running statistics that earlier steps have moved.
 
     Args:
         estimator: The estimator.
-        num_rows: Number of independent calls on each of these, where an estimator draws noise; more where standard
-            errors are too large.
-        problems: The sites, by default those of :func:`default_problems`; any that it does not support are left out.
+        num_rows: Number of independent calls per site if the estimator draws noise; more if standard errors are too
+            large.
+        problems: The sites, by default those of :func:`default_problems`; unsupported ones are left out.
 
     Raises:
-        AssertionError: If it does not, with what is wrong.
+        AssertionError: If a check fails; the message says which.
     """
     problems = default_problems() if problems is None else problems
     _check_value(estimator)
@@ -89,8 +90,8 @@ def check_unbiased(estimator: Estimator, problem: Problem, num_rows: int = 40_00
             standard errors are too large.
 
     Raises:
-        AssertionError: If the mean is more than four standard errors off, or if these exceed half a percent of the
-            gradient: a bias of two percent must show.
+        AssertionError: If the mean is more than four standard errors off, or if the standard errors exceed half a
+            percent of the gradient. A bias of two percent must show.
     """
     largest, error = largest_z_score(estimator, problem, num_rows)
     if _POWER < error < 4.0 * _POWER:
@@ -100,7 +101,7 @@ def check_unbiased(estimator: Estimator, problem: Problem, num_rows: int = 40_00
 
 
 def largest_z_score(estimator: Estimator, problem: Problem, num_rows: int = 40_000) -> tuple[float, float]:
-    """How far the mean gradient of an estimator lies from the exact one.
+    """Distance of an estimator's mean gradient from the exact gradient.
 
     The values of all particles are enumerated; noise of the estimator and from downstream is sampled.
 
@@ -110,8 +111,8 @@ def largest_z_score(estimator: Estimator, problem: Problem, num_rows: int = 40_0
         num_rows: Number of independent calls, shared out among the joint values of all particles.
 
     Returns:
-        Largest distance in standard errors (at least 1e-10 of the gradient, where there is no noise), and the largest
-        standard error, in units of the gradient's largest component.
+        Largest distance in standard errors, and the largest standard error in units of the gradient's largest
+        component. Standard errors count as at least 1e-10 of that component, for estimators without noise.
     """
     later = _LATER if "program" in estimator.needs else 0.0
     context, _ = problem.context((64,), seed=100)
@@ -199,12 +200,12 @@ def _check_calls(estimator: Estimator, problem: Problem) -> None:
 
 
 def _is_flat(estimator: Estimator, problem: Problem) -> bool:
-    """A biased estimator may see nothing of a cost without slope."""
+    """Whether the gradient may be zero: a biased estimator may not see a cost without slope."""
     return not estimator.is_unbiased and not problem.is_smooth
 
 
 def _check_sites_apart(estimator: Estimator, problem: Problem) -> None:
-    """Changes parameters, values and costs of the second site, and looks at the gradient of the first."""
+    """Changes values and costs of the second site; checks that the gradient of the first stays the same."""
     gradients = []
     for seed in (0, 1):
         context, leaf = problem.context((6,))

@@ -15,15 +15,15 @@ __all__ = ["TwoPoint"]
 
 
 class TwoPoint(TorchDistribution):
-    r"""Stands for a reparameterised distribution where expectations must be exact.
+    r"""Replaces a reparameterised distribution in tests whose expectations must be exact.
 
     The value is a differentiable function of two-point noise,
 
         x = loc + scale · ε,   P(ε = -1) = P(ε = +1) = 1/2,
 
-    and the log-probability is that of ``Normal(loc, scale)``, a formal cost rather than the density of
-    ``x``. The noise has the first two moments of a standard normal, so ``E[∂ log_prob] = 0`` holds for
-    ``loc`` and for ``scale`` and estimators that drop the score of a pathwise site stay unbiased.
+    and the log-probability is that of ``Normal(loc, scale)``. It is a formal cost, not the density of
+    ``x``. The noise has the first two moments of a standard normal. So ``E[∂ log_prob] = 0`` holds for
+    ``loc`` and for ``scale``, and estimators that drop the score of a pathwise site stay unbiased.
 
     Args:
         loc: Mean, any shape.

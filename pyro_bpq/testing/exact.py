@@ -24,7 +24,7 @@ Program = Callable[..., Any]
 
 
 class _RequireGuideSites(Messenger):
-    """Refuses latent sites of the model that replay has not filled."""
+    """Raises at latent sites of the model that replay has not filled."""
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["is_observed"] or msg["value"] is not None or isinstance(msg["fn"], _Subsample):
@@ -55,7 +55,7 @@ def _cost(model: Program | None, guide: Program, args: Any, kwargs: Any, num_out
 
 
 def _total(trace: Any, sign: float, only_costs: bool = False) -> Tensor:
-    """Signed log-probabilities of a trace plus its costs, which have minus the cost as their log-density."""
+    """Sum of a trace's signed log-probabilities and costs; a cost site's log-density is minus its cost."""
     total = torch.zeros(())
     pruned = prune_subsample_sites(trace)
     pruned.compute_log_prob()
@@ -79,7 +79,7 @@ def _objective(choices: ChoiceMessenger, step: Callable[[], Tensor]) -> Tensor:
 
     total = torch.zeros(())
     for probability, (cost, score) in walk(choices, scored):
-        # The factor is one; its gradient turns the probability into a differentiable one.
+        # The exponential is one; its gradient makes the probability differentiable.
         total = total + probability * (score - score.detach()).exp() * cost
     return total
 
@@ -103,7 +103,7 @@ def exact_loss(
         guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
         *args: Arguments of both.
         num_outcomes: Limit on the number of joint states.
-        only_costs: Whether cost statements are all that counts, as in ``ExpectedCost``.
+        only_costs: Whether only cost statements count, as in ``ExpectedCost``.
         **kwargs: Keyword arguments of both.
 
     Returns:
@@ -133,31 +133,31 @@ def exact_gradient(
 
         ∇ Σ_state q(state) · (log q(state) - log p(state)).
 
-    The log-probabilities are Pyro's, with scales and masks; the probability of a state is neither
-    scaled nor masked, since a masked site is drawn all the same. A :class:`TwoPoint` site contributes
-    the expectation over its noise, with the value differentiable; a subsampled plate that over all
-    subsets of its size, equally likely.
+    The log-probabilities are Pyro's, with scales and masks. The probability of a state is neither
+    scaled nor masked, because a masked site is drawn too. A :class:`TwoPoint` site contributes
+    the expectation over its noise, with a differentiable value. A subsampled plate contributes the expectation over
+    all subsets of its size, which are equally likely.
 
     Args:
         model: Model, run with the guide's values by ``poutine.replay``.
         guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
         *args: Arguments of both.
-        parameters: Leaves to differentiate, by name. Default: all that ``pyro.param`` and
+        parameters: Leaves to differentiate, by name. Default: all leaves that ``pyro.param`` and
             ``pyro.module`` reach on any path, under the names of the param store and in unconstrained
-            form, and those of model and guide if they are modules.
+            form, and the parameters of model and guide if they are modules.
         num_outcomes: Limit on the number of joint states.
-        only_costs: Whether cost statements are all that counts, as in ``ExpectedCost``.
+        only_costs: Whether only cost statements count, as in ``ExpectedCost``.
         **kwargs: Keyword arguments of both; the names of the options above are taken.
 
     Returns:
-        Gradient of each parameter, detached, in its shape; zero where it has no influence. The
+        Gradient of each parameter, detached, in its shape; zero if the parameter has no influence. The
         ``.grad`` fields are not touched.
 
     Raises:
         SiteNotFoundError: If the guide lacks a latent site of the model that is not marked to be enumerated.
         OptionError: If there are more than ``num_outcomes`` states.
         UnsupportedSiteError: If a site has no finite support.
-        UnsupportedProgramError: If something is drawn behind the sites.
+        UnsupportedProgramError: If the program draws outside of its sites.
     """
     choices = ChoiceMessenger(num_outcomes, keep_score=True)
     with torch.enable_grad(), ParameterCollector(model, guide, parameters) as collector:

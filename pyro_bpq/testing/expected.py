@@ -1,4 +1,4 @@
-"""The expectation of the gradient that a training step computes, and its comparison with the truth."""
+"""The expected gradient of a training step, and its comparison with the exact gradient."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Moments", "assert_unbiased", "expected_gradient", "expected_moments"
 
 Program = Callable[..., Any]
 
-# Outcomes that are run twice, to see whether a step draws noise that nobody enumerates.
+# Number of outcomes that are run twice, to detect noise that is not enumerated.
 _NUM_REPEATED = 8
 
 
 class Moments(NamedTuple):
-    """Mean and variance of a gradient over everything a step draws, by name of the parameter."""
+    """Mean and variance of a gradient over all draws of a step, by name of the parameter."""
 
     mean: dict[str, Tensor]
     variance: dict[str, Tensor]
@@ -44,7 +44,7 @@ def backward(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, 
 
 
 def _state(elbo: Any) -> dict[str, Tensor]:
-    """Copies the tensors of the estimator's state, none for an object that is no module."""
+    """Copies the tensors of the ELBO's state; empty for an object that is not a module."""
     entries = elbo.state_dict() if isinstance(elbo, torch.nn.Module) else {}
     return {name: entry.clone() for name, entry in entries.items() if isinstance(entry, Tensor)}
 
@@ -79,11 +79,11 @@ def expected_moments(
     noise: ChoiceNoise | None = None,
     **kwargs: Any,
 ) -> Moments:
-    r"""Computes mean and variance of the gradient of one step, over everything it draws.
+    r"""Computes mean and variance of the gradient of one step, over all of its draws.
 
         mean = Σ_outcome P(outcome) · g(outcome),   variance = Σ_outcome P(outcome) · g(outcome)² - mean².
 
-    The step is the ELBO's own, run once per outcome with the draws replaced; see
+    The ELBO's own step runs once per outcome, with its draws replaced; see
     :func:`expected_gradient` for the arguments.
 
     Returns:
@@ -98,7 +98,7 @@ def expected_moments(
             backward(elbo, model, guide, args, kwargs, use_differentiable_loss)
             return reader.read()
 
-        # The first step of an object may do more than all others, such as look at the program's structure.
+        # The first step of an object may do more than later steps, e.g. trace the program's structure.
         next(iter_outcomes(step, num_outcomes=num_outcomes, noise=noise))
         before = _state(elbo)
         first: list[dict[int, Tensor]] = []
@@ -130,12 +130,12 @@ def expected_gradient(
 
         Σ_outcome P(outcome) · g(outcome).
 
-    An outcome is everything the step draws: all particles jointly, one after another or in a plate,
-    subsets of subsampled plates included. For each outcome the ELBO's own step runs once with its draws
-    replaced (and once more before that, so that what it builds lazily is there); distributions, scores
+    An outcome is everything that the step draws: all particles jointly, one after another or in a plate,
+    and the subsets of subsampled plates. For each outcome the ELBO's own step runs once with its draws
+    replaced. One step runs before, to build everything that is built lazily. Distributions, scores
     and pathwise gradients are the real ones. Two particles of a program with n states have n² outcomes.
 
-    The ELBO runs in the mode that the caller has set: use ``elbo.eval()``, so that critics and running
+    The ELBO runs in the mode that the caller has set. Use ``elbo.eval()``, so that critics and running
     statistics are the same for every outcome.
 
     Args:
@@ -146,7 +146,7 @@ def expected_gradient(
         parameters: Leaves to read, by name. Default: as in :func:`exact_gradient`.
         num_outcomes: Limit on the number of outcomes.
         use_differentiable_loss: Whether to call ``differentiable_loss(...).backward()`` instead.
-        noise: Source through which an estimator draws noise of its own.
+        noise: Source of the noise that an estimator itself draws.
         **kwargs: Keyword arguments of both; the names of the options above are taken.
 
     Returns:
@@ -156,9 +156,9 @@ def expected_gradient(
     Raises:
         OptionError: If there are more than ``num_outcomes`` outcomes.
         UnsupportedSiteError: If a site has no finite support.
-        UnsupportedProgramError: If something is drawn behind the sites.
-        StructureChangedError: If the step is not deterministic given its draws, as where an estimator draws noise of
-            its own, or changes the ELBO.
+        UnsupportedProgramError: If the step draws outside of the sites and of ``noise``.
+        StructureChangedError: If the step is not deterministic given its draws, e.g. because an estimator draws noise
+            of its own, or if the step changes the ELBO.
     """
     return expected_moments(
         elbo,
@@ -185,7 +185,7 @@ def assert_unbiased(
     noise: ChoiceNoise | None = None,
     **kwargs: Any,
 ) -> None:
-    r"""Asserts that the expected gradient of a step is the exact one, for every parameter.
+    r"""Asserts that the expected gradient of a step equals the exact gradient, for every parameter.
 
         max |expected - exact| <= atol.
 
@@ -196,14 +196,14 @@ def assert_unbiased(
         *args: Arguments of both.
         atol: Largest error of a component; the default is for float64.
         parameters: As in :func:`expected_gradient`.
-        num_outcomes: Likewise.
-        use_differentiable_loss: Likewise.
-        noise: Likewise.
+        num_outcomes: As in :func:`expected_gradient`.
+        use_differentiable_loss: As in :func:`expected_gradient`.
+        noise: As in :func:`expected_gradient`.
         **kwargs: Keyword arguments of both.
 
     Raises:
-        AssertionError: If a parameter differs, with both gradients; or if the exact gradient vanishes,
-            so that the comparison would say nothing.
+        AssertionError: If the gradients of a parameter differ; the message shows both. Also if the exact
+            gradient is zero, because the comparison would then test nothing.
     """
     limits: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes}
     exact = exact_gradient(model, guide, *args, **limits, **kwargs)

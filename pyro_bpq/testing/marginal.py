@@ -1,4 +1,4 @@
-"""The model's log-probability with the enumerated sites that the guide lacks summed out, state by state."""
+"""The model's log-probability with enumerated sites that the guide lacks summed out, state by state."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class _MarkedChoices(ChoiceMessenger):
 
 
 def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kwargs: Any, num_outcomes: int) -> Tensor:
-    """Sums the marked sites out of the model's probability, all joint states one by one.
+    """Sums the marked sites out of the model's probability, over all joint states one by one.
 
-    A scale stands outside of the logarithm and a mask inside; a marked site itself is not masked.
+    A scale is applied outside of the logarithm and a mask inside. The mask of a marked site itself is ignored.
 
     Args:
         model: Model.
@@ -69,7 +69,7 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
         trace.compute_log_prob()
         return trace
 
-    # Outside of the replay, so that it acts after it.
+    # The choices are the outer handler, so that they act after the replay.
     traces = [trace for _, trace in walk(choices, run)]
     sites = [name for name, site in traces[0].nodes.items() if site["type"] == "sample"]
     inside, total, scales = [], torch.zeros(()), set()
@@ -78,7 +78,7 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
         found = [trace.nodes[name] for trace in traces]
         scaled = [site["log_prob"].sum() for site in found]
         is_alike = name not in choices.names and all(torch.equal(value, scaled[0]) for value in scaled)
-        # Values may be alike where gradients are not; with the scale of the sum both places are right for a constant.
+        # Equal values may have different gradients. A constant may stand inside the sum if its scale is the sum's.
         if is_alike and not (marked and scaled[0].requires_grad and _scale(found[0]) in marked):
             total = total + scaled[0]
             continue
@@ -99,7 +99,7 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
 
 
 def _scale(site: Any) -> float | None:
-    """The scale of a site; ``None`` where its elements have scales of their own."""
+    """The scale of a site; ``None`` if its elements have scales of their own."""
     scale = torch.as_tensor(site["scale"]).detach()
     return float(scale) if scale.numel() == 1 else None
 

@@ -1,4 +1,4 @@
-"""Finding the parameters of a model and guide, and reading their gradients without leaving a trace."""
+"""Finds the parameters of a model and guide, and reads their gradients without changing ``.grad``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ParameterCollector(Messenger):
     Args:
         model: Model, searched for parameters if it is an ``nn.Module``.
         guide: Guide, likewise.
-        parameters: Leaves by name; if given, no others are collected.
+        parameters: Leaves by name; if given, no other leaves are collected.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class ParameterCollector(Messenger):
 
 
 class GradientReader(ParameterCollector):
-    """Also lends out ``.grad`` of every parameter, and puts the old one back on exit.
+    """A collector that also clears ``.grad`` of every parameter for use, and restores the old one on exit.
 
-    Gradients are kept by the identity of their leaf: its name is certain only after the last run.
+    Gradients are stored by the identity of their leaf, because its name is certain only after the last run.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class GradientReader(ParameterCollector):
             leaf.grad = None
 
     def read(self) -> dict[int, Tensor]:
-        """Returns a copy of the gradients there are, by ``id`` of the leaf."""
+        """Returns a copy of the existing gradients, by ``id`` of the leaf."""
         return {key: leaf.grad.detach().clone() for key, (leaf, _) in self._lent.items() if leaf.grad is not None}
 
     def named(self, values: Mapping[int, Tensor], lead: tuple[int, ...] = ()) -> dict[str, Tensor]:
-        """Names ``values``, zero of shape ``lead + leaf.shape`` where a parameter has none."""
+        """Returns ``values`` by name; zeros of shape ``lead + leaf.shape`` for a parameter without a value."""
         self.add_modules()
         return {
             name: values[id(leaf)] if id(leaf) in values else leaf.new_zeros((*lead, *leaf.shape))
@@ -96,7 +96,7 @@ class GradientReader(ParameterCollector):
         }
 
     def _lend(self, leaf: Tensor) -> None:
-        # A parameter first met in the middle of a step must not bring an older gradient with it.
+        # A parameter that is first met in the middle of a step must not contribute an older gradient.
         if leaf.requires_grad and id(leaf) not in self._lent:
             self._lent[id(leaf)] = leaf, leaf.grad
             leaf.grad = None

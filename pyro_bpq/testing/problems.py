@@ -1,4 +1,4 @@
-"""Small problems for a single estimator call: contexts and programs without Pyro, with known gradients."""
+"""Small problems for one estimator call: contexts and programs without Pyro, with known gradients."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class FakeProgram:
         problem: The problem.
         value: The sampled values.
         generator: Noise of the estimator.
-        later: Standard deviation of what sites downstream add to a cost; afresh in every run.
-        seed: Seed of the latter.
+        later: Standard deviation of the noise that sites downstream add to a cost, drawn afresh in every run.
+        seed: Seed of that noise.
     """
 
     rows_meet = False
@@ -62,14 +62,14 @@ class FakeProgram:
         return own + self.later * self._noise(own)
 
     def remaining(self) -> Tensor:
-        """The same: nothing is known at every value."""
+        """The same as :meth:`independent`, because no cost is known at every value."""
         return self.independent()
 
     def _noise(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._source, dtype=like.dtype).to(like.device)
 
     def held(self, value: Tensor) -> FakeProgram:
-        """The same program, in which what sites downstream add stays as it is."""
+        """The same program, in which the noise of sites downstream stays the same in all runs."""
         held = FakeProgram(self.problem, self.value, self.generator, self.later)
         held._held = self._noise(self.problem.cost(value).detach())
         return held
@@ -102,13 +102,13 @@ class FakeProgram:
 
 @dataclass(frozen=True)
 class Problem:
-    r"""A site of ``D`` components of ``K`` values with a cost that is no sum over components.
+    r"""A site of ``D`` components of ``K`` values with a cost that is not a sum over components.
 
         f(x) = 1.5 + 2 a·x + ½ x·B x + 0.7 tanh(1.5 c·x)
 
     Args:
         kind: ``"bernoulli"``, ``"one_hot"`` or ``"categorical"``.
-        size: Number of components ``D``; a scalar site where it is one and ``is_scalar``.
+        size: Number of components ``D``; 1 for a scalar site (``is_scalar``).
         cardinality: Number of values ``K``.
         is_scalar: Whether the site has no event dimension for its components.
         is_smooth: Whether the cost has a gradient in the value.
@@ -131,16 +131,16 @@ class Problem:
 
     @property
     def info(self) -> SiteInfo:
-        """What an estimator is told of a site."""
+        """The facts about a site that an estimator gets."""
         return SiteInfo("a", _NAMES[self.kind], False, self.components, self.particles)
 
     @property
     def width(self) -> int:
-        """Number of numbers that the cost reads."""
+        """Number of entries of the encoded value that the cost reads."""
         return self.size if self.kind == "bernoulli" else self.size * self.cardinality
 
     def logits(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Logits ``(G, D, K)``, irregular; that of the first value of a Bernoulli is zero."""
+        """Irregular logits ``(G, D, K)``; the logit of a Bernoulli's first value is zero."""
         count = self.sites * self.size * self.cardinality
         table = _irregular(count, 0.4).reshape(self.sites, self.size, self.cardinality).to(dtype)
         return table - table[..., :1] if self.kind == "bernoulli" else table
@@ -166,14 +166,14 @@ class Problem:
     ) -> tuple[SiteContext, Tensor]:
         """Draws values and makes the context of a call.
 
-        Half of the cost counts as immediate, its table exact; predictions of the critic and the correction are numbers
-        of no meaning, which do not read the values.
+        Half of the cost counts as immediate, with an exact table. The critic's predictions and the correction are
+        meaningless numbers that do not depend on the values.
 
         Args:
             rows: Sizes of the plates; their rows are independent.
             seed: Seed of the values and of all noise.
             dtype: Precision.
-            later: Standard deviation of what sites downstream add to a cost.
+            later: Standard deviation of the noise that sites downstream add to a cost.
             index: Values ``(G, M, rows, D)`` instead of draws.
 
         Returns:
@@ -216,7 +216,7 @@ class Problem:
         return made, leaf
 
     def outcomes(self, particles: int) -> tuple[Tensor, Tensor]:
-        """All values of some particles jointly.
+        """All joint values of a number of particles.
 
         Args:
             particles: Number of particles.
@@ -231,7 +231,7 @@ class Problem:
         return index, log_probs.gather(-1, chosen).flatten(2).sum(-1).exp()
 
     def exact_gradient(self) -> Tensor:
-        """Gradient of the expected cost of one particle with respect to the logits, ``(G, D, K)``, by enumeration."""
+        """Gradient of one particle's expected cost to the logits, ``(G, D, K)``, by enumeration."""
         index, probabilities = self.outcomes(1)
         costs = self.cost(self.components.value(index[:, 0]).to(probabilities.dtype))
         # In closed form: Σ_x q(x) f(x) (onehot(x) - q).
@@ -240,7 +240,7 @@ class Problem:
 
 
 def with_statistics(estimator: Estimator, context: SiteContext, count: float = 3.0) -> SiteContext:
-    """Fills in an estimator's running statistics at their initial values; a program only where it needs one.
+    """Fills in an estimator's initial running statistics, and keeps only the signals that it needs.
 
     Args:
         estimator: The estimator.

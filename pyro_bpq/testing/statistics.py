@@ -1,4 +1,4 @@
-"""Unbiasedness by statistics, for programs too large to enumerate."""
+"""Statistical tests of unbiasedness, for programs too large to enumerate."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def sample_gradients(
         **kwargs: Keyword arguments of both.
 
     Returns:
-        Gradients of the loss, shape ``(num_samples, *parameter.shape)``; zero where a step did not
-        reach a parameter. The ``.grad`` fields are as before.
+        Gradients of the loss, shape ``(num_samples, *parameter.shape)``; zero if a step did not
+        reach a parameter. The ``.grad`` fields are restored.
     """
     gradients: list[dict[int, Tensor]] = []
     with torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
@@ -59,13 +59,13 @@ def z_scores(
 
         z = (mean - exact) / SE,   SE = standard deviation / √N.
 
-    An unbiased estimator has ``|z| < 5`` almost surely. A power gate refuses a test that could not
-    fail: ``SE`` of every component must be below ``max_relative_error`` times the gradient's scale, the
+    An unbiased estimator has ``|z| < 5`` almost surely. A power gate rejects a test that could not
+    fail: ``SE`` of every component must be below ``max_relative_error`` times the gradient's scale. The scale is the
     largest component of the exact gradient over all parameters.
 
     Args:
         samples: Gradients by parameter, shape ``(N, *shape)``, independent along the first dimension.
-        exact: Exact gradients, shape ``shape``; the parameters that are tested.
+        exact: Exact gradients of the tested parameters, shape ``shape``.
         max_relative_error: Limit of the power gate.
 
     Returns:

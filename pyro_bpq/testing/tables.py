@@ -1,7 +1,7 @@
-r"""A stochastic computation graph whose conditionals and costs are tables, so that its Q-functions are known.
+r"""A stochastic computation graph with tables as conditionals and costs, so that Q-functions are known.
 
-All tables are held over the joint states: one axis per stochastic node in program order, of size 1 where the
-table does not depend on it. Sums and products of tables broadcast.
+All tables are over the joint states. They have one axis per stochastic node, in program order; it has size 1 if the
+table does not depend on the node. Sums and products of tables broadcast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TabularProgram:
 
     Args:
         graph: The stochastic computation graph.
-        conditionals: For each stochastic node its distribution given its parents, over the joint axes.
+        conditionals: Distribution of each stochastic node given its parents, over the joint axes.
         costs: Each cost in nats, over the joint axes.
 
     Raises:
@@ -55,7 +55,7 @@ class TabularProgram:
         Args:
             graph: The stochastic computation graph.
             generator: Source of the numbers.
-            sizes: Numbers of values from which that of each node is drawn.
+            sizes: Candidates from which each node's number of values is drawn.
 
         Returns:
             Tables in float64.
@@ -93,7 +93,7 @@ class TabularProgram:
         return (self.joint * value).sum(rest, keepdim=True) / self.joint.sum(rest, keepdim=True)
 
     def known(self, site: str, form: str) -> frozenset[str]:
-        """What the Q-functions of a site condition on: its ancestors and itself, or all sampled so far."""
+        """The nodes that a site's Q-functions condition on: ancestors and itself, or all sampled so far."""
         graph = self.graph
         if form == "ancestor":
             return graph.ancestors(site) | {site}
@@ -106,7 +106,7 @@ class TabularProgram:
             network: A network of this graph.
 
         Returns:
-            Tables in nats; for Q-nodes without a learned part there is none.
+            Tables in nats, by name of the Q-node; Q-nodes without a learned part are missing.
         """
         found = {}
         for node in network.learned:
@@ -139,7 +139,7 @@ class TabularProgram:
         """
         values: dict[str, Tensor] = {}
         for name, axis in self.graph.index.items():
-            # Its axis behind all others: what comes later in program order has size 1.
+            # The node's axis moves to the end; the axes of later nodes have size 1.
             table = self.conditionals[name].movedim(axis, -1).flatten(0, -2)
             context = self.conditionals[name].narrow(axis, 0, 1)
             rows = table[self.cells(context, values, count)]

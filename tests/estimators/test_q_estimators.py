@@ -9,6 +9,7 @@ import pyro
 import pytest
 import torch
 from models import BY_NAME
+from programs import FakeProgram
 from test_contract import context, with_statistics
 
 from pyro_bpq import TabularCritic, TraceBackpropQ_ELBO
@@ -23,6 +24,8 @@ from pyro_bpq.estimators import (
     QScoreFunction,
     ScoreFunction,
 )
+from pyro_bpq.estimators.base import SiteContext
+from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing import exact_gradient, expected_gradient
 
 LOCAL = [QAllAction(), QScoreFunction(), QAdvantage()]
@@ -113,3 +116,31 @@ def test_control_variate_with_many_samples_is_the_all_action_sum() -> None:
     surrogate = (residual * made.score).sum() + (made.log_probs.exp() * table).sum()  # type: ignore[union-attr]
     (right,) = torch.autograd.grad(surrogate, logits)
     assert float((found - right).abs().max()) < 0.15 < float((found - probs).abs().max())
+
+
+@pytest.mark.parametrize(("temperature", "expected_gradient_of_coin"), [(0.5, 0.215), (1.0, 0.167)])
+def test_the_relaxation_is_biased_with_an_exact_critic(temperature: float, expected_gradient_of_coin: float) -> None:
+    """A fair coin and ``Q(1) - Q(0) = 1``: the gradient to the logit is 0.25, which the sum over values has."""
+    rows = 100_000
+    logit = torch.zeros(rows, requires_grad=True)
+    log_probs = torch.stack((-torch.nn.functional.softplus(logit), torch.nn.functional.logsigmoid(logit)), -1)
+    index = torch.arange(rows) % 2
+    shape = (1, 1, rows)
+    value = index.to(logit).reshape(*shape, 1)
+    program = FakeProgram(lambda value: value[..., 0], value, Components("bernoulli", (1,), 2), seed=3)
+    made = SiteContext(
+        names=("z",),
+        score=log_probs.gather(-1, index.unsqueeze(-1)).reshape(shape),
+        cost=index.to(logit).reshape(shape),
+        log_probs=log_probs.reshape(*shape, 1, 2),
+        index=index.reshape(*shape, 1),
+        learned=torch.tensor([0.0, 1.0]).expand(*shape, 1, 2),
+        level=torch.zeros(shape),
+        signals={"program": program},
+    )
+    (relaxed,) = torch.autograd.grad(QRelaxation(temperature)(made).surrogate.sum(), logit, retain_graph=True)
+    (summed,) = torch.autograd.grad(QAllAction()(made).surrogate.sum(), logit)
+    assert torch.allclose(summed, torch.tensor(0.25))
+    error = float(relaxed.std()) / rows**0.5
+    assert abs(float(relaxed.mean()) - expected_gradient_of_coin) < 4 * error + 5e-4
+    assert 0.25 - float(relaxed.mean()) > 20 * error
