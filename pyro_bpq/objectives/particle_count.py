@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -21,7 +22,7 @@ import pyro
 
 from pyro_bpq.errors import BPQWarning, StructureChangedError
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.objectives.programs import Program, programs_of
+from pyro_bpq.objectives.programs import Program, is_same_program, programs_of
 from pyro_bpq.objectives.runner import Mode
 from pyro_bpq.objectives.staged import Observation, Transient
 from pyro_bpq.reruns.apart import Comparison, Together, keeps_apart
@@ -34,6 +35,7 @@ from pyro_bpq.tracing.traced_run import TracedRun
 
 __all__ = ["ParticleCount"]
 
+LOG = logging.getLogger("pyro_bpq")
 # What torch, Pyro and this package raise where shapes do not fit; a program's own errors are left alone.
 _DOES_NOT_FIT = (ValueError, RuntimeError, IndexError, TypeError, AssertionError, NotImplementedError)
 
@@ -145,7 +147,7 @@ class ParticleCount:
             return self._observe_given(runner, program, mode)
         if self._next is not None and mode.learning:
             self._take(self._next)
-        if self._settled.items not in ((), program[:2]):
+        if not all(is_same_program(*pair) for pair in zip(self._settled.items, program[:2], strict=False)):
             self.open_state = None
         if self.now.number > 1:
             before = snapshot(self)
@@ -245,11 +247,16 @@ class ParticleCount:
             is_known = was_compared and way is ways[0]
             found, reason, created = self._attempt(runner, program, mode, is_first, is_known)
             if found is not None:
+                if not is_known:
+                    where = "a dimension that the program does not see" if way.is_hidden else "a plate of their own"
+                    LOG.info("%d particles run in one call, in %s.", number, where)
                 self._settled, self._is_compared = Transient(settled), True
                 if mode.learning:
                     self._lower(runner, found.runs[0])
                 return found, ""
             draws.again()
+            if reason:
+                LOG.info("%d particles do not run in %s: %s.", number, "hiding" if way.is_hidden else "a plate", reason)
             for name in created:
                 # Made from values of many particles, they might have the shape of those.
                 del pyro.get_param_store()[name]
@@ -258,6 +265,7 @@ class ParticleCount:
                 self._settled, self._next, self._is_compared = Transient(settled), way, False
                 return None, ""
         self._take(self._one)
+        LOG.info("One particle runs from now on.")
         self._settled = Transient(settled)
         if not was_compared:
             return None, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from pyro_bpq.tracing.watch import samples
 
 __all__ = ["Mode", "NoiseSource", "StepRunner"]
 
+LOG = logging.getLogger("pyro_bpq")
 _NOTHING_ENUMERATED = (
     'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
     'pyro.infer.config_enumerate, or write enumeration="sample".'
@@ -364,6 +366,7 @@ class StepRunner:
                 learning=mode.learning,
             )
             if found is None:
+                LOG.info("There is no extra run of the model: it does not run at other values of its sites.")
                 self.plans.do_without_flips(traced[0].key)
                 plan = self.plans.plan(traced[0], graph, facts)
             tables = found or {}

@@ -11,6 +11,7 @@ There are three ways. Each gives the costs of single runs:
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ from torch import Tensor
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.tracing.hidden_particles import Wrapped
 from pyro_bpq.tracing.sandbox import Sandbox
+
+LOG = logging.getLogger("pyro_bpq")
 
 __all__ = ["RowProgram", "RowRuns", "Way", "agree", "is_due", "probe", "probe_generator"]
 
@@ -225,6 +228,8 @@ class RowRuns:
             found = _as_sampled(way, program, fixed, rows, event_ndims, sampled)
         if len(self._ways) >= _CAPACITY and key not in self._ways:
             self._ways.clear()
+        if found is not None and self.way(key) is not way:
+            LOG.info("The extra run of the model has %d rows: %s.", len(next(iter(rows.values()))), way.value)
         self._ways[key] = Way.NONE if found is None else way, uses + learning
         return found
 

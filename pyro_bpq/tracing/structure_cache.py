@@ -7,6 +7,7 @@ dependencies are merged and never replaced. A run that was not tracked and whose
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import warnings
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide
 
 __all__ = ["STRUCTURES", "StructureCache"]
 
+LOG = logging.getLogger("pyro_bpq")
 STRUCTURES = ("auto", "dynamic", "dense", "static")
 
 # Number of tracked runs that must agree before a key counts as static.
@@ -169,6 +171,8 @@ class StructureCache:
     ) -> StochasticComputationGraph:
         if learn:
             self.tracked_runs += 1
+            if traced.escaped and not self.escapes:
+                LOG.info("Values of %s leave torch: every run is tracked.", ", ".join(sorted(traced.escaped_sites)))
             self.escapes |= traced.escaped
             if traced.met and not self.crosses:
                 _warn_of_rows(traced, reads)
@@ -200,7 +204,9 @@ class StructureCache:
             self.varying.pop(forgotten, None)
             self.handed.pop(forgotten, None)
             self.without_buffers.discard(forgotten)
-        self.unknown = self.mode == "auto" and agreements < _AGREEMENTS
+        was_unknown, self.unknown = self.unknown, self.mode == "auto" and agreements < _AGREEMENTS
+        if was_unknown and not self.unknown:
+            LOG.info("The structure is known after %d tracked runs.", self.tracked_runs)
         if self.untracked_steps >= self.next_look:
             self.next_look = min(10 * self.next_look, 1000)
         self.untracked_steps = 0

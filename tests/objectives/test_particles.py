@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import warnings
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -523,3 +525,34 @@ def test_a_batch_that_fails_with_one_particle_too_leaves_the_number(at: int) -> 
             else:
                 elbo.loss_and_grads(model, programs.guide)
             assert elbo.num_particles == MOST_PARTICLES
+
+
+def wrapped(kind: str, program: Any, scale: float) -> Any:
+    """A wrapper made anew."""
+    if kind == "handler":
+        return pyro.poutine.scale(program, scale=scale)
+    if kind == "handlers":
+        return pyro.poutine.scale(pyro.poutine.mask(program, mask=True), scale=scale)
+    if kind == "partial":
+        return functools.partial(lambda rate: program(), scale)
+    return lambda: program()
+
+
+@pytest.mark.parametrize("kind", ["handler", "handlers", "partial", "lambda"])
+def test_wrappers_made_anew_at_each_step_are_one_program(kind: str) -> None:
+    programs, elbo = Layers(), TraceBackpropQ_ELBO()
+    for step in range(6):
+        scale = 1.0 + 0.1 * step
+        elbo.loss_and_grads(wrapped(kind, programs.model, scale), wrapped(kind, programs.guide, scale))
+    assert elbo.num_particles == MOST_PARTICLES
+
+
+@pytest.mark.parametrize("kind", ["handler", "partial", "lambda"])
+def test_another_program_in_the_same_wrapper_is_another_one(kind: str) -> None:
+    first, second, elbo = Layers(), Chains(), TraceBackpropQ_ELBO()
+    for _ in range(4):
+        elbo.loss_and_grads(wrapped(kind, first.model, 1.0), wrapped(kind, first.guide, 1.0))
+    assert elbo.num_particles == MOST_PARTICLES
+    pyro.clear_param_store()
+    elbo.loss_and_grads(wrapped(kind, second.model, 1.0), wrapped(kind, second.guide, 1.0))
+    assert elbo.num_particles == 1

@@ -1,0 +1,80 @@
+"""What the default settles is said once, at level INFO, which is off unless a user asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_bpq import TraceBackpropQ_ELBO
+
+ROWS = 12
+DATA = torch.linspace(-1.0, 1.0, ROWS)
+
+
+def steps(read: Callable[[torch.Tensor], Any], number: int = 6, rows: bool = True, **options: Any) -> None:
+    def guide() -> None:
+        w = pyro.param("w", lambda: torch.zeros(2))
+        with pyro.plate("rows", ROWS) if rows else pyro.plate("one", 1):
+            y = pyro.sample("y", dist.Bernoulli(logits=w[0] * DATA[: ROWS if rows else 1]))
+            pyro.sample("z", dist.Bernoulli(logits=w[1] + y))
+
+    def model() -> None:
+        with pyro.plate("rows", ROWS) if rows else pyro.plate("one", 1):
+            y = pyro.sample("y", dist.Bernoulli(torch.tensor(0.4)))
+            z = pyro.sample("z", dist.Bernoulli(0.2 + 0.5 * y))
+            pyro.sample("x", dist.Normal(read(z), 1.0), obs=DATA[: ROWS if rows else 1])
+
+    elbo = TraceBackpropQ_ELBO(**options)
+    for _ in range(number):
+        elbo.loss_and_grads(model, guide)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "pyro_bpq"]
+
+
+CASES: dict[str, tuple[Callable[[torch.Tensor], Any], bool, list[str]]] = {
+    "plate": (
+        lambda z: z,
+        True,
+        [
+            "8 particles run in one call, in a plate of their own.",
+            "The structure is known after 3 tracked runs.",
+        ],
+    ),
+    "hidden": (
+        lambda z: z.reshape(ROWS),
+        True,
+        ["8 particles run in one call, in a dimension that the program does not see."],
+    ),
+    "alone": (
+        lambda z: z,
+        False,
+        ["The extra run of the model has 2 rows: broadcast.", "The structure is known after 3 tracked runs."],
+    ),
+    "steered": (
+        lambda z: z if z.sum() > 0 else -z,
+        False,
+        ["Values of z leave torch: every run is tracked."],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_settled_is_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    read, rows, expected = CASES[name]
+    with caplog.at_level("INFO", "pyro_bpq"):
+        steps(read, rows=rows)
+    found = said(caplog)
+    for text in expected:
+        assert found.count(text) == 1, found
+
+
+def test_nothing_is_said_unless_asked_for(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    steps(lambda z: z)
+    assert not said(caplog) and capsys.readouterr() == ("", "")
