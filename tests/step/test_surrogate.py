@@ -1,0 +1,61 @@
+"""A step is a function: the same arguments give the same result, and nothing else is read or changed."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from models import BY_NAME
+
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.objectives.staged import Observation
+from pyro_bpq.step.surrogate import step
+
+
+def trained(name: str = "chain", **options: object) -> tuple[TraceBackpropQ_ELBO, Observation]:
+    case = BY_NAME[name]
+    case.params()
+    elbo = TraceBackpropQ_ELBO(**options)  # type: ignore[arg-type]
+    for _ in range(5):
+        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    return elbo, elbo.observe(case.model, case.guide, case.args)
+
+
+@pytest.mark.parametrize("name", ["chain", "fork", "plate"])
+def test_the_same_arguments_give_the_same_step(name: str) -> None:
+    elbo, seen = trained(name, num_particles=2)
+    signals = [item.signals for item in seen.items]
+    before = {key: value.clone() for key, value in elbo.critics.state_dict().items()}
+    results = [step(signals, seen.runs[0].run.loss, elbo.critics, elbo.learning(), True) for _ in range(2)]
+    first, second = results
+    assert torch.equal(first.surrogate, second.surrogate) and torch.equal(first.paths, second.paths)
+    assert torch.equal(first.critic_loss, second.critic_loss)  # type: ignore[arg-type]
+    for mine, theirs in zip(first.writes, second.writes, strict=True):
+        assert mine[:2] == theirs[:2] and torch.equal(mine[3], theirs[3])
+    after = elbo.critics.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+def test_a_step_without_learning_has_the_same_gradient_and_teaches_nothing() -> None:
+    elbo, seen = trained()
+    signals = [item.signals for item in seen.items]
+    learns, looks = (
+        step(signals, torch.zeros(()), elbo.critics, elbo.learning(), is_learning) for is_learning in (1, 0)
+    )
+    assert torch.equal(learns.surrogate, looks.surrogate)
+    assert learns.learns and not looks.learns and looks.critic_loss is None and not looks.info
+
+
+def test_a_step_is_frozen() -> None:
+    elbo, seen = trained()
+    result = step([item.signals for item in seen.items], torch.zeros(()), elbo.critics, elbo.learning())
+    with pytest.raises(FrozenInstanceError):
+        result.loss = torch.ones(())  # type: ignore[misc]
+
+
+def test_the_surrogate_is_the_sum_of_its_terms() -> None:
+    elbo, seen = trained("fork")
+    result = step([item.signals for item in seen.items], torch.zeros(()), elbo.critics, elbo.learning())
+    assert sorted(name for names, _ in result.terms for name in names) == sorted(seen.runs[0].run.sites)
+    torch.testing.assert_close(result.surrogate, sum(term.sum() for _, term in result.terms))
