@@ -131,9 +131,10 @@ def test_fewer_particles_run_where_plates_have_grown() -> None:
     assert count.now.number == 3
 
 
-def test_a_number_that_is_set_is_no_longer_open() -> None:
+def test_a_number_that_is_set_is_no_longer_open(monkeypatch: pytest.MonkeyPatch) -> None:
     count, runner = open_count(), Runner()
     run(count, runner, 2)
+    monkeypatch.setattr(count._proved, "mixes", lambda *_: False)
     count.change(number=2)
     run(count, runner, 1, 2)
     assert not count.is_open and count.now.number == 2
