@@ -21,6 +21,13 @@ from pyro_bpq.testing.parameters import GradientReader
 __all__ = ["CriticFit", "Fit", "critic_fit"]
 
 _LEARNED, _EXACT = "learned", "exact"
+_LEGEND = (
+    "explained variance compares the critic's predictions with the costs that then came, between samples of the same",
+    "    data point: 1 if it predicts all of their differences, 0 if no more than a constant does.",
+    "cosine and difference compare the gradient that the critic alone would give with the site's true gradient:",
+    "    1 and 0 if they are the same; a constant critic has difference 1.",
+    "Costs that are known exactly at every value are left out of both.",
+)
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,10 @@ class Fit:
     r"""Quality of the critic of a site.
 
     Args:
-        explained: Explained variance within a data point, ``1 - Var(target - q) / Var(target)``. The target is the
-            return with graph-wise corrections (lambda = 1). A constant critic has 0.
+        explained: Explained variance within a data point, ``1 - Var(target - q) / Var(target)``: it compares the
+            critic's predictions with the costs that then came, between samples of the same data point. These costs
+            are the target, the return with graph-wise corrections (lambda = 1) and without the costs that are known
+            exactly. A constant critic has 0.
         cosine: Cosine between the critic's all-action gradient and its reference. The reference is the site's true
             gradient without the part of the exact immediate costs. ``None`` if there is no all-action gradient, or if
             the reference is zero up to noise.
@@ -63,7 +72,7 @@ class CriticFit:
             for site, fit in self.sites.items()
         ]
         head = ["site", "explained variance", "cosine", "difference", "its error"]
-        return "\n".join([f"Critics ({how}):", *table(head, rows)])
+        return "\n".join([f"Critics ({how}):", *table(head, rows), *_LEGEND])
 
 
 def critic_fit(

@@ -1,0 +1,156 @@
+r"""Findings about critics and about the weights of their corrections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pyro_bpq.diagnostics.critic_fit import Fit
+from pyro_bpq.diagnostics.findings import Finding
+from pyro_bpq.diagnostics.look import Look, listed
+from pyro_bpq.diagnostics.text import number
+
+__all__ = ["check_critics", "check_gradient_by_critic", "check_scales"]
+
+# After this many steps a critic that explains nothing is unlikely to improve.
+_MANY_STEPS = 200
+_EXPLAINS = 0.02
+_EXPLAINS_WELL = 0.5
+_FAR = 0.7
+_ZERO_SCALE = 0.05
+# The entries of ``scales``, as a newcomer would say them.
+_CORRECTIONS = (
+    "the costs that are known exactly at every value",
+    "the critic's mean over all values",
+    "the critic's differences between values",
+    "what critics say about later sites",
+)
+_WITHIN = "how costs differ within a data point, from one sampled value to another"
+
+
+def check_critics(look: Look) -> Iterator[Finding]:
+    """Critics that predict nothing."""
+    steps = look.elbo.num_steps
+    poor = {site: fit.explained for site, fit in look.fit.sites.items() if _is_useless(fit)}
+    if not poor:
+        return
+    figures = ", ".join(f"{site!r} {_percent(value)}" for site, value in list(poor.items())[:5] if value is not None)
+    if steps < _MANY_STEPS:
+        yield Finding(
+            "critic untrained",
+            "hint",
+            f"Critics explain nothing yet of how costs differ within a data point ({figures}), after {steps} steps.",
+            f"Train on and look again after {_MANY_STEPS} steps or more.",
+            tuple(poor),
+        )
+        return
+    yield Finding(
+        "critic explains nothing",
+        "warning",
+        f"After {steps} steps the critic explains nothing of {_WITHIN} (share of that variance that it predicts: "
+        f"{figures}). A site that the remaining costs do not depend on looks the same, and is no harm.",
+        "Raise CriticLearner(lr=...), give the critic what the costs depend on (infer={'bpq': {'context': ...}}), "
+        "start with lam=1, or leave critics out (critic=None), which is cheaper.",
+        tuple(poor),
+    )
+
+
+def _percent(share: float) -> str:
+    text = f"{share:.0%}"
+    return "0%" if text == "-0%" else text
+
+
+def _is_useless(fit: Fit) -> bool:
+    # Noise downstream lowers the explained variance of any critic: one with a right gradient is not useless.
+    return (
+        fit.explained is not None and fit.explained <= _EXPLAINS and (fit.difference is None or fit.difference > _FAR)
+    )
+
+
+def check_gradient_by_critic(look: Look) -> Iterator[Finding]:
+    """Critics whose own gradient would be worse than none."""
+    if look.elbo.num_steps < _MANY_STEPS:
+        return
+    for site, fit in look.fit.sites.items():
+        if fit.difference is None or fit.cosine is None or fit.difference - 3 * fit.difference_error < 1.0:
+            continue
+        if _is_useless(fit):
+            continue  # check_critics has reported it already
+        how = "exact" if look.fit.moments.is_exact else f"standard error {number(fit.difference_error)}"
+        yield Finding(
+            "critic gradient",
+            "warning",
+            f"The critic of {site!r} points the wrong way: the gradient that it alone would give is off the true one "
+            f"by {fit.difference:.0%} of the true one's length, with cosine {number(fit.cosine)} ({how}). A critic "
+            "that predicts the same cost for every value is off by 100%. Your gradient stays right on average, "
+            "because it is corrected, but it has more noise.",
+            "Do not use this Q as a cost (a biased estimator). Train the critic longer or with another learning rate, "
+            "or try TabularCritic() where it reads few values.",
+            (site,),
+        )
+
+
+def check_scales(look: Look) -> Iterator[Finding]:
+    """Corrections of the gradient that are switched off."""
+    if look.elbo.num_steps < _MANY_STEPS:
+        return
+    off: dict[str, list[str]] = {}
+    unused: list[str] = []
+    for one in look.signals:
+        for c in one.active:
+            context = one.context(c)
+            present = (context.exact, context.level, context.learned, context.correction)
+            for name in context.names:
+                scales = look.elbo.info.get(name, {}).get("scales")
+                if scales is None or len(scales) != len(present):
+                    continue
+                low = [part is not None and s < _ZERO_SCALE for part, s in zip(present, scales.tolist(), strict=True)]
+                if low[1] and low[2]:
+                    unused.append(name)
+                    low[1:3] = False, False
+                for text, is_low in zip(_CORRECTIONS, low, strict=True):
+                    if is_low:
+                        off.setdefault(text, []).append(name)
+    good = {name: fit for name, fit in look.fit.sites.items() if name in unused and _explains_well(fit)}
+    yield from _good_but_unused(good)
+    unused = [name for name in unused if name not in good]
+    if unused:
+        yield Finding(
+            "scale at zero",
+            "warning",
+            f"The gradient of {listed(unused)} makes no use of its critic: both of the critic's weights in "
+            "elbo.info[site]['scales'] have gone to zero, because it brought more noise than it took away, or "
+            "repeated what the rest does.",
+            "Nothing breaks: the gradient falls back on comparing costs with those of the other particles, or with "
+            "their running mean. See to the critic's fit (critic_fit), or save its time with critic=None.",
+            tuple(unused),
+        )
+    for text, sites in off.items():
+        yield Finding(
+            "one scale at zero",
+            "hint",
+            f"The gradient of {listed(sites)} makes no use of {text}: the weight of that correction in "
+            "elbo.info[site]['scales'] has gone to zero. The other corrections do its work, or it brought more noise "
+            "than it took away.",
+            "Nothing to do.",
+            tuple(sites),
+        )
+
+
+def _explains_well(fit: Fit) -> bool:
+    return fit.explained is not None and fit.explained > _EXPLAINS_WELL
+
+
+def _good_but_unused(good: dict[str, Fit]) -> Iterator[Finding]:
+    if not good:
+        return
+    figures = ", ".join(f"{name!r} {_percent(fit.explained or 0.0)}" for name, fit in list(good.items())[:5])
+    yield Finding(
+        "good critic unused",
+        "hint",
+        f"The critic predicts well {_WITHIN} (share of that variance: {figures}), and the gradient makes no use of "
+        f"it: its weights in elbo.info[site]['scales'] are below {_ZERO_SCALE}. Both can be true: what is known "
+        "exactly, or the comparison with other particles, already takes away the noise that this critic could take.",
+        "Nothing is broken. critic=None is cheaper and probably as good; compare_estimators(model, guide, *args) "
+        "shows whether it is.",
+        tuple(good),
+    )

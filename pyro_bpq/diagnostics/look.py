@@ -1,0 +1,91 @@
+r"""What all checks of a diagnosis look at."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pyro_bpq.diagnostics.critic_fit import CriticFit
+from pyro_bpq.diagnostics.sampling import untouched
+from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.objectives.staged import Observation
+from pyro_bpq.plan.plan_cache import Planned
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.tracing.sandbox import LentBuffers
+from pyro_bpq.tracing.traced_run import TracedRun
+
+__all__ = ["Look", "listed"]
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """The inputs of all checks.
+
+    Args:
+        elbo: The ELBO.
+        model: Model.
+        guide: Guide.
+        args: Arguments of both.
+        kwargs: Keyword arguments of both.
+        seed: Seed of further runs.
+        tracked: Runs that were tracked: only they show which values leave torch.
+        seen: Runs as a step has them, and what their sites are told.
+        planned: The plan of these runs, and what it was made for.
+        fit: Quality of the critics, and the moments of the gradient.
+    """
+
+    elbo: TraceBackpropQ_ELBO
+    model: Callable[..., Any]
+    guide: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    seed: int
+    tracked: Sequence[TracedRun]
+    seen: Observation
+    planned: Planned
+    fit: CriticFit
+
+    @cached_property
+    def signals(self) -> list[Signals]:
+        """What the sites are told."""
+        return [item.signals for item in self.seen.items]
+
+    @cached_property
+    def specs(self) -> dict[str, Any]:
+        """What serves each site, by its name."""
+        return {name: cls.spec for one in self.signals for cls in one.layout.classes for name in cls.names}
+
+    @cached_property
+    def against_one_call(self) -> str:
+        """Why several particles cannot run in one vectorised call, or not well; empty where they can."""
+        if self.elbo.runner.structure.escapes or any(run.escaped for run in self.tracked):
+            return "sampled values decide in Python what this program does next"
+        mixes = "in one call a particle of this program would see the others (as by z[0] or z.sum())"
+        if self.elbo.particles.now.is_hidden:
+            return mixes
+        trial = copy.deepcopy(self.elbo)
+        now = trial.particles.now
+        # Where there is no bound, Pyro would guess one, and say so.
+        nesting = 1 + (self.tracked[0].batch_ndim if math.isinf(now.nesting) else now.nesting - now.has_plate)
+        trial.particles.change(number=2, is_vectorized=True, nesting=nesting)
+        try:
+            with untouched(trial, self.seed), warnings.catch_warnings(), torch.enable_grad(), LentBuffers():
+                warnings.simplefilter("ignore")
+                trial.observe(self.model, self.guide, self.args, self.kwargs)
+        except Exception as error:
+            # A program may raise anything where its shapes do not fit.
+            return f"this program fails with several particles in one call ({type(error).__name__})"
+        return "" if trial.particles.now.has_plate else mixes
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """Names in quotes, the first few of many."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(repr, names[:limit])) + more
