@@ -349,7 +349,10 @@ def test_warnings_are_pyros(make: Callable[[], tuple[Any, Any]]) -> None:
     pyro.clear_param_store()
     theirs = messages(TraceGraph_ELBO(), model, guide)
     assert theirs
-    assert messages(TraceBackpropQ_ELBO(), model, guide) == theirs
+    # One more says what to write here: Pyro's text sends to an ELBO of Pyro's own.
+    assert [
+        text for text in messages(TraceBackpropQ_ELBO(), model, guide) if 'enumeration="exact"' not in text
+    ] == theirs
 
 
 def test_dimensions_without_a_plate_name_the_site_without_validation_too() -> None:

@@ -125,7 +125,8 @@ class Rollout:
                     f"{', '.join(map(repr, names))}: with {size} vectorised particles a tensor of batch shape "
                     f"{tuple(shape)} has {size} elements in dimension {-1 - i}, which is no plate there: particles may "
                     f"have moved into it, as by z.sum((-1, -2)). Keep them in dimension {-len(batch)}, as by "
-                    "z.sum((-1, -2), keepdim=True), or put that dimension into a pyro.plate."
+                    "z.sum((-1, -2), keepdim=True), or put that dimension into a pyro.plate; or write "
+                    "vectorize_particles=False."
                 )
 
     def batch_shape(self, plates: Sequence[Plate]) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ class CostOptions:
         is_function: Whether a function was given. It is not called in runs that do not want the cost.
         size: Number of elements of the value; 0 if the function was not called.
         in_guide: Whether the statement is in the guide.
+        shape: Shape of the value, before plates expand it.
     """
 
     exact: bool = False
@@ -53,6 +54,7 @@ class CostOptions:
     # Excluded from comparison: two runs of the same structure may differ in whether the function was called.
     size: int = field(default=0, compare=False)
     in_guide: bool = False
+    shape: tuple[int, ...] = field(default=(), compare=False)
 
 
 def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
@@ -101,11 +103,12 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
     tensor = torch.zeros(()) if found is None else found if isinstance(found, Tensor) else found.value
     if am_i_wrapped():
         size = tensor.numel() if is_called else 0
+        options = CostOptions(exact, is_function, size, shape=tuple(tensor.shape))
         pyro.sample(
             name,
             _Cost(tensor),
             obs=tensor.detach().new_empty((*tensor.shape, 0)),
-            infer={"is_auxiliary": True, "bpq_cost": CostOptions(exact, is_function, size)},  # type: ignore[arg-type]
+            infer={"is_auxiliary": True, "bpq_cost": options},  # type: ignore[arg-type]
         )
     return tensor
 

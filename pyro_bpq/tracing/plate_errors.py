@@ -2,15 +2,33 @@ r"""Errors about shapes and plates that name the site."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pyro.poutine.subsample_messenger import _Subsample
+
 from pyro_bpq.errors import PlateError
+from pyro_bpq.tracing.cost_statement import cost_options
+from pyro_bpq.tracing.watch import PARTICLES, samples
 
-__all__ = ["check_declared", "plate_error"]
+__all__ = [
+    "Frames",
+    "check_declared",
+    "nesting_error",
+    "particle_advice",
+    "plate_error",
+    "plate_error_of_traces",
+    "statements",
+]
+
+Frames = tuple[Any, ...]
+"""The plates around a statement, as Pyro's frames."""
+
+_COLLISION = re.compile(rf'at plates "(.*)" and "{PARTICLES}", collide at dim=-(\d+)')
 
 
-def plate_error(error: ValueError, plates: Mapping[str, tuple[Any, ...]]) -> PlateError | None:
+def plate_error(error: Exception, plates: Mapping[str, Frames]) -> PlateError | None:
     """Adds the plates of the named sites to Pyro's error about shapes that do not fit.
 
     Args:
@@ -21,14 +39,82 @@ def plate_error(error: ValueError, plates: Mapping[str, tuple[Any, ...]]) -> Pla
         The error to raise instead; ``None`` if Pyro's error is not about shapes.
     """
     text = str(error)
-    if not any(words in text for words in ("invalid log_prob shape", "disagree at site", "inside plate(")):
+    if not (isinstance(error, ValueError) and _is_about_shapes(text)):
         return None
-    named = {site: frames for site, frames in plates.items() if f"'{site}'" in text or f'"{site}"' in text}
-    lines = [
-        f"Site {site!r} is in the plates {[(f.name, f.dim, f.size) for f in frames]} (name, dim, size)."
-        for site, frames in named.items()
-    ]
-    return PlateError("\n".join([text, *lines]))
+    named = {site: frames for site, frames in plates.items() if _names(text, site)}
+    lines = [f"Site {site!r} is in the plates {_listed(frames)} (name, dim, size)." for site, frames in named.items()]
+    return PlateError("\n".join([text, *lines, *particle_advice(plates.values())]))
+
+
+def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) -> PlateError | None:
+    """Says which of guide and model has the named site in which plates, and what to write.
+
+    Args:
+        error: Pyro's error.
+        model_trace: The model's trace.
+        guide_trace: The guide's trace.
+
+    Returns:
+        The error to raise instead; ``None`` if Pyro's error is not about shapes or plates.
+    """
+    text, model, guide = str(error), statements(model_trace), statements(guide_trace)
+    frames = [_frames(site) for site in (*model.values(), *guide.values())]
+    if "plate stack overflow" in text:
+        return nesting_error(error, frames)
+    if not (isinstance(error, ValueError) and _is_about_shapes(text)):
+        return None
+    lines = []
+    for name in dict.fromkeys((*guide, *model)):
+        if not _names(text, name):
+            continue
+        sites = [site for site in (model.get(name), guide.get(name)) if site is not None]
+        if cost_options(sites[0]) is not None and (loose := _loose(sites[0])) is not None:
+            lines.append(_cost_line(name, sites[0], loose))
+        elif len(sites) == 2:
+            lines.append(_both_line(name, _frames(sites[0]), _frames(sites[1])))
+        else:
+            lines.append(f"Site {name!r} is in the plates {_listed(_frames(sites[0]))} (name, dim, size).")
+    return PlateError("\n".join([text, *lines, *particle_advice(frames)]))
+
+
+def nesting_error(error: Exception, plates: Iterable[Frames]) -> PlateError | None:
+    """Says which ``max_plate_nesting`` a program needs, if Pyro's error is that it is too small.
+
+    Args:
+        error: Pyro's error.
+        plates: Plate frames of the sites that have run.
+    """
+    text, plates = str(error), list(plates)
+    collision = _COLLISION.search(text)
+    if collision is not None:
+        # The particles stand on the left of as many dimensions as were declared: the plate is right, the number is not.
+        needed, where = int(collision[2]), f"The plate {collision[1]!r} lies"
+    elif "plate stack overflow" in text:
+        needed, where = max((_depth(frames) for frames in plates), default=0), "The plates of the program lie"
+    else:
+        return None
+    return PlateError(
+        f"{text}\n{where} in dimensions down to {-needed}. Write max_plate_nesting={needed}, or leave it out: then it "
+        "is found in the first step. Particles need no dimension of their own there."
+    )
+
+
+def particle_advice(plates: Iterable[Frames]) -> list[str]:
+    """What to write where shapes do not fit with several particles at once; empty where these have no plate.
+
+    Args:
+        plates: Plate frames of sites.
+    """
+    for frames in plates:
+        for frame in frames:
+            if frame.name == PARTICLES:
+                return [
+                    f"{frame.size} particles ran at once, in dimension {frame.dim} of each site, on the left of all "
+                    "plates. A program that indexes, unpacks or reduces dimensions from the left meets the particles "
+                    "there. If it runs with vectorize_particles=False, write that, so that particles run one after the "
+                    "other; or count dimensions from the right, as in z[..., 0] and z.sum(-1)."
+                ]
+    return []
 
 
 def check_declared(sites: Iterable[Any]) -> None:
@@ -48,3 +134,71 @@ def check_declared(sites: Iterable[Any]) -> None:
                     f"Site {site['name']!r} has the batch shape {tuple(shape)}, and in dimension {dim} no plate. "
                     "Put it into a pyro.plate, or write .to_event(...) where its elements belong together."
                 )
+
+
+def statements(trace: Any) -> dict[str, Any]:
+    """The sample sites of a trace, without those that draw the rows of a plate."""
+    return {name: site for name, site in samples(trace).items() if not isinstance(site["fn"], _Subsample)}
+
+
+def _is_about_shapes(text: str) -> bool:
+    return any(words in text for words in ("invalid log_prob shape", "disagree at site", "inside plate("))
+
+
+def _names(text: str, site: str) -> bool:
+    return f"'{site}'" in text or f'"{site}"' in text
+
+
+def _frames(site: Any) -> Frames:
+    return tuple(frame for frame in site["cond_indep_stack"] if frame.vectorized)
+
+
+def _own(frames: Frames) -> list[Any]:
+    """The plates that the program itself declares, from left to right."""
+    return sorted((frame for frame in frames if frame.name != PARTICLES), key=lambda frame: frame.dim)
+
+
+def _listed(frames: Frames) -> list[tuple[str, int, int]]:
+    return [(frame.name, frame.dim, frame.size) for frame in _own(frames)]
+
+
+def _depth(frames: Frames) -> int:
+    """The number of dimensions that the plates of a site reach, without that of the particles."""
+    particles = next((frame.dim for frame in frames if frame.name == PARTICLES), None)
+    # Pyro counts on beyond the particles, where a plate has no room on their right.
+    found = [-f.dim - (particles is not None and f.dim < particles) for f in _own(frames)]
+    return max(found, default=0)
+
+
+def _both_line(name: str, model: Frames, guide: Frames) -> str:
+    """Says which of guide and model has which plates."""
+    of_model, of_guide = _listed(model), _listed(guide)
+    if of_model == of_guide:
+        return f"Site {name!r} is in the plates {of_model} (name, dim, size)."
+    line = f"Site {name!r} is in the plates {of_model} in the model, and {of_guide} in the guide (name, dim, size)."
+    for plates, others, missing in ((of_model, of_guide, "guide"), (of_guide, of_model, "model")):
+        # A plate under another name serves as well.
+        lacks = [plate for plate in plates if plate[1:] not in [other[1:] for other in others]]
+        # A plate of the same name, but of another size or in another dimension, is not added: it is changed.
+        known = {plate[0] for plate in others}
+        for plate, dim, size in lacks:
+            if plate not in known:
+                line += f' Put it into "{plate}" in the {missing} too: with pyro.plate("{plate}", {size}, dim={dim}).'
+            elif missing == "guide":
+                line += f' Give "{plate}" the same size and dim in both: pyro.plate("{plate}", {size}, dim={dim}).'
+    return line
+
+
+def _loose(site: Any) -> int | None:
+    """The rightmost dimension of a site that is no plate; ``None`` if there is none."""
+    shape, dims = site["fn"].batch_shape, {frame.dim for frame in _frames(site)}
+    return next((dim for dim in range(-1, -len(shape) - 1, -1) if shape[dim] > 1 and dim not in dims), None)
+
+
+def _cost_line(name: str, site: Any, dim: int) -> str:
+    shape = tuple(site["fn"].batch_shape)
+    return (
+        f"The cost {name!r} has the shape {shape}, and is in the plates {_listed(_frames(site))} (name, dim, size): "
+        f'dimension {dim} is no plate. Sum it, as in pyro_bpq.cost("{name}", value.sum({dim})), or put it into a plate '
+        f'of its rows, as in: with pyro.plate("rows_of_{name}", {shape[dim]}, dim={dim}).'
+    )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
 
 from pyro_bpq.tracing.ledger import Ledger
+from pyro_bpq.tracing.program_errors import explain_scores
 from pyro_bpq.tracing.watch import samples
 
 __all__ = ["Heard", "importance_traces", "program_trace"]
@@ -59,15 +60,16 @@ def importance_traces(
         guide_trace = poutine.trace(guide, graph_type="flat").get_trace(*args, **kwargs)
         replayed = poutine.replay(model, trace=guide_trace)
         model_trace = poutine.trace(replayed, graph_type="flat").get_trace(*args, **kwargs)
-    if is_validation_enabled():
-        check_model_guide_match(model_trace, guide_trace, max_plate_nesting)
-    guide_trace, model_trace = prune_subsample_sites(guide_trace), prune_subsample_sites(model_trace)
-    heard = {
-        **_score(model_trace, Trace.compute_log_prob, False, ledger),
-        **_score(guide_trace, Trace.compute_score_parts, True, ledger),
-    }
-    _check_shapes(model_trace, max_plate_nesting)
-    _check_shapes(guide_trace, max_plate_nesting)
+    with explain_scores(model_trace, guide_trace):
+        if is_validation_enabled():
+            check_model_guide_match(model_trace, guide_trace, max_plate_nesting)
+        guide_trace, model_trace = prune_subsample_sites(guide_trace), prune_subsample_sites(model_trace)
+        heard = {
+            **_score(model_trace, Trace.compute_log_prob, False, ledger),
+            **_score(guide_trace, Trace.compute_score_parts, True, ledger),
+        }
+        _check_shapes(model_trace, max_plate_nesting)
+        _check_shapes(guide_trace, max_plate_nesting)
     return model_trace, guide_trace, heard
 
 
@@ -76,8 +78,9 @@ def program_trace(
 ) -> tuple[Trace, Heard]:
     """Traces a program that has no model, and returns the trace and the sources heard at each site."""
     trace = prune_subsample_sites(poutine.trace(program, graph_type="flat").get_trace(*args, **kwargs))
-    heard = _score(trace, Trace.compute_score_parts, True, ledger)
-    _check_shapes(trace, max_plate_nesting)
+    with explain_scores(Trace(), trace):
+        heard = _score(trace, Trace.compute_score_parts, True, ledger)
+        _check_shapes(trace, max_plate_nesting)
     return trace, heard
 
 

@@ -26,7 +26,7 @@ from pyro_bpq.tracing.component_costs import ElementWatch, Pattern
 from pyro_bpq.tracing.config import SiteOptions, site_options
 from pyro_bpq.tracing.cost_statement import CostOptions, cost_options
 from pyro_bpq.tracing.hidden_particles import Wrapped, hidden_traces
-from pyro_bpq.tracing.plate_errors import plate_error
+from pyro_bpq.tracing.program_errors import explain_runs, warn_of_program
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.sandbox import BufferedModules
 from pyro_bpq.tracing.scoring import Heard, importance_traces, program_trace
@@ -185,7 +185,7 @@ def trace_run(
         for mode in (tracker, None if elements is None else elements.elements, watch, modules):
             if mode is not None:
                 stack.enter_context(mode)
-        try:
+        with explain_runs(watch, tracker):
             if only_costs:
                 model_trace = Trace()
                 guide_trace, heard = program_trace(watch.guide(guide), args, kwargs, max_plate_nesting, ledger)
@@ -193,8 +193,6 @@ def trace_run(
                 model_trace, guide_trace, heard = importance_traces(
                     model, watch.guide(guide), args, kwargs, max_plate_nesting, ledger
                 )
-        except ValueError as error:
-            raise plate_error(error, watch.plates) or error from error
         guide_sites, reads, handed = watch.guide_sites(guide_trace), None, frozenset[str]()
         if tracker is not None:
             found = _reads(tracker, guide_sites, watch, heard, True)
@@ -214,6 +212,8 @@ def trace_run(
     escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
     rng = (watch.model_start, torch.get_rng_state())
     traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    if track:
+        warn_of_program(samples(model_trace), guide_sites, traced.run.loss, step == 0, bool(watch.enumerated))
     traced = replace(
         traced,
         run=traced.run.with_leaves(watch.leaves),

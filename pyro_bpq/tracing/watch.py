@@ -21,10 +21,20 @@ from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.config import SiteOptions, site_options
 from pyro_bpq.tracing.contained import ContainedCalls
-from pyro_bpq.tracing.cost_statement import Given
+from pyro_bpq.tracing.cost_statement import Given, cost_options
 from pyro_bpq.tracing.provenance import DependencyTracker
 
-__all__ = ["HANDED", "PARTICLES", "Attach", "Choose", "Watch", "is_enumerated", "samples", "site_info"]
+__all__ = [
+    "HANDED",
+    "PARTICLES",
+    "Attach",
+    "Choose",
+    "Watch",
+    "distribution_name",
+    "is_enumerated",
+    "samples",
+    "site_info",
+]
 
 # Returns the estimator of a site.
 Choose = Callable[[SiteInfo, SiteOptions], Estimator]
@@ -80,6 +90,7 @@ class Watch(Messenger):
         self.subsamples: dict[str, Any] = {}
         self.model_start = torch.get_rng_state()
         self.plates: dict[str, tuple[Any, ...]] = {}
+        self.costs: set[str] = set()
         self.drawn: list[str] = []
         self.untraced: dict[str, dict[str, Any]] = {}
         self.enumerated: set[str] = set()
@@ -124,6 +135,8 @@ class Watch(Messenger):
             self.subsamples[msg["name"]] = msg["value"]
             return
         self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
+        if cost_options(msg) is not None:
+            self.costs.add(msg["name"])
         if is_enumerated(msg):
             self._enumerate(msg)
         if not self.is_guide:
@@ -275,7 +288,7 @@ def site_info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
     fn = site["fn"]
     return SiteInfo(
         name=site["name"],
-        distribution=_distribution_name(fn),
+        distribution=distribution_name(fn),
         has_rsample=bool(getattr(fn, "has_rsample", False)),
         components=finite_components(fn),
         num_particles=particles,
@@ -283,7 +296,8 @@ def site_info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
     )
 
 
-def _distribution_name(fn: Any) -> str:
+def distribution_name(fn: Any) -> str:
+    """Name of a distribution, without wrappers."""
     wrappers = ("Independent", "MaskedDistribution", "ExpandedDistribution")
     while hasattr(fn, "base_dist") and type(fn).__name__ in wrappers:
         fn = fn.base_dist

@@ -1,0 +1,420 @@
+"""Mistakes in guide and model: the message names the site, the plates or the particles, and says what to write."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_bpq import TraceBackpropQ_ELBO, cost
+from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
+
+Program = Callable[[], Any]
+TOGETHER: dict[str, Any] = {"num_particles": 3, "vectorize_particles": True}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+
+
+def logits(*shape: int) -> Tensor:
+    return pyro.param("q", torch.full(shape, 0.3))
+
+
+def coin(fn: Any = None, **options: Any) -> Tensor:
+    return pyro.sample("z", dist.Bernoulli(0.4) if fn is None else fn, **options)
+
+
+def guide() -> Tensor:
+    return coin(dist.Bernoulli(logits=logits()))
+
+
+def pair_guide() -> Tensor:
+    return coin(dist.Bernoulli(logits=logits(2)).to_event(1))
+
+
+def see(mean: Any) -> None:
+    pyro.sample("x", dist.Normal(mean, 1.0), obs=torch.tensor(0.7))
+
+
+def model() -> None:
+    see(coin())
+
+
+def text_of(model: Program, guide: Program, kind: type[Exception], **options: Any) -> str:
+    with pytest.raises(BPQError) as caught:
+        TraceBackpropQ_ELBO(**options).loss_and_grads(model, guide)
+    assert isinstance(caught.value, kind)
+    return str(caught.value)
+
+
+def warnings_of(model: Program, guide: Program, steps: int = 1, **options: Any) -> list[str]:
+    elbo = TraceBackpropQ_ELBO(**options)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            elbo.loss_and_grads(model, guide)
+    return [str(warning.message) for warning in found if issubclass(warning.category, BPQWarning)]
+
+
+# Values that leave torch while several particles run at once
+
+
+def branches() -> None:
+    if coin() > 0:
+        see(0.3)
+    else:
+        see(0.1)
+
+
+READS: dict[str, Program] = {
+    "if": branches,
+    "item": lambda: see(coin().item()),
+    "float": lambda: see(float(coin())),
+    "int": lambda: see([0.3, 0.1][int(coin())]),
+    "index": lambda: see([0.3, 0.1][coin().long()]),
+    "max": lambda: see(max(coin(), 0.5)),
+}
+
+
+@pytest.mark.parametrize("program", READS.values(), ids=READS)
+def test_read_of_one_value_names_the_site_and_the_particles(program: Program) -> None:
+    text = text_of(program, guide, UnsupportedProgramError, **TOGETHER)
+    for words in ("A sampled value of 'z' left torch", "3 particles", "vectorize_particles=False", "torch.where"):
+        assert words in text
+    # What it advises is right.
+    TraceBackpropQ_ELBO(num_particles=3, vectorize_particles=False).loss_and_grads(program, guide)
+
+
+def test_read_in_the_guide_names_only_the_sites_that_were_read() -> None:
+    def two() -> None:
+        z = guide()
+        w = pyro.sample("w", dist.Bernoulli(logits=logits()))
+        if z > 0:
+            pyro.sample("v", dist.Bernoulli(logits=logits() + w))
+
+    text = text_of(model, two, UnsupportedProgramError, **TOGETHER)
+    assert "'z'" in text and "'w'" not in text
+
+
+@pytest.mark.parametrize("options", [{}, TOGETHER], ids=["one", "together"])
+def test_read_of_the_programs_own_tensor_is_left_alone(options: dict[str, Any]) -> None:
+    def wrong() -> None:
+        coin()
+        if torch.zeros(3) > 0:
+            see(0.3)
+
+    with pytest.raises(RuntimeError, match="ambiguous") as caught:
+        TraceBackpropQ_ELBO(max_plate_nesting=0, **options).loss_and_grads(wrong, guide)
+    assert not isinstance(caught.value, BPQError)
+
+
+def test_read_that_starts_after_tracking_has_ended() -> None:
+    reads: list[bool] = []
+
+    def late() -> None:
+        z = coin()
+        see(z.item() if reads else z)
+
+    elbo = TraceBackpropQ_ELBO(structure="static", **TOGETHER)
+    for _ in range(5):
+        elbo.loss_and_grads(late, guide)
+    reads.append(True)
+    with pytest.raises(UnsupportedProgramError, match=r"(?s)3 particles.*vectorize_particles=False"):
+        elbo.loss_and_grads(late, guide)
+
+
+# Programs that do not broadcast over particles
+
+
+def indexes() -> None:
+    z = pyro.sample("z", dist.Bernoulli(torch.full((4,), 0.4)).to_event(1))
+    see(z[3])
+
+
+def unpacks() -> None:
+    a, b = coin(dist.Bernoulli(torch.tensor([0.4, 0.3])).to_event(1))
+    see(a + b)
+
+
+def reshapes() -> None:
+    see(coin(dist.Bernoulli(torch.tensor([0.4, 0.3])).to_event(1)).reshape(2, 1).sum())
+
+
+def multiplies() -> None:
+    see(torch.mv(torch.eye(2), coin(dist.Bernoulli(torch.tensor([0.4, 0.3])).to_event(1))).sum())
+
+
+def takes_the_first() -> None:
+    see(coin(dist.Bernoulli(torch.tensor([0.4, 0.3])).to_event(1))[0])
+
+
+@pytest.mark.parametrize(
+    ("program", "theirs", "kind"),
+    [
+        (indexes, "out of bounds", UnsupportedProgramError),
+        (unpacks, "too many values to unpack", PlateError),
+        (reshapes, "is invalid for input of size 6", UnsupportedProgramError),
+        (multiplies, "expected", UnsupportedProgramError),
+        (takes_the_first, "Shape mismatch inside plate", PlateError),
+    ],
+)
+def test_program_that_does_not_broadcast_is_told_of_the_particles(
+    program: Program, theirs: str, kind: type[Exception]
+) -> None:
+    def matching() -> None:
+        if program is indexes:
+            coin(dist.Bernoulli(logits=logits(4)).to_event(1))
+        else:
+            pair_guide()
+
+    text = text_of(program, matching, kind, **TOGETHER)
+    for words in (theirs, "3 particles ran at once", "in dimension -1", "vectorize_particles=False", "z[..., 0]"):
+        assert words in text
+    TraceBackpropQ_ELBO(num_particles=3, vectorize_particles=False).loss_and_grads(program, matching)
+
+
+def test_particles_that_moved_are_told_of_particles_one_after_the_other() -> None:
+    def mixes() -> None:
+        with pyro.plate("rows", 4):
+            z = coin()
+        pyro.sample("x", dist.Normal(z @ torch.ones(4, 1), 1.0).to_event(1), obs=torch.tensor([0.7]))
+
+    def rows() -> None:
+        with pyro.plate("rows", 4):
+            coin(dist.Bernoulli(logits=logits(4)))
+
+    text = text_of(mixes, rows, PlateError, **TOGETHER)
+    assert "'-log p(x)'" in text and "write vectorize_particles=False" in text
+
+
+class OutOfMemory(RuntimeError):
+    """As torch's error, which is not about shapes, although it speaks of sizes."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the simulator is down"), OutOfMemory("no block of that size is left")])
+@pytest.mark.parametrize("options", [{}, TOGETHER], ids=["one", "together"])
+def test_errors_that_are_not_about_shapes_are_left_alone(error: Exception, options: dict[str, Any]) -> None:
+    def fails() -> None:
+        coin()
+        raise error
+
+    with pytest.raises(type(error), match=str(error)) as caught:
+        TraceBackpropQ_ELBO(max_plate_nesting=0, **options).loss_and_grads(fails, guide)
+    assert not isinstance(caught.value, BPQError) and "vectorize_particles" not in str(caught.value)
+
+
+# Plates
+
+
+def in_rows(fn: Any) -> None:
+    with pyro.plate("rows", 3):
+        coin(fn)
+
+
+def test_site_outside_of_the_models_plate_names_the_plates_of_both() -> None:
+    line = "'z' is in the plates [('rows', -1, 3)] in the model, and [] in the guide"
+    for shape in ((), (3,)):
+        pyro.clear_param_store()
+        text = text_of(
+            lambda: in_rows(dist.Bernoulli(0.4)),
+            lambda shape=shape: coin(dist.Bernoulli(logits=logits(*shape))),
+            PlateError,
+        )
+        assert line in text and 'in the guide too: with pyro.plate("rows", 3, dim=-1)' in text
+
+
+def test_site_outside_of_the_guides_plate_names_the_plates_of_both() -> None:
+    text = text_of(model, lambda: in_rows(dist.Bernoulli(logits=logits())), PlateError)
+    assert "'z' is in the plates [] in the model, and [('rows', -1, 3)] in the guide" in text
+    assert 'in the model too: with pyro.plate("rows", 3, dim=-1)' in text
+
+
+def test_plate_in_another_dimension_names_both() -> None:
+    def other() -> None:
+        with pyro.plate("rows", 3, dim=-2):
+            coin(dist.Bernoulli(logits=logits()))
+
+    text = text_of(lambda: in_rows(dist.Bernoulli(0.4)), other, PlateError)
+    assert "[('rows', -1, 3)] in the model, and [('rows', -2, 3)] in the guide" in text
+    assert 'Give "rows" the same size and dim in both: pyro.plate("rows", 3, dim=-1)' in text
+
+
+def nested(fn: Any) -> None:
+    with pyro.plate("columns", 2, dim=-2), pyro.plate("rows", 3, dim=-1):
+        coin(fn)
+
+
+@pytest.mark.parametrize("options", [{}, TOGETHER], ids=["one", "together"])
+@pytest.mark.parametrize(("program", "given", "needed"), [(in_rows, 0, 1), (nested, 0, 2), (nested, 1, 2)])
+def test_nesting_that_is_too_small_names_the_number(
+    program: Callable[[Any], None], given: int, needed: int, options: dict[str, Any]
+) -> None:
+    def both() -> tuple[Program, Program]:
+        return (lambda: program(dist.Bernoulli(0.4))), (lambda: program(dist.Bernoulli(logits=logits())))
+
+    if program is nested and given == 0 and options:
+        # Two numbers are too small by turns: each error names a larger one.
+        text = text_of(*both(), PlateError, max_plate_nesting=given, **options)
+        assert "Write max_plate_nesting=" in text
+        return
+    text = text_of(*both(), PlateError, max_plate_nesting=given, **options)
+    assert f"Write max_plate_nesting={needed}, or leave it out" in text
+    TraceBackpropQ_ELBO(max_plate_nesting=needed, **options).loss_and_grads(*both())
+
+
+# Distributions and data
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda: dist.Categorical(logits=logits(3) + torch.tensor([0.0, 0.0, 20.0])), "Categorical"),
+        (lambda: dist.Categorical(logits=logits(2)), "Categorical"),
+        (lambda: dist.Normal(logits(), 1.0), "Normal (support Real())"),
+    ],
+)
+def test_other_support_in_the_guide_names_both_distributions(fn: Callable[[], Any], words: str) -> None:
+    text = text_of(model, lambda: coin(fn()), UnsupportedSiteError)
+    assert f"Site 'z' is drawn from {words}" in text and "under Bernoulli (support Boolean()) in the model" in text
+    assert "write Bernoulli" in text
+
+
+def test_probability_against_a_density_warns_once() -> None:
+    def density() -> None:
+        see(coin(dist.Normal(0.0, 1.0)))
+
+    (text,) = warnings_of(density, guide, steps=8)
+    assert "'z'" in text and "Bernoulli" in text and "Normal (support Real())" in text and "same support" in text
+
+
+def test_supports_that_overlap_do_not_warn() -> None:
+    assert warnings_of(lambda: coin(dist.Binomial(1, torch.tensor(0.4))), guide) == []
+
+
+def test_missing_data_name_the_observed_site() -> None:
+    def missing() -> None:
+        z = coin()
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(z, 1.0), obs=torch.tensor([0.7, float("nan"), 0.1]))
+
+    text = text_of(missing, guide, UnsupportedSiteError)
+    assert "data of site 'y' has NaN in 1 of 3 elements" in text and "pyro.poutine.mask(mask=~data.isnan())" in text
+    with pyro.validation_enabled(False):
+        (told,) = warnings_of(missing, guide, num_particles=1)
+    assert "data of site 'y' has NaN in 1 of 3 elements" in told
+
+
+def test_the_advice_for_missing_data_runs() -> None:
+    data = torch.tensor([0.7, float("nan"), 0.1])
+
+    def masked() -> None:
+        z = coin()
+        with pyro.plate("rows", 3), pyro.poutine.mask(mask=~data.isnan()):
+            pyro.sample("y", dist.Normal(z, 1.0), obs=data.nan_to_num())
+
+    assert TraceBackpropQ_ELBO().loss_and_grads(masked, guide) > 0.0
+
+
+# Costs
+
+
+def test_cost_with_rows_outside_of_plates_says_what_to_write() -> None:
+    def rows() -> None:
+        cost("c", coin() * torch.ones(5))
+
+    text = text_of(rows, guide, PlateError)
+    for words in ("The cost 'c' has the shape (5,)", "Sum it", "value.sum(-1)", 'pyro.plate("rows_of_c", 5, dim=-1)'):
+        assert words in text
+
+
+def in_plate(value: Callable[[Tensor], Any]) -> Program:
+    def program() -> None:
+        z = coin()
+        with pyro.plate("rows", 20):
+            cost("c", value(z))
+
+    return program
+
+
+@pytest.mark.parametrize("options", [{}, {"num_particles": 1}, TOGETHER], ids=["open", "one", "together"])
+@pytest.mark.parametrize("value", [lambda z: 2.0 * z, lambda z: 2.0], ids=["of z", "constant"])
+def test_cost_that_counts_once_per_row_warns_once(value: Callable[[Tensor], Any], options: dict[str, Any]) -> None:
+    # Under Python's own filter; what is shown in a run of many steps.
+    elbo = TraceBackpropQ_ELBO(**options)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for _ in range(15):
+            elbo.loss_and_grads(in_plate(value), guide)
+    (text,) = [str(warning.message) for warning in found]
+    for words in ("cost 'c'", "plate 'rows'", "20 times", "outside of the plate", "value + torch.zeros(20)"):
+        assert words in text
+
+
+@pytest.mark.parametrize("options", [{}, TOGETHER], ids=["one", "together"])
+def test_cost_that_says_its_rows_does_not_warn(options: dict[str, Any]) -> None:
+    assert warnings_of(in_plate(lambda z: 2.0 * z + torch.zeros(20)), guide, **options) == []
+
+
+def test_cost_outside_of_a_plate_does_not_warn() -> None:
+    def program() -> None:
+        z = coin()
+        with pyro.plate("one", 1):
+            cost("a", z)
+        cost("b", z)
+
+    assert warnings_of(program, guide) == []
+
+
+def test_cost_with_the_name_of_a_site_names_both() -> None:
+    def of_model() -> None:
+        cost("z", coin())
+
+    def of_guide() -> None:
+        cost("z", guide())
+
+    for pair in ((of_model, guide), (model, of_guide)):
+        text = text_of(*pair, RuntimeError)
+        assert "The cost 'z' and another statement 'z' of the same program" in text and 'cost("z_cost", ...)' in text
+
+
+def test_cost_of_the_guide_with_the_name_of_a_models_site_names_both() -> None:
+    def other() -> None:
+        cost("w", guide())
+
+    def latent() -> None:
+        model()
+        pyro.sample("w", dist.Bernoulli(0.4))
+
+    text = text_of(latent, other, RuntimeError)
+    assert "The cost 'w' of the guide and the site 'w' of the model" in text and 'cost("w_cost", ...)' in text
+
+
+def test_two_sites_of_one_name_are_left_to_pyro() -> None:
+    def twice() -> None:
+        coin()
+        coin()
+
+    with pytest.raises(RuntimeError, match="Multiple sample sites named 'z'") as caught:
+        TraceBackpropQ_ELBO().loss_and_grads(twice, guide)
+    assert not isinstance(caught.value, BPQError)
+
+
+# Enumeration
+
+
+def test_marked_site_that_is_sampled_is_told_of_exact_enumeration() -> None:
+    def marked() -> None:
+        coin(dist.Bernoulli(logits=logits()), infer={"enumerate": "parallel"})
+
+    (text,) = warnings_of(model, marked, steps=8, num_particles=1)
+    assert "['z']" in text and 'TraceBackpropQ_ELBO(enumeration="exact")' in text
+    assert warnings_of(model, marked, enumeration="exact") == []
