@@ -25,7 +25,8 @@ from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Step, step
-from pyro_bpq.tracing.traced_run import TracedRun, trace_particles, trace_run
+from pyro_bpq.tracing.hidden_particles import trace_particles
+from pyro_bpq.tracing.traced_run import TracedRun, trace_run
 
 __all__ = ["TraceBackpropQ_IWAE"]
 
@@ -156,7 +157,7 @@ class TraceBackpropQ_IWAE(Objective):
 
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
         """Critics of a bound learn from their own steps only."""
-        raise NotImplementedError
+        raise NotImplementedError("Critics of a bound learn from their own steps only.")
 
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         """The loss, and the sums over bounds of what has its gradient."""

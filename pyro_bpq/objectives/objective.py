@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -319,7 +320,9 @@ class Objective(ELBO, nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
-        return {**self.trainer.state_dict(), "particles": _as_tuple(self.particles.open_state)}
+        settled = self.particles.open_state
+        # Plain values, which torch loads without trust.
+        return {**self.trainer.state_dict(), "particles": None if settled is None else astuple(settled)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
@@ -330,10 +333,3 @@ class Objective(ELBO, nn.Module):
 
 def _at(value: Schedule, at: int) -> float:
     return float(value(at)) if callable(value) else float(value)
-
-
-def _as_tuple(particles: Particles | None) -> tuple[Any, ...] | None:
-    """Plain values, which torch loads without trust."""
-    if particles is None:
-        return None
-    return particles.number, particles.is_vectorized, particles.is_hidden, particles.nesting

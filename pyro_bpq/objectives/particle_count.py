@@ -184,8 +184,9 @@ class ParticleCount:
         lends = self._proved.is_wanted(mode.learning, mode.num_steps) and runner.has_buffers
         with LentBuffers() if lends else contextlib.nullcontext() as lent:
             found = runner.observe(program, self.now, mode)
-            compared = self._comparison(runner, program, found.runs[0], mode)
-            mixes = self._proved.mixes(compared, mode.learning, mode.num_steps)
+            mixes, when = False, (mode.learning, mode.num_steps)
+            if not self._proved.knows(found.runs[0].key, *when):
+                mixes = self._proved.mixes(self._comparison(runner, program, found.runs[0], mode), *when)
             if lent is not None and not mixes:
                 lent.keep()
         if not mixes:
@@ -197,17 +198,23 @@ class ParticleCount:
         return self._observe_given(runner, program, replace(mode, is_checked=True))
 
     def _observe_hidden(self, runner: Runner, program: Program, mode: Mode) -> Observation:
-        draws = Draws()
+        draws, known, found = Draws(), set(pyro.get_param_store().keys()), None
         mode = replace(mode, is_checked=mode.is_checked or is_due(mode.num_steps))
         try:
-            return runner.observe(program, self.now, mode)
+            found = runner.observe(program, self.now, mode)
         except StructureChangedError:
             raise
         except _DOES_NOT_FIT:
             # An error that has another cause comes again.
-            draws.again()
-            self.now = replace(self.now, is_hidden=False)
-            return runner.observe(program, self.now, mode)
+            pass
+        created = _forget_parameters(known)
+        if found is not None and not created:
+            return found
+        draws.again()
+        apart = replace(self.now, is_hidden=False)
+        if not created:
+            self.now = apart
+        return runner.observe(program, apart, mode)
 
     # An open number.
 
@@ -245,7 +252,7 @@ class ParticleCount:
         for way in ways:
             self.now = way
             is_known = was_compared and way is ways[0]
-            found, reason, created = self._attempt(runner, program, mode, is_first, is_known)
+            found, reason = self._attempt(runner, program, mode, is_first, is_known)
             if found is not None:
                 if not is_known:
                     where = "a dimension that the program does not see" if way.is_hidden else "a plate of their own"
@@ -257,9 +264,6 @@ class ParticleCount:
             draws.again()
             if reason:
                 LOG.info("%d particles do not run in %s: %s.", number, "hiding" if way.is_hidden else "a plate", reason)
-            for name in created:
-                # Made from values of many particles, they might have the shape of those.
-                del pyro.get_param_store()[name]
             if not reason:
                 self._take(self._one)
                 self._settled, self._next, self._is_compared = Transient(settled), way, False
@@ -276,10 +280,10 @@ class ParticleCount:
 
     def _attempt(
         self, runner: Runner, program: Program, mode: Mode, is_first: bool, was_compared: bool
-    ) -> tuple[Observation | None, str, set[str]]:
-        """The runs of a step in the present way, or why they do not count, and the parameters that they have made.
+    ) -> tuple[Observation | None, str]:
+        """The runs of a step in the present way, or ``None`` and why they do not count.
 
-        No reason is given where these parameters alone speak against it.
+        No reason is given where they have made parameters, which are forgotten, and nothing else speaks against them.
         """
         # Programs change: into another mode, or with what they learn.
         is_checked_again = mode.learning and is_due(mode.num_steps)
@@ -299,8 +303,8 @@ class ParticleCount:
             except _DOES_NOT_FIT as error:
                 # An error that has another cause comes again.
                 reason = f"it failed: {error}"
-        created = set(pyro.get_param_store().keys()) - known
-        return (None if reason or created else found), reason, created
+        created = _forget_parameters(known)
+        return (None if reason or created else found), reason
 
     def _difference(
         self, runner: Runner, program: Program, many: TracedRun, mode: Mode, lent: LentBuffers | None
@@ -323,3 +327,19 @@ class ParticleCount:
             nesting=int(self.now.nesting),
             has_buffers=runner.has_buffers,
         )
+
+
+def _forget_parameters(known: set[str]) -> set[str]:
+    """Forgets parameters that a run of many particles has made: they might have the shape of those.
+
+    Args:
+        known: Names of the parameters that were there before.
+
+    Returns:
+        Names of those that are forgotten.
+    """
+    store = pyro.get_param_store()
+    created = set(store.keys()) - known
+    for name in created:
+        del store[name]
+    return created

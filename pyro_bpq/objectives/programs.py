@@ -15,9 +15,6 @@ from pyro_bpq.tracing.watch import PARTICLES
 
 __all__ = ["Program", "is_same_program", "programs_of"]
 
-# Wrappers around wrappers are followed so deep.
-_DEPTH = 20
-
 
 def programs_of(program: Program, particles: Particles) -> list[Program]:
     """The programs of each run of a step: one for each particle, or one in a plate of all particles.
@@ -32,7 +29,7 @@ def programs_of(program: Program, particles: Particles) -> list[Program]:
     return [(_in_plate(model, particles), _in_plate(guide, particles), args, kwargs)]
 
 
-def is_same_program(first: Any, second: Any, depth: int = 0) -> bool:
+def is_same_program(first: Any, second: Any) -> bool:
     """Whether two programs run the same code: wrappers that are made anew at each step do not make another program.
 
     Compared are functions, what they close over, the functions of partials, bound objects, and kinds of handlers. Data
@@ -41,30 +38,49 @@ def is_same_program(first: Any, second: Any, depth: int = 0) -> bool:
     Args:
         first: A program.
         second: Another one.
-        depth: Number of wrappers that lie around them.
     """
-    if first is second:
-        return True
-    if type(first) is not type(second) or depth > _DEPTH:
-        return False
-    inner: list[tuple[Any, Any]]
-    if isinstance(first, Messenger):
-        return True
-    if isinstance(first, functools.partial):
-        if len(first.args) != len(second.args) or first.keywords.keys() != second.keywords.keys():
+    # Functions may close over themselves.
+    pending, seen = [(first, second)], set[tuple[int, int]]()
+    while pending:
+        one, other = pending.pop()
+        if one is other or (id(one), id(other)) in seen:
+            continue
+        seen.add((id(one), id(other)))
+        inner = _inner(one, other)
+        if inner is None:
             return False
-        inner = [(first.func, second.func), *zip(first.args, second.args, strict=True)]
-        inner += [(first.keywords[name], second.keywords[name]) for name in first.keywords]
-    elif isinstance(first, MethodType):
-        return first.__self__ is second.__self__ and is_same_program(first.__func__, second.__func__, depth + 1)
-    elif isinstance(first, FunctionType):
-        cells = first.__closure__ or (), second.__closure__ or ()
-        if first.__code__ is not second.__code__ or len(cells[0]) != len(cells[1]):
-            return False
-        inner = [(a.cell_contents, b.cell_contents) for a, b in zip(*cells, strict=True)]
-    else:
-        return not callable(first)
-    return all(is_same_program(a, b, depth + 1) for a, b in inner if callable(a) or callable(b))
+        pending += [pair for pair in inner if callable(pair[0]) or callable(pair[1])]
+    return True
+
+
+def _inner(one: Any, other: Any) -> list[tuple[Any, Any]] | None:
+    """What two wrappers wrap, in pairs; ``None`` if they differ themselves."""
+    if type(one) is not type(other):
+        return None
+    if isinstance(one, Messenger):
+        return []
+    if isinstance(one, functools.partial):
+        if len(one.args) != len(other.args) or one.keywords.keys() != other.keywords.keys():
+            return None
+        named = [(one.keywords[name], other.keywords[name]) for name in one.keywords]
+        return [(one.func, other.func), *zip(one.args, other.args, strict=True), *named]
+    if isinstance(one, MethodType):
+        return [(one.__func__, other.__func__)] if one.__self__ is other.__self__ else None
+    if isinstance(one, FunctionType) and one.__code__ is other.__code__:
+        # The same code has as many cells.
+        return list(zip(_closed_over(one), _closed_over(other), strict=True))
+    return None
+
+
+def _closed_over(function: FunctionType) -> list[Any]:
+    """What a function closes over; ``None`` for a variable that has no value yet."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            found.append(None)
+    return found
 
 
 def _in_plate(part: Any, particles: Particles) -> Any:

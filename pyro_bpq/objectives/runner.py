@@ -32,10 +32,11 @@ from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.draws import Draws
+from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plate_errors import check_declared
-from pyro_bpq.tracing.sandbox import LentBuffers, UngraphedBuffers
+from pyro_bpq.tracing.sandbox import UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
-from pyro_bpq.tracing.traced_run import TracedRun, trace_particles, trace_run
+from pyro_bpq.tracing.traced_run import TracedRun, trace_run
 from pyro_bpq.tracing.watch import samples
 
 __all__ = ["Mode", "NoiseSource", "StepRunner"]
@@ -297,18 +298,16 @@ class StepRunner:
     def _hidden_runs(self, program: Program, particles: Particles, is_checked: bool, keeps: bool) -> list[TracedRun]:
         """One run for all particles, in a dimension that the programs do not see."""
         planner = self.plans.planner
-        with LentBuffers() if self.has_buffers else contextlib.nullcontext() as lent:
-            runs = trace_particles(
-                *program,
-                max_plate_nesting=particles.nesting,
-                choose=planner.choose,
-                num_particles=particles.number,
-                attach=planner.attach,
-                is_checked=is_checked,
-            )
-            if lent is not None and keeps:
-                lent.keep()
-        return runs
+        return trace_particles(
+            *program,
+            max_plate_nesting=particles.nesting,
+            choose=planner.choose,
+            num_particles=particles.number,
+            attach=planner.attach,
+            is_checked=is_checked,
+            has_buffers=self.has_buffers,
+            keeps_buffers=keeps,
+        )
 
     def _facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles) -> StructureFacts:
         """What is known of the structure of runs besides their graph."""

@@ -116,6 +116,10 @@ class Together:
         """Whether the step may compare runs and therefore needs copies of the module buffers."""
         return not self._proved or (learning and is_due(num_steps))
 
+    def knows(self, key: Any, learning: bool, num_steps: int) -> bool:
+        """Whether the particles of a structure were proved to keep apart, and need no other look in this step."""
+        return key in self._proved and not (learning and is_due(num_steps))
+
     def mixes(self, compared: Comparison, learning: bool, num_steps: int) -> bool:
         """Whether the costs of a particle depend on the other particles; warns if so.
 
@@ -128,9 +132,9 @@ class Together:
             num_steps: Number of steps taken.
         """
         key = compared.many.key
-        is_known = key in self._proved
-        if is_known and not (learning and is_due(num_steps)):
+        if self.knows(key, learning, num_steps):
             return False
+        is_known = key in self._proved
         if keeps_apart(compared, num_steps, not is_known) is False:
             warnings.warn(
                 f"vectorize_particles=True: the costs of one of the {compared.number} particles depend on the others, "

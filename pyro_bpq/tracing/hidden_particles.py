@@ -7,6 +7,7 @@ traces, with distributions that hold its own parameters. A program that vmap ref
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pyro
 import torch
 from pyro.poutine.runtime import effectful
 from pyro.poutine.trace_struct import Trace
@@ -22,7 +24,12 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["HiddenFactories", "Wrapped", "hidden_traces"]
+from pyro_bpq.tracing.sandbox import LentBuffers
+from pyro_bpq.tracing.scoring import importance_traces
+from pyro_bpq.tracing.traced_run import TracedRun, record_run
+from pyro_bpq.tracing.watch import Attach, Choose, Watch, samples
+
+__all__ = ["HiddenFactories", "Wrapped", "hidden_traces", "trace_particles"]
 
 # Type of the message that tells handlers that draw in place of the generator which particle a value is for.
 PARTICLE = "bpq_particle"
@@ -94,6 +101,69 @@ _FACTORIES = frozenset(
         *(Tensor.new, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full),
     )
 )
+
+
+def trace_particles(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    max_plate_nesting: float,
+    choose: Choose,
+    num_particles: int,
+    attach: Attach | None = None,
+    is_checked: bool = True,
+    has_buffers: bool = True,
+    keeps_buffers: bool = True,
+) -> list[TracedRun]:
+    """Runs guide and model once for all particles, untracked, in a dimension that they do not see.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        args: Arguments of both.
+        kwargs: Keyword arguments of both.
+        max_plate_nesting: Bound on the number of nested plates, for Pyro's shape checks.
+        choose: Returns the estimator of a site.
+        num_particles: Number of particles.
+        attach: Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
+        is_checked: Whether to check that the programs keep no tensor of the run.
+        has_buffers: Whether the programs may call modules with buffers. If the run fails, buffers stay as they were.
+        keeps_buffers: Whether they keep what the run wrote.
+
+    Returns:
+        A run for each particle.
+
+    Raises:
+        RuntimeError: If the programs cannot run in a hidden dimension.
+    """
+    start = torch.get_rng_state()
+
+    def run() -> tuple[Trace, Trace, Mapping[str, Any]]:
+        watch = Watch(None, choose, num_particles, attach, torch.Generator)
+        # Validation reads values, which vmap forbids. An earlier run of one particle has passed validation.
+        with watch, pyro.validation_enabled(False):
+            model_trace, guide_trace, _ = importance_traces(model, watch.guide(guide), args, kwargs, max_plate_nesting)
+        if watch.untraced or watch.enumerated or watch.attached or watch.costs:
+            raise RuntimeError(
+                "Cost statements, sites outside of the traces, and values of an estimator's own are not taken apart."
+            )
+        return model_trace, guide_trace, watch.subsamples
+
+    seen: list[weakref.ref[Tensor]] = []
+    wrapped = Wrapped(seen)
+    with LentBuffers() if has_buffers else contextlib.nullcontext() as lent:
+        with wrapped if is_checked else contextlib.nullcontext():
+            traces = hidden_traces(run, num_particles)
+        if is_checked and wrapped.any_alive():
+            raise RuntimeError("The programs keep a tensor of a run.")
+        if lent is not None and keeps_buffers:
+            lent.keep()
+    rng = (start, torch.get_rng_state())
+    return [
+        record_run(model_trace, guide_trace, samples(guide_trace), None, frozenset(), num_particles, subsamples, rng)
+        for model_trace, guide_trace, subsamples in traces
+    ]
 
 
 def hidden_traces(

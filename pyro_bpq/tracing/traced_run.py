@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import pyro
 import torch
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import is_identically_zero, scale_and_mask
@@ -25,7 +23,6 @@ from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.component_costs import ElementWatch, Pattern
 from pyro_bpq.tracing.config import SiteOptions, site_options
 from pyro_bpq.tracing.cost_statement import CostOptions, cost_options
-from pyro_bpq.tracing.hidden_particles import Wrapped, hidden_traces
 from pyro_bpq.tracing.program_errors import explain_runs, warn_of_program
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.sandbox import BufferedModules
@@ -39,7 +36,7 @@ __all__ = [
     "cost_of_model",
     "cost_of_site",
     "entropy_term",
-    "trace_particles",
+    "record_run",
     "trace_run",
 ]
 
@@ -211,7 +208,7 @@ def trace_run(
                 met = elements.rows.meeting(_scored(guide_sites, samples(model_trace), user=True))
     escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
     rng = (watch.model_start, torch.get_rng_state())
-    traced = _record(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    traced = record_run(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
     if track:
         warn_of_program(samples(model_trace), guide_sites, traced.run.loss, step == 0, bool(watch.enumerated))
     traced = replace(
@@ -226,60 +223,6 @@ def trace_run(
         has_buffers=modules is None or bool(modules),
     )
     return _only_costs(traced) if only_costs else traced
-
-
-def trace_particles(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    max_plate_nesting: float,
-    choose: Choose,
-    num_particles: int,
-    attach: Attach | None = None,
-    is_checked: bool = True,
-) -> list[TracedRun]:
-    """Runs guide and model once for all particles, untracked, in a dimension that they do not see.
-
-    Args:
-        model: The model.
-        guide: The guide.
-        args: Arguments of both.
-        kwargs: Keyword arguments of both.
-        max_plate_nesting: Bound on the number of nested plates, for Pyro's shape checks.
-        choose: Returns the estimator of a site.
-        num_particles: Number of particles.
-        attach: Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
-        is_checked: Whether to check that the programs keep no tensor of the run.
-
-    Returns:
-        A run for each particle.
-
-    Raises:
-        RuntimeError: If the programs cannot run in a hidden dimension.
-    """
-    start = torch.get_rng_state()
-
-    def run() -> tuple[Trace, Trace, Mapping[str, Any]]:
-        watch = Watch(None, choose, num_particles, attach, torch.Generator)
-        # Validation reads values, which vmap forbids. An earlier run of one particle has passed validation.
-        with watch, pyro.validation_enabled(False):
-            model_trace, guide_trace, _ = importance_traces(model, watch.guide(guide), args, kwargs, max_plate_nesting)
-        if watch.untraced or watch.enumerated or watch.attached:
-            raise RuntimeError("Sites outside of the traces, or with values of their own making, are not taken apart.")
-        return model_trace, guide_trace, watch.subsamples
-
-    seen: list[weakref.ref[Tensor]] = []
-    wrapped = Wrapped(seen)
-    with wrapped if is_checked else contextlib.nullcontext():
-        traces = hidden_traces(run, num_particles)
-    if is_checked and wrapped.any_alive():
-        raise RuntimeError("The programs keep a tensor of a run.")
-    rng = (start, torch.get_rng_state())
-    return [
-        _record(model_trace, guide_trace, samples(guide_trace), None, frozenset(), num_particles, subsamples, rng)
-        for model_trace, guide_trace, subsamples in traces
-    ]
 
 
 def _scored(
@@ -325,7 +268,7 @@ def _weighted_by_itself(tracker: DependencyTracker, sites: Mapping[str, Any]) ->
     )
 
 
-def _record(
+def record_run(
     model_trace: Any,
     guide_trace: Any,
     guide_sites: Mapping[str, Any],
@@ -335,6 +278,22 @@ def _record(
     subsamples: Mapping[str, Any],
     rng: tuple[Tensor, Tensor],
 ) -> TracedRun:
+    """What a run did, from its traces, without what only the handlers of the run know.
+
+    Args:
+        model_trace: The model's trace, with log-probabilities.
+        guide_trace: The guide's trace, with log-probabilities.
+        guide_sites: Sites of the guide, those included that its trace leaves out.
+        reads: As in :class:`TracedRun`.
+        escaped: Sites whose values have left torch.
+        particles: Number of particles in all runs of the step.
+        subsamples: As in :class:`TracedRun`.
+        rng: As in :class:`TracedRun`.
+
+    Raises:
+        SiteNotFoundError: If the model has a latent site that the guide lacks.
+        OptionError: If guide and model have a cost of the same name.
+    """
     sizes: dict[Plate, int] = {}
     options, infos, sites, costs = {}, {}, {}, {}
     user: dict[str, CostOptions] = {}

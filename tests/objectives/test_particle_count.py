@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pyro
 import pytest
 import torch
 
@@ -165,3 +166,20 @@ def test_given_particles_that_cannot_be_hidden_run_one_after_the_other(monkeypat
     monkeypatch.setattr(count._proved, "mixes", lambda *_: True)
     run(count, runner, 2)
     assert runner.ran == [Particles(8, True, False, 2), *[Particles(8, False, False, 1)] * 2]
+
+
+def test_parameters_that_given_hidden_particles_make_are_made_again_without_them() -> None:
+    class Making(Runner):
+        """Makes a parameter in the third step, whose shape tells how it was made."""
+
+        def observe(self, program: Any, particles: Particles, mode: Mode) -> Observation:
+            if mode.num_steps >= 2:
+                pyro.param("late", lambda: torch.zeros(8 if particles.is_hidden else 1))
+            return super().observe(program, particles, mode)
+
+    count, runner = ParticleCount(), Making()
+    count.change(number=8, is_hidden=True)
+    run(count, runner)
+    assert pyro.param("late").shape == (1,)
+    hidden, apart = Particles(8, is_hidden=True), Particles(8)
+    assert runner.ran == [hidden, hidden, hidden, apart, hidden]

@@ -16,6 +16,7 @@ from pyro.infer import Trace_ELBO
 
 from pyro_bpq import CriticLearner, FlipCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
+from pyro_bpq.objectives.programs import is_same_program
 from pyro_bpq.plan.particles import ELEMENTS, MOST_PARTICLES
 from pyro_bpq.rollout.particles import Particles
 
@@ -556,3 +557,28 @@ def test_another_program_in_the_same_wrapper_is_another_one(kind: str) -> None:
     pyro.clear_param_store()
     elbo.loss_and_grads(wrapped(kind, second.model, 1.0), wrapped(kind, second.guide, 1.0))
     assert elbo.num_particles == 1
+
+
+def recursive(program: Any) -> Any:
+    """Functions made anew that close over each other, and over a variable without a value."""
+
+    def first() -> Any:
+        return second() if False else third()
+
+    def second() -> Any:
+        return first() if False else third()
+
+    def third() -> Any:
+        return (first, second, third, later)[3:] if False else program()
+
+    if program is None:
+        later = 1
+    return first
+
+
+def test_functions_that_close_over_each_other_are_compared() -> None:
+    programs, elbo = Layers(), TraceBackpropQ_ELBO()
+    for _ in range(4):
+        elbo.loss_and_grads(recursive(programs.model), recursive(programs.guide))
+    assert elbo.num_particles == MOST_PARTICLES
+    assert not is_same_program(recursive(programs.model), recursive(programs.guide))

@@ -14,12 +14,14 @@ from pyro.distributions.testing.fakes import NonreparameterizedNormal
 from torch import Tensor, nn
 from torch.distributions.transforms import AffineTransform, ExpTransform
 
+import pyro_bpq
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.estimators import StraightThrough
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing import hidden_particles as module
+from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import TracedRun, trace_particles, trace_run
+from pyro_bpq.tracing.traced_run import TracedRun, trace_run
 
 CHOOSE = TraceBackpropQ_ELBO().planner.choose
 NUMBER = 3
@@ -195,11 +197,12 @@ def test_what_has_no_meaning_for_hidden_particles_is_refused(read: str) -> None:
 def test_values_that_carry_gradients_of_an_estimator_are_refused() -> None:
     model, guide = programs_of("one_hot")
     guide()
-    chosen = pyro.poutine.infer_config(guide, lambda site: {"bpq": {"estimator": StraightThrough()}})
+    chosen = pyro.poutine.infer_config(
+        guide, lambda site: {"bpq": {"estimator": StraightThrough()}} if site["name"] == "y" else {}
+    )
     attach = TraceBackpropQ_ELBO().planner.attach
-    if attach({"bpq": {"estimator": StraightThrough()}}) is None:
-        pytest.skip("no value carries a gradient")
-    with pytest.raises(Exception, match=r"are not taken apart|Straight"):
+    assert attach({"bpq": {"estimator": StraightThrough()}}) == StraightThrough()
+    with pytest.raises(RuntimeError, match="are not taken apart"):
         hidden(model, chosen, attach=attach)
 
 
@@ -247,3 +250,26 @@ def test_particles_that_share_their_draws_are_found(monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(AssertionError):
         assert_unbiased(elbo, coins_model, coins_guide_of_both)
+
+
+def test_a_refused_run_leaves_buffers_and_calls_no_cost() -> None:
+    net = nn.BatchNorm1d(2)
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=param("q", 2)).to_event(1))
+
+    def training() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
+        pyro.sample("x", dist.Normal(net(z.expand(3, 2)).sum(), 1.0), obs=torch.tensor(0.7))
+
+    guide()
+    with pytest.raises(RuntimeError):
+        hidden(training, guide)
+    assert net.num_batches_tracked == 0
+
+    def priced() -> None:
+        pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
+        pyro_bpq.cost("price", torch.tensor(1.0))
+
+    with pytest.raises(RuntimeError, match="Cost statements"):
+        hidden(priced, guide)
