@@ -148,12 +148,29 @@ class AveragedAdam(torch.optim.Optimizer):
             for p in parameters:
                 if not self.state[p]:
                     self.state[p] = {"z": p.clone(), "x": p.clone(), "v": torch.zeros_like(p), "n": 0}
-                self.state[p]["n"] += 1
-            for n in sorted({self.state[p]["n"] for p in parameters}):
-                self._advance([p for p in parameters if self.state[p]["n"] == n], n, group)
+                if not isinstance(self.state[p]["n"], Tensor):
+                    self.state[p]["n"] += 1
+            counts = [self.state[p]["n"] for p in parameters]
+            tensors = {id(n): n for n in counts if isinstance(n, Tensor)}
+            for n in [*sorted({n for n in counts if not isinstance(n, Tensor)}), *tensors.values()]:
+                if isinstance(n, Tensor):
+                    n.add_(1.0)
+                self._advance([p for p, own in zip(parameters, counts, strict=True) if _is_same(own, n)], n, group)
         return loss
 
-    def _advance(self, parameters: list[Tensor], n: int, group: Mapping[str, Any]) -> None:
+    def count_in_tensors(self) -> None:
+        """Counts steps in tensors from now on, one for all parameters that have taken equally many.
+
+        A recorded step would freeze a number.
+        """
+        made: dict[tuple[int, torch.device], Tensor] = {}
+        for p, state in self.state.items():
+            n = state["n"]
+            if not isinstance(n, Tensor):
+                new = torch.tensor(float(n), dtype=torch.float64, device=p.device)
+                state["n"] = made.setdefault((n, p.device), new)
+
+    def _advance(self, parameters: list[Tensor], n: int | Tensor, group: Mapping[str, Any]) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         z, x, v = ([self.state[p][name] for p in parameters] for name in "zxv")
         torch._foreach_mul_(v, group["decay"])
@@ -164,9 +181,19 @@ class AveragedAdam(torch.optim.Optimizer):
         if group.get("speed") is not None:
             torch._foreach_div_(scale, [group["speed"]] * len(scale))
         torch._foreach_addcdiv_(z, gradients, scale, -group["lr"])
-        torch._foreach_lerp_(x, z, max(min(1.0, 3.0 / n), group["floor"]))
+        if isinstance(n, Tensor):
+            weights = [(3.0 / n).clamp(group["floor"], 1.0).to(p.dtype) for p in parameters]
+            torch._foreach_lerp_(x, z, weights)
+        else:
+            torch._foreach_lerp_(x, z, max(min(1.0, 3.0 / n), group["floor"]))
         torch._foreach_copy_(parameters, z)
         torch._foreach_lerp_(parameters, x, group["mix"])
+
+
+def _is_same(one: int | Tensor, other: int | Tensor) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    return one == other
 
 
 class CriticOptimizer:

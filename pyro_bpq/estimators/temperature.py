@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
+from torch import Tensor
+
 from pyro_bpq.errors import OptionError
+from pyro_bpq.rollout.schedule import at
 
 __all__ = ["Temperature", "check_temperature", "temperature_at"]
 
-# A positive number, or a function from the number of steps taken to a positive number.
-Temperature = float | Callable[[int], float]
+# A positive number, or a function from the number of steps taken to a positive number; a tensor in recorded steps.
+Temperature = float | Tensor | Callable[[int], float]
 
 
 def check_temperature(name: str, temperature: Temperature) -> None:
@@ -18,17 +22,22 @@ def check_temperature(name: str, temperature: Temperature) -> None:
     Raises:
         OptionError: If it is a number that is not positive.
     """
-    if not callable(temperature) and not temperature > 0.0:
+    is_number = not callable(temperature) and not isinstance(temperature, Tensor)
+    if is_number and not temperature > 0.0:
         raise OptionError(f"{name}(temperature={temperature!r}): write a positive number or a function of the step.")
 
 
-def temperature_at(temperature: Temperature, step: int) -> float:
-    """The temperature at a step.
+def temperature_at(temperature: Temperature, step: int) -> float | Tensor:
+    """The temperature at a step; a tensor while a step is recorded, if it is a function.
 
     Raises:
         OptionError: If it is not positive.
     """
-    value = float(temperature(step)) if callable(temperature) else float(temperature)
+    return at(functools.partial(_checked, temperature) if callable(temperature) else temperature, step)
+
+
+def _checked(temperature: Callable[[int], float], step: int) -> float:
+    value = float(temperature(step))
     if not value > 0.0:
         raise OptionError(f"The temperature at step {step} is {value!r}; it must be positive at every step.")
     return value

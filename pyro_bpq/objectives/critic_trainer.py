@@ -87,17 +87,24 @@ class CriticTrainer:
         ranks = Ranks() if self.learner is None else self.learner.ranks
         return None if ranks is None or ranks.size == 1 else ranks
 
-    def learning(self, lam: float, gamma: float) -> Learning:
-        """How targets are formed in the present step."""
+    def count_step(self) -> None:
+        """Counts a step that has taught critics and statistics already."""
+        self.num_steps += 1
+
+    def learning(
+        self, lam: float | Tensor, gamma: float | Tensor, num_steps: int | None = None, is_recorded: bool = False
+    ) -> Learning:
+        """How targets are formed in the present step, or in a step of another number."""
         learner = self.learner
         return Learning(
             lam,
             gamma,
             1.0 if learner is None else learner.level_weight,
             slow=learner is not None and learner.slow is not None,
-            num_steps=self.num_steps,
+            num_steps=self.num_steps if num_steps is None else num_steps,
             first_order=0.0 if learner is None else learner.first_order,
             ranks=self.ranks,
+            is_recorded=is_recorded,
         )
 
     def keep(self, items: Sequence[Staged], result: Step) -> None:

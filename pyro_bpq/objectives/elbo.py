@@ -12,6 +12,7 @@ import torch
 from pyro.util import warn_if_nan
 from torch import Tensor
 
+from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
 from pyro_bpq.critics.replay_buffer import ReplayBuffer
@@ -25,7 +26,7 @@ from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.options import check_options
 from pyro_bpq.objectives.programs import Program, programs_of
-from pyro_bpq.objectives.runner import Mode, StepRunner
+from pyro_bpq.objectives.runner import Mode, NoiseSource, StepRunner
 from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
@@ -85,6 +86,8 @@ class TraceBackpropQ_ELBO(Objective):
         window: Number of most recent sites of each kind in its scope that a critic sees as they are; it sees the others
             as one sum. A :class:`~pyro_bpq.TabularCritic` sees its whole scope. ``print(elbo.plan)`` shows what each
             critic reads.
+        compile: Whether steps are recorded once and compiled, from then on without the programs' Python: ``True``, the
+            name of a backend, or :class:`~pyro_bpq.Compile`. See :doc:`/compiled`.
 
     Attributes:
         info: After each training step what is known of each site, by name; tensors are detached and on their device.
@@ -129,6 +132,7 @@ class TraceBackpropQ_ELBO(Objective):
         seed: int = 0,
         enumeration: Literal["sample", "exact"] = "sample",
         window: int = 4,
+        compile: bool | Backend | Compile = False,
     ) -> None:
         is_number = isinstance(num_particles, Integral) and not isinstance(num_particles, bool)
         if num_particles is not None and not (is_number and num_particles >= 1):
@@ -139,7 +143,7 @@ class TraceBackpropQ_ELBO(Objective):
         if enumeration not in ("sample", "exact"):
             raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
         super().__init__(
-            *(learner, seed, lam, gamma),
+            *(learner, seed, lam, gamma, compile),
             num_particles=1 if num_particles is None else num_particles,
             max_plate_nesting=max_plate_nesting,
             max_iarange_nesting=max_iarange_nesting,
@@ -220,6 +224,26 @@ class TraceBackpropQ_ELBO(Objective):
     def _mode(self, learning: bool, goes_back: bool = False) -> Mode:
         return super()._mode(learning, goes_back and not self.analytic_kl)
 
+    # What compiled steps ask.
+
+    @property
+    def noise(self) -> NoiseSource:  # type: ignore[override]
+        """Source of what estimators draw themselves."""
+        return self.runner.noise
+
+    @property
+    def is_runner_settled(self) -> bool:  # type: ignore[override]
+        """Whether the programs' structure is settled."""
+        return self.runner.is_settled
+
+    def refuses_recording(self) -> str:
+        """Why the programs are not recorded, as the end of a sentence; empty if they are."""
+        return self.runner.refuses_recording()
+
+    def recorded_options(self) -> dict[str, Any]:
+        """Further options that a recording depends on, by name."""
+        return {"planner": self.planner, "plan": self.plan, "analytic_kl": self.analytic_kl}
+
     # Runs.
 
     def run_program(self, program: Program) -> TracedRun:
@@ -276,7 +300,7 @@ class TraceBackpropQ_ELBO(Objective):
         signals = [item.signals for item in seen.items]
         losses = [traced.run.loss for traced in seen.runs]
         loss = sum(losses[1:], losses[0]) / self.num_particles
-        result = step(signals, loss, self.critics, self.learning(), mode.learning)
+        result = step(signals, loss, self.critics, self.learning(mode), mode.learning)
         if self.analytic_kl:
             # One graph for all particles, or one for each.
             graphs = [one.layout.graph for one in signals] * (len(seen.runs) // len(signals))

@@ -189,7 +189,7 @@ class TraceBackpropQ_IWAE(Objective):
         rollout = bound_rollout(runs, costs, features, rows, ndim, is_vectorized)
         signals = Signals(layout, rollout, {}, self.critics, mode.learning)
         staged = Staged(tuple(runs), (), signals)
-        result = step([signals], scale * loss / self.num_outer, self.critics, self.learning(), mode.learning)
+        result = step([signals], scale * loss / self.num_outer, self.critics, self.learning(mode), mode.learning)
         result = replace(result, paths=scale * surrogate)
         if self.keeps_staged:
             self.trainer.keep([staged], result)

@@ -2,8 +2,9 @@ r"""What all objectives share: how a loss is asked for, what a step changes, and
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -12,25 +13,27 @@ from pyro.infer import ELBO
 from pyro.util import warn_if_nan
 from torch import Tensor, nn
 
+from pyro_bpq.compiled.options import Compile
+from pyro_bpq.compiled.steps import CompiledSteps, Outcome
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.options import check_not_traced
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.programs import Program
-from pyro_bpq.objectives.runner import Mode
+from pyro_bpq.objectives.recordable import Recordable, add_gradients
+from pyro_bpq.objectives.runner import Mode, NoiseSource
 from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.objectives.turn import Turn
-from pyro_bpq.reruns.shared_backward import inputs_of
+from pyro_bpq.reruns.shared_backward import inputs_of, with_gradients
 from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.surrogate import Learning, Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
 
 __all__ = ["Objective"]
-
-Schedule = float | Callable[[int], float]
 
 
 class Objective(ELBO, nn.Module):
@@ -41,6 +44,7 @@ class Objective(ELBO, nn.Module):
         seed: Seed of what the objective itself draws.
         lam: Weight of the lambda-return against the critic.
         gamma: Discount of targets per edge.
+        compile: Whether, and how, steps are compiled, see :class:`~pyro_bpq.compiled.options.Compile`.
         **options: Those of Pyro's ELBOs.
 
     Attributes:
@@ -50,10 +54,17 @@ class Objective(ELBO, nn.Module):
         info: What the last step told of each site.
         ms: Milliseconds of the parts of the last step.
         keeps_staged: Whether something learns later from what a step worked on.
+        compiled: The compiled steps; ``None`` if steps run eagerly.
     """
 
     def __init__(
-        self, learner: CriticLearner | None, seed: int, lam: Schedule, gamma: Schedule, **options: Any
+        self,
+        learner: CriticLearner | None,
+        seed: int,
+        lam: Schedule,
+        gamma: Schedule,
+        compile: Any = False,
+        **options: Any,
     ) -> None:
         nn.Module.__init__(self)
         self.particles = ParticleCount()
@@ -62,7 +73,9 @@ class Objective(ELBO, nn.Module):
         self.trainer, self._turn = CriticTrainer(learner, seed), Turn()
         self.critics = self.trainer.critics
         self.keeps_staged = self.trainer.keeps_staged
-        self.info: dict[str, dict[str, Any]] = {}
+        chosen = Compile.of(compile)
+        self.compiled = None if chosen is None else CompiledSteps(chosen)
+        self.info: Mapping[str, dict[str, Any]] = {}
         self.ms: dict[str, float] = {}
 
     __call__ = ELBO.__call__
@@ -77,6 +90,19 @@ class Objective(ELBO, nn.Module):
     @abstractmethod
     def _parts(self) -> Sequence[Any]:
         """What finds things out in a step, besides the particle count and the trainer."""
+
+    # What compiled steps ask of subclasses.
+
+    noise: NoiseSource | None = None
+    is_runner_settled = True
+
+    def refuses_recording(self) -> str:
+        """Why the programs are not recorded, as the end of a sentence; empty if they are."""
+        return ""
+
+    def recorded_options(self) -> dict[str, Any]:
+        """Further options that a recording depends on, by name."""
+        return {}
 
     @property
     def _num_draws(self) -> int:
@@ -176,6 +202,10 @@ class Objective(ELBO, nn.Module):
         with self._turn:
             if self._is_learning:
                 self.trainer.learn(self)
+            found = self._compiled_step(model, guide, args, kwargs)
+            if found is not None:
+                add_gradients(found.leaves, found.gradients)
+                return float(found.loss.item())
             mark = self.mark()
             loss = self._differentiable_loss(model, guide, args, kwargs, goes_back=True)
             self.trainer.register()
@@ -219,7 +249,26 @@ class Objective(ELBO, nn.Module):
         Raises:
             BusyError: If another thread takes a step or replays.
         """
+        with self._turn:
+            if self._is_learning:
+                self.trainer.learn(self)
+            found = self._compiled_step(model, guide, args, kwargs)
+            if found is not None:
+                return with_gradients(found.loss, found.leaves, found.gradients)
         return self._differentiable_loss(model, guide, args, kwargs, goes_back=False)
+
+    def _compiled_step(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Outcome | None:
+        """A compiled step, from which critics and statistics have learned; ``None`` if the step has to run eagerly."""
+        if self.compiled is None or not self._is_learning:
+            return None
+        found = self.compiled.take(Recordable(self), self._program(model, guide, args, kwargs), self.num_steps)
+        if found is not None:
+            self.info = found.info
+            if math.isfinite(found.loss):
+                self.trainer.count_step()
+            else:
+                warn_if_nan(found.loss, "loss")
+        return found
 
     def _differentiable_loss(self, model: Any, guide: Any, args: Any, kwargs: Any, goes_back: bool) -> Tensor:
         check_not_traced()
@@ -229,18 +278,35 @@ class Objective(ELBO, nn.Module):
             mark = self.mark()
             try:
                 program = self._program(model, guide, args, kwargs)
-                result = self._evaluate(program, self._mode(self._is_learning, goes_back))
+                result, surrogate = self.taken(program, self._mode(self._is_learning, goes_back))
             except BaseException:
                 self.go_back(mark)
                 raise
             value = result.loss.detach()
             if not result.learns:  # what is learned from is finite
                 warn_if_nan(value, "loss")
-            surrogate = (result.paths + result.surrogate) / self._num_draws
-            if result.learns:
-                self.info = result.info
-                surrogate = self.trainer.prepare(surrogate, result)
             return value + (surrogate - surrogate.detach())
+
+    def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
+        """Takes a step, and notes what it teaches.
+
+        Args:
+            program: Model and guide for one particle, and their arguments.
+            mode: What the step is for.
+
+        Returns:
+            The step, and a scalar that has the gradient of the loss.
+        """
+        result = self._evaluate(program, mode)
+        surrogate = (result.paths + result.surrogate) / self._num_draws
+        if result.learns:
+            self.info = result.info
+            surrogate = self.trainer.prepare(surrogate, result)
+        return result, surrogate
+
+    def mode_of_steps(self) -> Mode:
+        """What the steps of training are for."""
+        return self._mode(True, True)
 
     @property
     def _is_learning(self) -> bool:
@@ -298,9 +364,11 @@ class Objective(ELBO, nn.Module):
             self.trainer.learn(self)
         return sum(losses) / steps
 
-    def learning(self) -> Learning:
+    def learning(self, mode: Mode | None = None) -> Learning:
         """How targets are formed in the present step."""
-        return self.trainer.learning(_at(self.lam, self.num_steps), _at(self.gamma, self.num_steps))
+        number = self.num_steps if mode is None else mode.num_steps
+        is_recorded = mode is not None and mode.is_recorded
+        return self.trainer.learning(at(self.lam, number), at(self.gamma, number), number, is_recorded)
 
     # Going back.
 
@@ -329,7 +397,3 @@ class Objective(ELBO, nn.Module):
         self.trainer.load_state_dict(state)
         particles = state["particles"]
         self.particles.open_state = None if particles is None else Particles(*particles)
-
-
-def _at(value: Schedule, at: int) -> float:
-    return float(value(at)) if callable(value) else float(value)

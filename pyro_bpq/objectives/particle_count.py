@@ -98,6 +98,15 @@ class ParticleCount:
         """What finds things out in a step."""
         return self, self._proved
 
+    def is_settled(self, program: Program) -> bool:
+        """Whether number and way are settled for a program."""
+        if not self.is_open:
+            return not self.now.has_plate or not self._proved.is_empty
+        if not self._settled.items or self._next is not None:
+            return False
+        is_same = all(is_same_program(*pair) for pair in zip(self._settled.items, program[:2], strict=True))
+        return is_same and (self.now.number == 1 or self._is_compared)
+
     def change(self, **changes: Any) -> None:
         """Sets options of the user's own; a number that is set is no longer open."""
         self.now = replace(self.now, **changes)
@@ -185,7 +194,7 @@ class ParticleCount:
         with LentBuffers() if lends else contextlib.nullcontext() as lent:
             found = runner.observe(program, self.now, mode)
             mixes, when = False, (mode.learning, mode.num_steps)
-            if not self._proved.knows(found.runs[0].key, *when):
+            if not (mode.is_recorded or self._proved.knows(found.runs[0].key, *when)):
                 mixes = self._proved.mixes(self._comparison(runner, program, found.runs[0], mode), *when)
             if lent is not None and not mixes:
                 lent.keep()
@@ -199,7 +208,7 @@ class ParticleCount:
 
     def _observe_hidden(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         draws, known, found = Draws(), set(pyro.get_param_store().keys()), None
-        mode = replace(mode, is_checked=mode.is_checked or is_due(mode.num_steps))
+        mode = replace(mode, is_checked=not mode.is_recorded and (mode.is_checked or is_due(mode.num_steps)))
         try:
             found = runner.observe(program, self.now, mode)
         except StructureChangedError:
@@ -286,7 +295,7 @@ class ParticleCount:
         No reason is given where they have made parameters, which are forgotten, and nothing else speaks against them.
         """
         # Programs change: into another mode, or with what they learn.
-        is_checked_again = mode.learning and is_due(mode.num_steps)
+        is_checked_again = mode.learning and is_due(mode.num_steps) and not mode.is_recorded
         compares = not was_compared or is_checked_again or runner.is_looking
         reason, known, found = "", set(pyro.get_param_store().keys()), None
         lends = compares and self.now.has_plate and runner.has_buffers

@@ -60,6 +60,7 @@ class Mode:
         goes_back: Whether the step itself asks once for the gradients of its loss: slopes may be found on the way.
         has_ranks: Whether other processes learn along.
         is_checked: Whether particles that run in a hidden dimension are looked at for what they leave behind.
+        is_recorded: Whether operators of the step are recorded: findings of earlier steps are then taken as they are.
     """
 
     learning: bool = False
@@ -69,6 +70,7 @@ class Mode:
     goes_back: bool = False
     has_ranks: bool = False
     is_checked: bool = False
+    is_recorded: bool = False
 
 
 class NoiseSource:
@@ -90,7 +92,11 @@ class NoiseSource:
     def __call__(self) -> torch.Generator:
         """The next generator."""
         self.number += 1
-        return torch.Generator().manual_seed((self.seed * 7919 + 1) * 1_000_003 + self.number)
+        return torch.Generator().manual_seed(self.seed_of(self.number))
+
+    def seed_of(self, number: int) -> int:
+        """Seed of a generator, counted from 1."""
+        return (self.seed * 7919 + 1) * 1_000_003 + number
 
 
 class StepRunner:
@@ -141,6 +147,19 @@ class StepRunner:
     def is_looking(self) -> bool:
         """Whether the next runs are tracked."""
         return self.structure.wants_tracking()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next run does what the last one did, as far as is known."""
+        return self.plans.last is not None and not self.structure.wants_tracking()
+
+    def refuses_recording(self) -> str:
+        """Why the programs are not recorded, as the end of a sentence; empty if they are."""
+        if not self.structure.always_tracks:
+            return ""
+        if self.structure.mode == "dynamic":
+            return 'structure="dynamic" tracks every step'
+        return f"sampled values of {', '.join(self.structure.escaping) or 'a site'} steer Python, or leave torch"
 
     def forget_last(self) -> None:
         """Forgets the last step: the next one is planned anew."""
@@ -363,6 +382,7 @@ class StepRunner:
                 *(plan.flips, plan.components, traced, rollout, again, args, kwargs, graph, self.row_runs),
                 has_buffers=plan.has_buffers,
                 learning=mode.learning,
+                is_checked=not mode.is_recorded,
             )
             if found is None:
                 LOG.info("There is no extra run of the model: it does not run at other values of its sites.")

@@ -112,6 +112,11 @@ class Together:
     def __repr__(self) -> str:
         return f"Together({len(self._proved)} structures)"
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been proved yet."""
+        return not self._proved
+
     def is_wanted(self, learning: bool, num_steps: int) -> bool:
         """Whether the step may compare runs and therefore needs copies of the module buffers."""
         return not self._proved or (learning and is_due(num_steps))

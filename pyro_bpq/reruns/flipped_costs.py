@@ -36,6 +36,7 @@ def flipped_costs(
     runs: RowRuns,
     has_buffers: bool = True,
     learning: bool = True,
+    is_checked: bool = True,
 ) -> dict[str, Tensor] | None:
     """Runs the model at flipped values and collects the immediate costs.
 
@@ -51,6 +52,7 @@ def flipped_costs(
         runs: Chooses the way in which the rows run.
         has_buffers: Whether the model may call modules with buffers.
         learning: Whether this run counts as a use of that way.
+        is_checked: Whether its costs at the sampled values are compared with those of the step.
 
     Returns:
         The immediate costs of each flipped site in nats, ``(M, plate dims, D, K)``. ``None`` if the model cannot run
@@ -58,7 +60,7 @@ def flipped_costs(
     """
     tables: dict[str, list[Tensor]] = {name: [] for name in components}
     for run in traced:
-        rows = _run_flipped(plan, components, run, model, args, kwargs, runs, has_buffers, learning)
+        rows = _run_flipped(plan, components, run, model, args, kwargs, runs, has_buffers, learning, is_checked)
         if rows is None:
             return None
         for name, split in components.items():
@@ -85,6 +87,7 @@ def _run_flipped(
     runs: RowRuns,
     has_buffers: bool,
     learning: bool,
+    is_checked: bool,
 ) -> dict[str, Tensor] | None:
     """The costs ``(rows, batch)`` of the extra run, by name."""
     latents = {
@@ -121,7 +124,7 @@ def _run_flipped(
     shapes = {name: cost.shape for name, cost in sampled.items()}
     program = RowProgram(costs, shapes, traced.batch_ndim, traced.rng, has_buffers)
     key = traced.key, traced.batch_ndim
-    return runs.run(key, program, sites, {**fixed, **traced.subsamples}, flipped, sampled, learning)
+    return runs.run(key, program, sites, {**fixed, **traced.subsamples}, flipped, sampled, learning, is_checked)
 
 
 def _is_varied(site: Any) -> bool:

@@ -201,6 +201,7 @@ class RowRuns:
         rows: Mapping[str, Tensor],
         sampled: Mapping[str, Tensor],
         learning: bool,
+        is_checked: bool = True,
     ) -> dict[str, Tensor] | None:
         """Runs a program at rows of values; row 0 holds the sampled values.
 
@@ -212,17 +213,20 @@ class RowRuns:
             rows: Values ``(rows, batch, event)``, by name of the site.
             sampled: The costs of the sampled run. The costs of row 0 have to match them.
             learning: Whether this run counts as a use.
+            is_checked: Whether the costs of row 0 are compared with ``sampled``; the way has to be known otherwise.
 
         Returns:
             Each cost ``(rows, batch)``. ``None`` if the program runs in no way.
         """
         way, uses = self._ways.get(key, (None, 0))
         event_ndims = {name: len(fn.event_shape) for name, (fn, _) in sites.items()}
-        is_checked = False
+        if not is_checked:
+            return None if way is None or way is Way.NONE else program.run(way, fixed, rows, event_ndims)
+        is_proved = False
         if way is None or (way is Way.BROADCAST and learning and is_due(uses)):
-            is_checked, way = True, _prove(program, sites, fixed, rows, event_ndims, uses)
+            is_proved, way = True, _prove(program, sites, fixed, rows, event_ndims, uses)
         found = _as_sampled(way, program, fixed, rows, event_ndims, sampled)
-        if found is None and not is_checked:
+        if found is None and not is_proved:
             # The program has changed since the way was chosen.
             way = _prove(program, sites, fixed, rows, event_ndims, uses)
             found = _as_sampled(way, program, fixed, rows, event_ndims, sampled)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.rollout.runs import Run
 
-__all__ = ["SharedBackward", "inputs_of", "shared_backward"]
+__all__ = ["SharedBackward", "inputs_of", "shared_backward", "with_gradients"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,19 @@ def shared_backward(run: Run, share: float | None) -> SharedBackward:
         with torch.enable_grad():
             total = _Known.apply(total.detach(), gradients, weight, *tensors)  # type: ignore[no-untyped-call]
     return SharedBackward(slopes, total)
+
+
+def with_gradients(value: Tensor, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """A value with known gradients.
+
+    Args:
+        value: A detached scalar.
+        leaves: Leaves of autograd.
+        gradients: The gradient of the value to each of them.
+    """
+    if not leaves:
+        return value
+    return _Known.apply(value, gradients, 1.0, *leaves)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Known(torch.autograd.Function):

@@ -43,15 +43,17 @@ class Learning:
         num_steps: Number of steps taken, for estimators with a schedule.
         first_order: Weight of the slopes of critics against the gradient of the costs; 0 for values only.
         ranks: The processes that learn together; ``None`` where there are no others.
+        is_recorded: Whether operators of the step are recorded: whether the loss is finite is then not looked at.
     """
 
-    lam: float = 0.97
-    gamma: float = 1.0
+    lam: float | Tensor = 0.97
+    gamma: float | Tensor = 1.0
     level_weight: float = 0.1
     slow: bool = False
     num_steps: int = 0
     first_order: float = 0.0
     ranks: Ranks | None = None
+    is_recorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ def step(
 
 def _may_learn(signals: Sequence[Signals], loss: Tensor, learning: Learning) -> bool:
     """Whether there is something to learn from: a loss that is finite, on all ranks."""
+    if learning.is_recorded:
+        return True
     is_finite = torch.isfinite(loss.detach())
     if learning.ranks is None:
         return bool(is_finite)

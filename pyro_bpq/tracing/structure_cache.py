@@ -59,6 +59,7 @@ class StructureCache:
             raise OptionError(f"structure={mode!r} is unknown; write one of {', '.join(map(repr, STRUCTURES))}.")
         self.mode = mode
         self.escapes = False
+        self.escaping: tuple[str, ...] = ()
         self.crosses = False
         self.unknown = True
         self.untracked_steps = 0
@@ -174,6 +175,7 @@ class StructureCache:
             if traced.escaped and not self.escapes:
                 LOG.info("Values of %s leave torch: every run is tracked.", ", ".join(sorted(traced.escaped_sites)))
             self.escapes |= traced.escaped
+            self.escaping = tuple(sorted({*self.escaping, *traced.escaped_sites}))
             if traced.met and not self.crosses:
                 _warn_of_rows(traced, reads)
             self.crosses |= traced.crosses

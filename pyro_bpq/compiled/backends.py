@@ -1,0 +1,53 @@
+r"""Turns a recorded graph into a function of its inputs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pyro_bpq.compiled.options import Backend
+
+__all__ = ["compile_graph", "missing"]
+
+Compiled = Callable[..., Sequence[Tensor]]
+
+
+def missing(backend: Backend, device: torch.device) -> str:
+    """What a backend lacks on this machine, in words; empty if nothing.
+
+    Args:
+        backend: The backend.
+        device: The device of the tensors.
+    """
+    if backend == "cudagraphs" and device.type != "cuda":
+        return "cudagraphs serves GPUs only"
+    if backend == "inductor" and device.type == "cpu":
+        from torch._inductor import config
+
+        names = [config.cpp.cxx] if isinstance(config.cpp.cxx, str) else list(config.cpp.cxx)
+        if not any(name and shutil.which(name) for name in (*names, "g++", "clang++")):
+            return "this machine has no C++ compiler"
+    return ""
+
+
+def compile_graph(graph: fx.GraphModule, backend: Backend, examples: Sequence[Tensor]) -> Compiled:
+    """Compiles a graph.
+
+    Args:
+        graph: The graph.
+        backend: What compiles it.
+        examples: Its inputs at the recording.
+
+    Returns:
+        A function of tensors like the examples. It compiles when it is first called.
+    """
+    if backend == "eager":
+        return graph
+    if callable(backend):
+        return backend(graph, list(examples))  # type: ignore[no-any-return]
+    compiled: Any = torch.compile(graph, backend=backend, dynamic=False, fullgraph=True)
+    return compiled  # type: ignore[no-any-return]

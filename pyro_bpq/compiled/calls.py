@@ -1,0 +1,241 @@
+r"""What a call of an objective hands to its programs, and what the programs can reach besides.
+
+A recorded step holds for calls that look the same: equal values of numbers and strings, tensors of equal shapes. The
+tensors themselves may differ, they are inputs. Reached are arguments, what functions close over, the globals that they
+name, the arguments of partials, settings of handlers, parameters, buffers and attributes of modules, and attributes
+of plain objects.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
+from torch import Tensor, nn
+
+__all__ = ["Call", "Kind", "kind_of", "reach"]
+
+# Libraries whose functions and classes are taken to be constant.
+_LIBRARIES = frozenset(
+    {"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"}
+)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
+# Attributes of modules that are handled on their own, or hold nothing that a program reads.
+_OF_MODULES = frozenset(vars(nn.Module()))
+# Attributes of handlers that change while they are in use.
+_IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
+# More things than these belong to a program that reaches a whole library or data set.
+_MOST = 20_000
+
+# Shape, strides, type, device, and whether a gradient is asked for.
+Kind = tuple[Any, ...]
+
+
+def kind_of(tensor: Tensor) -> Kind:
+    """What a recording depends on in an input."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a call looks like.
+
+    Args:
+        spec: Everything but tensors, in the order in which it is reached.
+        tensors: The tensors, in the order in which they are reached, each once.
+        paths: Where each entry of ``spec`` and each tensor was found; empty unless asked for.
+        kept: What ``spec`` tells by its identity, which must not be given again.
+    """
+
+    spec: Sequence[Hashable]
+    tensors: Sequence[Tensor]
+    paths: tuple[Sequence[str], Sequence[str]] = ((), ())
+    kept: Sequence[Any] = ()
+
+    def difference(self, other: Call) -> str:
+        """Where another call first differs from this one, in words; empty where the two are alike.
+
+        Args:
+            other: A call; this one needs paths.
+        """
+        places, sources = self.paths
+        for i, (mine, yours) in enumerate(zip(self.spec, other.spec, strict=False)):
+            if mine != yours:
+                return f"{places[i]} was {_short(mine)} and is {_short(yours)}"
+        if len(self.spec) != len(other.spec):
+            return "the programs reach other things"
+        for i, (own, new) in enumerate(zip(self.tensors, other.tensors, strict=True)):
+            if kind_of(own) != kind_of(new):
+                return f"{sources[i]} was {_told(own)} and is {_told(new)}"
+        return ""
+
+
+def reach(roots: Mapping[str, Any], explains: bool = False) -> Call:
+    """What can be reached from some roots, the handlers around the call, and the modes of torch.
+
+    Args:
+        roots: Programs and arguments, by name.
+        explains: Whether to note where things are found.
+    """
+    walk = _Walk(explains)
+    walk.note("torch's default dtype", torch.get_default_dtype())
+    walk.note(
+        "autocast", (torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled())
+    )
+    for name, root in roots.items():
+        walk.visit(name, root)
+    for handler in _PYRO_STACK:
+        if not (isinstance(handler, TraceMessenger) and handler.param_only):
+            walk.visit(f"the handler {type(handler).__name__}", handler)
+    return Call(walk.spec, walk.tensors, (walk.places, walk.sources), walk.kept)
+
+
+class _Walk:
+    """Collects what is reached."""
+
+    def __init__(self, explains: bool) -> None:
+        self.spec: list[Hashable] = []
+        self.tensors: list[Tensor] = []
+        self.places: list[str] = []
+        self.sources: list[str] = []
+        self._explains = explains
+        self._seen = dict[int, int]()
+        self.kept: list[Any] = []
+
+    def note(self, path: str, value: Hashable) -> None:
+        """Notes a value that has to stay."""
+        self.spec.append(value)
+        if self._explains:
+            self.places.append(path)
+
+    def visit(self, path: str, item: Any) -> None:
+        """Notes an item and what it reaches."""
+        if isinstance(item, Tensor):
+            self._tensor(path, item)
+        elif isinstance(item, _PLAIN):
+            # True == 1 == 1.0, but not for a program.
+            self.note(path, (type(item), item if not isinstance(item, slice) else str(item)))
+        elif id(item) in self._seen:
+            self.note(path, ("again", self._seen[id(item)]))
+        elif len(self.spec) < _MOST:
+            self._seen[id(item)] = len(self._seen)
+            self.kept.append(item)
+            self._inside(path, item)
+        else:
+            self.note(path, "too much")
+
+    def _tensor(self, path: str, item: Tensor) -> None:
+        known = self._seen.get(id(item))
+        self.note(path, ("tensor", known))
+        if known is None:
+            self._seen[id(item)] = len(self._seen)
+            self.tensors.append(item)
+            if self._explains:
+                self.sources.append(path)
+
+    def _inside(self, path: str, item: Any) -> None:
+        if isinstance(item, (tuple, list)):
+            self.note(path, (type(item), len(item)))
+            for i, part in enumerate(item):
+                self.visit(f"{path}[{i}]" if self._explains else "", part)
+        elif isinstance(item, dict):
+            self.note(path, (dict, tuple(key if isinstance(key, _PLAIN) else id(key) for key in item)))
+            for key, part in item.items():
+                self.visit(f"{path}[{key!r}]" if self._explains else "", part)
+        elif isinstance(item, functools.partial):
+            self.note(path, functools.partial)
+            self.visit(path, item.func)
+            self.visit(f"an argument of the partial {path}", item.args)
+            self.visit(f"an argument of the partial {path}", item.keywords)
+        elif isinstance(item, MethodType):
+            self.note(path, MethodType)
+            self.visit(path, item.__func__)
+            self.visit(path, item.__self__)
+        elif isinstance(item, FunctionType):
+            self._function(path, item)
+        elif isinstance(item, nn.Module):
+            self._module(path, item)
+        elif isinstance(item, Messenger):
+            self._attributes(path, item, _IN_USE)
+        elif isinstance(item, (type, ModuleType, BuiltinFunctionType, numpy.ndarray, numpy.generic)) or _is_of_library(
+            type(item)
+        ):
+            self._opaque(path, item)
+        elif hasattr(item, "__dict__"):
+            self._attributes(path, item, frozenset())
+        else:
+            self._opaque(path, item)
+
+    def _opaque(self, path: str, item: Any) -> None:
+        """Something that is taken to be the same as long as it is the same object."""
+        self.note(path, (type(item), id(item)))
+
+    def _attributes(self, path: str, item: Any, without: frozenset[str]) -> None:
+        own = {name: value for name, value in vars(item).items() if name not in without}
+        self.note(path, (type(item), tuple(own)))
+        for name, value in own.items():
+            self.visit(f"{path}.{name}" if self._explains else "", value)
+
+    def _function(self, path: str, item: FunctionType) -> None:
+        code = item.__code__
+        self.note(path, code)
+        if _is_of_library(item) and not item.__closure__:
+            return
+        where = f" of {item.__qualname__}" if self._explains else ""
+        for name, cell in zip(code.co_freevars, item.__closure__ or (), strict=True):
+            try:
+                self.visit(name + where, cell.cell_contents)
+            except ValueError:
+                self.note(name + where, "no value yet")
+        if item.__defaults__ or item.__kwdefaults__:
+            self.visit(f"a default{where}", (item.__defaults__, item.__kwdefaults__))
+        if not _is_of_library(item):
+            for name in _names_of(code):
+                value = item.__globals__.get(name)
+                if value is not None and not isinstance(value, (ModuleType, type)):
+                    self.visit(f"the global {name}", value)
+
+    def _module(self, path: str, item: nn.Module) -> None:
+        own = vars(item)
+        self.note(path, (type(item), item.training))
+        for kind in ("_parameters", "_buffers", "_modules"):
+            for name, part in own[kind].items():
+                self.visit(f"{path}.{name}" if self._explains else "", part)
+        for name, value in own.items():
+            if name not in _OF_MODULES:
+                self.visit(f"{path}.{name}" if self._explains else "", value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of(code: CodeType) -> tuple[str, ...]:
+    """The global names in a function and in the functions that it makes."""
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in _names_of(part)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _is_of_library(item: Any) -> bool:
+    head = (getattr(item, "__module__", None) or "").partition(".")[0]
+    return head in _LIBRARIES or head in sys.stdlib_module_names
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
+        value = value[1]
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _told(tensor: Tensor) -> str:
+    grad = ", with gradient" if tensor.requires_grad else ""
+    return (
+        f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}{grad}"
+    )

@@ -1,0 +1,368 @@
+r"""Records a step as a graph of tensor operators.
+
+The step runs once under :func:`torch.fx.experimental.proxy_tensor.make_fx`, which follows tensors by identity. So the
+very parameters, buffers, arguments and tensors of critics are handed over as inputs, and programs that reach them
+through closures or the parameter store are recorded right. Critics and statistics learn within the recording: their
+tensors are written in place. A step whose loss is not finite leaves them as they were.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pyro_bpq.compiled.calls import Call, Kind, kind_of
+from pyro_bpq.compiled.sandbox import untraced
+from pyro_bpq.compiled.watch import Fingerprint, Noise, StepWatch, Unrecordable
+from pyro_bpq.reruns.shared_backward import inputs_of
+from pyro_bpq.rollout.schedule import RecordedStep, scheduled
+from pyro_bpq.tracing.sandbox import BufferedModules, LentBuffers
+
+__all__ = ["Inputs", "Place", "RecordedResult", "Recording", "Subject", "fingerprint", "record"]
+
+Info = dict[str, dict[str, Any]]
+
+# Stands for a tensor among the results of a graph.
+_IN_RESULTS = "in the results"
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a recording found something that has to be there still.
+
+    Args:
+        container: What holds it.
+        key: Under which key.
+        value: What it is.
+    """
+
+    container: MutableMapping[Any, Any]
+    key: Any
+    value: Any
+
+    def holds(self) -> bool:
+        """Whether it is still there."""
+        return self.container.get(self.key) is self.value
+
+
+@dataclass(frozen=True)
+class RecordedResult:
+    """What a step yields while it is recorded.
+
+    Args:
+        loss: The loss in nats, detached.
+        surrogate: Has the gradient of the loss.
+        info: What is known of each site.
+    """
+
+    loss: Tensor
+    surrogate: Tensor
+    info: Info
+
+
+class Subject(Protocol):
+    """An objective, as far as its steps are recorded."""
+
+    def mark(self) -> Any:
+        """A mark of the present state."""
+        ...
+
+    def go_back(self, mark: Any) -> None:
+        """Goes back to a mark."""
+        ...
+
+    def places(self) -> list[Place]:
+        """Critics, statistics and the state of the critics' optimiser."""
+        ...
+
+    def first_seed(self) -> int:
+        """Seed of the next generator that the objective makes for itself."""
+        ...
+
+    def num_generators(self) -> int:
+        """Number of generators that the objective has made for itself."""
+        ...
+
+    def recorded_step(self, program: Any, number: RecordedStep) -> RecordedResult:
+        """Takes a step; what it teaches is noted, not applied."""
+        ...
+
+    def learn(self) -> None:
+        """Applies what the step taught."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a recorded step reads.
+
+    Args:
+        call: What its call looked like.
+        params: Names in Pyro's parameter store.
+        places: Critics, statistics, and the state of their optimiser.
+        extras: Leaves of autograd that are reached in no other way.
+        noise: What the step draws from generators of the objective's own.
+        schedules: Options that change from step to step.
+        messages: Names and values of the parameters that the programs announce to handlers.
+        tensors: The tensors at the recording, in this order, each once; then the noise, then the schedules.
+        leaves: Positions of those that collect gradients.
+        kinds: Shape and type of each tensor.
+        num_generators: Number of generators that the objective makes for itself.
+    """
+
+    call: Call
+    params: tuple[str, ...]
+    places: tuple[Place, ...]
+    extras: tuple[Tensor, ...]
+    noise: tuple[Noise, ...]
+    schedules: tuple[Callable[[int], float], ...]
+    messages: tuple[tuple[str, Any], ...]
+    tensors: tuple[Tensor, ...]
+    leaves: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+    num_generators: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A recorded step.
+
+    Args:
+        inputs: What it reads.
+        used: Positions of the inputs that the graph takes.
+        graph: A function of these tensors. Its results are the loss, the gradients of the leaves, and tensors of
+            ``info``.
+        graded: Positions of the leaves that have a gradient.
+        info: Builds what is known of each site from the last results.
+        print: Tells this step from others.
+    """
+
+    inputs: Inputs
+    used: tuple[int, ...]
+    graph: fx.GraphModule
+    graded: tuple[int, ...]
+    info: Callable[[Sequence[Tensor]], Info]
+    print: Fingerprint
+
+    @property
+    def num_operators(self) -> int:
+        """Number of operators in the graph."""
+        return sum(node.op == "call_function" for node in self.graph.graph.nodes)
+
+
+def record(subject: Subject, program: Any, call: Call, number: int) -> Recording:
+    """Records a step.
+
+    Args:
+        subject: The objective.
+        program: Model and guide for one particle, and their arguments.
+        call: What the call looks like.
+        number: Number of steps taken.
+
+    Raises:
+        Unrecordable: If the step cannot be recorded.
+    """
+    inputs = _look(subject, program, call, number)
+    kept: list[Any] = []
+
+    def body(*tensors: Tensor) -> list[Tensor]:
+        results, _, info, graded = _run(subject, program, inputs, tensors, number)
+        kept.append((info, graded))
+        return results
+
+    with _sandbox(subject, inputs), _quiet():
+        try:
+            graph = make_fx(body)(*inputs.tensors)
+        except Unrecordable:
+            raise
+        except RuntimeError as error:
+            raise Unrecordable(_first_line(error)) from error
+    info, graded = kept[0]
+    # Under make_fx torch takes some operators apart; two plain runs are compared.
+    found, again = (fingerprint(subject, program, inputs, number) for _ in range(2))
+    if not found.is_like(again):
+        raise Unrecordable("it does other things each time that it runs")
+    return _finished(graph, inputs, found, info, graded)
+
+
+def fingerprint(subject: Subject, program: Any, inputs: Inputs, number: int) -> Fingerprint:
+    """The fingerprint of a step that leaves no trace.
+
+    Args:
+        subject: The objective.
+        program: Model and guide for one particle, and their arguments.
+        inputs: What the step reads.
+        number: Number of steps taken.
+
+    Raises:
+        Unrecordable: If the step cannot be recorded.
+    """
+    with _sandbox(subject, inputs), _quiet():
+        return _run(subject, program, inputs, inputs.tensors, number)[1].fingerprint
+
+
+def _look(subject: Subject, program: Any, call: Call, number: int) -> Inputs:
+    """Finds what a step reads."""
+    places = subject.places()
+    step = RecordedStep.of(number)
+    watch = StepWatch((), subject.first_seed())
+    modules, messages = BufferedModules(), poutine.trace(param_only=True)
+    with _sandbox(subject, None, [p.value for p in places if isinstance(p.value, Tensor)]), _quiet(), LentBuffers():
+        made = subject.num_generators()
+        with modules, messages, watch:
+            result = subject.recorded_step(program, step)
+        made = subject.num_generators() - made
+        leaves = inputs_of(result.surrogate)
+        subject.learn()
+    now = subject.places()
+    if len(now) != len(places) or any(a.value is not b.value for a, b in zip(now, places, strict=True)):
+        raise Unrecordable("its critics are not built yet")
+    store = dict(pyro.get_param_store().named_parameters())
+    announced = {name: site["value"] for name, site in messages.trace.nodes.items() if site["type"] == "param"}
+    params = tuple(name for name in announced if name in store)
+    tensors: dict[int, Tensor] = {}
+    own = [place.value for place in places if isinstance(place.value, Tensor)]
+    for tensor in (*call.tensors, *(store[name] for name in params), *own):
+        tensors.setdefault(id(tensor), tensor)
+    extras = tuple(leaf for leaf in leaves if id(leaf) not in tensors)
+    tensors.update((id(leaf), leaf) for leaf in extras)
+    schedules = tuple(step.read)
+    everything = (*tensors.values(), *watch.drawn, *(scheduled(schedule, number) for schedule in schedules))
+    position = {key: i for i, key in enumerate(tensors)}
+    return Inputs(
+        call=call,
+        params=params,
+        places=tuple(places),
+        extras=extras,
+        noise=tuple(watch.noise),
+        schedules=schedules,
+        messages=tuple(announced.items()),
+        tensors=everything,
+        leaves=tuple(position[id(leaf)] for leaf in leaves),
+        kinds=tuple(map(kind_of, everything)),
+        num_generators=made,
+    )
+
+
+def _run(
+    subject: Subject, program: Any, inputs: Inputs, tensors: Sequence[Tensor], number: int
+) -> tuple[list[Tensor], StepWatch, list[tuple[str, str, Any]], tuple[int, ...]]:
+    """Takes a step whose own noise and schedules are inputs, and lets critics and statistics learn from it."""
+    ahead = len(tensors) - len(inputs.noise) - len(inputs.schedules)
+    noise, schedules = tensors[ahead : ahead + len(inputs.noise)], tensors[ahead + len(inputs.noise) :]
+    leaves = [tensors[i] for i in inputs.leaves]
+    state = [place.value for place in inputs.places if isinstance(place.value, Tensor)]
+    watch = StepWatch(tensors, subject.first_seed(), noise)
+    with watch:
+        with torch.no_grad():
+            before = [tensor.clone() for tensor in state]
+        result = subject.recorded_step(program, RecordedStep.of(number, schedules))
+        found: Sequence[Tensor | None] = ()
+        if leaves:
+            found = torch.autograd.grad(result.surrogate, leaves, allow_unused=True)
+        subject.learn()
+        with torch.no_grad():
+            is_finite = torch.isfinite(result.loss)
+            for tensor, old in zip(state, before, strict=True):
+                tensor.copy_(torch.where(is_finite, tensor, old))
+    graded = tuple(i for i, gradient in zip(inputs.leaves, found, strict=True) if gradient is not None)
+    info = [(site, key, value) for site, own in result.info.items() for key, value in own.items() if key != "ms"]
+    gradients = [gradient for gradient in found if gradient is not None]
+    shown = [value for _, _, value in info if isinstance(value, Tensor)]
+    # What is no tensor stays; tensors stand behind the gradients in this order.
+    plan = [(site, key, _IN_RESULTS if isinstance(value, Tensor) else value) for site, key, value in info]
+    return [result.loss, *gradients, *shown], watch, plan, graded
+
+
+def _sandbox(subject: Subject, inputs: Inputs | None, tensors: Sequence[Tensor] = ()) -> Any:
+    if inputs is not None:
+        # Buffers of modules and statistics; parameters do not change in a step.
+        tensors = [tensor for tensor in inputs.tensors if tensor.grad_fn is None]
+    return untraced(subject, tensors)
+
+
+class _quiet:
+    """Without Pyro's validation, which reads numbers, and without warnings, which eager steps have given."""
+
+    def __enter__(self) -> None:
+        self._validation = pyro.validation_enabled(False)
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        warnings.simplefilter("ignore")
+        self._validation.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._validation.__exit__(None, None, None)
+        self._warnings.__exit__(None, None, None)
+
+
+def _finished(
+    graph: fx.GraphModule,
+    inputs: Inputs,
+    found: Fingerprint,
+    info: list[tuple[str, str, Any]],
+    graded: tuple[int, ...],
+) -> Recording:
+    """Takes constants in as inputs, shows tensors of ``info`` as parts of larger ones, and drops unused inputs."""
+    nodes = graph.graph
+    (output,) = (node for node in nodes.nodes if node.op == "output")
+    for node in [node for node in reversed(nodes.nodes) if str(node.target).startswith("profiler.")]:
+        nodes.erase_node(node)
+    results = list(output.args[0])
+    first = 1 + len(graded)
+    tensors, picks = [*results[:first]], list[tuple[int, tuple[tuple[int, int], ...]]]()
+    for node in results[first:]:
+        base, path = _base(node)
+        if base not in tensors[first:]:
+            tensors.append(base)
+        picks.append((tensors.index(base, first) - first, path))
+    output.args = (tensors,)
+    nodes.eliminate_dead_code()
+    places = [node for node in nodes.nodes if node.op == "placeholder"]
+    used = []
+    for i, node in enumerate(places):
+        if node.users or node in tensors:
+            used.append(i)
+        else:
+            nodes.erase_node(node)
+    graph.recompile()
+    keys = [(site, key) for site, key, _ in info]
+    plain = [value for *_, value in info]
+
+    def build(values: Sequence[Tensor]) -> Info:
+        built: Info = {}
+        taken = iter(picks)
+        for (site, key), value in zip(keys, plain, strict=True):
+            if value is _IN_RESULTS:
+                at, path = next(taken)
+                value = values[at]
+                for dim, index in path:
+                    value = value.select(dim, index)
+            built.setdefault(site, {})[key] = value
+        return built
+
+    return Recording(inputs, tuple(used), graph, graded, build, found)
+
+
+def _base(node: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
+    """A tensor that a result is cut out of, and how."""
+    path: list[tuple[int, int]] = []
+    while node.op == "call_function":
+        if node.target is torch.ops.aten.select.int:
+            path.append((node.args[1], node.args[2]))
+        elif node.target is not torch.ops.aten.detach.default:
+            break
+        node = node.args[0]
+    return node, tuple(reversed(path))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

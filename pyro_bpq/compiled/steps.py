@@ -1,0 +1,351 @@
+r"""Decides, call by call, whether a step runs a recording or the programs themselves.
+
+A kind of call runs eagerly until the structure, the number of particles and the critics of its step are settled. Then it is
+recorded. A recording serves calls that look alike. After 1, 2, 4, 8, ... steps, and at least every 1,000, the programs run
+once more without a trace, and what they do is compared with the recording.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import pyro
+import torch
+from pyro.poutine.runtime import am_i_wrapped, effectful
+from torch import Tensor
+
+from pyro_bpq.compiled.backends import compile_graph, missing
+from pyro_bpq.compiled.calls import Call, kind_of, reach
+from pyro_bpq.compiled.options import Compile
+from pyro_bpq.compiled.recorder import Recording, Subject, fingerprint, record
+from pyro_bpq.compiled.watch import Unrecordable
+from pyro_bpq.errors import BPQWarning
+from pyro_bpq.rollout.schedule import scheduled
+
+__all__ = ["CompiledSteps", "Entry", "Outcome", "SiteInfo", "StepSubject"]
+
+LOG = logging.getLogger("pyro_bpq")
+# Number of eager steps of a kind before it is recorded.
+_EAGER_STEPS = 3
+# Longest time between two comparisons, in steps.
+_LONGEST = 1000
+
+
+class StepSubject(Subject, Protocol):
+    """An objective whose steps may be compiled."""
+
+    def refuses(self) -> str:
+        """Why its steps are not recorded at present, as the end of a sentence; empty if they are."""
+        ...
+
+    def is_settled(self, program: Any) -> bool:
+        """Whether structure, particles and choice are settled for a program."""
+        ...
+
+    def options(self) -> dict[str, Any]:
+        """The options that a recording depends on, by name."""
+        ...
+
+    def generators(self, number: int) -> list[torch.Generator]:
+        """The next generators that the objective makes for itself."""
+        ...
+
+
+class SiteInfo(Mapping[str, dict[str, Any]]):
+    """What a compiled step told of each site; it is put together when it is first read.
+
+    Args:
+        build: Puts it together.
+    """
+
+    def __init__(self, build: Callable[[], Mapping[str, dict[str, Any]]]) -> None:
+        self._build = build
+        self._built: Mapping[str, dict[str, Any]] | None = None
+
+    def _all(self) -> Mapping[str, dict[str, Any]]:
+        if self._built is None:
+            self._built = self._build()
+        return self._built
+
+    def __repr__(self) -> str:
+        return repr(dict(self._all()))
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self._all()),)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """The results of a compiled step.
+
+    Args:
+        loss: The loss in nats.
+        leaves: The tensors that collect gradients.
+        gradients: Their gradients.
+        info: What is known of each site.
+    """
+
+    loss: Tensor
+    leaves: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    info: SiteInfo
+
+
+@dataclass(eq=False)
+class Entry:
+    """A recording and its use.
+
+    Args:
+        recording: The recording.
+        run: The compiled function.
+        steps: Number of steps it has taken.
+        seconds: Seconds to record, and to compile.
+        note: What went wrong when it was compiled.
+        thread: Compiles it, if that goes on in the background.
+    """
+
+    recording: Recording
+    run: Callable[..., Sequence[Tensor]]
+    steps: int = 0
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    note: str = ""
+    thread: threading.Thread | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is compiled, or will not be."""
+        return self.thread is None or not self.thread.is_alive()
+
+    def tensors(self, call: Call) -> list[Tensor] | None:
+        """The inputs of a call, without noise and schedules; ``None`` if the recording does not serve it."""
+        inputs = self.recording.inputs
+        if call.spec != inputs.call.spec or not all(place.holds() for place in inputs.places):
+            return None
+        store = dict(pyro.get_param_store().named_parameters())
+        if not all(name in store for name in inputs.params):
+            return None
+        state = (place.value for place in inputs.places if isinstance(place.value, Tensor))
+        found = {
+            id(tensor): tensor
+            for tensor in (*call.tensors, *(store[name] for name in inputs.params), *state, *inputs.extras)
+        }
+        tensors = list(found.values())
+        kinds = inputs.kinds[: len(inputs.kinds) - len(inputs.noise) - len(inputs.schedules)]
+        return tensors if tuple(map(kind_of, tensors)) == kinds else None
+
+
+class CompiledSteps:
+    """The recordings of an objective.
+
+    Args:
+        options: Options.
+
+    Attributes:
+        entries: The recordings, the oldest first.
+        reasons: Why kinds of calls run eagerly.
+    """
+
+    def __init__(self, options: Compile) -> None:
+        self.options = options
+        self.forget()
+
+    def __repr__(self) -> str:
+        return f"CompiledSteps({self.options}, {len(self.entries)} recordings)"
+
+    def __deepcopy__(self, memo: Any) -> CompiledSteps:
+        return CompiledSteps(self.options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledSteps, (self.options,)
+
+    def forget(self) -> None:
+        """Forgets all recordings."""
+        self.entries: list[Entry] = []
+        self.reasons: list[str] = []
+        self._eager: Call | None = None
+        self._calm = self._made = 0
+
+    def take(self, subject: StepSubject, program: Any, number: int) -> Outcome | None:
+        """Takes a compiled step; ``None`` if the step has to run eagerly.
+
+        Args:
+            subject: The objective.
+            program: Model and guide for one particle, their arguments and keyword arguments.
+            number: Number of steps taken.
+        """
+        refusal = subject.refuses()
+        if refusal:
+            self._tell(refusal)
+            return None
+        if not subject.is_settled(program):
+            self._calm = 0
+            return None
+        model, guide, args, kwargs = program
+        roots = {"model": model, "guide": guide, "args": args, "kwargs": kwargs, "the objective": subject.options()}
+        call = reach(roots)
+        for entry in self.entries:
+            tensors = entry.tensors(call)
+            if tensors is not None:
+                is_due = _is_due(entry.steps) and entry.is_ready
+                if is_due and not self._is_still(subject, program, entry, tensors, number):
+                    return None
+                return self._run(subject, entry, call, tensors, number)
+        made = self._recorded(subject, program, roots, call, number)
+        tensors = None if made is None else made.tensors(call)
+        return None if made is None or tensors is None else self._run(subject, made, call, tensors, number)
+
+    def _recorded(self, subject: StepSubject, program: Any, roots: Any, call: Call, number: int) -> Entry | None:
+        """A new recording, if it is time for one."""
+        self._calm, self._eager = self._calm + 1 if _are_alike(call, self._eager) else 0, call
+        if self._calm < _EAGER_STEPS:
+            return None
+        if self._made >= self.options.max_recordings:
+            self._tell(self._too_many(roots))
+            return None
+        start = time.perf_counter()
+        try:
+            recording = record(subject, program, reach(roots, explains=True), number)
+        except Unrecordable as error:
+            self._made += 1
+            self._calm = -(1 << min(self._made, 16))
+            self._tell(str(error))
+            return None
+        self._made += 1
+        entry = Entry(recording, recording.graph)
+        entry.seconds[0] = time.perf_counter() - start
+        self._compile(entry)
+        self.entries.append(entry)
+        return entry
+
+    def _too_many(self, roots: Any) -> str:
+        changed = ""
+        if self.entries:
+            changed = self.entries[-1].recording.inputs.call.difference(reach(roots))
+        why = f", the last time because {changed}" if changed else ""
+        return f"it was recorded {self._made} times{why}; further kinds of calls run eagerly"
+
+    def _compile(self, entry: Entry) -> None:
+        examples = [entry.recording.inputs.tensors[i] for i in entry.recording.used]
+        backend, recording = self.options.backend, entry.recording
+        lack = missing(backend, examples[0].device if examples else torch.device("cpu"))
+        if lack:
+            entry.note = f"{lack}, so the recorded operators run as they are"
+            warnings.warn(f"compile: {entry.note}.", BPQWarning, stacklevel=2)
+            return
+        if backend == "eager":
+            return
+        LOG.info("Compiling a step of %d operators.", recording.num_operators)
+        copies = [tensor.detach().clone() for tensor in examples]
+
+        def work() -> None:
+            start = time.perf_counter()
+            try:
+                with torch.no_grad():
+                    compiled = compile_graph(recording.graph, backend, copies)
+                    compiled(*copies)
+            except Exception as error:  # A compiler may raise anything.
+                text = str(error).strip().splitlines()
+                entry.note = f"the compiler failed ({text[0] if text else type(error).__name__})"
+                warnings.warn(
+                    f"compile: {entry.note}; the recorded operators run as they are.", BPQWarning, stacklevel=2
+                )
+            else:
+                entry.run = compiled
+            entry.seconds[1] = time.perf_counter() - start
+
+        if self.options.background:
+            entry.thread = threading.Thread(target=work, daemon=True)
+            entry.thread.start()
+        else:
+            work()
+
+    def _is_still(
+        self, subject: StepSubject, program: Any, entry: Entry, tensors: Sequence[Tensor], number: int
+    ) -> bool:
+        """Whether the programs still do what was recorded; if not, the recording is dropped."""
+        recording, text = entry.recording, ""
+        inputs = recording.inputs
+        own = inputs.tensors[len(tensors) :]
+        try:
+            now = fingerprint(subject, program, replace(inputs, tensors=(*tensors, *own)), number)
+            if not now.is_like(recording.print):
+                text = "the programs do other things now"
+        except Unrecordable as error:
+            text = str(error)
+        if not text:
+            return True
+        self.entries.remove(entry)
+        self._calm = 0
+        warnings.warn(
+            f"A compiled step no longer does what its programs do: {text}. Up to {entry.steps - _before(entry.steps)} of "
+            "the last steps ran the old recording. Hand over what changes between steps as an argument.",
+            BPQWarning,
+            stacklevel=2,
+        )
+        return False
+
+    def _run(
+        self, subject: StepSubject, entry: Entry, call: Call, tensors: list[Tensor], number: int
+    ) -> Outcome | None:
+        if not entry.is_ready:
+            return None
+        recording = entry.recording
+        inputs = recording.inputs
+        if inputs.num_generators:
+            generators = subject.generators(inputs.num_generators)
+            tensors += [noise.draw(generators[noise.source]) for noise in inputs.noise]
+        tensors += [scheduled(schedule, number) for schedule in inputs.schedules]
+        if am_i_wrapped():
+            # SVI learns from these messages which parameters there are.
+            store = pyro.get_param_store()
+            for name, value in inputs.messages:
+                _announce(store[name] if name in inputs.params else value, name=name)
+        with torch.no_grad():
+            results = entry.run(*[tensors[i] for i in recording.used])
+        entry.steps += 1
+        ahead = 1 + len(recording.graded)
+        leaves = [tensors[i] for i in recording.graded]
+        rest = results[ahead:]
+        return Outcome(results[0], leaves, results[1:ahead], SiteInfo(functools.partial(recording.info, rest)))
+
+    def _tell(self, reason: str) -> None:
+        """Warns of a reason for eager steps, once."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            warnings.warn(f"compile: steps run eagerly, because {reason}.", BPQWarning, stacklevel=2)
+
+
+@effectful(type="param")
+def _announce(value: Tensor) -> Tensor:
+    return value
+
+
+def _are_alike(one: Call, other: Call | None) -> bool:
+    if other is None or one.spec != other.spec:
+        return False
+    return [*map(kind_of, one.tensors)] == [*map(kind_of, other.tensors)]
+
+
+def _is_due(steps: int) -> bool:
+    return steps > 0 and (steps & (steps - 1) == 0 if steps < _LONGEST else steps % _LONGEST == 0)
+
+
+def _before(steps: int) -> int:
+    """Number of steps at the last comparison."""
+    return steps // 2 if steps <= _LONGEST else steps - _LONGEST

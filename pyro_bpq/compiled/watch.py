@@ -1,0 +1,212 @@
+r"""Watches the operators of a step: what they are, whether numbers leave torch, and what the step draws itself.
+
+The *fingerprint* of a step is the sequence of its operators: their names, their numbers, and which results they read.
+Two runs with equal fingerprints would be recorded as the same graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pyro_bpq.errors import UnsupportedProgramError
+
+__all__ = ["Fingerprint", "Noise", "StepWatch", "Unrecordable"]
+
+# Operators that hand numbers to Python, or make tensors whose size depends on them.
+_READS = frozenset(
+    f"aten.{name}" for name in "_local_scalar_dense equal is_nonzero masked_select nonzero _unique2 unique_dim".split()
+)
+_FRESH = frozenset({"aten.lift_fresh", "aten.lift_fresh_copy", "aten.lift"})
+_TOLD = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+# Folders of code that is not the user's.
+_FOREIGN = ("/torch/", "/pyro/", "/pyro_bpq/", "/contextlib.py", "/functools.py")
+
+
+class Unrecordable(UnsupportedProgramError):
+    """A step cannot be recorded; the text is the end of a sentence that says why."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A tensor that the step draws from a generator of the objective's own.
+
+    Args:
+        source: Which of the generators that the step asks for, counted from 0.
+        kind: Name of the operator.
+        shape: Shape of the tensor.
+        dtype: Its type.
+    """
+
+    source: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        """Draws the tensor.
+
+        Args:
+            generator: The generator.
+        """
+        make = {"aten.rand": torch.rand, "aten.randn": torch.randn}[self.kind]
+        return make(self.shape, generator=generator, dtype=self.dtype, device="cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Fingerprint:
+    """What tells two runs of a step apart.
+
+    Args:
+        digest: Of the sequence of operators.
+        number: Number of operators.
+        constants: Tensors that the step reads and did not make, inputs left out. They are compared by identity.
+    """
+
+    digest: str
+    number: int
+    constants: Sequence[Tensor]
+
+    def is_like(self, other: Fingerprint) -> bool:
+        """Whether another run would be recorded as the same graph."""
+        alike = self.digest == other.digest and len(self.constants) == len(other.constants)
+        return alike and all(a is b for a, b in zip(self.constants, other.constants, strict=True))
+
+
+class StepWatch(TorchDispatchMode):
+    """Watches the operators of one run of a step.
+
+    Args:
+        inputs: The tensors that are inputs of the step.
+        first_seed: Seed of the first generator that the step asks its objective for.
+        seed_step: What the seeds of the following generators differ by.
+        given: The step's own noise, in the order of its draws; ``None`` to let it draw.
+
+    Attributes:
+        noise: The step's own noise.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], first_seed: int, given: Sequence[Tensor] | None = None) -> None:
+        super().__init__()
+        self.noise: list[Noise] = []
+        self.drawn: list[Tensor] = []
+        self._first_seed, self._given = first_seed, given
+        self._known = WeakIdKeyDictionary()
+        self._hash = hashlib.sha256()
+        self._constants: list[Tensor] = []
+        self._number = 0
+        for tensor in inputs:
+            self._note(tensor)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the run so far."""
+        return Fingerprint(self._hash.hexdigest(), self._number, tuple(self._constants))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket._qualified_op_name.replace("::", ".")
+        if name in _READS or _is_masked(name, args):
+            self._refuse_read()
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            found = self._drawn(func, name, args, kwargs)
+            if found is not None:
+                return found
+        if name.startswith("profiler."):
+            return func(*args, **kwargs)
+        self._number += 1
+        told = [str(func)]
+        for leaf in tree_leaves((args, kwargs)):
+            told.append(self._told(leaf, name in _FRESH))
+        self._hash.update("|".join(told).encode())
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        if tensor not in self._known:
+            self._known[tensor] = len(self._known)
+
+    def _told(self, leaf: Any, is_fresh: bool) -> str:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf) if isinstance(leaf, _TOLD) else type(leaf).__name__
+        if is_fresh:
+            # Numbers of Python become tensors here: their values are part of the recording.
+            return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.tolist()}"
+        if leaf not in self._known:
+            self._note(leaf)
+            self._constants.append(leaf)
+        return f"t{self._known[leaf]}"
+
+    def _drawn(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+        """The step's own noise, or ``None`` where the program draws."""
+        generator = kwargs.get("generator")
+        if generator is None:
+            if _is_in("pyro_bpq.reruns."):
+                raise Unrecordable("it draws values in further runs of the programs")
+            return None
+        source = generator.initial_seed() - self._first_seed
+        if _is_in("_seed", function=True):
+            return None
+        if name not in ("aten.rand", "aten.randn") or not 0 <= source < 1 << 20:
+            raise Unrecordable(f"it draws from a generator that is not torch's own, by {name}")
+        self.noise.append(Noise(source, name, tuple(args[0]), kwargs["dtype"]))
+        if self._given is not None:
+            return self._given[len(self.noise) - 1]
+        drawn: Tensor = func(*args, **kwargs)
+        self.drawn.append(drawn)
+        self._note(drawn)
+        return drawn
+
+    def _refuse_read(self) -> None:
+        """Raises if the user's code reads a number of a tensor."""
+        frame: Any = sys._getframe(2)
+        own = False
+        while frame is not None:
+            file = frame.f_code.co_filename.replace("\\", "/")
+            if "/pyro_bpq/" in file and "/compiled/" not in file:
+                own = own or frame.f_code.co_name in _OWN_READS
+                if own:
+                    return
+            if not any(part in file for part in _FOREIGN) and not file.startswith("<"):
+                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+                raise Unrecordable(
+                    f"Python reads a number of a tensor, in {frame.f_code.co_name}: {line!r} "
+                    f"({frame.f_code.co_filename}:{frame.f_lineno})"
+                )
+            frame = frame.f_back
+        raise Unrecordable("Python reads a number of a tensor")
+
+
+# Functions of this package that read the state of a generator or draw a seed from one of their own.
+_OWN_READS = frozenset({"_seed", "_has_drawn", "agree_on_draws"})
+
+
+def _is_masked(name: str, args: Any) -> bool:
+    """Whether an index is a mask: the size of the result then depends on values."""
+    if name not in ("aten.index", "aten.index_put", "aten.index_put_"):
+        return False
+    return any(isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8) for mask in args[1])
+
+
+def _is_in(part: str, function: bool = False) -> bool:
+    """Whether a module, or a function of this package, is on the stack."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("pyro_bpq.") and (frame.f_code.co_name == part if function else module.startswith(part)):
+            return True
+        frame = frame.f_back
+    return False

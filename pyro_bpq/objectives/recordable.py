@@ -1,0 +1,139 @@
+r"""An objective as its steps are recorded and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.compiled.recorder import Place, RecordedResult
+from pyro_bpq.critics.learner import AveragedAdam
+from pyro_bpq.objectives.programs import Program
+from pyro_bpq.rollout.schedule import RecordedStep
+
+if TYPE_CHECKING:
+    from pyro_bpq.objectives.objective import Objective
+
+__all__ = ["Recordable"]
+
+
+class Recordable:
+    """What compiled steps ask of an objective.
+
+    Args:
+        objective: The objective.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+
+    def __repr__(self) -> str:
+        return f"Recordable({type(self.objective).__name__})"
+
+    def refuses(self) -> str:
+        """Why steps are not recorded, as the end of a sentence; empty if they are."""
+        trainer, own = self.objective.trainer, self.objective.trainer.optimizer
+        if trainer.replays or trainer.replayer is not None:
+            return "critics learn from stored rollouts (replay)"
+        if trainer.ranks is not None:
+            return "several processes train the critics together"
+        if self.objective.keeps_staged:
+            return "something learns later from what a step worked on (steps > 1, or a controlled SVI)"
+        if own is not None and any(not isinstance(each, AveragedAdam) for each in own.optimizers.values()):
+            return "an optimiser of your own trains the critics, and counts its steps in Python"
+        return self.objective.refuses_recording()
+
+    def is_settled(self, program: Program) -> bool:
+        """Whether structure, particles and choice are settled for a program."""
+        objective = self.objective
+        is_waiting = objective.trainer.waiting is not None or bool(objective.trainer.late[0])
+        return not is_waiting and objective.particles.is_settled(program) and objective.is_runner_settled
+
+    def options(self) -> dict[str, Any]:
+        """The options that a recording depends on, by name."""
+        objective = self.objective
+        return {
+            "training": objective.training,
+            "particles": objective.particles.now,
+            "lam": objective.lam,
+            "gamma": objective.gamma,
+            "learner": objective.learner,
+            "critics": sorted(objective.critics.blocks),
+            **objective.recorded_options(),
+        }
+
+    def mark(self) -> Any:
+        """A mark of the present state."""
+        own = self.objective.trainer.optimizer
+        states = {} if own is None else {key: own.snapshot(key) for key in own.optimizers}
+        return self.objective.mark(), self.places(), states
+
+    def go_back(self, mark: Any) -> None:
+        """Goes back to a mark."""
+        whole, places, states = mark
+        self.objective.go_back(whole)
+        if all(place.holds() for place in places):
+            return
+        # The step has made an optimiser's state.
+        own = self.objective.trainer.optimizer
+        assert own is not None
+        for key in list(own.optimizers):
+            own.restore(key, states.get(key))
+
+    def places(self) -> list[Place]:
+        """Critics, statistics and the state of the critics' optimiser."""
+        bank, own = self.objective.critics, self.objective.trainer.optimizer
+        found = [
+            Place(tensors, name, tensor)
+            for block in bank.blocks.values()
+            for module in block.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+        for key, optimizer in () if own is None else own.optimizers.items():
+            assert isinstance(optimizer, AveragedAdam)
+            optimizer.count_in_tensors()
+            found.append(Place(own.optimizers, key, optimizer))  # type: ignore[union-attr]
+            for state in optimizer.state.values():
+                found += [Place(state, name, tensor) for name, tensor in state.items()]
+        return found
+
+    def first_seed(self) -> int:
+        """Seed of the next generator that the objective makes for itself."""
+        noise = self.objective.noise
+        return -1 if noise is None else noise.seed_of(noise.number + 1)
+
+    def num_generators(self) -> int:
+        """Number of generators that the objective has made for itself."""
+        noise = self.objective.noise
+        return 0 if noise is None else noise.number
+
+    def generators(self, number: int) -> list[torch.Generator]:
+        """The next generators that the objective makes for itself."""
+        noise = self.objective.noise
+        assert noise is not None
+        return [noise() for _ in range(number)]
+
+    def recorded_step(self, program: Program, number: RecordedStep) -> RecordedResult:
+        """Takes a step; what it teaches is noted, not applied."""
+        mode = replace(self.objective.mode_of_steps(), num_steps=number, is_recorded=True)
+        result, surrogate = self.objective.taken(program, mode)
+        return RecordedResult(result.loss.detach(), surrogate, result.info if result.learns else {})
+
+    def learn(self) -> None:
+        """Applies what the step taught."""
+        self.objective.trainer.learn(self.objective)
+
+
+def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Adds gradients to ``.grad``, as ``backward`` does."""
+    with torch.no_grad():
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if leaf.grad is None:
+                leaf.grad = gradient
+            else:
+                leaf.grad.add_(gradient)

@@ -1,0 +1,65 @@
+r"""Options that change from step to step: a number, or a function of the number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["RecordedStep", "Schedule", "at"]
+
+Schedule = float | Callable[[int], float]
+
+
+class RecordedStep(int):
+    """Number of the step in which a step is recorded.
+
+    Schedules then give tensors, which are inputs of the recording: a number would be frozen in it.
+    """
+
+    read: list[Callable[[int], float]]
+    given: Sequence[Tensor] | None
+
+    @staticmethod
+    def of(number: int, given: Sequence[Tensor] | None = None) -> RecordedStep:
+        """The number of a step that is recorded.
+
+        Args:
+            number: The number.
+            given: What the schedules give, in the order in which they are read; ``None`` to ask them.
+        """
+        step = RecordedStep(number)
+        step.read, step.given = [], given
+        return step
+
+    def value(self, schedule: Callable[[int], float]) -> Tensor:
+        """What a schedule gives at this step, a scalar.
+
+        Args:
+            schedule: A function of the number of steps.
+        """
+        self.read.append(schedule)
+        return scheduled(schedule, int(self)) if self.given is None else self.given[len(self.read) - 1]
+
+
+def scheduled(schedule: Callable[[int], float], number: int) -> Tensor:
+    """What a schedule gives at a step, as a scalar tensor."""
+    return torch.tensor(float(schedule(number)), dtype=torch.float64)
+
+
+def at(schedule: Schedule | Tensor, number: int) -> float | Tensor:
+    """The value of an option at a step.
+
+    Args:
+        schedule: A number, or a function of the number of steps. A tensor is a value already.
+        number: The number of steps taken.
+
+    Returns:
+        A number; a scalar tensor while a step is recorded, if the option is a function.
+    """
+    if isinstance(schedule, Tensor):
+        return schedule
+    if not callable(schedule):
+        return float(schedule)
+    return number.value(schedule) if isinstance(number, RecordedStep) else float(schedule(number))
