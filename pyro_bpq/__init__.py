@@ -1,5 +1,7 @@
 """Backprop-Q for Pyro: train models with discrete latent variables by swapping one line."""
 
+from pyro_bpq.compiled.options import Compile as Compile
+from pyro_bpq.compiled.report import compile_report as compile_report
 from pyro_bpq.critics.context import ContextCritic as ContextCritic
 from pyro_bpq.critics.joint import FirstOrderCritic as FirstOrderCritic
 from pyro_bpq.critics.joint import FlipCritic as FlipCritic
@@ -39,6 +41,7 @@ __all__ = [
     "ActorCriticSVI",
     "AllAction",
     "BackpropQNetwork",
+    "Compile",
     "ContextCritic",
     "CostCounter",
     "CostNode",
@@ -66,6 +69,7 @@ __all__ = [
     "TraceBackpropQ_ELBO",
     "TraceBackpropQ_IWAE",
     "TrustRegionSVI",
+    "compile_report",
     "config_bpq",
     "cost",
 ]

@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import numpy
@@ -28,9 +28,7 @@ __all__ = ["Call", "Kind", "kind_of", "reach"]
 _LIBRARIES = frozenset(
     {"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"}
 )
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
-# Attributes of modules that are handled on their own, or hold nothing that a program reads.
-_OF_MODULES = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size, range, slice)
 # Attributes of handlers that change while they are in use.
 _IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
 # More things than these belong to a program that reaches a whole library or data set.
@@ -211,8 +209,14 @@ class _Walk:
             for name, part in own[kind].items():
                 self.visit(f"{path}.{name}" if self._explains else "", part)
         for name, value in own.items():
-            if name not in _OF_MODULES:
+            if name not in _of_every_module():
                 self.visit(f"{path}.{name}" if self._explains else "", value)
+
+
+@functools.cache
+def _of_every_module() -> frozenset[str]:
+    """Attributes of modules that are handled on their own, or hold nothing that a program reads."""
+    return frozenset(vars(nn.Module()))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -20,11 +20,12 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_bpq.compiled.calls import Call, Kind, kind_of
+from pyro_bpq.compiled.indexing import RecordedIndexing
 from pyro_bpq.compiled.sandbox import untraced
 from pyro_bpq.compiled.watch import Fingerprint, Noise, StepWatch, Unrecordable
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep, scheduled
-from pyro_bpq.tracing.sandbox import BufferedModules, LentBuffers
+from pyro_bpq.tracing.sandbox import LentBuffers
 
 __all__ = ["Inputs", "Place", "RecordedResult", "Recording", "Subject", "fingerprint", "record"]
 
@@ -116,6 +117,7 @@ class Inputs:
         leaves: Positions of those that collect gradients.
         kinds: Shape and type of each tensor.
         num_generators: Number of generators that the objective makes for itself.
+        written: What the step may write: critics, statistics, and buffers of modules.
     """
 
     call: Call
@@ -129,6 +131,7 @@ class Inputs:
     leaves: tuple[int, ...]
     kinds: tuple[Kind, ...]
     num_generators: int = 0
+    written: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +141,7 @@ class Recording:
     Args:
         inputs: What it reads.
         used: Positions of the inputs that the graph takes.
+        constants: Further tensors that it takes, which were found in no other way. They are those of the recording.
         graph: A function of these tensors. Its results are the loss, the gradients of the leaves, and tensors of
             ``info``.
         graded: Positions of the leaves that have a gradient.
@@ -147,6 +151,7 @@ class Recording:
 
     inputs: Inputs
     used: tuple[int, ...]
+    constants: tuple[Tensor, ...]
     graph: fx.GraphModule
     graded: tuple[int, ...]
     info: Callable[[Sequence[Tensor]], Info]
@@ -170,6 +175,14 @@ def record(subject: Subject, program: Any, call: Call, number: int) -> Recording
     Raises:
         Unrecordable: If the step cannot be recorded.
     """
+    try:
+        return _recorded(subject, program, call, number)
+    except Unrecordable as error:
+        # Pyro adds the shapes of the sites to the errors of a program.
+        raise Unrecordable(_first_line(error)) from error
+
+
+def _recorded(subject: Subject, program: Any, call: Call, number: int) -> Recording:
     inputs = _look(subject, program, call, number)
     kept: list[Any] = []
 
@@ -178,7 +191,7 @@ def record(subject: Subject, program: Any, call: Call, number: int) -> Recording
         kept.append((info, graded))
         return results
 
-    with _sandbox(subject, inputs), _quiet():
+    with untraced(subject, inputs.written), _quiet():
         try:
             graph = make_fx(body)(*inputs.tensors)
         except Unrecordable:
@@ -205,7 +218,7 @@ def fingerprint(subject: Subject, program: Any, inputs: Inputs, number: int) -> 
     Raises:
         Unrecordable: If the step cannot be recorded.
     """
-    with _sandbox(subject, inputs), _quiet():
+    with untraced(subject, inputs.written), _quiet():
         return _run(subject, program, inputs, inputs.tensors, number)[1].fingerprint
 
 
@@ -214,10 +227,11 @@ def _look(subject: Subject, program: Any, call: Call, number: int) -> Inputs:
     places = subject.places()
     step = RecordedStep.of(number)
     watch = StepWatch((), subject.first_seed())
-    modules, messages = BufferedModules(), poutine.trace(param_only=True)
-    with _sandbox(subject, None, [p.value for p in places if isinstance(p.value, Tensor)]), _quiet(), LentBuffers():
+    messages = poutine.trace(param_only=True)
+    own = [place.value for place in places if isinstance(place.value, Tensor)]
+    with untraced(subject, own), _quiet(), LentBuffers() as lent:
         made = subject.num_generators()
-        with modules, messages, watch:
+        with messages, watch, RecordedIndexing():
             result = subject.recorded_step(program, step)
         made = subject.num_generators() - made
         leaves = inputs_of(result.surrogate)
@@ -229,7 +243,6 @@ def _look(subject: Subject, program: Any, call: Call, number: int) -> Inputs:
     announced = {name: site["value"] for name, site in messages.trace.nodes.items() if site["type"] == "param"}
     params = tuple(name for name in announced if name in store)
     tensors: dict[int, Tensor] = {}
-    own = [place.value for place in places if isinstance(place.value, Tensor)]
     for tensor in (*call.tensors, *(store[name] for name in params), *own):
         tensors.setdefault(id(tensor), tensor)
     extras = tuple(leaf for leaf in leaves if id(leaf) not in tensors)
@@ -249,6 +262,7 @@ def _look(subject: Subject, program: Any, call: Call, number: int) -> Inputs:
         leaves=tuple(position[id(leaf)] for leaf in leaves),
         kinds=tuple(map(kind_of, everything)),
         num_generators=made,
+        written=(*own, *lent.originals),
     )
 
 
@@ -261,7 +275,7 @@ def _run(
     leaves = [tensors[i] for i in inputs.leaves]
     state = [place.value for place in inputs.places if isinstance(place.value, Tensor)]
     watch = StepWatch(tensors, subject.first_seed(), noise)
-    with watch:
+    with watch, RecordedIndexing():
         with torch.no_grad():
             before = [tensor.clone() for tensor in state]
         result = subject.recorded_step(program, RecordedStep.of(number, schedules))
@@ -280,13 +294,6 @@ def _run(
     # What is no tensor stays; tensors stand behind the gradients in this order.
     plan = [(site, key, _IN_RESULTS if isinstance(value, Tensor) else value) for site, key, value in info]
     return [result.loss, *gradients, *shown], watch, plan, graded
-
-
-def _sandbox(subject: Subject, inputs: Inputs | None, tensors: Sequence[Tensor] = ()) -> Any:
-    if inputs is not None:
-        # Buffers of modules and statistics; parameters do not change in a step.
-        tensors = [tensor for tensor in inputs.tensors if tensor.grad_fn is None]
-    return untraced(subject, tensors)
 
 
 class _quiet:
@@ -316,6 +323,11 @@ def _finished(
     (output,) = (node for node in nodes.nodes if node.op == "output")
     for node in [node for node in reversed(nodes.nodes) if str(node.target).startswith("profiler.")]:
         nodes.erase_node(node)
+    for node in list(nodes.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            # Nothing in the graph has a gradient of its own.
+            node.replace_all_uses_with(node.args[0])
+            nodes.erase_node(node)
     results = list(output.args[0])
     first = 1 + len(graded)
     tensors, picks = [*results[:first]], list[tuple[int, tuple[tuple[int, int], ...]]]()
@@ -326,7 +338,8 @@ def _finished(
         picks.append((tensors.index(base, first) - first, path))
     output.args = (tensors,)
     nodes.eliminate_dead_code()
-    places = [node for node in nodes.nodes if node.op == "placeholder"]
+    constants = _lifted(graph)
+    places = [node for node in nodes.nodes if node.op == "placeholder"][: len(inputs.tensors)]
     used = []
     for i, node in enumerate(places):
         if node.users or node in tensors:
@@ -349,7 +362,24 @@ def _finished(
             built.setdefault(site, {})[key] = value
         return built
 
-    return Recording(inputs, tuple(used), graph, graded, build, found)
+    return Recording(inputs, tuple(used), constants, graph, graded, build, found)
+
+
+def _lifted(graph: fx.GraphModule) -> tuple[Tensor, ...]:
+    """Makes inputs of the tensors that a graph holds, so that what is written into them is seen."""
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    last, found = places[-1], dict[str, Any]()
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        if all(str(user.target).startswith("aten.lift") for user in node.users):
+            # A number of the program's own, made anew in each run.
+            continue
+        name = str(node.target)
+        if name not in found:
+            with graph.graph.inserting_after(last):
+                last = found[name] = graph.graph.placeholder(f"constant_{len(found)}")
+        node.replace_all_uses_with(found[name])
+        graph.graph.erase_node(node)
+    return tuple(getattr(graph, name) for name in found)
 
 
 def _base(node: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
@@ -358,7 +388,7 @@ def _base(node: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
     while node.op == "call_function":
         if node.target is torch.ops.aten.select.int:
             path.append((node.args[1], node.args[2]))
-        elif node.target is not torch.ops.aten.detach.default:
+        else:
             break
         node = node.args[0]
     return node, tuple(reversed(path))

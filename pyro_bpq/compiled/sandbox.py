@@ -43,12 +43,15 @@ def untraced(subject: Marked, tensors: Sequence[Tensor]) -> Iterator[None]:
             parameters, which it removes.
     """
     draws, mark, known = Draws(), subject.mark(), set(pyro.get_param_store().keys())
+    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
         draws.again()
+        if of_devices:
+            torch.cuda.set_rng_state_all(of_devices)
         subject.go_back(mark)
         with torch.no_grad():
             for tensor, value in kept:

@@ -1,8 +1,8 @@
 r"""Decides, call by call, whether a step runs a recording or the programs themselves.
 
-A kind of call runs eagerly until the structure, the number of particles and the critics of its step are settled. Then it is
-recorded. A recording serves calls that look alike. After 1, 2, 4, 8, ... steps, and at least every 1,000, the programs run
-once more without a trace, and what they do is compared with the recording.
+A kind of call runs eagerly until the structure, the number of particles and the critics of its step are settled. Then
+it is recorded. A recording serves calls that look alike. After 1, 2, 4, 8, ... steps, and at least every 1,000, the
+programs run once more without a trace, and what they do is compared with the recording.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pyro
 import torch
 from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_bpq.compiled.backends import compile_graph, missing
 from pyro_bpq.compiled.calls import Call, kind_of, reach
@@ -34,6 +35,8 @@ __all__ = ["CompiledSteps", "Entry", "Outcome", "SiteInfo", "StepSubject"]
 LOG = logging.getLogger("pyro_bpq")
 # Number of eager steps of a kind before it is recorded.
 _EAGER_STEPS = 3
+# Number of kinds of calls that are counted.
+_MOST_KINDS = 256
 # Longest time between two comparisons, in steps.
 _LONGEST = 1000
 
@@ -132,10 +135,15 @@ class Entry:
         """Whether it is compiled, or will not be."""
         return self.thread is None or not self.thread.is_alive()
 
+    @property
+    def holds(self) -> bool:
+        """Whether critics and statistics are where they were."""
+        return all(place.holds() for place in self.recording.inputs.places)
+
     def tensors(self, call: Call) -> list[Tensor] | None:
         """The inputs of a call, without noise and schedules; ``None`` if the recording does not serve it."""
         inputs = self.recording.inputs
-        if call.spec != inputs.call.spec or not all(place.holds() for place in inputs.places):
+        if call.spec != inputs.call.spec or not self.holds:
             return None
         store = dict(pyro.get_param_store().named_parameters())
         if not all(name in store for name in inputs.params):
@@ -178,8 +186,12 @@ class CompiledSteps:
         """Forgets all recordings."""
         self.entries: list[Entry] = []
         self.reasons: list[str] = []
-        self._eager: Call | None = None
-        self._calm = self._made = 0
+        # Number of eager steps of each kind of call, and number of attempts to record.
+        self._seen: dict[int, int] = {}
+        self._made = 0
+        # The float arguments of the last call, by position, and those that have changed.
+        self._floats: dict[int, float] = {}
+        self._varying: set[int] = set()
 
     def take(self, subject: StepSubject, program: Any, number: int) -> Outcome | None:
         """Takes a compiled step; ``None`` if the step has to run eagerly.
@@ -194,8 +206,8 @@ class CompiledSteps:
             self._tell(refusal)
             return None
         if not subject.is_settled(program):
-            self._calm = 0
             return None
+        program = self._with_tensors(program)
         model, guide, args, kwargs = program
         roots = {"model": model, "guide": guide, "args": args, "kwargs": kwargs, "the objective": subject.options()}
         call = reach(roots)
@@ -210,10 +222,27 @@ class CompiledSteps:
         tensors = None if made is None else made.tensors(call)
         return None if made is None or tensors is None else self._run(subject, made, call, tensors, number)
 
+    def _with_tensors(self, program: Any) -> Any:
+        """The program with tensors in place of float arguments that change from step to step."""
+        model, guide, args, kwargs = program
+        leaves, tree = tree_flatten((args, kwargs))
+        floats = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, float)}
+        if not floats:
+            return program
+        self._varying |= {i for i, value in floats.items() if self._floats.get(i, value) != value}
+        self._floats = floats
+        for i in self._varying & floats.keys():
+            leaves[i] = torch.tensor(floats[i], dtype=torch.get_default_dtype())
+        args, kwargs = tree_unflatten(leaves, tree)
+        return model, guide, args, kwargs
+
     def _recorded(self, subject: StepSubject, program: Any, roots: Any, call: Call, number: int) -> Entry | None:
         """A new recording, if it is time for one."""
-        self._calm, self._eager = self._calm + 1 if _are_alike(call, self._eager) else 0, call
-        if self._calm < _EAGER_STEPS:
+        kind = hash((tuple(call.spec), *map(kind_of, call.tensors)))
+        if len(self._seen) >= _MOST_KINDS:
+            self._seen.clear()
+        self._seen[kind] = self._seen.get(kind, 0) + 1
+        if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
             return None
         if self._made >= self.options.max_recordings:
             self._tell(self._too_many(roots))
@@ -223,10 +252,11 @@ class CompiledSteps:
             recording = record(subject, program, reach(roots, explains=True), number)
         except Unrecordable as error:
             self._made += 1
-            self._calm = -(1 << min(self._made, 16))
+            self._seen[kind] = -(1 << min(2 * self._made, 20))
             self._tell(str(error))
             return None
         self._made += 1
+        self.entries = [entry for entry in self.entries if entry.holds]
         entry = Entry(recording, recording.graph)
         entry.seconds[0] = time.perf_counter() - start
         self._compile(entry)
@@ -242,6 +272,7 @@ class CompiledSteps:
 
     def _compile(self, entry: Entry) -> None:
         examples = [entry.recording.inputs.tensors[i] for i in entry.recording.used]
+        examples += entry.recording.constants
         backend, recording = self.options.backend, entry.recording
         lack = missing(backend, examples[0].device if examples else torch.device("cpu"))
         if lack:
@@ -291,10 +322,10 @@ class CompiledSteps:
         if not text:
             return True
         self.entries.remove(entry)
-        self._calm = 0
         warnings.warn(
-            f"A compiled step no longer does what its programs do: {text}. Up to {entry.steps - _before(entry.steps)} of "
-            "the last steps ran the old recording. Hand over what changes between steps as an argument.",
+            f"A compiled step no longer does what its programs do: {text}. Up to "
+            f"{entry.steps - _before(entry.steps)} of the last steps ran the old recording. Hand over what changes "
+            "between steps as an argument.",
             BPQWarning,
             stacklevel=2,
         )
@@ -317,7 +348,7 @@ class CompiledSteps:
             for name, value in inputs.messages:
                 _announce(store[name] if name in inputs.params else value, name=name)
         with torch.no_grad():
-            results = entry.run(*[tensors[i] for i in recording.used])
+            results = entry.run(*[tensors[i] for i in recording.used], *recording.constants)
         entry.steps += 1
         ahead = 1 + len(recording.graded)
         leaves = [tensors[i] for i in recording.graded]
@@ -334,12 +365,6 @@ class CompiledSteps:
 @effectful(type="param")
 def _announce(value: Tensor) -> Tensor:
     return value
-
-
-def _are_alike(one: Call, other: Call | None) -> bool:
-    if other is None or one.spec != other.spec:
-        return False
-    return [*map(kind_of, one.tensors)] == [*map(kind_of, other.tensors)]
 
 
 def _is_due(steps: int) -> bool:

@@ -11,6 +11,7 @@ import linecache
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_bpq.errors import UnsupportedProgramError
 
-__all__ = ["Fingerprint", "Noise", "StepWatch", "Unrecordable"]
+__all__ = ["Fingerprint", "Noise", "StepWatch", "Unrecordable", "refuse_read"]
 
 # Operators that hand numbers to Python, or make tensors whose size depends on them.
 _READS = frozenset(
     f"aten.{name}" for name in "_local_scalar_dense equal is_nonzero masked_select nonzero _unique2 unique_dim".split()
 )
 _FRESH = frozenset({"aten.lift_fresh", "aten.lift_fresh_copy", "aten.lift"})
-_TOLD = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_TOLD = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Folders of code that is not the user's.
 _FOREIGN = ("/torch/", "/pyro/", "/pyro_bpq/", "/contextlib.py", "/functools.py")
 
@@ -97,7 +98,7 @@ class StepWatch(TorchDispatchMode):
     """
 
     def __init__(self, inputs: Sequence[Tensor], first_seed: int, given: Sequence[Tensor] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.noise: list[Noise] = []
         self.drawn: list[Tensor] = []
         self._first_seed, self._given = first_seed, given
@@ -117,7 +118,8 @@ class StepWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket._qualified_op_name.replace("::", ".")
         if name in _READS or _is_masked(name, args):
-            self._refuse_read()
+            refuse_read()
+            return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             found = self._drawn(func, name, args, kwargs)
             if found is not None:
@@ -144,7 +146,8 @@ class StepWatch(TorchDispatchMode):
             return repr(leaf) if isinstance(leaf, _TOLD) else type(leaf).__name__
         if is_fresh:
             # Numbers of Python become tensors here: their values are part of the recording.
-            return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.tolist()}"
+            with torch._C.DisableTorchFunction():
+                return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.tolist()}"
         if leaf not in self._known:
             self._note(leaf)
             self._constants.append(leaf)
@@ -170,28 +173,30 @@ class StepWatch(TorchDispatchMode):
         self._note(drawn)
         return drawn
 
-    def _refuse_read(self) -> None:
-        """Raises if the user's code reads a number of a tensor."""
-        frame: Any = sys._getframe(2)
-        own = False
-        while frame is not None:
-            file = frame.f_code.co_filename.replace("\\", "/")
-            if "/pyro_bpq/" in file and "/compiled/" not in file:
-                own = own or frame.f_code.co_name in _OWN_READS
-                if own:
-                    return
-            if not any(part in file for part in _FOREIGN) and not file.startswith("<"):
-                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-                raise Unrecordable(
-                    f"Python reads a number of a tensor, in {frame.f_code.co_name}: {line!r} "
-                    f"({frame.f_code.co_filename}:{frame.f_lineno})"
-                )
-            frame = frame.f_back
-        raise Unrecordable("Python reads a number of a tensor")
+
+def refuse_read() -> None:
+    """Refuses to record a step in which Python reads a number of a tensor.
+
+    Raises:
+        Unrecordable: Unless this package reads the state of a generator.
+    """
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename.replace("\\", "/")
+        if frame.f_globals.get("__name__", "").startswith("pyro_bpq.") and frame.f_code.co_name in _OWN_READS:
+            return
+        if not any(part in file for part in _FOREIGN) and not file.startswith("<"):
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            raise Unrecordable(
+                f"Python reads a number of a tensor, in {frame.f_code.co_name}: {line!r} "
+                f"({frame.f_code.co_filename}:{frame.f_lineno})"
+            )
+        frame = frame.f_back
+    raise Unrecordable("Python reads a number of a tensor")
 
 
 # Functions of this package that read the state of a generator or draw a seed from one of their own.
-_OWN_READS = frozenset({"_seed", "_has_drawn", "agree_on_draws"})
+_OWN_READS = frozenset({"_seed", "_has_drawn"})
 
 
 def _is_masked(name: str, args: Any) -> bool:

@@ -136,5 +136,5 @@ class Concrete(Estimator):
         return SiteTerm(event_sum(slope * soft, context.cost.dim()))
 
 
-def _soften(perturbed: Tensor, is_binary: bool, temperature: float) -> Tensor:
+def _soften(perturbed: Tensor, is_binary: bool, temperature: float | Tensor) -> Tensor:
     return (perturbed / temperature).sigmoid() if is_binary else (perturbed / temperature).softmax(-1)

@@ -22,8 +22,9 @@ def check_temperature(name: str, temperature: Temperature) -> None:
     Raises:
         OptionError: If it is a number that is not positive.
     """
-    is_number = not callable(temperature) and not isinstance(temperature, Tensor)
-    if is_number and not temperature > 0.0:
+    if isinstance(temperature, Tensor) or callable(temperature):
+        return
+    if not temperature > 0.0:
         raise OptionError(f"{name}(temperature={temperature!r}): write a positive number or a function of the step.")
 
 

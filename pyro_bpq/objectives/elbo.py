@@ -227,12 +227,12 @@ class TraceBackpropQ_ELBO(Objective):
     # What compiled steps ask.
 
     @property
-    def noise(self) -> NoiseSource:  # type: ignore[override]
+    def noise(self) -> NoiseSource:
         """Source of what estimators draw themselves."""
         return self.runner.noise
 
     @property
-    def is_runner_settled(self) -> bool:  # type: ignore[override]
+    def is_runner_settled(self) -> bool:
         """Whether the programs' structure is settled."""
         return self.runner.is_settled
 
@@ -242,7 +242,7 @@ class TraceBackpropQ_ELBO(Objective):
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
-        return {"planner": self.planner, "plan": self.plan, "analytic_kl": self.analytic_kl}
+        return {"planner": self.planner, "graphs": self.runner.structure.known_graphs, "kl": self.analytic_kl}
 
     # Runs.
 
@@ -407,5 +407,6 @@ class TraceBackpropQ_ELBO(Objective):
         return (
             f"num_particles={self.num_particles}, estimator={planner.estimator}, critic={planner.critic}, "
             f"reduction={planner.reduction!r}, lam={self.lam}, gamma={self.gamma}, learner={self.learner}, "
-            f"structure={self.runner.structure.mode!r}, enumeration={self.enumeration!r}"
+            f"structure={self.runner.structure.mode!r}, enumeration={self.enumeration!r}, "
+            f"compile={False if self.compiled is None else self.compiled.options}"
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.layout import Layout
+from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, PlateError
@@ -69,6 +70,7 @@ class TraceBackpropQ_IWAE(Objective):
             user's optimiser trains them.
         lam: Weight of the lambda-return against the critic in targets, in ``[0, 1]``, or a function of the step.
         seed: Seed of the initial weights of critics.
+        compile: As in :class:`TraceBackpropQ_ELBO`.
 
     Attributes:
         info: As in :class:`TraceBackpropQ_ELBO`, where there are critics; ``cost_to_go`` is ``(num_outer, K, plates)``.
@@ -98,6 +100,7 @@ class TraceBackpropQ_IWAE(Objective):
         learner: CriticLearner | None = CriticLearner(),
         lam: float | Callable[[int], float] = 0.97,
         seed: int = 0,
+        compile: bool | Backend | Compile = False,
     ) -> None:
         if num_particles < 1 or num_outer < 1:
             raise OptionError(f"num_particles={num_particles!r}, num_outer={num_outer!r}: write positive numbers.")
@@ -109,7 +112,7 @@ class TraceBackpropQ_IWAE(Objective):
                 f"learner={learner}: critics of a bound learn from their own steps; leave replay and first_order out."
             )
         super().__init__(
-            *(learner, seed, lam, 1.0),
+            *(learner, seed, lam, 1.0, compile),
             num_particles=num_particles * num_outer,
             max_plate_nesting=max_plate_nesting,
             vectorize_particles=vectorize_particles,

@@ -93,8 +93,15 @@ class Objective(ELBO, nn.Module):
 
     # What compiled steps ask of subclasses.
 
-    noise: NoiseSource | None = None
-    is_runner_settled = True
+    @property
+    def noise(self) -> NoiseSource | None:
+        """Source of what estimators draw themselves."""
+        return None
+
+    @property
+    def is_runner_settled(self) -> bool:
+        """Whether the programs' structure is settled."""
+        return True
 
     def refuses_recording(self) -> str:
         """Why the programs are not recorded, as the end of a sentence; empty if they are."""
@@ -286,6 +293,10 @@ class Objective(ELBO, nn.Module):
             if not result.learns:  # what is learned from is finite
                 warn_if_nan(value, "loss")
             return value + (surrogate - surrogate.detach())
+
+    def learn(self) -> None:
+        """Lets critics and statistics learn from the last step."""
+        self.trainer.learn(self)
 
     def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
         """Takes a step, and notes what it teaches.

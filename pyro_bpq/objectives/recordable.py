@@ -4,20 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.compiled.recorder import Place, RecordedResult
-from pyro_bpq.critics.learner import AveragedAdam
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.learner import AveragedAdam, CriticLearner
+from pyro_bpq.objectives.critic_trainer import CriticTrainer
+from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.programs import Program
-from pyro_bpq.rollout.schedule import RecordedStep
+from pyro_bpq.objectives.runner import Mode, NoiseSource
+from pyro_bpq.rollout.schedule import RecordedStep, Schedule
+from pyro_bpq.step.surrogate import Step
 
-if TYPE_CHECKING:
-    from pyro_bpq.objectives.objective import Objective
+__all__ = ["Owner", "Recordable", "add_gradients"]
 
-__all__ = ["Recordable"]
+
+class Owner(Protocol):
+    """The objective, as far as its steps are recorded; see :class:`~pyro_bpq.objectives.objective.Objective`."""
+
+    training: bool
+    critics: CriticBank
+    trainer: CriticTrainer
+    particles: ParticleCount
+    lam: Schedule
+    gamma: Schedule
+    keeps_staged: bool
+
+    @property
+    def learner(self) -> CriticLearner | None:
+        """Options of the critics' optimiser."""
+        ...
+
+    @property
+    def noise(self) -> NoiseSource | None:
+        """Source of what estimators draw themselves."""
+        ...
+
+    @property
+    def is_runner_settled(self) -> bool:
+        """Whether the programs' structure is settled."""
+        ...
+
+    def refuses_recording(self) -> str:
+        """Why the programs are not recorded."""
+        ...
+
+    def recorded_options(self) -> dict[str, Any]:
+        """Further options that a recording depends on."""
+        ...
+
+    def mode_of_steps(self) -> Mode:
+        """What the steps of training are for."""
+        ...
+
+    def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
+        """Takes a step."""
+        ...
+
+    def mark(self) -> Any:
+        """A mark of the present state."""
+        ...
+
+    def go_back(self, mark: Any) -> None:
+        """Goes back to a mark."""
+        ...
+
+    def learn(self) -> None:
+        """Lets critics and statistics learn from the last step."""
+        ...
 
 
 class Recordable:
@@ -27,7 +84,7 @@ class Recordable:
         objective: The objective.
     """
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Owner) -> None:
         self.objective = objective
 
     def __repr__(self) -> str:
@@ -126,14 +183,18 @@ class Recordable:
 
     def learn(self) -> None:
         """Applies what the step taught."""
-        self.objective.trainer.learn(self.objective)
+        self.objective.learn()
 
 
 def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Adds gradients to ``.grad``, as ``backward`` does."""
+    given = set[int]()
     with torch.no_grad():
         for leaf, gradient in zip(leaves, gradients, strict=True):
-            if leaf.grad is None:
-                leaf.grad = gradient
-            else:
+            if leaf.grad is not None:
                 leaf.grad.add_(gradient)
+                continue
+            # Two leaves may not share a gradient, which optimisers write into.
+            is_own = gradient.is_contiguous() and gradient.data_ptr() not in given
+            leaf.grad = gradient if is_own else gradient.clone(memory_format=torch.contiguous_format)
+            given.add(leaf.grad.data_ptr())

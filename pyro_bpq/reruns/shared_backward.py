@@ -74,7 +74,7 @@ def with_gradients(value: Tensor, leaves: Sequence[Tensor], gradients: Sequence[
     """
     if not leaves:
         return value
-    return _Known.apply(value, gradients, 1.0, *leaves)  # type: ignore[no-any-return, no-untyped-call]
+    return _Known.apply(value, gradients, 1.0, *leaves)  # type: ignore[no-untyped-call]
 
 
 class _Known(torch.autograd.Function):

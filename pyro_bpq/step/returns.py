@@ -25,8 +25,8 @@ def lambda_returns(
     groups: Mapping[int, QGroup],
     values: Mapping[int, Tensor],
     ahead: Mapping[int, Tensor],
-    lam: float,
-    gamma: float,
+    lam: float | Tensor,
+    gamma: float | Tensor,
 ) -> dict[int, Tensor]:
     """Targets of all learned Q-nodes.
 
@@ -55,8 +55,8 @@ def _backward(
     groups: Mapping[int, QGroup],
     values: Mapping[int, Tensor],
     ahead: Mapping[int, Tensor],
-    lam: float,
-    gamma: float,
+    lam: float | Tensor,
+    gamma: float | Tensor,
 ) -> dict[int, Tensor]:
     network = layout.network
     assert network is not None
@@ -92,8 +92,8 @@ def _solve(
     groups: Mapping[int, QGroup],
     values: Mapping[int, Tensor],
     ahead: Mapping[int, Tensor],
-    lam: float,
-    gamma: float,
+    lam: float | Tensor,
+    gamma: float | Tensor,
 ) -> dict[int, Tensor]:
     order = layout.rule_order
     size = (len(order), *costs.shape[1:])

@@ -231,7 +231,9 @@ class Signals:
 
     # Targets of the critics.
 
-    def values_and_targets(self, lam: float, gamma: float, slow: bool = False) -> dict[int, tuple[Tensor, Tensor]]:
+    def values_and_targets(
+        self, lam: float | Tensor, gamma: float | Tensor, slow: bool = False
+    ) -> dict[int, tuple[Tensor, Tensor]]:
         """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group.
 
         Args:
@@ -266,7 +268,7 @@ class Signals:
         return values, ahead
 
     def _returns(
-        self, values: Mapping[int, Tensor], ahead: Mapping[int, Tensor], lam: float, gamma: float
+        self, values: Mapping[int, Tensor], ahead: Mapping[int, Tensor], lam: float | Tensor, gamma: float | Tensor
     ) -> dict[int, Tensor]:
         if not values:
             return {}

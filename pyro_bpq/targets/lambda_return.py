@@ -33,8 +33,8 @@ def lambda_return(
     network: BackpropQNetwork,
     q: Mapping[str, Tensor],
     costs: Mapping[str, Tensor],
-    lam: float = 0.9,
-    gamma: float = 1.0,
+    lam: float | Tensor = 0.9,
+    gamma: float | Tensor = 1.0,
     expected: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     r"""Mixes bootstrapped costs-to-go over all horizons, in one backward pass.
@@ -80,14 +80,16 @@ def td_target(
     network: BackpropQNetwork,
     q: Mapping[str, Tensor],
     costs: Mapping[str, Tensor],
-    gamma: float = 1.0,
+    gamma: float | Tensor = 1.0,
     expected: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """One-step target, :func:`lambda_return` with ``lam=0``."""
     return lambda_return(network, q, costs, 0.0, gamma, expected)
 
 
-def monte_carlo_return(network: BackpropQNetwork, costs: Mapping[str, Tensor], gamma: float = 1.0) -> dict[str, Tensor]:
+def monte_carlo_return(
+    network: BackpropQNetwork, costs: Mapping[str, Tensor], gamma: float | Tensor = 1.0
+) -> dict[str, Tensor]:
     """The cost-to-go of this run along the rules, :func:`lambda_return` with ``lam=1`` and no critic."""
     return lambda_return(network, {}, costs, 1.0, gamma)
 
@@ -98,7 +100,7 @@ def lambda_return_solve(
     ahead: Tensor,
     learned: Tensor,
     lam: Tensor,
-    gamma: float,
+    gamma: float | Tensor,
 ) -> Tensor:
     r"""The lambda-returns of Q-nodes with the same plates, by one triangular solve.
 

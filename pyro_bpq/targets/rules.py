@@ -97,7 +97,9 @@ def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor
     return Rules(tuple(blocks), root, subset_sums(immediate, range(len(graph.costs)), like))
 
 
-def solve_rules(rules: Rules, costs: Tensor, mean: Tensor, learned: Tensor, lam: Tensor, gamma: float) -> Tensor:
+def solve_rules(
+    rules: Rules, costs: Tensor, mean: Tensor, learned: Tensor, lam: Tensor, gamma: float | Tensor
+) -> Tensor:
     r"""Computes the lambda-returns of Q-nodes with the same plates.
 
     Args:

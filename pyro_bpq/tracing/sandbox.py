@@ -79,6 +79,11 @@ class LentBuffers(BufferedModules):
         return [pair for pair in pairs if pair[0] is not None]
 
     @property
+    def originals(self) -> list[Tensor]:
+        """The buffers that were lent."""
+        return [buffer for own in self._own.values() for buffer in own.values() if buffer is not None]
+
+    @property
     def fit(self) -> bool:
         """Whether all buffers have the same shapes as before the run."""
         return all(own is not None and lent is not None and own.shape == lent.shape for own, lent in self._pairs())

@@ -1,0 +1,50 @@
+r"""Says in sentences which steps are compiled, and why others are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyro_bpq.compiled.steps import CompiledSteps, Entry
+
+__all__ = ["compile_report"]
+
+
+def compile_report(objective: Any) -> str:
+    """What was recorded and compiled so far, and what runs eagerly and why.
+
+    Args:
+        objective: An objective, such as :class:`~pyro_bpq.TraceBackpropQ_ELBO`.
+
+    Returns:
+        Sentences, one a line.
+    """
+    steps: CompiledSteps | None = objective.compiled
+    if steps is None:
+        return "Steps run eagerly: write compile=True to record and compile them."
+    lines = [_of_entry(entry) for entry in steps.entries]
+    lines += [f"Some steps run eagerly, because {reason}." for reason in steps.reasons]
+    if not lines:
+        return (
+            "Nothing is recorded yet: the first steps run eagerly, until structure, particles and critics are settled."
+        )
+    return "\n".join(lines)
+
+
+def _of_entry(entry: Entry) -> str:
+    recording, (record, compile_) = entry.recording, entry.seconds
+    arguments = [str(tuple(kind[0])) for kind in recording.inputs.kinds[: len(recording.inputs.call.tensors)]]
+    text = (
+        f"Recorded: {recording.num_operators} operators, {len(recording.used) + len(recording.constants)} input "
+        f"tensors, {len(recording.graded)} gradients, in {record:.1f} s"
+    )
+    if entry.note:
+        text += f"; {entry.note}"
+    elif not entry.is_ready:
+        text += "; being compiled, steps run eagerly meanwhile"
+    elif compile_:
+        text += f"; compiled in {compile_:.1f} s"
+    text += f"; {entry.steps} steps taken."
+    if arguments:
+        shown = ", ".join(arguments[:6]) + (", ..." if len(arguments) > 6 else "")
+        text += f" It serves tensors of the shapes {shown}."
+    return text
