@@ -8,7 +8,7 @@ A step is ``SVI.step`` with Pyro's Adam. The ways take turns within one process,
 - on the chain ``by hand``: a plain torch loop of the score function with Adam, compiled by ``torch.compile``, and ours
   with the same estimator.
 
-Milliseconds are the median of CPU time, with one thread. Seconds to make are wall-clock time of the first compiled step.
+Milliseconds are the median of CPU time, with one thread. Seconds to make are wall-clock time to record and compile.
 
     python benchmarks/compiled.py [--full] [--only BEGINNING] [--output DIRECTORY]
 """

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from pyro_bpq.compiled.calls import Call, Kind, kind_of
 from pyro_bpq.compiled.indexing import RecordedIndexing
 from pyro_bpq.compiled.sandbox import untraced
-from pyro_bpq.compiled.watch import Fingerprint, Noise, StepWatch, Unrecordable
+from pyro_bpq.compiled.watch import Fingerprint, Noise, NotYet, StepWatch, Unrecordable
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep, scheduled
 from pyro_bpq.tracing.sandbox import LentBuffers
@@ -179,7 +179,7 @@ def record(subject: Subject, program: Any, call: Call, number: int) -> Recording
         return _recorded(subject, program, call, number)
     except Unrecordable as error:
         # Pyro adds the shapes of the sites to the errors of a program.
-        raise Unrecordable(_first_line(error)) from error
+        raise type(error)(_first_line(error)) from error
 
 
 def _recorded(subject: Subject, program: Any, call: Call, number: int) -> Recording:
@@ -238,7 +238,7 @@ def _look(subject: Subject, program: Any, call: Call, number: int) -> Inputs:
         subject.learn()
     now = subject.places()
     if len(now) != len(places) or any(a.value is not b.value for a, b in zip(now, places, strict=True)):
-        raise Unrecordable("its critics are not built yet")
+        raise NotYet("its critics are not built yet")
     store = dict(pyro.get_param_store().named_parameters())
     announced = {name: site["value"] for name, site in messages.trace.nodes.items() if site["type"] == "param"}
     params = tuple(name for name in announced if name in store)

@@ -12,7 +12,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_bpq.compiled.watch import Unrecordable
+from pyro_bpq.compiled.watch import NotYet, Unrecordable
 from pyro_bpq.tracing.draws import Draws
 
 __all__ = ["Marked", "untraced"]
@@ -67,4 +67,4 @@ def untraced(subject: Marked, tensors: Sequence[Tensor]) -> Iterator[None]:
     if moved:
         raise Unrecordable("it draws from random or numpy.random, whose numbers a recording would freeze")
     if created:
-        raise Unrecordable(f"it makes parameters: {', '.join(sorted(created))}")
+        raise NotYet(f"it makes parameters: {', '.join(sorted(created))}")

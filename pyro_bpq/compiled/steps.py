@@ -26,7 +26,7 @@ from pyro_bpq.compiled.backends import compile_graph, missing
 from pyro_bpq.compiled.calls import Call, kind_of, reach
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.compiled.recorder import Recording, Subject, fingerprint, record
-from pyro_bpq.compiled.watch import Unrecordable
+from pyro_bpq.compiled.watch import NotYet, Unrecordable
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.rollout.schedule import scheduled
 
@@ -250,6 +250,9 @@ class CompiledSteps:
         start = time.perf_counter()
         try:
             recording = record(subject, program, reach(roots, explains=True), number)
+        except NotYet:
+            self._seen[kind] = 0
+            return None
         except Unrecordable as error:
             self._made += 1
             self._seen[kind] = -(1 << min(2 * self._made, 20))

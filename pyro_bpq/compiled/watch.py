@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_bpq.errors import UnsupportedProgramError
 
-__all__ = ["Fingerprint", "Noise", "StepWatch", "Unrecordable", "refuse_read"]
+__all__ = ["Fingerprint", "Noise", "NotYet", "StepWatch", "Unrecordable", "refuse_read"]
 
 # Operators that hand numbers to Python, or make tensors whose size depends on them.
 _READS = frozenset(
@@ -36,6 +36,10 @@ _FOREIGN = ("/torch/", "/pyro/", "/pyro_bpq/", "/contextlib.py", "/functools.py"
 
 class Unrecordable(UnsupportedProgramError):
     """A step cannot be recorded; the text is the end of a sentence that says why."""
+
+
+class NotYet(Unrecordable):
+    """A step cannot be recorded because its first eager step is still to come."""
 
 
 @dataclass(frozen=True)
