@@ -1,5 +1,6 @@
 """Backprop-Q for Pyro: train models with discrete latent variables by swapping one line."""
 
+from pyro_bpq.critics.attention import AttentionCritic as AttentionCritic
 from pyro_bpq.critics.context import ContextCritic as ContextCritic
 from pyro_bpq.critics.joint import FirstOrderCritic as FirstOrderCritic
 from pyro_bpq.critics.joint import FlipCritic as FlipCritic
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActorCriticSVI",
     "AllAction",
+    "AttentionCritic",
     "BackpropQNetwork",
     "ContextCritic",
     "CostCounter",
