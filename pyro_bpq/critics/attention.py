@@ -4,7 +4,7 @@ The other critics see the latest members of each kind as they are and the rest a
 states. This one sees every member ``v_j`` by itself, with weights that do not depend on how many there are. For the
 ``j``-th latest member of its kind (a class of like-shaped sites)
 
-    h_j = silu(W v_j + R r_j + b),   r_j = (log(1 + j), 1 / (1 + j))
+    h_j = silu(W v_j + R r_j + b),   r_j = (log(1 + j), 1 / (1 + j), cos and sin of 2π j / 3, ..., 2π j / 48)
     o_i = Σ_j softmax_j(q_i · K_i h_j / √d) U_i h_j                                  for every head i
     Q   = perceptron(context, o, Σ_j h_j / √n)
 
@@ -33,8 +33,9 @@ from pyro_bpq.errors import OptionError
 
 __all__ = ["AttentionCritic", "MemberCritic", "Members"]
 
-# Number of features of a member's place, ``r_j``.
-_PLACE = 2
+# Wavelengths of a member's place, in members, and number of features of a place ``r_j``.
+_WAVES = (3.0, 6.0, 12.0, 24.0, 48.0)
+_PLACE = 2 + 2 * len(_WAVES)
 
 
 class Members(NamedTuple):
@@ -151,6 +152,8 @@ class _Attention(nn.Module):
     def _embedded(self, k: int, values: Tensor) -> Tensor:
         """The features ``h_j`` of the members of a kind, ``(G, N, W, width)``."""
         at = torch.arange(values.shape[2], device=values.device, dtype=values.dtype)
-        place = torch.stack((torch.log1p(at), 1.0 / (1.0 + at)), -1).expand(*values.shape[:3], _PLACE)
+        angles = [2.0 * math.pi * at / wave for wave in _WAVES]
+        waves = [wave for angle in angles for wave in (angle.cos(), angle.sin())]
+        place = torch.stack([torch.log1p(at), 1.0 / (1.0 + at), *waves], -1).expand(*values.shape[:3], _PLACE)
         joined = torch.cat((values, place), -1).flatten(1, 2)
         return silu(torch.baddbmm(self.biases[k], joined, self.embeddings[k])).unflatten(1, values.shape[1:3])

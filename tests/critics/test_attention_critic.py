@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pyro
@@ -75,9 +76,14 @@ def test_attention_by_hand() -> None:
     values, context = [0.3, -0.8], 0.4
     given = Members((torch.tensor(values).reshape(1, 1, 2, 1),), (torch.ones(1, 2, dtype=torch.bool),))
     found = float(module(torch.tensor([[[context]]]), None, given).detach())
-    (w, r1, r2), (b,) = weights["embeddings.0"], weights["biases.0"]
-    raw = [w * v + r1 * torch.tensor(1.0 + j).log() + r2 / (1 + j) + b for j, v in enumerate(values)]
-    hidden = [x / (1.0 + (-x).exp()) for x in raw]
+    (w, *r), (b,) = weights["embeddings.0"], weights["biases.0"]
+
+    def place(j: int) -> list[float]:
+        angles = [2.0 * math.pi * j / wave for wave in (3, 6, 12, 24, 48)]
+        return [math.log(1 + j), 1 / (1 + j), *(part for a in angles for part in (math.cos(a), math.sin(a)))]
+
+    raw = [w * v + sum(x * y for x, y in zip(r, place(j), strict=True)) + b for j, v in enumerate(values)]
+    hidden = [torch.tensor(x / (1.0 + math.exp(-x))) for x in raw]
     query = context * weights["query"][0] + weights["query_bias"][0]
     score = torch.stack([query * weights["keys"][0] * h for h in hidden]).softmax(0)
     pooled = sum(a * weights["values"][0] * h for a, h in zip(score, hidden, strict=True))
