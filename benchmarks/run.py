@@ -12,6 +12,7 @@ SCRIPTS = (
     "chains.py",
     "dags.py",
     "convergence.py",
+    "theorem2.py",
     "networks.py",
     "scaling.py",
     "overhead.py",

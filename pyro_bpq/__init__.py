@@ -2,6 +2,7 @@
 
 from pyro_bpq.compiled.options import Compile as Compile
 from pyro_bpq.compiled.report import compile_report as compile_report
+from pyro_bpq.critics.attention import AttentionCritic as AttentionCritic
 from pyro_bpq.critics.context import ContextCritic as ContextCritic
 from pyro_bpq.critics.joint import FirstOrderCritic as FirstOrderCritic
 from pyro_bpq.critics.joint import FlipCritic as FlipCritic
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActorCriticSVI",
     "AllAction",
+    "AttentionCritic",
     "BackpropQNetwork",
     "Compile",
     "ContextCritic",

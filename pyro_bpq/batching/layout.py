@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.kinds import Known, Relation
+from pyro_bpq.critics.attention import MemberCritic
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.graph.bitsets import highest, ones
@@ -230,7 +231,7 @@ class Layout:
         specs: Spec of every stochastic node.
         tabled: For each site, the immediate costs that are known at every value of the site.
         window: Number of most recent scope members per class that a critic sees as separate features; it sees the rest
-            as one sum. Critics that look up joint states see all members.
+            as one sum. Critics that look up joint states or attend to members see all members.
         cuts_plates: Whether a row of a plate at one site can only affect the same row at other sites in the plate.
             This is never assumed for a site or cost that is reached through a node outside of the plate.
         is_steered: Whether sampled values may steer the program. The values sampled before a site must then determine
@@ -403,8 +404,8 @@ class Layout:
         is_shared = self.specs[node.site].share is not None
         others = self._others(node)
         members = sorted((others & mask & -(others & mask), c) for c, mask in enumerate(self._masks) if others & mask)
-        # A shared critic sees windows of the same size at all its sites.
-        full = self._window(node.site) + 1
+        # A shared critic sees windows of the same size at all its sites; attention does not mind how many there are.
+        full = 0 if isinstance(self.specs[node.site].critic, MemberCritic) else self._window(node.site) + 1
         counts = [min((others & self._masks[c]).bit_count(), full) for _, c in members]
         return tuple((c, full if is_shared else count) for (_, c), count in zip(members, counts, strict=True))
 
@@ -412,8 +413,8 @@ class Layout:
         """The largest number of members of a class that the site's critic sees as separate features."""
         critic, is_shared = self.specs[site].critic, self.specs[site].share is not None
         # A shared critic needs inputs of one size, however long the scope is.
-        sees_all = critic is not None and critic.uses_cells and not (is_shared and self.is_steered)
-        return max(len(self.graph.nodes), 1) if sees_all else self.window
+        is_table = critic is not None and critic.uses_cells and not (is_shared and self.is_steered)
+        return max(len(self.graph.nodes), 1) if is_table or isinstance(critic, MemberCritic) else self.window
 
     def members(self, node: QNode) -> tuple[tuple[str, ...], int]:
         """The scope members that a Q-node's critic sees as separate features, and how many more it sees as a sum."""
@@ -476,9 +477,10 @@ class Layout:
         return self._rules[key]
 
     def num_features(self, group: QGroup) -> int:
-        """Number of context features of the critics of a group."""
+        """Number of context features of the critics of a group, without members that they read by themselves."""
         cls = self.classes[group.c]
-        total = sum(plan.slots * self.classes[plan.source].width for plan in group.contexts)
+        contexts = () if isinstance(cls.spec.critic, MemberCritic) else group.contexts
+        total = sum(plan.slots * self.classes[plan.source].width for plan in contexts)
         if cls.spec.has_params and cls.spec.components is not None:
             total += cls.width
         elif cls.spec.has_params and cls.spec.has_moments:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -49,6 +49,10 @@ class SiteValue(NamedTuple):
     chosen: Tensor | None = None
     probs: Tensor | None = None
     powers: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> SiteValue:
+        """Changes every tensor."""
+        return SiteValue(*(None if part is None else change(part) for part in self))
 
 
 class JointOutput(NamedTuple):

@@ -48,6 +48,8 @@ class CriticShape:
         cardinality: Values ``K`` of a component.
         cells: Number of joint states of the rest of the scope, 0 if it is not finite.
         context: Number of features that the user supplies; they are the last features.
+        members: Width of an encoded scope member of each kind, for critics that read members by themselves
+            (:class:`~pyro_bpq.critics.attention.MemberCritic`); ``features`` then leaves them out.
     """
 
     sites: int
@@ -56,6 +58,7 @@ class CriticShape:
     cardinality: int
     cells: int = 0
     context: int = 0
+    members: tuple[int, ...] = ()
 
     @property
     def outputs(self) -> int:

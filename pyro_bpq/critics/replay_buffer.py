@@ -48,6 +48,11 @@ class Replay:
         capacity: Number of kept rollouts, the most recent ones; a rollout is all particles of a step.
         batch_size: Number of rollouts of an update.
         updates_per_step: Number of updates after each training step; with 0 only ``elbo.replay(...)`` makes updates.
+        draws: Number ``n`` of times that an update redraws the rest of each rollout. The loss is then
+
+                1/n Σ_i (target(x, a, rest_i) - Q_X(x, a))²
+
+            Each draw runs guide and model again. An update that redraws nothing runs them once.
         coparents: Treatment of the other parents of the children of ``X``. ``"redrawn"``: drawn from the current
             guide. ``"expected"``: summed over; they must be finite and in no plate that ``X`` is outside of.
             ``"stored"``: kept at their stored values, the paper's form. These come from an older guide, so the critic
@@ -63,7 +68,7 @@ class Replay:
         OptionError: If an option is out of range.
 
     References:
-        | Backprop-Q (Xu et al., 2018), Sec. 4.1
+        | Backprop-Q (Xu et al., 2018), Sec. 4.1; several draws: Appendix, Cases for Experience Replay, Eq. 15
     """
 
     capacity: int = 256
@@ -72,9 +77,11 @@ class Replay:
     coparents: str = "redrawn"
     costs: str = "called"
     max_assignments: int = 64
+    draws: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("capacity", 1), ("batch_size", 1), ("updates_per_step", 0), ("max_assignments", 1)):
+        least_of = {"capacity": 1, "batch_size": 1, "updates_per_step": 0, "max_assignments": 1, "draws": 1}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise OptionError(f"Replay({name}={value!r}): write a whole number of at least {least}.")

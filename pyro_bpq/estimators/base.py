@@ -110,6 +110,13 @@ class SiteProgram(Protocol):
         """Values ``(G, M, plates, event)`` from the indices ``(G, M, plates, D)`` of finite components."""
         ...
 
+    def mean_field(self) -> SiteProgram:
+        """The same program, in which sites downstream take the means of their distributions: a mean-field pass.
+
+        Bernoulli, one-hot and reparameterised sites have such a mean. Others are drawn afresh.
+        """
+        ...
+
     def held(self, value: Tensor) -> SiteProgram:
         """The same program, in which sites downstream keep the values that they take in a run at ``value``.
 

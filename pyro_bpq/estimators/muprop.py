@@ -24,14 +24,21 @@ class MuProp(Estimator):
 
         g_X = (f(x) - f(μ) - f'(μ)·(x - μ) - b) ∇ log q(x) + f'(μ)·∇μ
 
-    ``f`` is the cost-to-go in nats and ``μ`` is the mean of the site. The extra run sets the site to its mean and draws
-    sites downstream afresh. Unbiased, even if costs are not differentiable in the value (``f' = 0``) or not finite
-    at the mean (then ``f(μ) = 0``). It needs one more run of guide and model, with a backward pass, for every site
-    and particle. For Bernoulli and OneHotCategorical, also in ``to_event``. Programs that turn the value into an
-    integer see the mean rounded down.
+    ``f`` is the cost-to-go in nats and ``μ`` is the mean of the site. The extra run sets the site to its mean. By
+    default it draws sites downstream afresh, so ``f(μ)`` and ``f'(μ)`` carry the noise of these draws. The papers take
+    a mean-field pass: with ``mean_field=True`` each site downstream takes its mean given those before it, and the slope
+    goes through these means. That has no noise, but it expands another program than the one that is sampled. Without
+    sites downstream both are the same.
+
+    Unbiased in both forms, even if costs are not differentiable in the value (``f' = 0``) or not finite at the mean
+    (then ``f(μ) = 0``). It needs one more run of guide and model, with a backward pass, for every site and particle.
+    For Bernoulli and OneHotCategorical, also in ``to_event``. Programs that turn the value into an integer see the mean
+    rounded down.
 
     Args:
         baseline: Baseline ``b`` of the residual: ``None``, :class:`LeaveOneOut` or :class:`RunningBaseline`.
+        mean_field: Whether Bernoulli, one-hot and reparameterised sites downstream take their means in the extra run
+            instead of being drawn afresh.
 
     Raises:
         OptionError: If an option is out of range.
@@ -42,6 +49,7 @@ class MuProp(Estimator):
     """
 
     baseline: Baseline | None = None
+    mean_field: bool = False
 
     is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
@@ -65,7 +73,8 @@ class MuProp(Estimator):
         mean, ndim = mean_value(context), context.cost.dim()
         statistics: Mapping[str, Tensor] = {}
         with torch.no_grad():
-            level, slope = context.program.gradient(mean.detach())
+            program = context.program.mean_field() if self.mean_field else context.program
+            level, slope = program.gradient(mean.detach())
             level, slope = (torch.where(t.isfinite(), t, torch.zeros_like(t)) for t in (level, slope))
             residual = context.cost - level - event_sum(slope * (context.program.value - mean), ndim)
             if self.baseline is not None:

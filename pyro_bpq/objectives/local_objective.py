@@ -7,8 +7,9 @@ value of a finite site. The local objective replaces ``log q`` by the ratio to t
     L(θ) = Σ_sites Σ_k W_k ρ_k + KL(q_θ || q_0),   ρ_k = q_θ(k) / q_0(k),   W_k = ∂S / ∂log q(k),
 
 whose gradient at ``q_0`` is the step's own. The divergence stands for the costs ``log q`` of the guide's own sites,
-which change with the guide; a site whose ``log q`` is no cost goes without. Of one site whose ``W`` are exact, ``L`` is
-the loss itself up to a constant. Only the guide runs again, with all sites held.
+which change with the guide; a site whose ``log q`` is no cost goes without. Backprop-Q's objective has costs that do
+not change with the guide, and therefore no divergence. Both have the same gradient at ``q_0``. Of one site whose ``W``
+are exact, ``L`` is the loss itself up to a constant. Only the guide runs again, with all sites held.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ class Nearby:
     Args:
         log_q: By rollout and class of sites, as :attr:`SiteBatch.log_q`.
         kl: ``KL(q_0 || q_θ)`` of each site in nats, summed over plates, mean over particles.
+        reverse_kl: ``KL(q_θ || q_0)`` of each site, likewise. Its parents have the values of the rollout.
         penalty: ``KL(q_θ || q_0)`` of all sites whose ``log q`` is a cost, scaled and masked as that, by particle.
     """
 
     log_q: tuple[dict[int, Tensor], ...]
     kl: dict[str, Tensor]
+    reverse_kl: dict[str, Tensor]
     penalty: Tensor
 
     @property
     def total_kl(self) -> Tensor:
-        """Sum over sites, in nats."""
+        """Sum of ``kl`` over sites, in nats."""
         return torch.stack(list(self.kl.values())).sum() if self.kl else torch.zeros(())
 
 
@@ -98,7 +101,8 @@ class LocalObjective:
 
     def nearby(self) -> Nearby:
         """Runs the guide again with its present parameters and all sites held."""
-        tables, kl, penalties = [], dict[str, Tensor](), []
+        tables, penalties = [], []
+        kl, reverse = dict[str, Tensor](), dict[str, Tensor]()
         for staged, old, frozen in zip(self.items, self.old, self.frozen, strict=True):
             runs = [_held_run(t.run, t.subsamples, p) for t, p in zip(staged.traced, staged.programs, strict=True)]
             rollout = replace(staged.signals.rollout, runs=tuple(runs))
@@ -109,33 +113,37 @@ class LocalObjective:
             finite = {c for c, new in tables[-1].items() if new.dim() == len(rollout.batch_shape(())) + 3}
             for c in finite:
                 new, before = tables[-1][c], old[c]
-                terms = (before.exp() * (before - new)).flatten(1).sum(1)
-                for name, term in zip(classes[c].names, terms.unbind(0), strict=True):
-                    kl[name] = kl.get(name, 0.0) + term / self.num_particles
+                forward, backward = before.exp() * (before - new), new.exp() * (new - before)
+                for total, table in ((kl, forward), (reverse, backward)):
+                    for name, term in zip(classes[c].names, table.flatten(1).sum(1).unbind(0), strict=True):
+                        total[name] = total.get(name, 0.0) + term / self.num_particles
                 taxed = torch.tensor([name not in free for name in classes[c].names], dtype=new.dtype).to(new.device)
-                penalty = penalty + taxed @ _by_particle(batches[c].weighted(new.exp() * (new - before)))
+                penalty = penalty + taxed @ _by_particle(batches[c].weighted(backward))
             for c, cls in enumerate(classes):
                 for name in cls.names if c not in finite else ():
                     pairs = {id(r): _divergences(f[name], r.sites[name]) for r, f in zip(runs, frozen, strict=True)}
-                    for forward, _ in pairs.values():
-                        kl[name] = kl.get(name, 0.0) + forward.sum() / self.num_particles
+                    for pair in pairs.values():
+                        for total, part in zip((kl, reverse), pair, strict=True):
+                            total[name] = total.get(name, 0.0) + part.sum() / self.num_particles
                     if name not in free:
                         pick = functools.partial(_backward, pairs)
                         penalty = penalty + _by_particle(rollout.stack(pick, (name,), cls.spec.plates))[0]
             penalties.append(penalty)
-        return Nearby(tuple(tables), kl, torch.cat(penalties))
+        return Nearby(tuple(tables), kl, reverse, torch.cat(penalties))
 
-    def value(self, nearby: Nearby, clip: float | None = None) -> Tensor:
+    def value(self, nearby: Nearby, clip: float | None = None, penalty: bool = True) -> Tensor:
         r"""The local objective of each particle, ``(M,)``, in nats.
 
-            Σ W ρ + KL,   or   Σ max(W ρ, W clip(ρ, 1 - ε, 1 + ε)) + KL
+            Σ W ρ + KL,   or   Σ max(W ρ, W clip(ρ, 1 - ε, 1 + ε)) + KL,   KL = KL(q_θ || q_0) where log q is a cost
 
         Args:
             nearby: The guide's sites under its present parameters.
             clip: ``ε``, or ``None`` for no clipping.
+            penalty: Whether to add the divergence. Without it this is the objective of Backprop-Q.
 
         References:
             | Proximal policy optimization algorithms (Schulman et al., 2017), the clipped surrogate objective
+            | Backprop-Q (Xu et al., 2018), Appendix, Details for Controlled Policy Optimization, Eq. 16 and 17
         """
         totals = []
         for staged, signals, old, new in zip(self.items, self.signals, self.old, nearby.log_q, strict=True):
@@ -148,7 +156,7 @@ class LocalObjective:
                     term = torch.maximum(term, signal * ratio.clamp(1.0 - clip, 1.0 + clip))
                 total = total + _by_particle(term).sum(0)
             totals.append(total)
-        return torch.cat(totals) + nearby.penalty
+        return torch.cat(totals) + nearby.penalty if penalty else torch.cat(totals)
 
 
 def _check(items: Sequence[Staged]) -> None:
@@ -196,7 +204,7 @@ def _without_cost(staged: Staged) -> frozenset[str]:
 
 
 def _divergences(old: Any, record: SiteRecord) -> tuple[Tensor, Tensor]:
-    """``KL(q_0 || q_θ)`` and the scaled and masked ``KL(q_θ || q_0)`` of each row.
+    """``KL(q_0 || q_θ)`` and ``KL(q_θ || q_0)`` of each row.
 
     Analytic where they are registered, else from the sample.
     """
@@ -207,11 +215,11 @@ def _divergences(old: Any, record: SiteRecord) -> tuple[Tensor, Tensor]:
         log_ratio = record.fn.log_prob(record.value) - old.log_prob(record.value)
         ratio = log_ratio.exp()
         forward, backward = ratio - 1.0 - log_ratio, ratio * log_ratio - ratio + 1.0
-    return forward, scale_and_mask(backward, record.scale, record.mask)
+    return forward, backward
 
 
 def _backward(pairs: Mapping[int, tuple[Tensor, Tensor]], run: Run, name: str) -> Tensor:
-    return pairs[id(run)][1]
+    return scale_and_mask(pairs[id(run)][1], run.sites[name].scale, run.sites[name].mask)
 
 
 def _by_particle(tensor: Tensor) -> Tensor:

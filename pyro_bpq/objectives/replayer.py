@@ -120,10 +120,10 @@ class Replayer:
         losses = []
         for stored in self.buffer.draw(self.replay.batch_size, generator):
             candidates = [site for site in learned_sites(stored.network) if sites is None or site in sites]
-            first, second = torch.randint(1 << 31, (2,), generator=generator, device="cpu").tolist()
+            first, *seeds = torch.randint(1 << 31, (1 + self.replay.draws,), generator=generator, device="cpu").tolist()
             if not candidates:
                 continue
-            losses += self._loss(host, stored, candidates[first % len(candidates)], sites, second)
+            losses += self._mean_loss(host, stored, candidates[first % len(candidates)], sites, seeds)
         self._state = generator.get_state()
         if not losses:
             return {}
@@ -151,6 +151,27 @@ class Replayer:
         self.buffer = ReplayBuffer(self.replay.capacity)
         self._state = state["generator"].clone()
         self.slow_guide = {name: value.clone() for name, value in state["slow_guide"].items()}
+
+    def _mean_loss(
+        self, host: Host, stored: StoredRollout, site: str, sites: Collection[str] | None, seeds: Sequence[int]
+    ) -> list[Tensor]:
+        """The mean loss over several draws of what an update redraws; empty if the rollout cannot be replayed."""
+        if not self._redraws(stored, site):
+            seeds = seeds[:1]
+        losses: list[Tensor] = []
+        for seed in seeds:
+            loss = self._loss(host, stored, site, sites, seed)
+            if not loss:
+                return []
+            losses += loss
+        return losses if len(losses) == 1 else [torch.stack(losses).mean()]
+
+    def _redraws(self, stored: StoredRollout, site: str) -> bool:
+        """Whether an update of a site's critics draws anything; else all draws would be alike."""
+        if stored.plan is None:
+            held = held_sites(stored.network, site, self.replay.coparents)
+            return stored.is_steered or not held.issuperset(stored.network.graph.index)
+        return bool({node.name for node in stored.network.q_nodes(site)} & stored.plan.redrawn)
 
     def _loss(
         self, host: Host, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
@@ -205,7 +226,7 @@ class Replayer:
         """The loss of a rollout whose costs are not called again; all Q-nodes that learn by holding do so at once."""
         network, learning = stored.network, host.learning()
         own = {node.name for node in network.q_nodes(site)}
-        whole = not own & plan.redrawn
+        whole = not self._redraws(stored, site)
         held = known_sites(network, site)
         values = stored.values if whole else [_kept(each, stored, held) for each in stored.values]
         staged = self._rerun(host, stored, values, seed)

@@ -65,13 +65,16 @@ class Reruns:
     def __repr__(self) -> str:
         return f"Reruns({len(self.programs)} programs, {self.num_runs} runs so far)"
 
-    def __call__(self, name: str, value: Tensor, held: tuple[Run, ...] | None = None) -> tuple[Run, ...]:
+    def __call__(
+        self, name: str, value: Tensor, held: tuple[Run, ...] | None = None, means: bool = False
+    ) -> tuple[Run, ...]:
         """Runs the program once more per run of the step.
 
         Args:
             name: The site.
             value: Its value ``(M, plate dims, event)``. If it requires a gradient, the costs have one to it.
             held: Runs that give the sites downstream their values. ``None`` draws these sites afresh.
+            means: Whether sites downstream that are not held take their means instead, where they have one.
 
         Returns:
             The runs.
@@ -84,11 +87,13 @@ class Reruns:
         with torch.set_grad_enabled(value.requires_grad):
             values = value.split(1) if len(self.traced) > 1 else (value,)
         return tuple(
-            self._run(name, values[i], fresh, None if held is None else held[i], *pair)
+            self._run(name, values[i], fresh, None if held is None else held[i], means, *pair)
             for i, pair in enumerate(zip(self.programs, self.traced, strict=True))
         )
 
-    def _run(self, name: str, value: Tensor, fresh: set[str], held: Run | None, program: Any, traced: TracedRun) -> Run:
+    def _run(
+        self, name: str, value: Tensor, fresh: set[str], held: Run | None, means: bool, program: Any, traced: TracedRun
+    ) -> Run:
         model, _, args, kwargs = program
         sites = traced.run.sites
         values: dict[str, Any] = {site: record.value.detach() for site, record in sites.items() if site not in fresh}
@@ -108,7 +113,7 @@ class Reruns:
             pyro.validation_enabled(False),
             torch.set_grad_enabled(value.requires_grad),
         ):
-            put = Substitute(values, relaxed)
+            put = Substitute(values, relaxed, frozenset(fresh - {name}) if means else frozenset())
             if len(fresh) == 1 and self._is_last(name, traced):
                 again = _model_run(name, values[name], poutine.trace(put(model)).get_trace(*args, **kwargs), traced)
             else:

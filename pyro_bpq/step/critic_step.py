@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_bpq.batching.layout import Layout, QGroup
 from pyro_bpq.batching.site_batch import SiteBatch
+from pyro_bpq.critics.attention import MemberCritic, Members
 from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue
 from pyro_bpq.critics.nets import Critic, CriticShape
@@ -159,6 +160,9 @@ def evaluate_critics(
         cells=layout.cells(group) if spec.critic is not None and spec.critic.uses_cells else 0,
         context=spec.context,
     )
+    reads_members = isinstance(spec.critic, MemberCritic)
+    if reads_members:
+        shape = replace(shape, members=tuple(batches[plan.source].cls.width for plan in group.contexts))
     kind, keys = _kind(spec.critic, shape), _keys(group, spec.share)
     selection = bank.select(kind, keys, _builder(spec.critic, shape, bank, batch.like) if build else None)
     if selection is None and layout.is_steered:
@@ -176,7 +180,8 @@ def evaluate_critics(
         packed = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site, slow))
         expected, table, unit, joint = _joint(layout, group, batch, selection, packed)
         return CriticBatch(group, kind, keys, selection, expected, table, unit, writes, joint)
-    output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, None, slow))
+    more = _members(group, batches) if reads_members else None
+    output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, more, slow))
     if output.shape != (len(nodes), context.shape[1], shape.outputs):
         raise CriticShapeError(
             f"The critic {spec.critic} of sites {[n.site for n in nodes]} returned shape "
@@ -344,7 +349,7 @@ def _keys(group: QGroup, share: str | None) -> tuple[str, ...]:
 
 def _kind(critic: Critic | None, shape: CriticShape) -> str:
     # torch.compile does not find a formatted string in a dict.
-    sizes = (shape.features, shape.components, shape.cardinality, shape.cells)
+    sizes = (shape.features, shape.components, shape.cardinality, shape.cells, *shape.members)
     return " ".join(("critic", repr(critic), *map(str, sizes)))
 
 
@@ -376,7 +381,7 @@ def _forward(
     at: Tensor | None,
     context: Tensor,
     cells: Tensor | None,
-    site: SiteValue | None = None,
+    more: SiteValue | Members | None = None,
     slow: bool = False,
 ) -> Tensor:
     critic, weights = (block.slow, block.slow_weights()) if slow else (block.critic, block.weights())
@@ -385,10 +390,10 @@ def _forward(
     dtype, own = context.dtype, next((w.dtype for w in weights.values() if w.is_floating_point()), context.dtype)
     if at is not None:
         context, cells = context[at], None if cells is None else cells[at]
-        site = None if site is None else SiteValue(*(None if part is None else part[at] for part in site))
-    if own != dtype and site is not None:
-        site = SiteValue(*(part.to(own) if part is not None and part.is_floating_point() else part for part in site))
-    given = (context.to(own), cells) if site is None else (context.to(own), cells, site)
+        more = None if more is None else more.map(lambda part: part[at])
+    if own != dtype and more is not None:
+        more = more.map(lambda part: part.to(own) if part.is_floating_point() else part)
+    given = (context.to(own), cells) if more is None else (context.to(own), cells, more)
     if rows is None:
         output: Tensor = critic(*given)
     else:
@@ -408,12 +413,10 @@ def _context(layout: Layout, group: QGroup, batches: Sequence[SiteBatch]) -> Ten
     batch, queries = batches[group.c], len(group.nodes)
     lead = (queries, *batch.batch_shape)
     parts = []
-    for k, plan in enumerate(group.contexts):
+    for k, plan in enumerate(() if isinstance(batch.cls.spec.critic, MemberCritic) else group.contexts):
         source = batches[plan.source]
         values = _pool(source.encoded, source, batch)
-        padded = torch.cat((values, torch.zeros_like(values[:1])))
-        window = group.constant(("window", k), plan.window, values.device, torch.long)
-        parts += [padded[window[:, w]].expand(*lead, -1) for w in range(window.shape[1])]
+        parts += _windowed(group, k, values, lead)
         if plan.rest is not None:
             rest = group.rest(k, values)
             mixed = values.new_zeros(queries, *values.shape[1:]) if rest is None else rest @ values
@@ -435,6 +438,26 @@ def _context(layout: Layout, group: QGroup, batches: Sequence[SiteBatch]) -> Ten
     if not parts:
         return batch.like.new_zeros(queries, rows, 0)
     return torch.cat(parts, -1).reshape(queries, rows, -1)
+
+
+def _windowed(group: QGroup, k: int, values: Tensor, lead: Sequence[int]) -> list[Tensor]:
+    """The values at the places of a window, latest first, each ``(*lead, width)``; zero where there is no member."""
+    padded = torch.cat((values, torch.zeros_like(values[:1])))
+    window = group.constant(("window", k), group.contexts[k].window, values.device, torch.long)
+    return [padded[window[:, w]].expand(*lead, -1) for w in range(window.shape[1])]
+
+
+def _members(group: QGroup, batches: Sequence[SiteBatch]) -> Members:
+    """All members of the scopes of the Q-nodes of a group, rows flattened."""
+    batch, values, present = batches[group.c], [], []
+    lead = (len(group.nodes), *batch.batch_shape)
+    for k, plan in enumerate(group.contexts):
+        source = batches[plan.source]
+        encoded = _pool(source.encoded, source, batch)
+        values.append(torch.stack(_windowed(group, k, encoded, lead), -2).flatten(1, len(lead) - 1))
+        there = plan.window < len(source.cls.names)
+        present.append(group.constant(("present", k), there, encoded.device, torch.bool))
+    return Members(tuple(values), tuple(present))
 
 
 def _index_features(site: str) -> tuple[float, float]:

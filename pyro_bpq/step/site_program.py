@@ -23,11 +23,13 @@ __all__ = ["Rerun", "SiteProgramRuns", "of_class", "slope_of"]
 class Rerun(Protocol):
     """Runs the program again with a site at another value ``(M, plates, event)``.
 
-    What is sampled downstream of it is drawn afresh, or takes the values of the runs ``held``; everything else
-    keeps its value.
+    What is sampled downstream of it is drawn afresh, or takes the values of the runs ``held``, or with ``means`` the
+    mean of its distribution; everything else keeps its value.
     """
 
-    def __call__(self, name: str, value: Tensor, held: tuple[Run, ...] | None = None) -> tuple[Run, ...]:
+    def __call__(
+        self, name: str, value: Tensor, held: tuple[Run, ...] | None = None, means: bool = False
+    ) -> tuple[Run, ...]:
         """The runs."""
         ...
 
@@ -69,6 +71,7 @@ class SiteProgramRuns:
         rerun: Runs the program again.
         generator: Noise of the estimators.
         downstream: For each site the runs whose values the sites downstream of it keep, or ``None``.
+        means: Whether sites downstream take their means.
     """
 
     def __init__(
@@ -79,11 +82,13 @@ class SiteProgramRuns:
         rerun: Rerun,
         generator: torch.Generator,
         downstream: Sequence[tuple[Run, ...] | None] | None = None,
+        means: bool = False,
     ) -> None:
         self.layout, self.c, self.batch = layout, c, batch
         self.rerun, self.generator = rerun, generator
         self.names = layout.classes[c].names
         self.downstream = [None] * len(self.names) if downstream is None else downstream
+        self.means = means
 
     def __repr__(self) -> str:
         return f"SiteProgramRuns({', '.join(self.names)})"
@@ -101,7 +106,7 @@ class SiteProgramRuns:
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go at other values, detached."""
         value = value.detach()
-        runs = [self.rerun(name, value[i], self.downstream[i]) for i, name in enumerate(self.names)]
+        runs = [self.rerun(name, value[i], self.downstream[i], self.means) for i, name in enumerate(self.names)]
         return torch.stack([self._costs(i, found) for i, found in enumerate(runs)])
 
     def independent(self) -> Tensor:
@@ -124,7 +129,7 @@ class SiteProgramRuns:
         costs, gradients = [], []
         for i, name in enumerate(self.names):
             leaf = value[i].detach().requires_grad_()
-            runs = self.rerun(name, leaf, self.downstream[i])
+            runs = self.rerun(name, leaf, self.downstream[i], self.means)
             wanted = self.layout.graph.downstream_costs(name)
             gradients.append(slope_of(runs, wanted, leaf))
             costs.append(self._costs(i, runs))
@@ -162,6 +167,10 @@ class SiteProgramRuns:
         value, graph = value.detach(), self.layout.graph
         held = [self.rerun(name, value[i]) if graph.descendants(name) else None for i, name in enumerate(self.names)]
         return SiteProgramRuns(self.layout, self.c, self.batch, self.rerun, self.generator, held)
+
+    def mean_field(self) -> SiteProgramRuns:
+        """The same program, in which sites downstream take the means of their distributions, where they have one."""
+        return SiteProgramRuns(self.layout, self.c, self.batch, self.rerun, self.generator, None, True)
 
     def from_index(self, index: Tensor) -> Tensor:
         """Values from indices of finite components."""

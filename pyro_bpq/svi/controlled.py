@@ -3,7 +3,7 @@ r"""Drop-ins for ``pyro.infer.SVI`` that limit how far a step moves the guide.""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,8 @@ class ControlledStep:
 
     Args:
         loss: Loss of the rollout, minus the ELBO, in nats.
-        kl: ``KL(q_0 || q)`` of the step at each site, in nats: summed over plates, mean over particles.
+        kl: ``KL(q_0 || q)`` of the step at each site, in nats: summed over plates, mean over particles. It is
+            ``KL(q || q_0)`` for ``TrustRegionSVI(divergence="new")``, which limits that.
         total_kl: The sum of ``kl`` over sites.
         epochs: Number of gradient steps on the rollout. A trust-region step has 1 if it was accepted and 0 if not.
         improvement: Decrease of the local objective, in nats.
@@ -70,7 +71,13 @@ class ProximalSVI(_ControlledSVI):
     The first epoch is a plain step: its gradient is the gradient of the ELBO. Later epochs run only the guide, at the
     values of the rollout. They change only the parameters that the ratios of non-reparameterised sites depend on:
 
-        min Σ max(ρ W, clip(ρ, 1 - ε, 1 + ε) W),   ρ = q_θ / q_0
+        min Σ max(ρ W, clip(ρ, 1 - ε, 1 + ε) W) + KL(q_θ || q_0),   ρ = q_θ / q_0
+
+    ``W`` is the signal that the estimator gives ``log q``. The divergence stands for the costs ``log q`` of the guide,
+    which change with it; it is not clipped. Backprop-Q takes costs that do not change with the guide:
+    ``penalty=False`` leaves the divergence out, and with ``QScoreFunction()`` the signal ``W`` is the learned ``Q``.
+    That is the paper's objective. Both forms have the gradient of the ELBO in the first epoch. Later epochs of the
+    paper's form push further from ``q_0``, since nothing tells them that ``log q`` grows.
 
     Clipping applies to every site, and to every value of a finite site. Only the first epoch calls the model.
 
@@ -81,7 +88,8 @@ class ProximalSVI(_ControlledSVI):
         loss: A :class:`TraceBackpropQ_ELBO`.
         epochs: Number of gradient steps on a rollout; 1 is plain SVI.
         clip: ``ε``.
-        target_kl: Epochs end when the total KL in nats exceeds this number; ``None`` for no limit.
+        target_kl: Epochs end when the total ``KL(q_0 || q_θ)`` in nats exceeds this number; ``None`` for no limit.
+        penalty: Whether ``KL(q_θ || q_0)`` is added in later epochs; ``False`` for the paper's objective.
 
     Attributes:
         last: Report of the last step.
@@ -91,11 +99,14 @@ class ProximalSVI(_ControlledSVI):
 
     References:
         | Proximal policy optimization algorithms (Schulman et al., 2017), the clipped surrogate objective
-        | Backprop-Q (Xu et al., 2018), Appendix, Details for Controlled Policy Optimization
+        | Backprop-Q (Xu et al., 2018), Appendix, Details for Controlled Policy Optimization, Eq. 17
     """
 
     def __repr__(self) -> str:
-        return f"ProximalSVI(epochs={self.epochs}, clip={self.clip}, target_kl={self.target_kl}, last={self.last})"
+        return (
+            f"ProximalSVI(epochs={self.epochs}, clip={self.clip}, target_kl={self.target_kl}, penalty={self.penalty}, "
+            f"last={self.last})"
+        )
 
     def __init__(
         self,
@@ -107,6 +118,7 @@ class ProximalSVI(_ControlledSVI):
         epochs: int = 4,
         clip: float = 0.2,
         target_kl: float | None = None,
+        penalty: bool = True,
     ) -> None:
         super().__init__(model, guide, optim, loss)
         if not isinstance(epochs, int) or epochs < 1:
@@ -115,7 +127,7 @@ class ProximalSVI(_ControlledSVI):
             raise OptionError(f"ProximalSVI(clip={clip!r}): write a number in (0, 1).")
         if target_kl is not None and not target_kl > 0.0:
             raise OptionError(f"ProximalSVI(target_kl={target_kl!r}): write a positive number or None.")
-        self.epochs, self.clip, self.target_kl = epochs, clip, target_kl
+        self.epochs, self.clip, self.target_kl, self.penalty = epochs, clip, target_kl, penalty
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes the epochs of one rollout.
@@ -134,14 +146,16 @@ class ProximalSVI(_ControlledSVI):
         done, stopped = 1, False
         while True:
             nearby, leaves = self._nearby(objective)
-            value = objective.value(nearby, self.clip).mean()
+            value = objective.value(nearby, self.clip, self.penalty).mean()
             stopped = self.target_kl is not None and float(nearby.total_kl.detach()) > self.target_kl
             if stopped or done == self.epochs or not value.requires_grad:
                 break
             descend(self.optim, value, leaves)
             done += 1
-        improvement = start / self.elbo.num_particles - float(objective.value(nearby).detach().mean())
-        self.last = _report(loss, nearby, done, improvement, stopped and done < self.epochs)
+        improvement = start / self.elbo.num_particles - float(
+            objective.value(nearby, None, self.penalty).detach().mean()
+        )
+        self.last = _report(loss, nearby.kl, done, improvement, stopped and done < self.epochs)
         return loss
 
 
@@ -152,7 +166,15 @@ class TrustRegionSVI(_ControlledSVI):
 
     The direction solves ``F x = ∇L`` by conjugate gradients on products with the Fisher information ``F`` of all sites
     of the guide. A line search shortens the step until the local objective has decreased and the limits hold. If this
-    never happens, the guide does not move. Dependence of ``L`` on parameters other than through the ratios, e.g.
+    never happens, the guide does not move.
+
+    The parents of a site have the values of the rollout, which ``q_0`` drew. With the divergence in this direction the
+    sum over sites is therefore the divergence of the whole guide. Backprop-Q limits the other direction,
+    ``KL(q_θ || q_0) ≤ δ``, for each pair of a node and its parents: write ``divergence="new"`` with ``max_site_kl=δ``.
+    To second order both directions are the same, and so is the direction of the step; they differ in its length. The
+    old one forbids to give up values that ``q_0`` draws, the new one forbids to take up values that ``q_0`` makes rare.
+
+    Dependence of ``L`` on parameters other than through the ratios, e.g.
     through reparameterised values, enters linearly. Parameters that the model reads, or that no site of the guide
     depends on, take a step of the optimiser; the limit does not bound that step. The model runs as often as in a plain
     step.
@@ -164,6 +186,8 @@ class TrustRegionSVI(_ControlledSVI):
         loss: A :class:`TraceBackpropQ_ELBO`.
         max_kl: Limit ``δ`` in nats, summed over sites and plates, mean over particles.
         max_site_kl: Limit ``δ_site``, or ``None``.
+        divergence: ``"old"`` limits ``KL(q_0 || q_θ)``, the expectation under the old guide. ``"new"`` limits
+            ``KL(q_θ || q_0)``, as in the paper.
         damping: Multiple of the identity added to ``F``, in units of the curvature of ``F`` along the gradient.
         iterations: Largest number of conjugate-gradient iterations.
         backtracks: Largest number of times that a step is shortened, to 0.8 of its length.
@@ -177,11 +201,14 @@ class TrustRegionSVI(_ControlledSVI):
 
     References:
         | Trust region policy optimization (Schulman et al., 2015), Appendix C
-        | Backprop-Q (Xu et al., 2018), Appendix, Details for Controlled Policy Optimization
+        | Backprop-Q (Xu et al., 2018), Appendix, Details for Controlled Policy Optimization, Eq. 16
     """
 
     def __repr__(self) -> str:
-        return f"TrustRegionSVI(max_kl={self.max_kl}, max_site_kl={self.max_site_kl}, last={self.last})"
+        return (
+            f"TrustRegionSVI(max_kl={self.max_kl}, max_site_kl={self.max_site_kl}, divergence={self.divergence!r}, "
+            f"last={self.last})"
+        )
 
     def __init__(
         self,
@@ -192,6 +219,7 @@ class TrustRegionSVI(_ControlledSVI):
         *,
         max_kl: float = 0.01,
         max_site_kl: float | None = None,
+        divergence: str = "old",
         damping: float = 0.01,
         iterations: int = 10,
         backtracks: int = 20,
@@ -207,7 +235,10 @@ class TrustRegionSVI(_ControlledSVI):
                 f"TrustRegionSVI(damping={damping!r}, iterations={iterations!r}, backtracks={backtracks!r}, "
                 f"confidence={confidence!r}): none of them may be negative, and iterations must be at least 1."
             )
+        if divergence not in ("old", "new"):
+            raise OptionError(f'TrustRegionSVI(divergence={divergence!r}): write "old" or "new".')
         self.max_kl, self.max_site_kl = limits.values()
+        self.divergence = divergence
         self.damping, self.iterations, self.backtracks = damping, iterations, backtracks
         self.confidence = confidence
 
@@ -276,13 +307,14 @@ class TrustRegionSVI(_ControlledSVI):
                     continue
                 gains = each.detach() - objective.value(found) - rest @ change
             improvement, doubt = float(gains.mean()), self.confidence * _standard_error(gains)
-            if improvement > doubt and self._keeps_limits(found):
-                self.last = _report(loss, found, 1, improvement, False)
+            kl = found.kl if self.divergence == "old" else found.reverse_kl
+            if improvement > doubt and self._keeps_limits(kl):
+                self.last = _report(loss, kl, 1, improvement, False)
                 return
         _assign(own, start, torch.zeros_like(full))
 
-    def _keeps_limits(self, nearby: Nearby) -> bool:
-        sites = [float(value) for value in nearby.kl.values()]
+    def _keeps_limits(self, kl: Mapping[str, Tensor]) -> bool:
+        sites = [float(value) for value in kl.values()]
         return sum(sites) <= self.max_kl and all(value <= self.max_site_kl for value in sites)
 
 
@@ -290,9 +322,9 @@ def _standard_error(values: Tensor) -> float:
     return float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
 
 
-def _report(loss: float, nearby: Nearby, epochs: int, improvement: float, stopped: bool) -> ControlledStep:
-    kl = {name: float(value.detach()) for name, value in nearby.kl.items()}
-    return ControlledStep(loss, kl, sum(kl.values()), epochs, improvement, stopped)
+def _report(loss: float, kl: Mapping[str, Tensor], epochs: int, improvement: float, stopped: bool) -> ControlledStep:
+    numbers = {name: float(value.detach()) for name, value in kl.items()}
+    return ControlledStep(loss, numbers, sum(numbers.values()), epochs, improvement, stopped)
 
 
 def descend(optim: Any, objective: Tensor, leaves: Sequence[Tensor]) -> None:

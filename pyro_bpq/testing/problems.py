@@ -68,6 +68,10 @@ class FakeProgram:
     def _noise(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._source, dtype=like.dtype).to(like.device)
 
+    def mean_field(self) -> FakeProgram:
+        """The program itself: nothing is sampled downstream that could take its mean."""
+        return self
+
     def held(self, value: Tensor) -> FakeProgram:
         """The same program, in which the noise of sites downstream stays the same in all runs."""
         held = FakeProgram(self.problem, self.value, self.generator, self.later)

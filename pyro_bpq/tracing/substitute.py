@@ -11,6 +11,8 @@ from pyro.distributions import OneHotCategorical
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_bpq.rollout.features import finite_components
+
 __all__ = ["Substitute", "relaxed_log_prob"]
 
 
@@ -21,21 +23,52 @@ class Substitute(Messenger):
         values: Value of each site, by name; also the indices of subsampled plates.
         relaxed: Sites whose values may lie between the values of their support. ``log q`` and ``log p`` of a one-hot
             site are then linear in the value. torch instead rounds to the nearest vertex: jumps and no slope.
+        means: Sites that take the mean of their distribution in the guide, with its gradient: a mean-field pass.
+            Bernoulli, one-hot and reparameterised sites have such a mean; others are drawn as usual.
     """
 
-    def __init__(self, values: Mapping[str, Any], relaxed: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        relaxed: frozenset[str] = frozenset(),
+        means: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()
-        self.values, self.relaxed = values, relaxed
+        self.values, self.relaxed, self.means = values, relaxed, means
+        self._taken: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
         return f"Substitute({', '.join(self.values)})"
 
     def _pyro_sample(self, msg: Any) -> None:
-        if not msg["is_observed"] and msg["name"] in self.values:
-            msg["value"] = self.values[msg["name"]]
+        name = msg["name"]
+        if msg["is_observed"]:
+            return
+        if name in self.values:
+            msg["value"] = self.values[name]
             msg["done"] = True
-            if msg["name"] in self.relaxed:
+            if name in self.relaxed:
                 msg["fn"] = _linear(msg["fn"])
+        elif name in self.means:
+            # The guide comes first. The model's own distribution of the site may have another mean.
+            value = self._taken.get(name)
+            value = _mean(msg["fn"]) if value is None else value
+            if value is not None:
+                self._taken[name] = msg["value"] = value
+                msg["done"] = True
+                msg["fn"] = _linear(msg["fn"])
+
+
+def _mean(fn: Any) -> Tensor | None:
+    """The mean of a distribution whose value may move continuously; ``None`` if it has none."""
+    split = finite_components(fn)
+    if not getattr(fn, "has_rsample", False) and (split is None or split.kind not in ("bernoulli", "one_hot")):
+        return None
+    try:
+        mean: Tensor = fn.mean
+    except NotImplementedError:
+        return None
+    return mean if bool(mean.isfinite().all()) else None
 
 
 def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:

@@ -175,14 +175,72 @@ def test_worked_case_7_target_by_hand(coparents: str) -> None:
         if coparents == "stored":
             assert (now["b1"], now["b2"]) == (before["b1"], before["b2"])
         seen.add((now["b1"], now["b2"]))
-        x, a, b1, b2 = (now[name] for name in ("x", "a", "b1", "b2"))
-        y1, y2 = torch.sigmoid(NEW["qy1"][x, b1]), torch.sigmoid(NEW["qy2"][x, a, b2])
-        # Q_Y1 + Q_Y2 in expectation over the children, and their divergences from the prior, which are exact.
-        hand = (1 - y1) * 0.7 + y1 * -1.1 + (1 - y2) * 2.0 + y2 * 0.25
-        hand = hand + divergence(NEW["qy1"][x, b1], OLD["qy1"][x, b1])
-        hand = hand + divergence(NEW["qy2"][x, a, b2], OLD["qy2"][x, a, b2])
-        assert float(found(elbo, staged, "x")[1]) == pytest.approx(float(hand), abs=1e-12)
+        hand = hand_target(now, real(0.7, -1.1), real(2.0, 0.25))
+        assert float(found(elbo, staged, "x")[1]) == pytest.approx(hand, abs=1e-12)
     assert len(seen) > 1
+
+
+def hand_target(now: Mapping[str, int], y1_values: Tensor, y2_values: Tensor) -> float:
+    """``Q_Y1 + Q_Y2`` in expectation over the children, and their divergences from the prior, which are exact."""
+    x, a, b1, b2 = (now[name] for name in ("x", "a", "b1", "b2"))
+    y1, y2 = torch.sigmoid(NEW["qy1"][x, b1]), torch.sigmoid(NEW["qy2"][x, a, b2])
+    hand = (1 - y1) * y1_values[0] + y1 * y1_values[1] + (1 - y2) * y2_values[0] + y2 * y2_values[1]
+    hand = hand + divergence(NEW["qy1"][x, b1], OLD["qy1"][x, b1])
+    return float(hand + divergence(NEW["qy2"][x, a, b2], OLD["qy2"][x, a, b2]))
+
+
+def test_several_draws_of_one_tuple() -> None:
+    """Equation 15: the loss is the mean of the squared errors at several draws of what lies outside the scope."""
+    elbo, number = case_7(), 5
+    write(elbo, "y1", real(0.7, -1.1))
+    write(elbo, "y2", real(2.0, 0.25))
+    set_policy(NEW)
+    replayer = elbo.trainer.replayer
+    assert replayer is not None
+    stored = elbo.replay_buffer._rollouts[0]
+    seeds = list(range(number))
+    drawn, targets = set(), set()
+    for seed in seeds:
+        staged = stage(elbo, stored, "x", seed)
+        now = {name: int(site.value) for name, site in staged.traced[0].run.sites.items()}
+        target = float(found(elbo, staged, "x")[1])
+        assert target == pytest.approx(hand_target(now, real(0.7, -1.1), real(2.0, 0.25)), abs=1e-12)
+        drawn.add((now["b1"], now["b2"]))
+        targets.add(target)
+    assert len(drawn) > 1 and len(targets) > 1
+    weights = list(elbo.critics.weights().values())
+
+    def gradient(losses: list[Tensor]) -> list[Tensor | None]:
+        (loss,) = losses
+        return torch.autograd.grad(loss, weights, allow_unused=True)
+
+    together = gradient(replayer._mean_loss(elbo, stored, "x", ["x"], seeds))
+    single = [gradient(replayer._mean_loss(elbo, stored, "x", ["x"], [seed])) for seed in seeds]
+    moved = 0
+    for mean, *parts in zip(together, *single, strict=True):
+        assert (mean is None) == (parts[0] is None)
+        if mean is not None:
+            torch.testing.assert_close(mean, torch.stack(parts).mean(0), rtol=0.0, atol=1e-12)
+            moved += not all(torch.equal(part, parts[0]) for part in parts)
+    assert moved
+
+
+@pytest.mark.parametrize(("costs", "runs"), [("called", 3), ("stored", 1)])
+def test_only_what_is_redrawn_is_run_several_times(costs: str, runs: int) -> None:
+    """With stored costs the critics of a chain hold every site, so that one run tells all."""
+    elbo = chain_elbo(capacity=4, batch_size=1, updates_per_step=0, costs=costs, draws=3)
+    run(elbo, steps=6)
+    replayer, calls = elbo.trainer.replayer, []
+    assert replayer is not None
+    plain = replayer._rerun
+
+    def counted(*args: Any) -> Staged | None:
+        calls.append(args[-1])
+        return plain(*args)
+
+    replayer._rerun = counted  # type: ignore[method-assign]
+    assert elbo.replay() == 1
+    assert len(calls) == runs == len(set(calls))
 
 
 def divergence(logit: Tensor, prior: Tensor) -> Tensor:
@@ -407,7 +465,7 @@ def test_replay_without_a_buffer_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"capacity": 0}, {"batch_size": 0}, {"updates_per_step": -1}, {"coparents": "old"}, {"capacity": 1.5}]
+    "options", [{"capacity": 0}, {"batch_size": 0}, {"updates_per_step": -1}, {"draws": 0}, {"coparents": "old"}]
 )
 def test_replay_refuses_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

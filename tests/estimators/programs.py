@@ -43,6 +43,9 @@ class FakeProgram:
             (slope,) = torch.autograd.grad(cost.sum(), leaf)
         return cost.detach(), slope
 
+    def mean_field(self) -> FakeProgram:
+        return self
+
     def held(self, value: Tensor) -> FakeProgram:
         return self
 

@@ -92,6 +92,7 @@ ESTIMATORS: list[Any] = [
     MuProp(),
     MuProp(LeaveOneOut()),
     MuProp(RunningBaseline()),
+    MuProp(mean_field=True),
     RODEO(),
     ReinMax(),
     StraightThrough(),

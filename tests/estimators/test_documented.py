@@ -35,6 +35,10 @@ def test_every_estimator_has_a_row() -> None:
     assert not public().keys() - rows().keys()
 
 
+def test_the_readme_counts_them() -> None:
+    assert f"All {len(public())} estimators" in (PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
+
+
 def test_every_row_is_an_estimator() -> None:
     assert not rows().keys() - public().keys()
 

@@ -23,6 +23,7 @@ from pyro_bpq import (
     ExpectedCost,
     LeaveOneOut,
     LinearCritic,
+    RunningBaseline,
     ScoreFunction,
     TraceBackpropQ_ELBO,
     config_bpq,
@@ -515,3 +516,40 @@ def test_score_function_serves_a_reparameterisable_site() -> None:
     for _ in range(300):
         svi.step()
     assert abs(float(pyro.param("loc").detach())) < 0.3
+
+
+# The paper's first way to a latent model: sampling p(z) and maximising p(x)
+
+
+def likelihoods(z: tuple[Tensor, Tensor]) -> Tensor:
+    """``p(x | z)`` of a few rows."""
+    means = param("mean", 2)[z[1].long()] + 0.7 * z[0]
+    return torch.distributions.Normal(means, 0.8).log_prob(real(0.4)).exp()
+
+
+def generative() -> None:
+    a = pyro.sample("a", dist.Bernoulli(logits=param("pa")))
+    b = pyro.sample("b", dist.Bernoulli(logits=param("pb", 2, start=1)[a.long()]))
+    cost("likelihood", -likelihoods((a, b)).sum())
+
+
+@pytest.mark.parametrize("options", [{}, {"estimator": ScoreFunction(RunningBaseline())}], ids=str)
+def test_likelihood_by_sampling_the_prior(options: dict[str, Any]) -> None:
+    """The expected gradient is that of minus the likelihood, by hand, for latent and decoder parameters."""
+    pyro.clear_param_store()
+    objective = ExpectedCost(**options)
+    svi = SVI(None, generative, Adam({"lr": 0.02}), objective)
+    for _ in range(10):
+        svi.step()
+    leaves = {name: pyro.param(name) for name in ("pa", "pb", "mean")}
+    total = torch.zeros((), dtype=torch.float64)
+    for a in (0.0, 1.0):
+        for b in (0.0, 1.0):
+            p_a = torch.sigmoid(leaves["pa"] if a else -leaves["pa"])
+            logit = leaves["pb"][int(a)]
+            p_b = torch.sigmoid(logit if b else -logit)
+            total = total - p_a * p_b * likelihoods((torch.tensor(a), torch.tensor(b))).sum()
+    hand = torch.autograd.grad(total, list(leaves.values()))
+    found = expected_gradient(objective.eval(), None, generative)
+    for name, gradient in zip(leaves, hand, strict=True):
+        torch.testing.assert_close(found[name], gradient, rtol=0.0, atol=1e-10)

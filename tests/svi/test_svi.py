@@ -111,6 +111,7 @@ def test_local_objective_of_one_site_is_the_loss_up_to_a_constant() -> None:
 
 
 def test_clipping_by_hand() -> None:
+    """Equation 17 of the paper is the objective without the penalty; the cost of the one site is its Q."""
     model, guide = one_site()
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction()).eval()
@@ -127,7 +128,23 @@ def test_clipping_by_hand() -> None:
         cost = float(before[z] - torch.tensor([0.2, -0.4, 0.9]).log_softmax(-1)[z] + torch.tensor([1.0, -0.5, 0.3])[z])
         kl = float((after.exp() * (after - before)).sum())
         clipped = max(cost * ratio, cost * min(max(ratio, 0.8), 1.2))
-        assert float(objective.value(objective.nearby(), 0.2).detach()) == pytest.approx(clipped + kl, abs=1e-12)
+        nearby = objective.nearby()
+        assert float(objective.value(nearby, 0.2).detach()) == pytest.approx(clipped + kl, abs=1e-12)
+        assert float(objective.value(nearby, 0.2, penalty=False).detach()) == pytest.approx(clipped, abs=1e-12)
+        assert float(nearby.reverse_kl["z"].detach()) == pytest.approx(kl, abs=1e-12) and kl > 1e-4
+        assert float(nearby.kl["z"].detach()) == pytest.approx(
+            float((before.exp() * (before - after)).sum()), abs=1e-12
+        )
+
+
+def test_without_the_penalty_later_epochs_go_further() -> None:
+    case, ends = BY_NAME["chain"], []
+    for penalty in (True, False):
+        svi = proximal(case, epochs=4, penalty=penalty)
+        svi.step()
+        assert svi.last is not None and svi.last.epochs == 4
+        ends.append(svi.last.total_kl)
+    assert ends[1] > ends[0] > 0.0
 
 
 # Proximal steps
@@ -307,6 +324,36 @@ def test_direction_is_the_natural_gradient() -> None:
     assert svi.last is not None and svi.last.total_kl == pytest.approx(0.96e-6, rel=0.03)
 
 
+def coin(divergence: str) -> tuple[float, float, Any]:
+    """One step on a coin whose guide is far from its model; both divergences by the formula."""
+
+    def model() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=torch.tensor(2.0)))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(-2.0))))
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    svi = TrustRegionSVI(
+        model, guide, SGD({"lr": 0.1}), TraceBackpropQ_ELBO(num_particles=2), max_kl=0.4, divergence=divergence
+    )
+    svi.step()
+    old, new = (dist.Bernoulli(logits=q) for q in (torch.tensor(-2.0), pyro.param("q").detach()))
+    pairs = ((old, new), (new, old))
+    forward, backward = (float(dist.kl.kl_divergence(p, q)) for p, q in pairs)
+    return forward, backward, svi.last
+
+
+def test_the_divergence_in_the_direction_of_the_paper() -> None:
+    """Equation 16 limits KL(new || old); a step towards rare values is shorter then."""
+    old_forward, old_backward, old_report = coin("old")
+    assert old_report.total_kl == pytest.approx(old_forward, abs=1e-12) and old_forward <= 0.4 < old_backward
+    new_forward, new_backward, new_report = coin("new")
+    assert new_report.total_kl == pytest.approx(new_backward, abs=1e-12) and new_forward < new_backward <= 0.4
+    assert new_forward < old_forward
+
+
 def gaussian_model() -> None:
     z = pyro.sample("z", dist.Bernoulli(logits=torch.tensor(0.3))).long()
     x = pyro.sample("x", dist.Normal(torch.tensor([-1.0, 1.0])[z], 1.1))
@@ -397,6 +444,7 @@ def test_controlled_steps_need_our_elbo(make: Any) -> None:
         (TrustRegionSVI, {"damping": -1.0}),
         (TrustRegionSVI, {"iterations": 0}),
         (TrustRegionSVI, {"confidence": -1.0}),
+        (TrustRegionSVI, {"divergence": "both"}),
     ],
 )
 def test_options_out_of_range_are_refused(make: Any, options: dict[str, Any]) -> None:
