@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import BY_NAME, CASES, Case
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
-from steps import CHAIN, assert_equal, state_of
+from steps import CHAIN, assert_equal, state_of, trained
 
 from pyro_bpq import CriticLearner, LeaveOneOut, Pathwise, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import compare_estimators, critic_fit, diagnose, gradient_moments
@@ -51,11 +51,7 @@ class Noisy(ScoreFunction):
 
 
 def train(elbo: Any, case: Case, steps: int) -> Any:
-    case.params()
-    pyro.set_rng_seed(0)
-    for _ in range(steps):
-        elbo.loss_and_grads(case.model, case.guide, *case.args)
-    return elbo
+    return trained(elbo, *case.programs, params=case.params, steps=steps)
 
 
 # Moments.

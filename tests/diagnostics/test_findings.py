@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyro.distributions.testing.fakes import NonreparameterizedNormal
 from pyro.distributions.testing.rejection_gamma import ShapeAugmentedGamma
-from steps import CHAIN
+from steps import CHAIN, trained
 from torch import Tensor, nn
 
 from pyro_bpq import CriticLearner, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
@@ -365,17 +365,13 @@ def test_baseline_options_that_stand_in_the_way_are_found(
 # Critics.
 
 
-def trained(**options: Any) -> TraceBackpropQ_ELBO:
-    CHAIN.params()
-    pyro.set_rng_seed(0)
+def train(**options: Any) -> TraceBackpropQ_ELBO:
     elbo = TraceBackpropQ_ELBO(num_particles=2, **options)
-    for _ in range(220):
-        elbo.loss_and_grads(CHAIN.model, CHAIN.guide)
-    return elbo
+    return trained(elbo, *CHAIN.programs, params=CHAIN.params, steps=220)
 
 
 def test_good_critic_without_weight_is_explained() -> None:
-    elbo = trained()
+    elbo = train()
     for seen in (False, True):
         found = diagnose(elbo, CHAIN.model, CHAIN.guide, num_samples=60)
         hint = of_kind(found, "good critic unused")
@@ -388,7 +384,7 @@ def test_good_critic_without_weight_is_explained() -> None:
 
 
 def test_poor_critic_without_weight_is_another_finding() -> None:
-    elbo = trained()
+    elbo = train()
     with torch.no_grad():
         for weight in elbo.critics.weights().values():
             weight.zero_()

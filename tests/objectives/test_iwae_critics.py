@@ -27,9 +27,7 @@ from bounds import (
 )
 from lattice import Lattice
 from models import BY_NAME, Case, irregular, observe
-from pyro.infer import SVI
-from pyro.optim import Adam
-from steps import assert_equal, state_of
+from steps import assert_equal, state_of, trained
 from torch import Tensor
 
 from pyro_bpq import (
@@ -57,12 +55,7 @@ STEPS = 50
 
 def train(iwae: TraceBackpropQ_IWAE, case: Case, steps: int = STEPS) -> TraceBackpropQ_IWAE:
     """Trains critics while the programs move, then freezes them."""
-    case.params()
-    svi = SVI(case.model, case.guide, Adam({"lr": 0.02}), iwae)
-    pyro.set_rng_seed(1)
-    for _ in range(steps):
-        svi.step(*case.args)
-    return iwae.eval()
+    return trained(iwae, *case.programs, params=case.params, steps=steps, lr=0.02).eval()
 
 
 def largest_table(iwae: TraceBackpropQ_IWAE) -> float:

@@ -29,8 +29,7 @@ Program = Callable[[], Any]
 
 
 @pytest.fixture(autouse=True)
-def double() -> None:
-    torch.set_default_dtype(torch.float64)
+def seed() -> None:
     pyro.set_rng_seed(4)
 
 
