@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from pyro_bpq import CriticLearner, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.testing import exact_gradient, expected_gradient
+from pyro_bpq.testing.choices import ChoiceMessenger, walk
 
 CHAIN = BY_NAME["chain"]
 Objective = TypeVar("Objective")
+SETTLED: dict[str, TraceBackpropQ_ELBO] = {}
 
 
 def trained(
@@ -40,6 +42,22 @@ def trained(
     if lr:
         params()
     return objective
+
+
+def settled(case: Case, steps: int, **options: Any) -> TraceBackpropQ_ELBO:
+    """An ELBO after so many steps at fixed parameters, which are put into the store: a copy, trained once."""
+    key = f"{case.name} {steps} {options}"
+    if key not in SETTLED:
+        elbo = trained(TraceBackpropQ_ELBO(**options), *case.programs, params=case.params, steps=steps)
+        SETTLED[key] = copy.deepcopy(elbo)
+    case.params()
+    return copy.deepcopy(SETTLED[key])
+
+
+def expected_loss(objective: Any, model: Any, guide: Any, *args: Any) -> float:
+    """The mean of the loss over all values of all sites."""
+    outcomes = walk(ChoiceMessenger(10_000), lambda: objective.loss(model, guide, *args))
+    return sum(float(probability) * loss for probability, loss in outcomes)
 
 
 def largest_error(truth: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:

@@ -30,7 +30,7 @@ def model() -> None:
     pyro.sample("x", dist.Normal(total, 1.0), obs=torch.tensor(9.0))
 
 
-def train(steps: int = 12, **options: Any) -> TraceBackpropQ_ELBO:
+def train(steps: int = 3, **options: Any) -> TraceBackpropQ_ELBO:
     return trained(TraceBackpropQ_ELBO(num_particles=1, **options), model, guide, steps=steps)
 
 

@@ -64,7 +64,7 @@ def test_bootstrapping_with_lambda_one_is_not() -> None:
 
 
 def test_bias_of_trained_critics_is_small() -> None:
-    elbo = train(TraceBackpropQ_ELBO(estimator=LambdaReturn(0.5)), 800)
+    elbo = train(TraceBackpropQ_ELBO(estimator=LambdaReturn(0.5)), 300)
     truth = exact_gradient(CHAIN.model, CHAIN.guide)
     exact = torch.cat([truth[name].flatten() for name in ("qa", "qb", "qc")])
     assert float((gradient(elbo) - exact).norm()) < 0.2 * float(exact.norm())

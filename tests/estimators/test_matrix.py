@@ -176,7 +176,7 @@ def serves(estimator: Any, case: Kind) -> bool:
     return estimator.unsupported(case.site) is None
 
 
-def train(estimator: Any, case: Kind, particles: int, later: bool, steps: int = 40, **more: Any) -> tuple[Any, ...]:
+def train(estimator: Any, case: Kind, particles: int, later: bool, steps: int = 20, **more: Any) -> tuple[Any, ...]:
     """A frozen ELBO that has learned, and its programs."""
 
     def model() -> None:

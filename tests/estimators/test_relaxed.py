@@ -179,7 +179,7 @@ def test_worst_z_sees_a_planted_bias(estimator: Any) -> None:
 # Less noise.
 
 
-def variance(name: str, estimator: Any, particles: int = 1, steps: int = 600) -> tuple[float, float]:
+def variance(name: str, estimator: Any, particles: int = 1, steps: int = 300) -> tuple[float, float]:
     """Total variance of a row's gradient with respect to free logits, and its standard error."""
     return total_variance(gradients(name, estimator, learned(name, estimator, particles, steps), particles, calls=2))
 

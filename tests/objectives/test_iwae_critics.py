@@ -50,7 +50,7 @@ from pyro_bpq.estimators import DisARM
 from pyro_bpq.objectives.multi_sample import bound_rollout
 from pyro_bpq.testing import TwoPoint, expected_gradient, expected_moments
 
-STEPS = 50
+STEPS = 20
 
 
 def train(iwae: TraceBackpropQ_IWAE, case: Case, steps: int = STEPS) -> TraceBackpropQ_IWAE:
@@ -205,7 +205,7 @@ def test_critics_lower_the_variance() -> None:
     case.params()
     iwae = TraceBackpropQ_IWAE(2, critic=MLPCritic())
     pyro.set_rng_seed(0)
-    iwae.warm_up(case.model, case.guide, *case.args, steps=300)
+    iwae.warm_up(case.model, case.guide, *case.args, steps=120)
     iwae.eval()
     found, plain = (
         expected_moments(each, case.model, case.guide, *case.args) for each in (iwae, TraceBackpropQ_IWAE(2))

@@ -18,7 +18,7 @@ from steps import trained
 from pyro_bpq import CriticLearner, FlipCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.objectives.programs import is_same_program
-from pyro_bpq.plan.particles import ELEMENTS, MOST_PARTICLES
+from pyro_bpq.plan.rules import ELEMENTS, MOST_PARTICLES
 from pyro_bpq.rollout.particles import Particles
 
 ROWS = 12

@@ -18,7 +18,7 @@ from pyro_bpq import BackpropQNetwork, StochasticComputationGraph, TraceBackprop
 from pyro_bpq.critics.bank import average_writes
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.sequence import sequence_network
-from pyro_bpq.step.critic_step import _index_features
+from pyro_bpq.step.critic_inputs import index_features
 from pyro_bpq.testing import exact_gradient, expected_moments
 
 LENGTH = 3
@@ -62,7 +62,7 @@ def exact() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("program", [guide, shared], ids=["own", "shared"])
 @pytest.mark.parametrize("particles", [1, 2])
 def test_step_with_critics_is_unbiased(particles: int, program: Callable[..., Any]) -> None:
-    elbo = train(150, program, num_particles=particles)
+    elbo = train(40, program, num_particles=particles)
     critics = [block for block in elbo.critics.blocks.values() if block.critic is not None]
     assert max(float(w.detach().abs().max()) for block in critics for w in block.weights().values()) > 0.1
     found = expected_moments(elbo, model, program)
@@ -81,7 +81,7 @@ def test_critics_lower_the_variance(particles: int, factor: float) -> None:
 
 
 def test_critics_persist_where_their_site_is_absent() -> None:
-    elbo = train(60)
+    elbo = train(20)
     keys = {key for block in elbo.critics.blocks.values() if block.critic is not None for key in block.keys}
     assert keys == {"z_0", "z_1", "z_2"}
     blocks = len(elbo.critics.blocks)
@@ -93,10 +93,10 @@ def test_critics_persist_where_their_site_is_absent() -> None:
 
 
 def test_a_family_shares_one_critic_that_sees_the_index() -> None:
-    elbo = train(30, shared)
+    elbo = train(20, shared)
     keys = {key for block in elbo.critics.blocks.values() if block.critic is not None for key in block.keys}
     assert keys == {"z"}
-    assert _index_features("z_12") == pytest.approx((2.5649493, 1.2)) and _index_features("z") == (0.0, 0.0)
+    assert index_features("z_12") == pytest.approx((2.5649493, 1.2)) and index_features("z") == (0.0, 0.0)
 
 
 def test_particles_that_run_at_once_are_refused() -> None:

@@ -389,7 +389,7 @@ QUICK = {
 }
 
 
-def train(program: Case, steps: int = 40, **options: Any) -> TraceBackpropQ_ELBO:
+def train(program: Case, steps: int = 20, **options: Any) -> TraceBackpropQ_ELBO:
     """Critics trained with a moving guide, then frozen; parameters as before."""
     elbo = trained(exactly(**options), program.model, program.guide, params=program.params, steps=steps, lr=0.02)
     assert elbo.num_steps == steps
