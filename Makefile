@@ -16,7 +16,7 @@ override PY := $(VENV)/bin/python
 need = $(VENV)/.stamp-$(1)
 endif
 
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS)
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
 .PHONY: help demo test test-quick fuzz test-all lint format types docs tutorials notebooks bench bench-full clean
 .NOTPARALLEL:

@@ -1,7 +1,8 @@
-"""Training on one process or several, each with its share of the rows; run by ``torchrun`` in test_distributed."""
+"""Training on one process or several, each with its share of the rows; run as a program by test_distributed."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyro_bpq import CriticLearner, Replay, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.critics.slow import SlowTracking
 
-PROCESSES, LENGTH, EXACT_STEPS, RANDOM_STEPS = 2, 4, 6, 20
+PROCESSES, LENGTH, EXACT_STEPS, RANDOM_STEPS = 2, 4, 6, 10
 
 
 class Draws(Messenger):
@@ -185,11 +186,11 @@ def skip(rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    gc.set_threshold(50_000, 20, 20)  # as in all tests
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # as in all tests
-    distributed.init_process_group("gloo")
-    rank = distributed.get_rank()
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
     found = {
         "exact": {name: train(name, rank) for name in CASES},
         "random": {name: train_randomly(name, rank, False) for name in RANDOM_CASES},

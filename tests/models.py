@@ -18,7 +18,9 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_bpq.testing import TwoPoint
+from pyro_bpq.testing import TwoPoint, exact_gradient
+
+EXACT: dict[Any, dict[str, Tensor]] = {}
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Case:
     model: Callable[..., Any]
     guide: Callable[..., Any]
     shapes: dict[str, tuple[int, ...]]
-    num_states: int
+    num_states: int = 0
     args: tuple[Any, ...] = ()
     constraints: tuple[tuple[str, Any], ...] = ()
     is_static: bool = True
@@ -53,6 +55,19 @@ class Case:
             constraint = given.get(name, constraints.real)
             pyro.param(name, torch.distributions.transform_to(constraint)(value), constraint=constraint)
 
+    @property
+    def programs(self) -> tuple[Any, ...]:
+        """What an objective is called with."""
+        return self.model, self.guide, *self.args
+
+    def exact(self) -> dict[str, Tensor]:
+        """The exact gradient at the parameters of ``params``, worked out once."""
+        key = self.name, self.model, self.guide
+        if key not in EXACT:
+            self.params()
+            EXACT[key] = exact_gradient(*self.programs)
+        return EXACT[key]
+
 
 def irregular(*shape: int, start: int = 0) -> Tensor:
     """Fixed numbers in (-1.2, 1.2) without pattern, of the given shape."""
@@ -60,7 +75,15 @@ def irregular(*shape: int, start: int = 0) -> Tensor:
     return 1.2 * torch.sin(1.7 * torch.arange(size, dtype=torch.float64) + 2.3 * start + 0.4).reshape(shape)
 
 
-def real(*numbers: float) -> Tensor:
+def fill(names: tuple[str, ...], *shape: int) -> None:
+    """Puts parameters of one shape into a cleared param store."""
+    pyro.clear_param_store()
+    for i, name in enumerate(names):
+        pyro.param(name, irregular(*shape, start=i + 1))
+
+
+def real(*numbers: Any) -> Tensor:
+    """Float64 numbers, or rows of them."""
     return torch.tensor(numbers, dtype=torch.float64)
 
 

@@ -1,20 +1,86 @@
-"""Steps of an ELBO at fixed parameters, and equality of nested state; for the tests of ELBO objects."""
+"""Steps of an objective, errors of its gradient, and equality of nested state."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import pyro
 import pyro.distributions as dist
 import torch
 from models import BY_NAME, Case
+from pyro.infer import SVI
 from pyro.nn import PyroModule, PyroParam
+from pyro.optim import Adam
 from torch import Tensor, nn
 
 from pyro_bpq import CriticLearner, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.testing import exact_gradient, expected_gradient
+from pyro_bpq.testing.choices import ChoiceMessenger, walk
 
 CHAIN = BY_NAME["chain"]
+Objective = TypeVar("Objective")
+SETTLED: dict[str, TraceBackpropQ_ELBO] = {}
+
+
+def trained(
+    objective: Objective,
+    model: Any,
+    guide: Any,
+    *args: Any,
+    params: Callable[[], object] = pyro.clear_param_store,
+    steps: int = 20,
+    lr: float = 0.0,
+) -> Objective:
+    """The objective after some steps. Parameters start as ``params`` puts them, and end so."""
+    params()
+    pyro.set_rng_seed(0)
+    svi = SVI(model, guide, Adam({"lr": lr}), objective)
+    for _ in range(steps):
+        svi.step(*args)
+    if lr:
+        params()
+    return objective
+
+
+def settled(case: Case, steps: int, **options: Any) -> TraceBackpropQ_ELBO:
+    """An ELBO after so many steps at fixed parameters, which are put into the store: a copy, trained once."""
+    key = f"{case.name} {steps} {options}"
+    if key not in SETTLED:
+        elbo = trained(TraceBackpropQ_ELBO(**options), *case.programs, params=case.params, steps=steps)
+        SETTLED[key] = copy.deepcopy(elbo)
+    case.params()
+    return copy.deepcopy(SETTLED[key])
+
+
+def expected_loss(objective: Any, model: Any, guide: Any, *args: Any) -> float:
+    """The mean of the loss over all values of all sites."""
+    outcomes = walk(ChoiceMessenger(10_000), lambda: objective.loss(model, guide, *args))
+    return sum(float(probability) * loss for probability, loss in outcomes)
+
+
+def largest_error(truth: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
+    """The largest difference of an entry. A truth of zeros would prove nothing."""
+    assert max(float(g.abs().max()) for g in truth.values()) > 1e-2
+    return max(float((found[name] - g).abs().max()) for name, g in truth.items())
+
+
+def bias(
+    objective: Any,
+    model: Any,
+    guide: Any,
+    *args: Any,
+    params: Callable[[], object] = pyro.clear_param_store,
+    truth: Mapping[str, Tensor] | None = None,
+    **options: Any,
+) -> float:
+    """The largest difference of an entry of the expected gradient from the exact one, by enumeration."""
+    if truth is None:
+        params()
+        truth = exact_gradient(model, guide, *args)
+    params()
+    return largest_error(truth, expected_gradient(objective, model, guide, *args, **options))
 
 
 def run(

@@ -1,11 +1,13 @@
-"""Random graphs with tables, for tests that need exact Q-functions."""
+"""Random graphs with tables, and policies, for tests that need exact Q-functions."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from functools import cache
 from typing import get_args
 
+import pyro
 import torch
 from torch import Tensor
 
@@ -45,3 +47,18 @@ def largest(value: Tensor) -> float:
 def site_total(program: TabularProgram, network: BackpropQNetwork, q: dict[str, Tensor], site: str) -> Tensor:
     """The sum of the Q-functions of a site."""
     return sum((program.total(node, q) for node in network.q_nodes(site)), torch.zeros(()))
+
+
+def set_policy(policy: Mapping[str, Tensor]) -> None:
+    """Puts values into the param store."""
+    store = pyro.get_param_store()
+    for name, value in policy.items():
+        if name in store:
+            store[name] = value.clone()
+        else:
+            pyro.param(name, value.clone())
+
+
+def prob(logit: Tensor, value: int) -> Tensor:
+    """The probability of a value of a coin."""
+    return torch.sigmoid(logit if value else -logit)

@@ -19,12 +19,6 @@ Program = Callable[[], Any]
 TOGETHER: dict[str, Any] = {"num_particles": 3, "vectorize_particles": True}
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-
-
 def logits(*shape: int) -> Tensor:
     return pyro.param("q", torch.full(shape, 0.3))
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.layout import CrossedCosts
+from pyro_bpq.batching.classes import CrossedCosts
 from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
 
 __all__ = ["crossed_costs"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.layout import SiteClass
+from pyro_bpq.batching.classes import SiteClass
 from pyro_bpq.errors import PlateError, UnsupportedSiteError
 from pyro_bpq.rollout.features import Components, batch_of, element_log_prob, encode_real
 from pyro_bpq.rollout.moments import Standardised, standardise

@@ -27,7 +27,7 @@ from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Step, step
 from pyro_bpq.tracing.hidden_particles import trace_particles
-from pyro_bpq.tracing.traced_run import TracedRun, trace_run
+from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, trace_run
 
 __all__ = ["TraceBackpropQ_IWAE"]
 
@@ -245,13 +245,15 @@ class BoundRunner:
     ) -> TracedRun:
         """Runs a program once."""
         model, guide, args, kwargs = program
-        return trace_run(put(model), put(guide), args, kwargs, particles.nesting, self.planner.choose, particles.number)
+        return trace_run(put(model), put(guide), args, kwargs, self._options(particles))
+
+    def _options(self, particles: Particles) -> TraceOptions:
+        return TraceOptions(self.planner.choose, particles.nesting, particles.number)
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """The runs of a step."""
         if particles.is_hidden:
-            choose, number = self.planner.choose, particles.number
-            hidden = trace_particles(*program, particles.nesting, choose, number, is_checked=mode.is_checked)
+            hidden = trace_particles(*program, self._options(particles), is_checked=mode.is_checked)
             return Observation(tuple(hidden))
         programs = programs_of(program, particles)
         return Observation(tuple(self.trace(each, particles, mode.num_steps) for each in programs))

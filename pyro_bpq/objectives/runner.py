@@ -36,7 +36,7 @@ from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plate_errors import check_declared
 from pyro_bpq.tracing.sandbox import UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
-from pyro_bpq.tracing.traced_run import TracedRun, trace_run
+from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, trace_run
 from pyro_bpq.tracing.watch import samples
 
 __all__ = ["Mode", "NoiseSource", "StepRunner"]
@@ -191,43 +191,10 @@ class StepRunner:
             put: Puts values in: it wraps model and guide, within enumeration.
         """
         model, guide, args, kwargs = program
-        if not self.enumerates:
-            traced = self._trace(model, guide, args, kwargs, particles, num_steps, track, sloped, put)
-            check_gradients(traced)
-            if is_validation_enabled():
-                check_if_enumerated(traced.guide_trace)
-            return traced
-        nesting = int(particles.nesting)
-        with enumerated_programs(model, guide, nesting) as programs:
-            # Values that are put in stand outside of enumeration, which follows the sites that it passes.
-            traced = self._trace(*programs, args, kwargs, particles, num_steps, track, sloped, put)
-        if self.warns and is_validation_enabled() and not traced.enumerated:
-            warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
-        return eliminate(traced, nesting)
-
-    def _trace(
-        self,
-        model: Any,
-        guide: Any,
-        args: Any,
-        kwargs: Any,
-        particles: Particles,
-        num_steps: int,
-        track: bool,
-        sloped: frozenset[str],
-        put: Callable[[Any], Any],
-    ) -> TracedRun:
-        planner, structure = self.plans.planner, self.structure
-        return trace_run(
-            put(model),
-            put(guide),
-            args,
-            kwargs,
-            max_plate_nesting=particles.nesting,
-            choose=planner.choose,
-            num_particles=particles.number,
+        structure = self.structure
+        options = replace(
+            self._options(particles),
             track=track,
-            attach=planner.attach,
             noise=self.noise,
             step=num_steps,
             only_costs=self.only_costs,
@@ -235,6 +202,23 @@ class StepRunner:
             sloped=sloped,
             rows=structure.follows_rows and not self.enumerates,
         )
+        if not self.enumerates:
+            traced = trace_run(put(model), put(guide), args, kwargs, options)
+            check_gradients(traced)
+            if is_validation_enabled():
+                check_if_enumerated(traced.guide_trace)
+            return traced
+        nesting = int(particles.nesting)
+        with enumerated_programs(model, guide, nesting) as (summed, sampled):
+            # Values that are put in stand outside of enumeration, which follows the sites that it passes.
+            traced = trace_run(put(summed), put(sampled), args, kwargs, options)
+        if self.warns and is_validation_enabled() and not traced.enumerated:
+            warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
+        return eliminate(traced, nesting)
+
+    def _options(self, particles: Particles) -> TraceOptions:
+        planner = self.plans.planner
+        return TraceOptions(planner.choose, particles.nesting, particles.number, planner.attach)
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """The runs of a step, and what their sites are told.
@@ -316,13 +300,9 @@ class StepRunner:
 
     def _hidden_runs(self, program: Program, particles: Particles, is_checked: bool, keeps: bool) -> list[TracedRun]:
         """One run for all particles, in a dimension that the programs do not see."""
-        planner = self.plans.planner
         return trace_particles(
             *program,
-            max_plate_nesting=particles.nesting,
-            choose=planner.choose,
-            num_particles=particles.number,
-            attach=planner.attach,
+            self._options(particles),
             is_checked=is_checked,
             has_buffers=self.has_buffers,
             keeps_buffers=keeps,

@@ -5,14 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from pyro_bpq.plan.plan import Plan
+from pyro_bpq.plan.rules import PARTICLES, ProgramFacts
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
 
 __all__ = ["num_particles_for"]
-
-MOST_PARTICLES = 8
-# A value of so many elements takes about as long as the Python code of a sample statement.
-ELEMENTS = 1 << 16
 
 
 def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
@@ -22,7 +19,8 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
 
     where costs after a site of the default's choice are known of the sampled value alone, and differ from row to row
     of its plates; else one. Baselines from other particles know the row, those from other steps do not. Two, where
-    :class:`~pyro_bpq.estimators.DebiasedStraightThrough` serves all such sites, which needs no baseline.
+    :class:`~pyro_bpq.estimators.DebiasedStraightThrough` serves all such sites, which needs no baseline. The table is
+    ``PARTICLES`` in ``plan/rules.py``.
 
     Args:
         plan: The plan of a run.
@@ -32,10 +30,13 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     Returns:
         The number ``M``.
     """
-    if not plan.by_row or traced.user_costs or traced.untraced or traced.elimination is not None:
-        return 1
-    if plan.by_row <= set(plan.sloped):
-        return 2
     values = [site["value"] for trace in (traced.guide_trace, traced.model_trace) for site in samples(trace).values()]
-    largest = max(value.numel() for value in values if isinstance(value, Tensor))
-    return min(MOST_PARTICLES, max(2, ELEMENTS * particles // max(largest, 1)))
+    largest = max((value.numel() for value in values if isinstance(value, Tensor)), default=0)
+    facts = ProgramFacts(
+        by_row=frozenset(plan.by_row),
+        sloped=frozenset(plan.sloped),
+        is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,
+        elements=largest,
+        particles=particles,
+    )
+    return next(rule.number(facts) for rule in PARTICLES if rule.holds(facts))

@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pyro_bpq.batching.classes import SiteSpec
 from pyro_bpq.batching.kinds import Known
-from pyro_bpq.batching.layout import Layout, SiteSpec
+from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.joint import JointCritic
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import UnsupportedSiteError

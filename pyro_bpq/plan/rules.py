@@ -1,7 +1,7 @@
-r"""The rules by which a site gets its estimator: two tables, each read from top to bottom; the first that holds counts.
+r"""The rules by which sites get estimators, and programs particles: tables, read from top to bottom; the first counts.
 
 The first table follows from the options and from the site's distribution alone. The second overrules it where the
-structure of the program tells more.
+structure of the program tells more. The third says how many particles a program is good for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,22 @@ from pyro_bpq.estimators import (
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.tracing.config import SiteOptions
 
-__all__ = ["BY_OPTIONS", "BY_STRUCTURE", "Choice", "Rule", "SiteFacts", "decide", "has_many_components"]
+__all__ = [
+    "BY_OPTIONS",
+    "BY_STRUCTURE",
+    "PARTICLES",
+    "Choice",
+    "ParticleRule",
+    "ProgramFacts",
+    "Rule",
+    "SiteFacts",
+    "decide",
+    "has_many_components",
+]
+
+MOST_PARTICLES = 8
+# A value of so many elements takes about as long as the Python code of a sample statement.
+ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,47 @@ BY_STRUCTURE = (
         lambda s: SecondRun(),
     ),
     Rule("many components: other particles", lambda s: s.is_untold, lambda s: s.score_function),
+)
+
+
+@dataclass(frozen=True)
+class ProgramFacts:
+    """What the rules for the number of particles look at.
+
+    Args:
+        by_row: Sites of the default's choice whose costs differ from row to row of their plates.
+        sloped: Sites that are served by slopes of the costs.
+        is_plain: Whether there are no cost statements, and all sites are in the traces and sampled.
+        elements: Number of elements of the largest value.
+        particles: Number of particles in it.
+    """
+
+    by_row: frozenset[str]
+    sloped: frozenset[str]
+    is_plain: bool
+    elements: int
+    particles: int = 1
+
+
+@dataclass(frozen=True)
+class ParticleRule:
+    """A line of the table of particles: why, whether it applies, and the number."""
+
+    says: str
+    holds: Callable[[ProgramFacts], bool]
+    number: Callable[[ProgramFacts], int]
+
+
+PARTICLES = (
+    ParticleRule("no costs that differ from row to row", lambda p: not p.by_row, lambda p: 1),
+    ParticleRule("particles cannot be taken apart", lambda p: not p.is_plain, lambda p: 1),
+    # Slopes need no baseline.
+    ParticleRule("slopes serve all sites of rows", lambda p: p.by_row <= p.sloped, lambda p: 2),
+    ParticleRule(
+        "rows of data: other particles know the row, as many as are nearly free",
+        lambda p: True,
+        lambda p: min(MOST_PARTICLES, max(2, ELEMENTS * p.particles // max(p.elements, 1))),
+    ),
 )
 
 

@@ -1,9 +1,7 @@
-r"""Evaluates the critics of a step, and turns their targets into a regression loss."""
+r"""Evaluates the critics of a step, in one call for like-shaped sites."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -11,18 +9,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.layout import Layout, QGroup
+from pyro_bpq.batching.classes import QGroup
+from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.attention import MemberCritic, Members
 from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue
 from pyro_bpq.critics.nets import Critic, CriticShape
 from pyro_bpq.errors import CriticShapeError, OptionError
-from pyro_bpq.estimators.base import site_mean, update_mean
-from pyro_bpq.rollout.distributed import Ranks, joint_mean
 from pyro_bpq.rollout.sums import Sums
+from pyro_bpq.step.critic_inputs import cells_of, context_of, members_of, site_value, standardised
+from pyro_bpq.step.regression import CriticRows
 
-__all__ = ["CriticBatch", "CriticRows", "JointValue", "Learned", "evaluate_critics", "regression"]
+__all__ = ["CriticBatch", "JointValue", "Learned", "evaluate_critics"]
 
 
 class Learned(NamedTuple):
@@ -45,26 +44,6 @@ class Learned(NamedTuple):
         pairs = zip(self, other, strict=True)
         total = [a if b is None else b if a is None else a + b for a, b in pairs]
         return Learned(*total)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class CriticRows:
-    """What the regression of some critics needs besides their values and targets.
-
-    Args:
-        sites: Site of each.
-        selection: Their rows in the bank.
-        unit: Scale of the sites (subsampling), which targets are divided by; broadcasts to ``(Q, M, plates)``.
-    """
-
-    sites: tuple[str, ...]
-    selection: Selection
-    unit: Tensor
-
-    @staticmethod
-    def join(parts: Sequence[CriticRows]) -> CriticRows:
-        """The same critics in several particles."""
-        return replace(parts[0], unit=torch.cat([part.unit for part in parts], 1))
 
 
 @dataclass(frozen=True)
@@ -173,14 +152,14 @@ def evaluate_critics(
     if selection is None:
         return None
     nodes = group.nodes
-    context, writes = _standardised(_context(layout, group, batches), selection)
-    cells = _cells(group, batches) if shape.cells else None
+    context, writes = standardised(context_of(layout, group, batches), selection)
+    cells = cells_of(group, batches) if shape.cells else None
     if isinstance(spec.critic, JointCritic):
-        site = _site_value(group, batch)
+        site = site_value(group, batch)
         packed = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site, slow))
         expected, table, unit, joint = _joint(layout, group, batch, selection, packed)
         return CriticBatch(group, kind, keys, selection, expected, table, unit, writes, joint)
-    more = _members(group, batches) if reads_members else None
+    more = members_of(group, batches) if reads_members else None
     output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, more, slow))
     if output.shape != (len(nodes), context.shape[1], shape.outputs):
         raise CriticShapeError(
@@ -190,33 +169,6 @@ def evaluate_critics(
         )
     level, advantage, unit = _dueling(layout, group, batch, selection, output)
     return CriticBatch(group, kind, keys, selection, level, advantage, unit, writes)
-
-
-def _standardised(context: Tensor, selection: Selection, decay: float = 0.95) -> tuple[Tensor, tuple[Write, ...]]:
-    """Context features in units of their spread in earlier steps, and the moments' writes."""
-    if not context.shape[-1]:
-        return context, ()
-    names = ("context_mean", "context_square", "count")
-    mean, square, count = (selection.read(name, context.dtype) for name in names)
-    writes = (
-        *selection.write("context_mean", update_mean(mean, context.mean(1), count, decay)),
-        *selection.write("context_square", update_mean(square, context.square().mean(1), count, decay)),
-    )
-    # A feature that hardly varied so far is held down, not blown up, when it moves.
-    spread = (square - mean.square()).clamp(min=1e-4).sqrt()
-    return ((context - mean.unsqueeze(1)) / spread.unsqueeze(1)).clamp(-6.0, 6.0), writes
-
-
-def _site_value(group: QGroup, batch: SiteBatch) -> SiteValue:
-    """Values and distributions of the sites of the Q-nodes of a group, rows flattened."""
-    lead = 1 + len(batch.batch_shape)
-
-    def flat(tensor: Tensor) -> Tensor:
-        return group.pick(tensor).flatten(1, lead - 1)
-
-    if batch.cls.spec.components is None:
-        return SiteValue(powers=flat(batch.moments.powers))
-    return SiteValue(flat(batch.index), flat(batch.probs))
 
 
 def _joint(
@@ -255,92 +207,6 @@ def _dueling(
         return level, None, unit
     advantage = output[..., 1:].reshape(-1, *batch.batch_shape, *batch.cls.spec.parts)
     return level, (unit * step)[..., None, None] * advantage, unit
-
-
-def regression(
-    critic: CriticRows,
-    value: Tensor,
-    target: Tensor,
-    level_weight: float,
-    decay: float = 0.98,
-    chosen: Tensor | None = None,
-    ranks: Ranks | None = None,
-) -> tuple[Tensor, list[Write], dict[str, Tensor]]:
-    r"""Squared error of the critics, in units of their targets' spread.
-
-    With several particles, differences within a data point count fully and the level ``level_weight``:
-
-        L = |δ - mean_m δ|² / σ_A² + w |mean_m δ|² / σ_V²,   δ = q - target
-
-    Args:
-        critic: The critics.
-        value: Their value at the sample, ``(Q, M, plates)``, in nats, with gradient.
-        target: Targets of the same shape, detached.
-        level_weight: Weight ``w``.
-        decay: Weight of the past in the running mean and spreads.
-        chosen: Which Q-nodes learn, ``(Q,)`` of zeros and ones; ``None`` for all.
-        ranks: The processes that learn together: the mean of their losses is that of the joint batch.
-
-    Returns:
-        The loss (a scalar), the writes of the running statistics, and diagnostics per Q-node.
-    """
-    particles, samples = target.shape[1], value[0].numel()
-    error, scaled = (value - target) / critic.unit, target / critic.unit
-    selection = critic.selection
-    count, mean, old_level, old_step = (
-        selection.read(name, target.dtype) for name in ("count", "mean", "spread_level", "spread_advantage")
-    )
-    own_mean, total = joint_mean(ranks, site_mean(scaled), samples)
-    new_mean = update_mean(mean, own_mean, count, decay)
-    lead = (-1, *(1,) * (target.dim() - 1))
-    if particles > 1:
-        row = scaled.mean(1, keepdim=True)
-        inner = (scaled - row).square() * (particles / (particles - 1.0))
-        outer = row - new_mean.reshape(lead)
-    else:
-        # Never the critic's own error: a scale that it moves itself feeds back.
-        outer = scaled - new_mean.reshape(lead)
-        inner = outer.square()
-    squares, _ = joint_mean(ranks, torch.stack((site_mean(outer.square()), site_mean(inner))), samples)
-    level = update_mean(old_level.square(), squares[0], count, decay).sqrt()
-    step = update_mean(old_step.square(), squares[1], count, decay).sqrt()
-    floor = 1e-3 * (new_mean.abs() + level) + torch.finfo(target.dtype).tiny
-    step = torch.maximum(step, floor)
-    # The mean over particles moves less than they do: in its own unit it would drown their differences.
-    level = torch.maximum(level, step)
-    loss = _loss(error, level.reshape(lead), step.reshape(lead), level_weight)
-    # The first step only sets the statistics: its error is that of an unknown level.
-    seen = (count > 0).to(loss.dtype)
-    seen = seen if chosen is None else seen * chosen
-    writes = [
-        *selection.write("mean", new_mean),
-        *selection.write("spread_level", level),
-        *selection.write("spread_advantage", step),
-        *selection.write("rows", selection.read("rows") * 0.0 + total),
-        *selection.write("count", selection.read("count") + 1),
-    ]
-    with torch.no_grad():
-        variance = site_mean(_centre(scaled).square())
-        # Nothing can be said of a single particle and row.
-        explained = torch.where(variance > 0, 1.0 - site_mean(_centre(error).square()) / variance, torch.nan)
-    # The mean of the ranks' gradients counts all ranks alike; they may have different numbers of rows.
-    weight = 1.0 if ranks is None else samples * ranks.size / total
-    return (weight * loss * seen).sum(), writes, {"td_loss": loss.detach(), "explained": explained}
-
-
-def _loss(error: Tensor, level: Tensor, step: Tensor, weight: float) -> Tensor:
-    particles = error.shape[1]
-    if particles == 1:
-        return site_mean((error / step).square())
-    row = error.mean(1, keepdim=True)
-    inner = site_mean(((error - row) / step).square()) * (particles / (particles - 1.0))
-    return inner + weight * site_mean((row / level).square())
-
-
-def _centre(value: Tensor) -> Tensor:
-    if value.shape[1] > 1:
-        return value - value.mean(1, keepdim=True)
-    return value - site_mean(value).reshape(-1, *(1,) * (value.dim() - 1))
 
 
 def _keys(group: QGroup, share: str | None) -> tuple[str, ...]:
@@ -400,87 +266,3 @@ def _forward(
         chosen = {name: weight[rows] for name, weight in weights.items()}
         output = torch.func.functional_call(critic, chosen, given)
     return output.to(dtype)
-
-
-def _pool(value: Tensor, source: SiteBatch, target: SiteBatch) -> Tensor:
-    """Averages over the plates that the target is outside of."""
-    dims = [plate.dim - 1 for plate in source.plates if plate not in target.plates]
-    return value.mean(dims, keepdim=True) if dims else value
-
-
-def _context(layout: Layout, group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
-    """Detached context features ``(Q, N, F)`` of the Q-nodes of a group."""
-    batch, queries = batches[group.c], len(group.nodes)
-    lead = (queries, *batch.batch_shape)
-    parts = []
-    for k, plan in enumerate(() if isinstance(batch.cls.spec.critic, MemberCritic) else group.contexts):
-        source = batches[plan.source]
-        values = _pool(source.encoded, source, batch)
-        parts += _windowed(group, k, values, lead)
-        if plan.rest is not None:
-            rest = group.rest(k, values)
-            mixed = values.new_zeros(queries, *values.shape[1:]) if rest is None else rest @ values
-            parts.append(mixed.expand(*lead, -1))
-    if batch.cls.spec.share is not None:
-
-        def index_features() -> list[tuple[float, float]]:
-            return [_index_features(node.site) for node in group.nodes]
-
-        index = group.constant("index", index_features, batch.like.device, batch.like.dtype)
-        parts.append(index.reshape(queries, *(1,) * len(batch.batch_shape), -1).expand(*lead, -1))
-    if batch.cls.spec.has_params and (batch.cls.spec.components is not None or batch.cls.spec.has_moments):
-        parts.append(group.pick(batch.parameters))
-    if batch.cls.spec.context:
-        parts.append(group.pick(batch.context).to(batch.like.dtype))
-    rows = 1
-    for size in batch.batch_shape:
-        rows *= size
-    if not parts:
-        return batch.like.new_zeros(queries, rows, 0)
-    return torch.cat(parts, -1).reshape(queries, rows, -1)
-
-
-def _windowed(group: QGroup, k: int, values: Tensor, lead: Sequence[int]) -> list[Tensor]:
-    """The values at the places of a window, latest first, each ``(*lead, width)``; zero where there is no member."""
-    padded = torch.cat((values, torch.zeros_like(values[:1])))
-    window = group.constant(("window", k), group.contexts[k].window, values.device, torch.long)
-    return [padded[window[:, w]].expand(*lead, -1) for w in range(window.shape[1])]
-
-
-def _members(group: QGroup, batches: Sequence[SiteBatch]) -> Members:
-    """All members of the scopes of the Q-nodes of a group, rows flattened."""
-    batch, values, present = batches[group.c], [], []
-    lead = (len(group.nodes), *batch.batch_shape)
-    for k, plan in enumerate(group.contexts):
-        source = batches[plan.source]
-        encoded = _pool(source.encoded, source, batch)
-        values.append(torch.stack(_windowed(group, k, encoded, lead), -2).flatten(1, len(lead) - 1))
-        there = plan.window < len(source.cls.names)
-        present.append(group.constant(("present", k), there, encoded.device, torch.bool))
-    return Members(tuple(values), tuple(present))
-
-
-def _index_features(site: str) -> tuple[float, float]:
-    """Logarithm and tenth of the last number in the name of a site of a family, 0 without one."""
-    numbers = re.findall(r"\d+", site)
-    index = int(numbers[-1]) if numbers else 0
-    return math.log1p(index), 0.1 * index
-
-
-def _cells(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
-    """Joint state of the rest of the scope, ``(Q, N)``."""
-    batch, queries = batches[group.c], len(group.nodes)
-    cell = torch.zeros((queries, *batch.batch_shape), dtype=torch.long, device=batch.like.device)
-    for k, plan in enumerate(group.contexts):
-        source = batches[plan.source]
-        if any(plate not in batch.plates for plate in source.plates):
-            raise OptionError(
-                f"TabularCritic of {list(batch.cls.names)}: its scope has sites in plates that it lacks; "
-                "write critic=MLPCritic() instead."
-            )
-        padded = torch.cat((source.index, torch.zeros_like(source.index[:1])))
-        window = group.constant(("window", k), plan.window, cell.device, torch.long)
-        for w in range(window.shape[1]):
-            for d in range(source.components.size):
-                cell = cell * source.components.cardinality + padded[window[:, w]][..., d]
-    return cell.reshape(queries, -1)

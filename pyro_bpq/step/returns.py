@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.layout import Layout, QGroup
+from pyro_bpq.batching.classes import QGroup
+from pyro_bpq.batching.layout import Layout
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.targets.lambda_return import lambda_return
 from pyro_bpq.targets.rules import solve_rules

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.layout import SiteClass
+from pyro_bpq.batching.classes import SiteClass
 from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write, average_writes
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, initial_statistics
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.rollout.distributed import average_writes as average_over_ranks
 from pyro_bpq.rollout.moments import Standardised
-from pyro_bpq.step.critic_step import CriticRows, regression
 from pyro_bpq.step.first_order import first_order_loss
+from pyro_bpq.step.regression import CriticRows, regression
 from pyro_bpq.step.signals import Signals
 
 __all__ = ["Learning", "Step", "critic_loss", "critic_targets", "expected_critic_loss", "step"]

@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.tracing.sandbox import LentBuffers
 from pyro_bpq.tracing.scoring import importance_traces
-from pyro_bpq.tracing.traced_run import TracedRun, record_run
-from pyro_bpq.tracing.watch import Attach, Choose, Watch, samples
+from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, record_run
+from pyro_bpq.tracing.watch import Watch, samples
 
 __all__ = ["HiddenFactories", "Wrapped", "hidden_traces", "trace_particles"]
 
@@ -108,10 +108,7 @@ def trace_particles(
     guide: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    max_plate_nesting: float,
-    choose: Choose,
-    num_particles: int,
-    attach: Attach | None = None,
+    options: TraceOptions,
     is_checked: bool = True,
     has_buffers: bool = True,
     keeps_buffers: bool = True,
@@ -123,10 +120,7 @@ def trace_particles(
         guide: The guide.
         args: Arguments of both.
         kwargs: Keyword arguments of both.
-        max_plate_nesting: Bound on the number of nested plates, for Pyro's shape checks.
-        choose: Returns the estimator of a site.
-        num_particles: Number of particles.
-        attach: Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
+        options: The number of particles, the bound on nested plates, and how sites get their estimators.
         is_checked: Whether to check that the programs keep no tensor of the run.
         has_buffers: Whether the programs may call modules with buffers. If the run fails, buffers stay as they were.
         keeps_buffers: Whether they keep what the run wrote.
@@ -137,13 +131,15 @@ def trace_particles(
     Raises:
         RuntimeError: If the programs cannot run in a hidden dimension.
     """
-    start = torch.get_rng_state()
+    start, number = torch.get_rng_state(), options.num_particles
 
     def run() -> tuple[Trace, Trace, Mapping[str, Any]]:
-        watch = Watch(None, choose, num_particles, attach, torch.Generator)
+        watch = Watch(None, options.choose, number, options.attach, torch.Generator)
         # Validation reads values, which vmap forbids. An earlier run of one particle has passed validation.
         with watch, pyro.validation_enabled(False):
-            model_trace, guide_trace, _ = importance_traces(model, watch.guide(guide), args, kwargs, max_plate_nesting)
+            model_trace, guide_trace, _ = importance_traces(
+                model, watch.guide(guide), args, kwargs, options.max_plate_nesting
+            )
         if watch.untraced or watch.enumerated or watch.attached or watch.costs:
             raise RuntimeError(
                 "Cost statements, sites outside of the traces, and values of an estimator's own are not taken apart."
@@ -154,14 +150,14 @@ def trace_particles(
     wrapped = Wrapped(seen)
     with LentBuffers() if has_buffers else contextlib.nullcontext() as lent:
         with wrapped if is_checked else contextlib.nullcontext():
-            traces = hidden_traces(run, num_particles)
+            traces = hidden_traces(run, number)
         if is_checked and wrapped.any_alive():
             raise RuntimeError("The programs keep a tensor of a run.")
         if lent is not None and keeps_buffers:
             lent.keep()
     rng = (start, torch.get_rng_state())
     return [
-        record_run(model_trace, guide_trace, samples(guide_trace), None, frozenset(), num_particles, subsamples, rng)
+        record_run(model_trace, guide_trace, samples(guide_trace), None, frozenset(), number, subsamples, rng)
         for model_trace, guide_trace, subsamples in traces
     ]
 

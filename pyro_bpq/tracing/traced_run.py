@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ from pyro_bpq.tracing.watch import HANDED, PARTICLES, Attach, Choose, Watch, is_
 
 __all__ = [
     "PARTICLES",
+    "TraceOptions",
     "TracedRun",
     "cost_of_guide",
     "cost_of_model",
@@ -128,22 +130,43 @@ class TracedRun:
         return max((-plate.dim for plate in self.plate_sizes), default=0)
 
 
+@dataclass(frozen=True)
+class TraceOptions:
+    """How programs are run, and what is recorded of the run.
+
+    Args:
+        choose: Returns the estimator of a site.
+        max_plate_nesting: Bound on the number of nested plates, for Pyro's shape checks.
+        num_particles: Number of particles in all runs of the step.
+        attach: Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
+        track: Whether to track which values depend on which sites.
+        noise: Makes the generator that such estimators draw from.
+        only_costs: Whether only cost statements count; the guide is then the whole program.
+        step: Number of steps taken, for estimators with a schedule.
+        components: Whether to also track which components of a site a cost reads.
+        sloped: Sites that need the slope of the costs in their value. Their records have autograd leaves of the costs.
+        rows: Whether to look for rows of a plate that meet.
+    """
+
+    choose: Choose
+    max_plate_nesting: float = math.inf
+    num_particles: int = 1
+    attach: Attach | None = None
+    track: bool = False
+    noise: Callable[[], torch.Generator] = torch.Generator
+    only_costs: bool = False
+    step: int = 0
+    components: bool = False
+    sloped: frozenset[str] = frozenset()
+    rows: bool = False
+
+
 def trace_run(
     model: Callable[..., Any],
     guide: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    max_plate_nesting: float,
-    choose: Choose,
-    num_particles: int = 1,
-    track: bool = False,
-    attach: Attach | None = None,
-    noise: Callable[[], torch.Generator] = torch.Generator,
-    only_costs: bool = False,
-    step: int = 0,
-    components: bool = False,
-    sloped: frozenset[str] = frozenset(),
-    rows: bool = False,
+    options: TraceOptions,
 ) -> TracedRun:
     """Runs the guide, replays the model against it, and records both.
 
@@ -152,17 +175,7 @@ def trace_run(
         guide: The guide.
         args: Arguments of both.
         kwargs: Keyword arguments of both.
-        max_plate_nesting: Bound on the number of nested plates, for Pyro's shape checks.
-        choose: Returns the estimator of a site.
-        num_particles: Number of particles in all runs of the step.
-        track: Whether to track which values depend on which sites.
-        attach: Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
-        noise: Makes the generator that such estimators draw from.
-        only_costs: Whether only cost statements count; the guide is then the whole program.
-        step: Number of steps taken, for estimators with a schedule.
-        components: Whether to also track which components of a site a cost reads.
-        sloped: Sites that need the slope of the costs in their value. Their records have autograd leaves of the costs.
-        rows: Whether to look for rows of a plate that meet.
+        options: How they are run, and what is recorded.
 
     Returns:
         The traced run.
@@ -171,11 +184,13 @@ def trace_run(
         SiteNotFoundError: If the model has a latent site that the guide lacks.
         PlateError: If shapes do not fit plates, or if shapes of guide and model differ.
     """
+    track, only_costs, rows, nesting = options.track, options.only_costs, options.rows, options.max_plate_nesting
+    components, step, number = options.components and not only_costs, options.step, options.num_particles
     tracker = DependencyTracker() if track else None
     elements = None
-    if tracker is not None and (rows or (components and not only_costs)):
-        elements = ElementWatch(tracker, components and not only_costs, rows)
-    watch = Watch(tracker, choose, num_particles, attach, noise, step, elements, sloped)
+    if tracker is not None and (rows or components):
+        elements = ElementWatch(tracker, components, rows)
+    watch = Watch(tracker, options.choose, number, options.attach, options.noise, step, elements, options.sloped)
     ledger = None if tracker is None else tracker.ledger
     with contextlib.ExitStack() as stack:
         modules = BufferedModules() if track else None
@@ -185,10 +200,10 @@ def trace_run(
         with explain_runs(watch, tracker):
             if only_costs:
                 model_trace = Trace()
-                guide_trace, heard = program_trace(watch.guide(guide), args, kwargs, max_plate_nesting, ledger)
+                guide_trace, heard = program_trace(watch.guide(guide), args, kwargs, nesting, ledger)
             else:
                 model_trace, guide_trace, heard = importance_traces(
-                    model, watch.guide(guide), args, kwargs, max_plate_nesting, ledger
+                    model, watch.guide(guide), args, kwargs, nesting, ledger
                 )
         guide_sites, reads, handed = watch.guide_sites(guide_trace), None, frozenset[str]()
         if tracker is not None:
@@ -208,7 +223,7 @@ def trace_run(
                 met = elements.rows.meeting(_scored(guide_sites, samples(model_trace), user=True))
     escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
     rng = (watch.model_start, torch.get_rng_state())
-    traced = record_run(model_trace, guide_trace, guide_sites, reads, escaped, num_particles, watch.subsamples, rng)
+    traced = record_run(model_trace, guide_trace, guide_sites, reads, escaped, number, watch.subsamples, rng)
     if track:
         warn_of_program(samples(model_trace), guide_sites, traced.run.loss, step == 0, bool(watch.enumerated))
     traced = replace(

@@ -166,7 +166,7 @@ def excess(name: str, critic: PlantedCritic, particles: int, **options: Any) -> 
     ours = TraceBackpropQ_ELBO(num_particles=particles, estimator=AllAction(**options), critic=critic)
     baseline = LeaveOneOut() if particles > 1 else RunningBaseline()
     rival = TraceBackpropQ_ELBO(num_particles=particles, estimator=ScoreFunction(baseline), critic=None)
-    run(ours, program, 1500 // particles)
+    run(ours, program, 700 // particles)
     assert ours.network is not None and ours.network.learned
     run(rival, program, 300 if particles == 1 else 2)
     found, plain = [], []

@@ -16,6 +16,7 @@ from models import BY_NAME, real
 from pyro.infer import SVI
 from pyro.optim import Adam
 from steps import CHAIN, assert_equal, run, state_of
+from tabular import prob, set_policy
 from torch import Tensor
 
 from pyro_bpq import AllAction, CriticLearner, MLPCritic, Replay, TabularCritic, TraceBackpropQ_ELBO
@@ -67,15 +68,6 @@ def model() -> None:
     pyro.factor("f2", -F2[values["y2"]])
 
 
-def set_policy(policy: Mapping[str, Tensor]) -> None:
-    store = pyro.get_param_store()
-    for name, value in policy.items():
-        if name in store:
-            store[name] = value.clone()
-        else:
-            pyro.param(name, value.clone())
-
-
 def case_7(coparents: str = "redrawn", particles: int = 1, steps: int = 40) -> TraceBackpropQ_ELBO:
     """An ELBO whose critics learn all that lies downstream, as in the paper: only ``log q`` and priors are exact."""
     pyro.clear_param_store()
@@ -109,10 +101,6 @@ def write(elbo: TraceBackpropQ_ELBO, name: str, values: Tensor) -> None:
                 table[row, :, 1:] = values
             return
     raise AssertionError(name)
-
-
-def prob(logit: Tensor, value: int) -> Tensor:
-    return torch.sigmoid(logit if value else -logit)
 
 
 def stage(elbo: TraceBackpropQ_ELBO, stored: StoredRollout, site: str, seed: int) -> Staged:

@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import trained
 
 from pyro_bpq import TabularCritic, TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError
@@ -29,12 +30,8 @@ def model() -> None:
     pyro.sample("x", dist.Normal(total, 1.0), obs=torch.tensor(9.0))
 
 
-def trained(steps: int = 12, **options: Any) -> TraceBackpropQ_ELBO:
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(num_particles=1, **options)
-    for _ in range(steps):
-        elbo.loss_and_grads(model, guide)
-    return elbo
+def train(steps: int = 3, **options: Any) -> TraceBackpropQ_ELBO:
+    return trained(TraceBackpropQ_ELBO(num_particles=1, **options), model, guide, steps=steps)
 
 
 def reads(elbo: TraceBackpropQ_ELBO, site: str) -> tuple[tuple[str, ...], int]:
@@ -45,13 +42,13 @@ def reads(elbo: TraceBackpropQ_ELBO, site: str) -> tuple[tuple[str, ...], int]:
 
 @pytest.mark.parametrize(("window", "seen", "summed"), [(1, 1, 5), (4, 4, 2), (6, 6, 0), (20, 6, 0)])
 def test_a_critic_sees_as_many_as_the_window_holds(window: int, seen: int, summed: int) -> None:
-    elbo = trained(window=window)
+    elbo = train(window=window)
     assert reads(elbo, "z6") == (tuple(f"z{t}" for t in range(6 - seen, 6)), summed)
     assert_unbiased(elbo.eval(), model, guide)
 
 
 def test_a_table_sees_its_whole_scope() -> None:
-    elbo = trained(critic=TabularCritic())
+    elbo = train(critic=TabularCritic())
     assert reads(elbo, "z6") == (tuple(f"z{t}" for t in range(6)), 0)
     assert 2**6 in {weight.shape[1] for weight in elbo.critics.weights().values()}
     assert_unbiased(elbo.eval(), model, guide)
@@ -59,7 +56,7 @@ def test_a_table_sees_its_whole_scope() -> None:
 
 def test_too_many_joint_states_are_refused() -> None:
     with pytest.raises(OptionError, match=r"64 joint states \(max_cells=32\)"):
-        trained(critic=TabularCritic(max_cells=32))
+        train(critic=TabularCritic(max_cells=32))
 
 
 @pytest.mark.parametrize("window", [0, -1, 2.0, True, None])
@@ -69,4 +66,4 @@ def test_a_window_is_a_positive_integer(window: Any) -> None:
 
 
 def test_the_plan_says_what_a_critic_reads() -> None:
-    assert "reads z2, z3, z4, z5, the sum of 2 more" in str(trained(2).plan)
+    assert "reads z2, z3, z4, z5, the sum of 2 more" in str(train(2).plan)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import BY_NAME, CASES, Case
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
-from steps import CHAIN, assert_equal, state_of
+from steps import CHAIN, assert_equal, settled, state_of, trained
 
 from pyro_bpq import CriticLearner, LeaveOneOut, Pathwise, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import compare_estimators, critic_fit, diagnose, gradient_moments
@@ -50,21 +50,13 @@ class Noisy(ScoreFunction):
         return SiteTerm((context.cost + 1.0) * context.score)
 
 
-def train(elbo: Any, case: Case, steps: int) -> Any:
-    case.params()
-    pyro.set_rng_seed(0)
-    for _ in range(steps):
-        elbo.loss_and_grads(case.model, case.guide, *case.args)
-    return elbo
-
-
 # Moments.
 
 
 @pytest.mark.parametrize("name", ["chain", "plate_subsample", "discrete_above_reparam", "python_branch", "vector"])
 def test_moments_are_those_of_the_step(name: str) -> None:
     case = BY_NAME[name]
-    elbo = train(TraceBackpropQ_ELBO(), case, 20)
+    elbo = settled(case, 20)
     found = gradient_moments(elbo, case.model, case.guide, *case.args)
     assert found.is_exact and found.total_variance_error == 0.0 and elbo.training
     truth = expected_moments(elbo.eval(), case.model, case.guide, *case.args)
@@ -74,7 +66,7 @@ def test_moments_are_those_of_the_step(name: str) -> None:
 
 
 def test_summands_of_the_sites_add_up_to_the_gradient() -> None:
-    elbo = train(TraceBackpropQ_ELBO(num_particles=2), CHAIN, 20)
+    elbo = settled(CHAIN, 20, num_particles=2)
     found = gradient_moments(elbo, CHAIN.model, CHAIN.guide)
     assert set(found.sites) == {"a", "b", "c", COSTS}
     for name, mean in found.mean.items():
@@ -85,7 +77,7 @@ def test_summands_of_the_sites_add_up_to_the_gradient() -> None:
 
 
 def test_sampled_moments_agree_with_exact_ones() -> None:
-    elbo = train(TraceBackpropQ_ELBO(), CHAIN, 20)
+    elbo = settled(CHAIN, 20)
     exact = gradient_moments(elbo, CHAIN.model, CHAIN.guide)
     sampled = gradient_moments(elbo, CHAIN.model, CHAIN.guide, exact=False, num_samples=200)
     assert sampled.num_samples == 200 and not sampled.is_exact
@@ -97,7 +89,7 @@ def test_sampled_moments_agree_with_exact_ones() -> None:
 
 
 def test_nothing_changes() -> None:
-    elbo = train(TraceBackpropQ_ELBO(num_particles=2), CHAIN, 30)
+    elbo = trained(TraceBackpropQ_ELBO(num_particles=2), *CHAIN.programs, params=CHAIN.params, steps=30)
     before = state_of(elbo)
     parameters = {name: value.detach().clone() for name, value in pyro.get_param_store().items()}
     grads = {name: p.unconstrained().grad.clone() for name, p in pyro.get_param_store().items()}
@@ -117,7 +109,7 @@ def test_nothing_changes() -> None:
 
 
 def test_critics_in_the_param_store_stay_what_they_are() -> None:
-    elbo = train(TraceBackpropQ_ELBO(learner=None), CHAIN, 3)
+    elbo = trained(TraceBackpropQ_ELBO(learner=None), *CHAIN.programs, params=CHAIN.params, steps=3)
     before = dict(pyro.get_param_store().named_parameters())
     assert any(name.startswith("bpq_critics") for name in before)
     options = {"num_warmup": 2, "num_rounds": 1, "progress": False, "verbose": False}
@@ -241,7 +233,7 @@ def kinds_of(elbo: TraceBackpropQ_ELBO, case: Case, **options: Any) -> frozenset
 
 
 def test_sound_training_has_no_warnings() -> None:
-    elbo = train(TraceBackpropQ_ELBO(num_particles=2), CHAIN, STEPS)
+    elbo = settled(CHAIN, STEPS, num_particles=2)
     found = diagnose(elbo, CHAIN.model, CHAIN.guide, num_samples=60)
     assert not [finding for finding in found if finding.severity in ("error", "warning")], str(found)
     assert f"after {STEPS} steps" in str(found)
@@ -252,7 +244,7 @@ def test_sound_training_has_no_warnings() -> None:
 
 
 def test_useless_critic_is_found() -> None:
-    elbo = train(TraceBackpropQ_ELBO(learner=CriticLearner(lr=1e-9)), CHAIN, STEPS)
+    elbo = settled(CHAIN, STEPS, learner=CriticLearner(lr=1e-9))
     found = diagnose(elbo, CHAIN.model, CHAIN.guide, num_samples=60)
     assert {"critic explains nothing", "one particle"} <= found.kinds()
     (finding,) = [finding for finding in found if finding.kind == "critic explains nothing"]
@@ -264,7 +256,7 @@ def test_useless_critic_is_found() -> None:
 
 def test_fit_is_within_a_data_point_where_rows_are_drawn() -> None:
     case = BY_NAME["global_local_subsample"]
-    one, two = (train(TraceBackpropQ_ELBO(num_particles=n), case, 20) for n in (1, 2))
+    one, two = (settled(case, 20, num_particles=n) for n in (1, 2))
     case.params()
     options = {"num_samples": 20, "exact": False}
     assert critic_fit(one, case.model, case.guide, *case.args, **options).sites["g"].explained is None
@@ -272,12 +264,12 @@ def test_fit_is_within_a_data_point_where_rows_are_drawn() -> None:
 
 
 def test_young_critic_is_only_hinted_at() -> None:
-    elbo = train(TraceBackpropQ_ELBO(learner=CriticLearner(lr=1e-9)), CHAIN, 5)
+    elbo = settled(CHAIN, 5, learner=CriticLearner(lr=1e-9))
     assert "critic untrained" in kinds_of(elbo, CHAIN) and "critic explains nothing" not in kinds_of(elbo, CHAIN)
 
 
 def test_critic_with_a_wrong_gradient_is_found() -> None:
-    elbo = train(TraceBackpropQ_ELBO(), CHAIN, STEPS)
+    elbo = settled(CHAIN, STEPS)
     assert "critic gradient" not in kinds_of(elbo, CHAIN)
     with torch.no_grad():
         for weight in elbo.critics.weights().values():
@@ -290,10 +282,10 @@ def test_critic_with_a_wrong_gradient_is_found() -> None:
 
 def test_value_that_leaves_torch_is_named() -> None:
     case = BY_NAME["python_branch"]
-    found = diagnose(train(TraceBackpropQ_ELBO(), case, 5), case.model, case.guide, num_samples=10)
+    found = diagnose(settled(case, 5), case.model, case.guide, num_samples=10)
     (finding,) = [finding for finding in found if finding.kind == "structure not cached"]
     assert finding.sites == ("z",) and finding.severity == "warning" and "torch.where" in finding.advice
-    assert "structure not cached" not in kinds_of(train(TraceBackpropQ_ELBO(), CHAIN, 5), CHAIN)
+    assert "structure not cached" not in kinds_of(settled(CHAIN, 5), CHAIN)
 
 
 def test_large_support_is_found() -> None:
@@ -398,6 +390,6 @@ def test_diagnose_refuses_other_elbos() -> None:
 @pytest.mark.parametrize(("number", "expected"), [(1, {"second run"}), (2, set())])
 def test_a_second_run_is_hinted_at(number: int, expected: set[str]) -> None:
     case = BY_NAME["vector_layers"]
-    elbo = train(TraceBackpropQ_ELBO(num_particles=number), case, 3)
+    elbo = settled(case, 3, num_particles=number)
     found = {f.kind for f in diagnose(elbo, case.model, case.guide, *case.args, num_samples=5).findings}
     assert found & {"second run", "one particle"} == expected

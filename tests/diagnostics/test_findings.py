@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyro.distributions.testing.fakes import NonreparameterizedNormal
 from pyro.distributions.testing.rejection_gamma import ShapeAugmentedGamma
-from steps import CHAIN
+from steps import CHAIN, settled
 from torch import Tensor, nn
 
 from pyro_bpq import CriticLearner, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
@@ -365,17 +365,8 @@ def test_baseline_options_that_stand_in_the_way_are_found(
 # Critics.
 
 
-def trained(**options: Any) -> TraceBackpropQ_ELBO:
-    CHAIN.params()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(num_particles=2, **options)
-    for _ in range(220):
-        elbo.loss_and_grads(CHAIN.model, CHAIN.guide)
-    return elbo
-
-
 def test_good_critic_without_weight_is_explained() -> None:
-    elbo = trained()
+    elbo = settled(CHAIN, 220, num_particles=2)
     for seen in (False, True):
         found = diagnose(elbo, CHAIN.model, CHAIN.guide, num_samples=60)
         hint = of_kind(found, "good critic unused")
@@ -388,7 +379,7 @@ def test_good_critic_without_weight_is_explained() -> None:
 
 
 def test_poor_critic_without_weight_is_another_finding() -> None:
-    elbo = trained()
+    elbo = settled(CHAIN, 220, num_particles=2)
     with torch.no_grad():
         for weight in elbo.critics.weights().values():
             weight.zero_()
@@ -400,11 +391,8 @@ def test_poor_critic_without_weight_is_another_finding() -> None:
 
 
 def test_shares_have_no_minus_zero() -> None:
-    for kind, steps in (("critic untrained", 5), ("critic explains nothing", 200)):
-        CHAIN.params()
-        elbo = TraceBackpropQ_ELBO(learner=CriticLearner(lr=1e-9))
-        for _ in range(steps):
-            elbo.loss_and_grads(CHAIN.model, CHAIN.guide)
+    for kind, steps in (("critic untrained", 5), ("critic explains nothing", 220)):
+        elbo = settled(CHAIN, steps, learner=CriticLearner(lr=1e-9))
         found = of_kind(diagnose(elbo, CHAIN.model, CHAIN.guide, num_samples=20), kind)
         assert found is not None and "'b' 0%" in found.message and "-0%" not in found.message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -119,3 +120,26 @@ def with_initial(estimator: Any, made: SiteContext, width: int) -> SiteContext:
 def next_step(made: SiteContext, state: Mapping[str, Tensor], count: int) -> SiteContext:
     """A context with the statistics of earlier steps."""
     return replace(made, statistics=dict(state), count=made.cost.new_full((len(made.names),), float(count)))
+
+
+def learned_statistics(
+    estimator: Any, contexts: Callable[[int], SiteContext], width: int, steps: int
+) -> dict[str, Tensor]:
+    """The estimator's statistics after some steps; ``contexts(n)`` is step ``n``."""
+    state = dict(with_initial(estimator, contexts(0), width).statistics)
+    for n in range(steps):
+        state |= estimator(next_step(contexts(n + 1), state, n)).statistics
+    return state
+
+
+def worst_z(exact: Tensor, samples: Tensor) -> float:
+    """Largest error in standard errors; refuses a test in which 2 % of the gradient would not be seen."""
+    error = samples.std(0) / math.sqrt(len(samples))
+    assert float(error.max()) < 0.02 / 5 * float(exact.abs().max()), "too weak a test"
+    return float(((samples.mean(0) - exact).abs() / error).max())
+
+
+def total_variance(samples: Tensor) -> tuple[float, float]:
+    """Total variance of independent gradients ``(samples, ...)``, and its standard error."""
+    square = (samples - samples.mean(0)).square().flatten(1).sum(1)
+    return float(square.mean()), float(square.std() / math.sqrt(len(square)))

@@ -10,7 +10,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import real
 from pyro import poutine
+from steps import trained
 from torch import Tensor
 
 from pyro_bpq import LeaveOneOut, ScoreFunction, StochasticComputationGraph, TraceBackpropQ_ELBO
@@ -24,10 +26,6 @@ Program = tuple[Callable[[], None], Callable[[], None]]
 DATA = torch.tensor([0.3, -1.2], dtype=torch.float64)
 VECTORISED = {"vectorize_particles": True, "max_plate_nesting": 1}
 WAYS = pytest.mark.parametrize("way", [{}, VECTORISED], ids=["sequential", "vectorised"])
-
-
-def real(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def coins(name: str, logits: Tensor) -> Tensor:
@@ -146,13 +144,9 @@ def handed() -> Program:
     return model, guide
 
 
-def trained(program: Program, estimator: Estimator, way: dict[str, Any], particles: int = 2) -> TraceBackpropQ_ELBO:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+def train(program: Program, estimator: Estimator, way: dict[str, Any], particles: int = 2) -> TraceBackpropQ_ELBO:
     elbo = TraceBackpropQ_ELBO(particles, estimator=estimator, critic=None, **way)
-    for _ in range(40):
-        elbo.loss_and_grads(*program)
-    return elbo.eval()
+    return trained(elbo, *program, steps=20).eval()
 
 
 def error_and_variance(elbo: TraceBackpropQ_ELBO, program: Program) -> tuple[float, float]:
@@ -206,7 +200,7 @@ def test_costs_that_cross_in_layers_in_a_fork_and_where_a_law_reads_both() -> No
 @pytest.mark.parametrize("draw", [coins, dice, hot, pairs])
 def test_changes_are_those_of_log_probabilities_at_other_values(draw: Any, way: dict[str, Any]) -> None:
     program, particles = layers(draw, top=draw, rows=2), 3
-    elbo = trained(program, CrossedLeaveOneOut(), way, particles)
+    elbo = train(program, CrossedLeaveOneOut(), way, particles)
     seen = elbo.observe(*program)
     runs, (staged,) = seen.runs, seen.items
     signals = staged.signals
@@ -248,7 +242,7 @@ def score(runs: Any, cost: str, site: str, law: int, value: int, row: int) -> Te
 
 def test_a_value_that_cannot_occur_is_only_very_unlikely() -> None:
     program = layers(limited, 2, limited, dice)
-    elbo = trained(program, CrossedLeaveOneOut(), {})
+    elbo = train(program, CrossedLeaveOneOut(), {})
     (found,) = (value for key, value in elbo.state_dict().items() if key.endswith("moments"))
     # Without minus a billion among them.
     assert 0.0 < float(found[1, 2]) < 1e4
@@ -272,13 +266,13 @@ def test_a_value_that_cannot_occur_is_only_very_unlikely() -> None:
     ids=["coins", "rows", "dice", "pairs", "limited", "fork", "handed"],
 )
 def test_the_gradient_is_exact(program: Program, way: dict[str, Any]) -> None:
-    elbo = trained(program, CrossedLeaveOneOut(), way)
+    elbo = train(program, CrossedLeaveOneOut(), way)
     assert error_and_variance(elbo, program)[0] < 1e-10
 
 
 def test_a_law_that_reads_the_site_itself_would_be_told_by_enumeration() -> None:
     program = layers()
-    elbo = trained(program, CrossedLeaveOneOut(), VECTORISED)
+    elbo = train(program, CrossedLeaveOneOut(), VECTORISED)
     layout = elbo.runner.plans.last.plan.layout
     graph, first = layout.graph, layout.graph.index["z1"]
     # log q(z2) reads z1.
@@ -289,14 +283,14 @@ def test_a_law_that_reads_the_site_itself_would_be_told_by_enumeration() -> None
 
 
 def test_what_the_guide_hands_over_does_not_cross() -> None:
-    elbo = trained(handed(), CrossedLeaveOneOut(), {})
+    elbo = train(handed(), CrossedLeaveOneOut(), {})
     assert [name for group in elbo.runner.plans.last.plan.layout.crossed for name in group.sites] == ["log q(y)"]
 
 
 def test_variance_is_below_that_of_leave_one_out_in_wide_layers() -> None:
     program = wide()
     crossed, plain = (
-        trained(program, estimator, VECTORISED) for estimator in (CrossedLeaveOneOut(), ScoreFunction(LeaveOneOut()))
+        train(program, estimator, VECTORISED) for estimator in (CrossedLeaveOneOut(), ScoreFunction(LeaveOneOut()))
     )
     lower, upper = [], []
     for elbo in (crossed, plain):
@@ -313,7 +307,7 @@ def test_variance_is_below_that_of_leave_one_out_in_wide_layers() -> None:
 def test_without_a_past_it_is_leave_one_out() -> None:
     program = layers(depth=1)
     crossed, plain = (
-        error_and_variance(trained(program, estimator, VECTORISED), program)[1]
+        error_and_variance(train(program, estimator, VECTORISED), program)[1]
         for estimator in (CrossedLeaveOneOut(), ScoreFunction(LeaveOneOut()))
     )
     assert crossed == plain
@@ -336,7 +330,7 @@ def test_rows_that_are_masked_may_be_anything(way: dict[str, Any]) -> None:
             pyro.sample("a", dist.Bernoulli(logits=p[1] * b + lost, validate_args=False))
 
     program = model, guide
-    assert error_and_variance(trained(program, CrossedLeaveOneOut(), way), program)[0] < 1e-10
+    assert error_and_variance(train(program, CrossedLeaveOneOut(), way), program)[0] < 1e-10
 
 
 def test_batch_dimensions_without_a_plate_do_not_cross() -> None:
@@ -350,7 +344,7 @@ def test_batch_dimensions_without_a_plate_do_not_cross() -> None:
 
     program = model, guide
     with pyro.validation_enabled(False):
-        elbo = trained(program, CrossedLeaveOneOut(), {})
+        elbo = train(program, CrossedLeaveOneOut(), {})
         assert error_and_variance(elbo, program)[0] < 1e-10
     assert [name for group in elbo.runner.plans.last.plan.layout.crossed for name in group.sites] == ["log q(b)"]
 

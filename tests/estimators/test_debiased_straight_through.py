@@ -10,6 +10,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import real
+from steps import trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -18,10 +20,6 @@ from pyro_bpq.estimators import debiased_straight_through as module
 from pyro_bpq.testing import ChoiceNoise, exact_gradient, expected_gradient
 
 ROWS = 2
-
-
-def real(*numbers: float) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def bits_guide() -> None:
@@ -61,21 +59,22 @@ PROGRAMS = {
 Program = Callable[[], None]
 
 
-def trained(name: str, estimator: Any, **options: Any) -> tuple[TraceBackpropQ_ELBO, Program, Program]:
-    """An ELBO with running statistics of 50 steps, and fresh parameters."""
+def train(name: str, estimator: Any, **options: Any) -> tuple[TraceBackpropQ_ELBO, Program, Program]:
+    """An ELBO with running statistics of some steps, and fresh parameters."""
     model, guide, values = PROGRAMS[name]
-    pyro.clear_param_store()
-    for key, value in values.items():
-        pyro.param(key, value.clone())
+
+    def params() -> None:
+        pyro.clear_param_store()
+        for key, value in values.items():
+            pyro.param(key, value.clone())
+
     elbo = TraceBackpropQ_ELBO(estimator=estimator, **options)
-    for _ in range(50):
-        elbo.loss_and_grads(model, guide)
-    return elbo.eval(), model, guide
+    return trained(elbo, model, guide, params=params).eval(), model, guide
 
 
 def largest_error(name: str, monkeypatch: pytest.MonkeyPatch) -> float:
     """Between the exact gradient and the expected one, over all values and all draws of an entry."""
-    elbo, model, guide = trained(name, DebiasedStraightThrough())
+    elbo, model, guide = train(name, DebiasedStraightThrough())
     noise = ChoiceNoise()
 
     def draw(chance: Tensor, generator: torch.Generator) -> Tensor:

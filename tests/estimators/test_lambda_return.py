@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pyro
 import pytest
 import torch
 from models import BY_NAME
+from steps import trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, LambdaReturn, TraceBackpropQ_ELBO
@@ -15,12 +15,8 @@ from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient
 CHAIN = BY_NAME["chain"]
 
 
-def trained(elbo: TraceBackpropQ_ELBO, steps: int = 60) -> TraceBackpropQ_ELBO:
-    CHAIN.params()
-    pyro.set_rng_seed(0)
-    for _ in range(steps):
-        elbo.loss_and_grads(CHAIN.model, CHAIN.guide)
-    return elbo.eval()
+def train(elbo: TraceBackpropQ_ELBO, steps: int = 20) -> TraceBackpropQ_ELBO:
+    return trained(elbo, *CHAIN.programs, params=CHAIN.params, steps=steps).eval()
 
 
 def scrambled(elbo: TraceBackpropQ_ELBO) -> TraceBackpropQ_ELBO:
@@ -38,12 +34,12 @@ def gradient(elbo: TraceBackpropQ_ELBO) -> Tensor:
 
 @pytest.mark.parametrize("trace", [0.0, 0.5, 0.95])
 def test_weights_by_distance_are_unbiased(trace: float) -> None:
-    elbo = scrambled(trained(TraceBackpropQ_ELBO(estimator=AllAction(trace=trace))))
+    elbo = scrambled(train(TraceBackpropQ_ELBO(estimator=AllAction(trace=trace))))
     assert_unbiased(elbo, CHAIN.model, CHAIN.guide)
 
 
 def test_weights_by_distance_weigh() -> None:
-    elbo = scrambled(trained(TraceBackpropQ_ELBO(estimator=AllAction(trace=0.5))))
+    elbo = scrambled(train(TraceBackpropQ_ELBO(estimator=AllAction(trace=0.5))))
     (plan,) = elbo.runner.plans.plans.values()
     layout, (a, i) = plan.layout, plan.layout.place["a"]
     assert layout.depth == {"a": 0, "b": 1, "c": 2}
@@ -57,18 +53,18 @@ def test_weights_by_distance_weigh() -> None:
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.9])
 def test_bootstrapping_is_biased(lam: float) -> None:
     assert not LambdaReturn.is_unbiased
-    elbo = scrambled(trained(TraceBackpropQ_ELBO(estimator=LambdaReturn(lam))))
+    elbo = scrambled(train(TraceBackpropQ_ELBO(estimator=LambdaReturn(lam))))
     with pytest.raises(AssertionError):
         assert_unbiased(elbo, CHAIN.model, CHAIN.guide)
 
 
 def test_bootstrapping_with_lambda_one_is_not() -> None:
-    elbo = scrambled(trained(TraceBackpropQ_ELBO(estimator=LambdaReturn(1.0))))
+    elbo = scrambled(train(TraceBackpropQ_ELBO(estimator=LambdaReturn(1.0))))
     assert_unbiased(elbo, CHAIN.model, CHAIN.guide)
 
 
 def test_bias_of_trained_critics_is_small() -> None:
-    elbo = trained(TraceBackpropQ_ELBO(estimator=LambdaReturn(0.5)), 800)
+    elbo = train(TraceBackpropQ_ELBO(estimator=LambdaReturn(0.5)), 300)
     truth = exact_gradient(CHAIN.model, CHAIN.guide)
     exact = torch.cat([truth[name].flatten() for name in ("qa", "qb", "qc")])
     assert float((gradient(elbo) - exact).norm()) < 0.2 * float(exact.norm())

@@ -12,6 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import trained
 from torch import Tensor
 
 import pyro_bpq.estimators as package
@@ -175,7 +176,7 @@ def serves(estimator: Any, case: Kind) -> bool:
     return estimator.unsupported(case.site) is None
 
 
-def trained(estimator: Any, case: Kind, particles: int, later: bool, steps: int = 40, **more: Any) -> tuple[Any, ...]:
+def train(estimator: Any, case: Kind, particles: int, later: bool, steps: int = 20, **more: Any) -> tuple[Any, ...]:
     """A frozen ELBO that has learned, and its programs."""
 
     def model() -> None:
@@ -184,11 +185,7 @@ def trained(estimator: Any, case: Kind, particles: int, later: bool, steps: int 
     def guide() -> None:
         case.guide(later, estimator)
 
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(particles, critic=None, **more)
-    for _ in range(steps):
-        elbo.loss_and_grads(model, guide)
+    elbo = trained(TraceBackpropQ_ELBO(particles, critic=None, **more), model, guide, steps=steps)
     if estimator.uses_critic and later:
         # The head of the differences between values starts at zero: it has learned something.
         heads = [v for key, v in elbo.critics.blocks.state_dict().items() if key.endswith("critic.biases.1")]
@@ -211,7 +208,7 @@ def test_expected_gradient_is_exact(particles: int, estimator: Any, case: Kind) 
     # Runs of their own multiply the outcomes.
     most = 6 if "program" in estimator.needs else MAX_OUTCOMES
     later = case.outcomes(True) ** particles <= most and not isinstance(estimator, ORDERED)
-    elbo, model, guide = trained(estimator, case, particles, later)
+    elbo, model, guide = train(estimator, case, particles, later)
     truth = exact_gradient(model, guide)
     assert float(truth["qz"].abs().max()) > 1e-2
     found = expected_gradient(elbo, model, guide)
@@ -231,7 +228,7 @@ def noisy_params() -> Iterator[Any]:
 def worst_z(estimator: Any, case: Kind, particles: int = 3000, samples: int = 40) -> float:
     """Largest error of the site's gradient in standard errors, which are below 0.5 % of the gradient: 2 % show."""
     more = {"vectorize_particles": True, "max_plate_nesting": 1}
-    elbo, model, guide = trained(estimator, case, particles, True, steps=15, **more)
+    elbo, model, guide = train(estimator, case, particles, True, steps=15, **more)
     truth = {"qz": exact_gradient(model, guide)["qz"]}
     pyro.set_rng_seed(3)
     found, scale = sample_gradients(elbo, model, guide, num_samples=samples)["qz"], float(truth["qz"].abs().max())
@@ -287,7 +284,7 @@ class HalfTheCritic(CriticBaseline):
 @pytest.mark.parametrize("estimator", [WrongSign(), HalfTheCritic()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("case", [CASES[0], CASES[7], CASES[10]], ids=str)
 def test_exact_check_sees_a_planted_fault(estimator: Any, case: Kind) -> None:
-    elbo, model, guide = trained(estimator, case, 1, estimator.uses_critic)
+    elbo, model, guide = train(estimator, case, 1, estimator.uses_critic)
     truth, found = exact_gradient(model, guide), expected_gradient(elbo, model, guide)
     assert float((truth["qz"] - found["qz"]).abs().max()) > 1e-4
 

@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME, Case
+from steps import bias, trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -39,7 +40,6 @@ from pyro_bpq.estimators import (
 from pyro_bpq.testing import (
     assert_unbiased,
     exact_gradient,
-    expected_gradient,
     expected_moments,
     sample_gradients,
     z_scores,
@@ -70,23 +70,15 @@ class WhereItServes:
         return pyro.poutine.infer_config(case.guide, choose)
 
 
-def largest_error(elbo: Any, case: Case, guide: Any) -> float:
-    case.params()
-    truth = exact_gradient(case.model, case.guide, *case.args)
-    case.params()
-    found = expected_gradient(elbo, case.model, guide, *case.args)
-    return max(float((found[name] - g).abs().max()) for name, g in truth.items())
+def error(elbo: Any, case: Case, guide: Any) -> float:
+    return bias(elbo, case.model, guide, *case.args, params=case.params, truth=case.exact())
 
 
-def trained(estimator: Any, case: Case, particles: int, steps: int = 20, **more: Any) -> tuple[Any, Any]:
+def train(estimator: Any, case: Case, particles: int, steps: int = 20, **more: Any) -> tuple[Any, Any]:
     """An ELBO whose running statistics have seen some steps, and the guide that chooses the estimator."""
     chosen = WhereItServes(estimator, particles)
     elbo, guide = TraceBackpropQ_ELBO(**chosen.options(case, **more)), chosen.guide(case)
-    case.params()
-    pyro.set_rng_seed(0)
-    for _ in range(steps):
-        elbo.loss_and_grads(case.model, guide, *case.args)
-    return elbo.eval(), guide
+    return trained(elbo, case.model, guide, *case.args, params=case.params, steps=steps).eval(), guide
 
 
 # Without noise of their own: what a rerun draws is enumerated too.
@@ -119,14 +111,14 @@ def exact_cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("estimator", "particles", "case"), list(exact_cases()))
 def test_expected_gradient_is_exact(estimator: Any, particles: int, case: Case) -> None:
-    elbo, guide = trained(estimator, case, particles)
-    assert largest_error(elbo, case, guide) < ATOL
+    elbo, guide = train(estimator, case, particles)
+    assert error(elbo, case, guide) < ATOL
 
 
 @pytest.mark.parametrize("estimator", [DoubleCV(), RODEO()], ids=repr)
 def test_expected_gradient_is_exact_with_vectorised_particles(estimator: Any) -> None:
-    elbo, guide = trained(estimator, BY_NAME["vector"], 2, **VECTORISED)
-    assert largest_error(elbo, BY_NAME["vector"], guide) < ATOL
+    elbo, guide = train(estimator, BY_NAME["vector"], 2, **VECTORISED)
+    assert error(elbo, BY_NAME["vector"], guide) < ATOL
 
 
 # With noise of their own.
@@ -154,7 +146,7 @@ def noisy_cases() -> Iterator[Any]:
 
 def repeat_in_particles(case: Case, estimator: Any, num_samples: int, particles: int) -> dict[str, Tensor]:
     """Gradients of many steps, each the mean over vectorised particles."""
-    elbo, guide = trained(estimator, case, particles, steps=0, **VECTORISED)
+    elbo, guide = train(estimator, case, particles, steps=0, **VECTORISED)
     case.params()
     pyro.set_rng_seed(3)
     return sample_gradients(elbo, case.model, guide, *case.args, num_samples=num_samples)
@@ -182,8 +174,8 @@ class WrongSign(DisARM):
 def test_wrong_sign_is_seen() -> None:
     assert largest_z(BY_NAME["fork"], WrongSign()) > 20.0
     case = BY_NAME["vector"]
-    elbo, guide = trained(MuPropWithoutSlope(), case, 1)
-    assert largest_error(elbo, case, guide) > 1e-2
+    elbo, guide = train(MuPropWithoutSlope(), case, 1)
+    assert error(elbo, case, guide) > 1e-2
 
 
 @dataclass(frozen=True)
@@ -276,17 +268,17 @@ def test_both_expansions_are_unbiased_and_not_the_same() -> None:
 def test_rows_that_meet_change_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # The sum over rows is what the last cost reads; all rows at once would be another program.
     case = BY_NAME["mask_scale"]
-    elbo, guide = trained(MeasureValued(), case, 1, steps=1)
-    assert largest_error(elbo, case, guide) < ATOL
+    elbo, guide = train(MeasureValued(), case, 1, steps=1)
+    assert error(elbo, case, guide) < ATOL
     monkeypatch.setattr("pyro_bpq.batching.layout.Layout.rows_meet", lambda *_: False)
-    assert largest_error(elbo, case, guide) > 1e-3
+    assert error(elbo, case, guide) > 1e-3
 
 
 # Order of variances, on fixed models.
 
 
 def total_variance(estimator: Any, case: Case, names: tuple[str, ...]) -> float:
-    elbo, guide = trained(estimator, case, 2)
+    elbo, guide = train(estimator, case, 2)
     case.params()
     moments = expected_moments(elbo, case.model, guide, *case.args)
     return sum(float(moments.variance[name].sum()) for name in names)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lattice import Lattice
 from models import irregular, observe
+from steps import trained
 from torch import Tensor
 
 from pyro_bpq import (
@@ -42,13 +43,8 @@ def chain_guide(critics: tuple[Any, Any] = (None, None)) -> None:
     pyro.sample("c", dist.Bernoulli(logits=pyro.param("qc", irregular(start=3)) * b.sum() + 0.3 * a))
 
 
-def trained(model: Any, guide: Any, *args: Any, steps: int = 60, **options: Any) -> TraceBackpropQ_ELBO:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(**options)
-    for _ in range(steps):
-        elbo.loss_and_grads(model, guide, *args)
-    return elbo.eval()
+def train(model: Any, guide: Any, *args: Any, steps: int = 20, **options: Any) -> TraceBackpropQ_ELBO:
+    return trained(TraceBackpropQ_ELBO(**options), model, guide, *args, steps=steps).eval()
 
 
 def critics_of(elbo: TraceBackpropQ_ELBO, kind: str) -> list[Tensor]:
@@ -89,7 +85,7 @@ def q_prop_guide(estimator: QProp | None = None) -> Any:
 )
 def test_q_prop_is_unbiased(estimator: QProp, critics: tuple[Any, Any]) -> None:
     guide = q_prop_guide(estimator)
-    elbo = trained(chain_model, guide, critics)
+    elbo = train(chain_model, guide, critics)
     assert any(bool((weight.abs() > 1e-2).any()) for weight in critics_of(elbo, "MomentCritic"))
     assert_unbiased(elbo, chain_model, guide, critics)
 
@@ -97,7 +93,7 @@ def test_q_prop_is_unbiased(estimator: QProp, critics: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_nonsense_critics_are_harmless(scale: float) -> None:
     guide = q_prop_guide()
-    elbo = trained(chain_model, guide, steps=5)
+    elbo = train(chain_model, guide, steps=5)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in critics_of(elbo, "critic"):
@@ -116,7 +112,7 @@ def pair_guide() -> None:
 
 def test_two_particles_are_unbiased() -> None:
     guide = with_estimators(pair_guide, a=QProp())
-    elbo = trained(pair_model, guide, num_particles=2)
+    elbo = train(pair_model, guide, num_particles=2)
     assert_unbiased(elbo, pair_model, guide)
 
 
@@ -132,7 +128,7 @@ class NoExpectation(QProp):
 
 def test_a_missing_expectation_is_seen() -> None:
     guide = with_estimators(pair_guide, a=NoExpectation())
-    elbo = trained(pair_model, guide)
+    elbo = train(pair_model, guide)
     with pytest.raises(AssertionError):
         assert_unbiased(elbo, pair_model, guide)
 
@@ -157,7 +153,7 @@ def test_reparameterised_sites_correct_earlier_ones() -> None:
     # The second power of a two-point variable is constant: its critic is linear here, and exact.
     variance = []
     for critic in (False, MomentCritic(())):
-        elbo = trained(reparam_model, reparam_guide, critic, steps=400, num_particles=1)
+        elbo = train(reparam_model, reparam_guide, critic, steps=150, num_particles=1)
         assert_unbiased(elbo, reparam_model, reparam_guide, critic)
         moments = expected_moments(elbo, reparam_model, reparam_guide, critic)
         variance.append(float(moments.variance["qz"]))
@@ -197,7 +193,7 @@ def poisson_exact() -> dict[str, Tensor]:
 def test_q_prop_is_unbiased_over_infinite_supports() -> None:
     exact, samples = poisson_exact(), {}
     for estimator in (QProp(), ScoreFunction(RunningBaseline())):
-        elbo = trained(poisson_model, poisson_guide, steps=250, estimator=estimator)
+        elbo = train(poisson_model, poisson_guide, steps=250, estimator=estimator)
         drawn = sample_gradients(elbo, poisson_model, poisson_guide, num_samples=800)
         samples[type(estimator)] = {name: drawn[name] for name in exact}
     for name, z in z_scores(samples[QProp], exact).items():
@@ -219,11 +215,11 @@ def test_errors_say_what_to_write() -> None:
         return guide
 
     with pytest.raises(OptionError, match=r"'a'.*MomentCritic\(\)"):
-        trained(pair_model, with_critic(QuadraticCritic(), QProp()), steps=1)
+        train(pair_model, with_critic(QuadraticCritic(), QProp()), steps=1)
     with pytest.raises(UnsupportedSiteError, match="AllAction"):
-        trained(chain_model, with_estimators(chain_guide, c=QProp()), steps=1)
+        train(chain_model, with_estimators(chain_guide, c=QProp()), steps=1)
     with pytest.raises(OptionError, match="finite components"):
-        trained(chain_model, with_options(chain_guide, c={"critic": MomentCritic()}), steps=1)
+        train(chain_model, with_options(chain_guide, c={"critic": MomentCritic()}), steps=1)
     for wrong in ({"decay": 1.0}, {"max_scale": 0.0}, {"trace": 1.5}):
         with pytest.raises(OptionError, match="write a"):
             QProp(**wrong)

@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import trained
 
 from pyro_bpq import RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError
@@ -35,22 +36,18 @@ class Layers:
             z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("qz", torch.zeros(())).expand(2)))
             pyro.sample("y", dist.Bernoulli(logits=pyro.param("qy", torch.zeros(())) + z))
 
-    def trained(self, estimator: Estimator, steps: int = 300) -> TraceBackpropQ_ELBO:
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
+    def train(self, estimator: Estimator, steps: int = 150) -> TraceBackpropQ_ELBO:
         elbo = TraceBackpropQ_ELBO(estimator=estimator, critic=None)
-        for _ in range(steps):
-            elbo.loss_and_grads(self.model, self.guide)
-        return elbo.eval()
+        return trained(elbo, self.model, self.guide, steps=steps).eval()
 
     def variance(self, estimator: Estimator) -> float:
-        moments = expected_moments(self.trained(estimator), self.model, self.guide)
+        moments = expected_moments(self.train(estimator), self.model, self.guide)
         return float(sum(v.sum() for v in moments.variance.values()))
 
 
 def test_one_run_serves_all_sites() -> None:
     layers = Layers(1.0)
-    elbo = layers.trained(SecondRun(), 20)
+    elbo = layers.train(SecondRun(), 20)
     layers.runs = 0
     elbo.loss_and_grads(layers.model, layers.guide)
     assert layers.runs == 2
@@ -58,7 +55,7 @@ def test_one_run_serves_all_sites() -> None:
 
 @pytest.mark.parametrize(("spread", "low", "high"), [(0.0, -0.3, 0.3), (1.0, 0.9, 1.0)])
 def test_the_scale_is_the_share_of_the_data(spread: float, low: float, high: float) -> None:
-    state = Layers(spread).trained(SecondRun()).state_dict()
+    state = Layers(spread).train(SecondRun()).state_dict()
     found = {name: next(v for k, v in state.items() if name in k) for name in ("mean", "square", "product")}
     variance, covariance = (found[name] - found["mean"].square() for name in ("square", "product"))
     # The site below reads the data, the one above only what is below it.

@@ -1,4 +1,4 @@
-"""150 random programs in each run of the tests; ``make fuzz`` runs thousands."""
+"""Random programs: half of 150 by default, all in ``make test-all``, thousands in ``make fuzz``."""
 
 from __future__ import annotations
 

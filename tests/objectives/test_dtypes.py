@@ -228,9 +228,9 @@ def test_conversions_reach_critics_and_their_optimiser() -> None:
 def test_unbiased_with_critics_of_another_type(name: str) -> None:
     make_programs, make = CASES[name]
     objective, programs = make(), make_programs(torch.float64)
-    step(objective, programs, 10)
+    step(objective, programs, 6)
     objective.float()
-    step(objective, programs, 10)
+    step(objective, programs, 6)
     assert {tensor.dtype for tensor in objective.critics.blocks.state_dict().values()} == {torch.float32}
     assert any(bool(weight.any()) for weight in objective.critics.weights().values())
     assert_unbiased(objective.eval(), *programs)

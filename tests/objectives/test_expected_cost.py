@@ -15,6 +15,7 @@ from models import irregular, real
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import Adam
+from steps import bias, expected_loss, trained
 from torch import Tensor, nn
 
 from pyro_bpq import (
@@ -30,7 +31,7 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.testing import exact_gradient, exact_loss, expected_gradient, expected_moments
+from pyro_bpq.testing import exact_gradient, exact_loss, expected_moments
 from pyro_bpq.testing.distributions import TwoPoint
 
 ATOL = 1e-10
@@ -150,23 +151,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 QUICK = ("default", "dense", "two")
 
 
-def train(objective: Any, model: Any, guide: Any, *args: Any, steps: int = 40) -> None:
+def train(objective: Any, model: Any, guide: Any, *args: Any, steps: int = 20) -> None:
     """Trains critics with a moving policy, freezes them, and starts the policy anew."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    svi = SVI(model, guide, Adam({"lr": 0.02}), objective)
-    for _ in range(steps):
-        svi.step(*args)
-    objective.eval()
-    pyro.clear_param_store()
+    trained(objective, model, guide, *args, steps=steps, lr=0.02).eval()
 
 
 def error(objective: Any, model: Any, guide: Any, *args: Any, only_costs: bool = True) -> float:
     pyro.clear_param_store()
     truth = exact_gradient(model, guide, *args, only_costs=only_costs)
-    assert max(float(g.abs().max()) for g in truth.values()) > 1e-2
-    found = expected_gradient(objective, model, guide, *args)
-    return max(float((found[name] - g).abs().max()) for name, g in truth.items())
+    return bias(objective, model, guide, *args, truth=truth)
 
 
 def each() -> Iterator[Any]:
@@ -245,11 +238,9 @@ def test_loss_is_elbo_plus_costs() -> None:
     costs = float(exact_loss(mixed_model, mixed_guide, only_costs=True))
     without = float(exact_loss(poutine.block(mixed_model, hide=["box", "tensor"]), no_effort))
     assert exact == pytest.approx(without + costs)
-    pyro.set_rng_seed(0)
     unobserved = poutine.block(mixed_model, hide=["x"])
     for elbo, model, expected in ((TraceBackpropQ_ELBO(), mixed_model, exact), (ExpectedCost(), unobserved, costs)):
-        losses = torch.tensor([elbo.loss(model, mixed_guide) for _ in range(2000)])
-        assert abs(float(losses.mean()) - expected) < 4 * float(losses.std()) / 2000**0.5
+        assert abs(expected_loss(elbo, model, mixed_guide) - expected) < ATOL
 
 
 def no_effort() -> None:

@@ -27,9 +27,7 @@ from bounds import (
 )
 from lattice import Lattice
 from models import BY_NAME, Case, irregular, observe
-from pyro.infer import SVI
-from pyro.optim import Adam
-from steps import assert_equal, state_of
+from steps import assert_equal, state_of, trained
 from torch import Tensor
 
 from pyro_bpq import (
@@ -52,17 +50,12 @@ from pyro_bpq.estimators import DisARM
 from pyro_bpq.objectives.multi_sample import bound_rollout
 from pyro_bpq.testing import TwoPoint, expected_gradient, expected_moments
 
-STEPS = 50
+STEPS = 20
 
 
 def train(iwae: TraceBackpropQ_IWAE, case: Case, steps: int = STEPS) -> TraceBackpropQ_IWAE:
     """Trains critics while the programs move, then freezes them."""
-    case.params()
-    svi = SVI(case.model, case.guide, Adam({"lr": 0.02}), iwae)
-    pyro.set_rng_seed(1)
-    for _ in range(steps):
-        svi.step(*case.args)
-    return iwae.eval()
+    return trained(iwae, *case.programs, params=case.params, steps=steps, lr=0.02).eval()
 
 
 def largest_table(iwae: TraceBackpropQ_IWAE) -> float:
@@ -212,7 +205,7 @@ def test_critics_lower_the_variance() -> None:
     case.params()
     iwae = TraceBackpropQ_IWAE(2, critic=MLPCritic())
     pyro.set_rng_seed(0)
-    iwae.warm_up(case.model, case.guide, *case.args, steps=300)
+    iwae.warm_up(case.model, case.guide, *case.args, steps=120)
     iwae.eval()
     found, plain = (
         expected_moments(each, case.model, case.guide, *case.args) for each in (iwae, TraceBackpropQ_IWAE(2))

@@ -121,7 +121,7 @@ def resident_megabytes() -> float:
 
 
 # Of what a run leaves behind until the next one there is more after a long run than after a short one.
-SLACK = 400
+SLACK = 200
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ SLACK = 400
 def test_objects_do_not_grow(program: str, name: str) -> None:
     stepper = Stepper(program, OPTIONS[name])
     before = stepper.take(100)
-    after = stepper.take(200)
+    after = stepper.take(100)
     assert sum(after.values()) - sum(before.values()) < SLACK
-    assert after["any tensor"] - before["any tensor"] < 100
+    assert after["any tensor"] - before["any tensor"] < 50
     assert max(rows(stepper.elbo).values(), default=1) == 1
 
 
@@ -141,9 +141,9 @@ def test_the_counts_see_what_a_step_leaves_behind() -> None:
     kept: list[Any] = []
     before = stepper.take(100)
     stepper.svi.loss_and_grads = _keeping(stepper.svi.loss_and_grads, stepper.elbo, kept)
-    after = stepper.take(200)
+    after = stepper.take(100)
     assert sum(after.values()) - sum(before.values()) > SLACK
-    assert after["any tensor"] - before["any tensor"] > 100
+    assert after["any tensor"] - before["any tensor"] > 50
 
 
 def _keeping(call: Callable[..., Any], elbo: TraceBackpropQ_ELBO, kept: list[Any]) -> Callable[..., Any]:
@@ -166,6 +166,6 @@ def test_memory_does_not_grow_over_2000_steps(program: str, structure: str) -> N
     assert [len(cache) for cache in caches] <= [256, 64, 256]
     assert max(rows(stepper.elbo).values()) == 1
     if program != "subset":  # whose caches take longer to fill
-        assert sum(after.values()) - sum(before.values()) < SLACK
+        assert sum(after.values()) - sum(before.values()) < 2 * SLACK
         assert after["any tensor"] - before["any tensor"] < 100
         assert resident_megabytes() - resident < 10.0

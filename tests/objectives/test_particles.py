@@ -13,11 +13,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import Trace_ELBO
+from steps import trained
 
 from pyro_bpq import CriticLearner, FlipCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.objectives.programs import is_same_program
-from pyro_bpq.plan.particles import ELEMENTS, MOST_PARTICLES
+from pyro_bpq.plan.rules import ELEMENTS, MOST_PARTICLES
 from pyro_bpq.rollout.particles import Particles
 
 ROWS = 12
@@ -143,11 +144,8 @@ class DearChains(Chains):
         cost("price", torch.tensor(1.0))
 
 
-def trained(programs: Layers, steps: int = 4, **options: object) -> TraceBackpropQ_ELBO:
-    elbo = TraceBackpropQ_ELBO(**options)  # type: ignore[arg-type]
-    for _ in range(steps):
-        elbo.loss_and_grads(programs.model, programs.guide)
-    return elbo
+def train(programs: Layers, steps: int = 4, **options: object) -> TraceBackpropQ_ELBO:
+    return trained(TraceBackpropQ_ELBO(**options), programs.model, programs.guide, steps=steps)  # type: ignore[arg-type]
 
 
 def losses(elbo: object, programs: Layers, steps: int = 5) -> list[float]:
@@ -157,7 +155,7 @@ def losses(elbo: object, programs: Layers, steps: int = 5) -> list[float]:
 
 @pytest.mark.parametrize("programs", [Layers(), Chains()], ids=["layers", "chains"])
 def test_small_rows_of_data_get_the_most_particles(programs: Layers) -> None:
-    elbo = trained(programs)
+    elbo = train(programs)
     assert (elbo.num_particles, elbo.vectorize_particles) == (MOST_PARTICLES, True)
     assert all("LeaveOneOut" in str(known["estimator"]) for known in elbo.info.values())
 
@@ -169,14 +167,14 @@ def test_small_rows_of_data_get_the_most_particles(programs: Layers) -> None:
 )
 def test_a_number_that_was_chosen_serves_alike(programs: Layers, keeps: bool) -> None:
     """Rows of data are compared; where rows are few, or costs may be dear, sites of one component keep critics."""
-    elbo = trained(programs, num_particles=2)
+    elbo = train(programs, num_particles=2)
     assert elbo.num_particles == 2
     assert all(("AllAction" in str(known["estimator"])) is keeps for known in elbo.info.values())
 
 
 @pytest.mark.parametrize("width", [1000, 2000, 20_000])
 def test_large_values_get_fewer(width: int) -> None:
-    found = trained(Layers(width=width)).num_particles
+    found = train(Layers(width=width)).num_particles
     assert found == max(2, min(MOST_PARTICLES, ELEMENTS // (ROWS * width)))
 
 
@@ -206,7 +204,7 @@ def test_large_values_get_fewer(width: int) -> None:
     ],
 )
 def test_others_keep_one(programs: Layers, options: dict[str, object]) -> None:
-    elbo = trained(programs, **options)
+    elbo = train(programs, **options)
     assert (elbo.num_particles, elbo.vectorize_particles) == (1, False)
 
 
@@ -225,7 +223,7 @@ def test_it_draws_as_pyro_does_with_that_number(programs: Layers, nesting: float
 def test_evaluation_takes_one() -> None:
     """Its programs may be others than those that the number was settled for."""
     programs, other = Layers(), Layers(mixes="shape")
-    elbo = trained(programs)
+    elbo = train(programs)
     assert elbo.num_particles == MOST_PARTICLES
     pyro.set_rng_seed(4)
     found = elbo.loss(programs.model, programs.guide), elbo.loss(other.model, other.guide)
@@ -240,7 +238,7 @@ def test_programs_that_do_not_keep_particles_apart_are_found_out(mixes: str) -> 
     """Their particles are hidden, and nobody is warned of what never was."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", BPQWarning)
-        elbo = trained(Layers(mixes=mixes))
+        elbo = train(Layers(mixes=mixes))
     assert elbo.particles.now == Particles(MOST_PARTICLES, is_hidden=True)
 
 
@@ -264,7 +262,7 @@ def test_programs_that_vmap_refuses_too_draw_what_they_would_have_drawn(mixes: s
 @pytest.mark.parametrize("mixes", ["mean", "shape"])
 def test_a_program_that_changes_goes_on_with_one(mixes: str) -> None:
     programs = Layers()
-    elbo = trained(programs)
+    elbo = train(programs)
     assert elbo.num_particles == MOST_PARTICLES
     programs.mixes = mixes
     for _ in range(12):
@@ -280,7 +278,7 @@ def test_a_program_that_changes_goes_on_with_one(mixes: str) -> None:
 
 def test_an_error_of_the_program_is_shown() -> None:
     programs = Layers()
-    elbo = trained(programs)
+    elbo = train(programs)
 
     def model() -> None:
         raise RuntimeError("out of coffee")
@@ -291,7 +289,7 @@ def test_an_error_of_the_program_is_shown() -> None:
 
 
 def test_other_programs_start_with_one() -> None:
-    elbo = trained(Layers())
+    elbo = train(Layers())
     other = Alone()
     pyro.clear_param_store()
     elbo.loss_and_grads(other.model, other.guide)
@@ -302,7 +300,7 @@ def test_other_programs_start_with_one() -> None:
 @pytest.mark.parametrize("way", ["pickle", "copy", "state"])
 def test_copies_go_on_alike(way: str, steps: int) -> None:
     programs = Layers()
-    elbo = trained(programs, steps)
+    elbo = train(programs, steps)
     if way == "state":
         twin = TraceBackpropQ_ELBO()
         twin.load_state_dict(elbo.state_dict(), strict=False)
@@ -317,7 +315,7 @@ def test_copies_go_on_alike(way: str, steps: int) -> None:
 @pytest.mark.parametrize("way", ["warm_up", "bootstrapped_loss"])
 def test_who_asks_for_critics_gets_them(way: str, steps: int) -> None:
     programs = Chains()
-    elbo = trained(programs, steps)
+    elbo = train(programs, steps)
     if way == "warm_up":
         elbo.warm_up(programs.model, programs.guide, steps=3)
     else:
@@ -355,7 +353,7 @@ def test_particles_with_noise_that_is_no_site_are_hidden() -> None:
         def mixed(self, z: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.dropout(z, 0.5)
 
-    assert trained(Noisy()).particles.now == Particles(MOST_PARTICLES, is_hidden=True)
+    assert train(Noisy()).particles.now == Particles(MOST_PARTICLES, is_hidden=True)
 
 
 def test_straight_through_differences_take_two() -> None:

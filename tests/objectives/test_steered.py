@@ -12,12 +12,13 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
+from steps import trained
 
 from pyro_bpq import BackpropQNetwork, StochasticComputationGraph, TraceBackpropQ_ELBO, config_bpq
 from pyro_bpq.critics.bank import average_writes
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.sequence import sequence_network
-from pyro_bpq.step.critic_step import _index_features
+from pyro_bpq.step.critic_inputs import index_features
 from pyro_bpq.testing import exact_gradient, expected_moments
 
 LENGTH = 3
@@ -47,15 +48,9 @@ def model() -> None:
 shared = config_bpq(guide, share="z")
 
 
-def trained(steps: int, program: Callable[..., Any] = guide, **options: Any) -> TraceBackpropQ_ELBO:
+def train(steps: int, program: Callable[..., Any] = guide, **options: Any) -> TraceBackpropQ_ELBO:
     """An ELBO whose critics saw the initial parameters only."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(**options)
-    svi = SVI(model, program, SGD({"lr": 0.0}), elbo)
-    for _ in range(steps):
-        svi.step()
-    return elbo.eval()
+    return trained(TraceBackpropQ_ELBO(**options), model, program, steps=steps).eval()
 
 
 @functools.cache
@@ -67,7 +62,7 @@ def exact() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("program", [guide, shared], ids=["own", "shared"])
 @pytest.mark.parametrize("particles", [1, 2])
 def test_step_with_critics_is_unbiased(particles: int, program: Callable[..., Any]) -> None:
-    elbo = trained(150, program, num_particles=particles)
+    elbo = train(40, program, num_particles=particles)
     critics = [block for block in elbo.critics.blocks.values() if block.critic is not None]
     assert max(float(w.detach().abs().max()) for block in critics for w in block.weights().values()) > 0.1
     found = expected_moments(elbo, model, program)
@@ -80,13 +75,13 @@ def test_step_with_critics_is_unbiased(particles: int, program: Callable[..., An
 def test_critics_lower_the_variance(particles: int, factor: float) -> None:
     variances = []
     for options in ({}, {"critic": None}):
-        elbo = trained(1000, num_particles=particles, **options)
+        elbo = train(1000, num_particles=particles, **options)
         variances.append(float(expected_moments(elbo, model, guide).variance["q"].sum()))
     assert variances[0] < factor * variances[1]
 
 
 def test_critics_persist_where_their_site_is_absent() -> None:
-    elbo = trained(60)
+    elbo = train(20)
     keys = {key for block in elbo.critics.blocks.values() if block.critic is not None for key in block.keys}
     assert keys == {"z_0", "z_1", "z_2"}
     blocks = len(elbo.critics.blocks)
@@ -98,10 +93,10 @@ def test_critics_persist_where_their_site_is_absent() -> None:
 
 
 def test_a_family_shares_one_critic_that_sees_the_index() -> None:
-    elbo = trained(30, shared)
+    elbo = train(20, shared)
     keys = {key for block in elbo.critics.blocks.values() if block.critic is not None for key in block.keys}
     assert keys == {"z"}
-    assert _index_features("z_12") == pytest.approx((2.5649493, 1.2)) and _index_features("z") == (0.0, 0.0)
+    assert index_features("z_12") == pytest.approx((2.5649493, 1.2)) and index_features("z") == (0.0, 0.0)
 
 
 def test_particles_that_run_at_once_are_refused() -> None:

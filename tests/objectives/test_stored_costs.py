@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
-from models import real
+from models import coin, real
 from pyro import poutine
 from pyro.optim import Adam
+from tabular import prob, set_policy
 from torch import Tensor
 
 from pyro_bpq import (
@@ -45,26 +45,14 @@ def box(*values: Tensor) -> Any:
     return TABLE.numpy()[tuple(v.long().numpy() for v in values)]
 
 
-def coin(name: str, logits: Tensor) -> Tensor:
-    return pyro.sample(name, dist.Bernoulli(logits=logits)).long()
+def bit(name: str, logits: Tensor) -> Tensor:
+    return coin(name, logits).long()
 
 
 def chain() -> None:
-    x1 = coin("x1", pyro.param("q1").squeeze())
-    x2 = coin("x2", pyro.param("q2")[x1])
-    cost("f", box, x1, x2, coin("x3", pyro.param("q3")[x1, x2]))
-
-
-def set_policy(policy: Mapping[str, Tensor]) -> None:
-    for name, value in policy.items():
-        if name in pyro.get_param_store():
-            pyro.get_param_store()[name] = value.clone()
-        else:
-            pyro.param(name, value.clone())
-
-
-def prob(logit: Tensor, value: int) -> float:
-    return float(torch.sigmoid(logit if value else -logit))
+    x1 = bit("x1", pyro.param("q1").squeeze())
+    x2 = bit("x2", pyro.param("q2")[x1])
+    cost("f", box, x1, x2, bit("x3", pyro.param("q3")[x1, x2]))
 
 
 def exact_q(policy: Mapping[str, Tensor], *known: int) -> float:
@@ -72,7 +60,7 @@ def exact_q(policy: Mapping[str, Tensor], *known: int) -> float:
     if len(known) == 3:
         return float(TABLE[known])
     logit = policy[f"q{len(known) + 1}"][known] if known else policy["q1"].squeeze()
-    return sum(prob(logit, v) * exact_q(policy, *known, v) for v in (0, 1))
+    return sum(float(prob(logit, v)) * exact_q(policy, *known, v) for v in (0, 1))
 
 
 def rolled_out(
@@ -182,8 +170,8 @@ def test_stored_values_alone_would_be_biased() -> None:
 
 
 def collider() -> None:
-    x, b = coin("x1", pyro.param("q1").squeeze()), coin("b", pyro.param("qb").squeeze())
-    cost("f", lambda *v: TABLE.numpy()[0][tuple(u.long().numpy() for u in v)], x, coin("x3", pyro.param("q3")[x, b]))
+    x, b = bit("x1", pyro.param("q1").squeeze()), bit("b", pyro.param("qb").squeeze())
+    cost("f", lambda *v: TABLE.numpy()[0][tuple(u.long().numpy() for u in v)], x, bit("x3", pyro.param("q3")[x, b]))
 
 
 def collider_q(policy: Mapping[str, Tensor], x: int) -> float:
@@ -212,7 +200,7 @@ def test_coparents_are_redrawn_from_the_current_guide(is_planted: bool) -> None:
 
 def test_what_cannot_learn_waits() -> None:
     def program() -> None:
-        x, b = coin("x1", pyro.param("q1").squeeze()), coin("b", pyro.param("qb").squeeze())
+        x, b = bit("x1", pyro.param("q1").squeeze()), bit("b", pyro.param("qb").squeeze())
         cost("f", lambda *v: TABLE.numpy()[0][tuple(u.long().numpy() for u in v)], x, b)
 
     objective = rolled_out(program, {"q1": real(0.1), "qb": real(0.2)})
@@ -221,10 +209,10 @@ def test_what_cannot_learn_waits() -> None:
 
 
 def steered() -> None:
-    x1 = coin("x1", pyro.param("q1").squeeze())
+    x1 = bit("x1", pyro.param("q1").squeeze())
     if x1.item():
-        coin("x2", pyro.param("q2")[0])
-    x3 = coin("x3", pyro.param("q3")[x1, 0])
+        bit("x2", pyro.param("q2")[0])
+    x3 = bit("x3", pyro.param("q3")[x1, 0])
     cost("f", lambda a, b: float(a) - 2.0 * float(b), x1, x3)
 
 
@@ -237,12 +225,12 @@ def test_programs_that_values_steer() -> None:
 
 def test_mixes_with_an_elbo() -> None:
     def model() -> None:
-        x1 = coin("x1", real(0.0).squeeze())
-        x2 = coin("x2", real(0.5, -0.5)[x1])
+        x1 = bit("x1", real(0.0).squeeze())
+        x2 = bit("x2", real(0.5, -0.5)[x1])
         cost("f", box, x1, x2, x2)
 
     def guide() -> None:
-        coin("x2", pyro.param("q2")[coin("x1", pyro.param("q1").squeeze())])
+        bit("x2", pyro.param("q2")[bit("x1", pyro.param("q1").squeeze())])
 
     pyro.clear_param_store()
     set_policy(OLD)

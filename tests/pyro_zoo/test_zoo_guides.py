@@ -33,12 +33,6 @@ from zoo import DATA, Tower, coin, see
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-
-
 def continuous(data: Tensor) -> None:
     loc = pyro.sample("loc", dist.Normal(0.0, 2.0))
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))

@@ -22,12 +22,6 @@ ELBOS = [TraceGraph_ELBO, TraceBackpropQ_ELBO]
 Program = Callable[[], Any]
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-
-
 def run(elbo: Any, model: Program, guide: Program) -> list[str]:
     """Takes steps; gives the texts of all warnings."""
     with warnings.catch_warnings(record=True) as found:

@@ -32,12 +32,6 @@ def each_elbo(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("options", [pytest.param(OPTIONS[n], id=n) for n in names or OPTIONS])
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-
-
 def serves(elbo: TraceBackpropQ_ELBO, each: Animal) -> None:
     if elbo.vectorize_particles and not each.is_vectorisable:
         pytest.skip("does not vectorise")

@@ -19,11 +19,6 @@ from pyro_bpq.testing import assert_unbiased
 ROWS = 12
 
 
-@pytest.fixture(autouse=True)
-def double() -> None:
-    torch.set_default_dtype(torch.float64)
-
-
 class Programs:
     """A global latent that hardly varies beside rows of data; ``read`` says how the model takes the latent."""
 

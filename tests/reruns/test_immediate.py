@@ -219,7 +219,7 @@ def test_models_that_do_not_broadcast_stay_unbiased(model: Callable[[], None], e
     # Two of them put rows of the plate together, by a matrix product and by a mean; the others do not.
     meets = model in (matrix_model, wrong_dimension_model)
     with pytest.warns(BPQWarning, match="Rows of the plate") if meets else contextlib.nullcontext():
-        for _ in range(20):
+        for _ in range(8):
             elbo.loss_and_grads(model, guide)
     elbo.eval()
     assert_unbiased(elbo, model, guide)

@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from steps import trained
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -17,11 +18,6 @@ from pyro_bpq.reruns import row_runs as module
 from pyro_bpq.reruns.row_runs import LONGEST, PROBES, RowProgram, RowRuns, Way, agree, is_due, probe
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing.substitute import Substitute
-
-
-@pytest.fixture(autouse=True)
-def double() -> None:
-    torch.set_default_dtype(torch.float64)
 
 
 def guide() -> None:
@@ -152,11 +148,8 @@ PROGRAMS: dict[str, tuple[Any, Way | None]] = {
 }
 
 
-def trained(model: Any, **options: Any) -> TraceBackpropQ_ELBO:
-    elbo = TraceBackpropQ_ELBO(**options)
-    for _ in range(5):
-        elbo.loss_and_grads(model, guide)
-    return elbo
+def train(model: Any, **options: Any) -> TraceBackpropQ_ELBO:
+    return trained(TraceBackpropQ_ELBO(**options), model, guide, steps=5)
 
 
 def ways(elbo: TraceBackpropQ_ELBO) -> list[Way]:
@@ -167,7 +160,7 @@ def ways(elbo: TraceBackpropQ_ELBO) -> list[Way]:
 @pytest.mark.parametrize("estimator", [None, AllAction(exact=True)], ids=["default", "exact"])
 def test_each_program_runs_in_the_fastest_way_that_is_right(name: str, estimator: Any) -> None:
     model, way = PROGRAMS[name]
-    elbo = trained(model, estimator=estimator)
+    elbo = train(model, estimator=estimator)
     assert ways(elbo) == [way] * (way is not None)
     elbo.eval()
     assert_unbiased(elbo, model, guide)
@@ -185,7 +178,7 @@ def test_broadcast_rows_that_are_believed_bias_these_programs(name: str, monkeyp
     monkeypatch.setattr(module, "agree", lambda *args: True)
     monkeypatch.setattr(RowProgram, "_broadcast", believed)
     model, _ = PROGRAMS[name]
-    elbo = trained(model)
+    elbo = train(model)
     assert ways(elbo) == [Way.BROADCAST]
     elbo.eval()
     with pytest.raises(AssertionError, match="biased"):
@@ -222,7 +215,7 @@ def test_a_mean_is_not_lost_in_the_rounding_of_many_observations() -> None:
         with pyro.plate("rows", len(data)):
             pyro.sample("x", dist.Normal(1e-5 * z.mean(), 1.0), obs=data)
 
-    elbo = trained(model)
+    elbo = train(model)
     assert ways(elbo) == [Way.HIDDEN]
 
 
@@ -248,7 +241,7 @@ def test_a_program_that_does_not_run_at_all_values_is_compared_at_its_own() -> N
 @pytest.mark.parametrize("made", [False, True])
 def test_what_a_program_keeps_can_be_looked_at(made: bool) -> None:
     model = Keeping(made)
-    trained(model)
+    train(model)
     assert model.kept.shape == (3,) and float(model.kept.sum()) >= 0.0
 
 
@@ -357,7 +350,7 @@ def test_costs_of_another_type_than_the_sample_are_compared() -> None:
         pyro.sample("y", dist.Normal(z[1], 1.0), obs=torch.tensor(0.3))
 
     pyro.clear_param_store()
-    assert ways(trained(model)) == [Way.HIDDEN]
+    assert ways(train(model)) == [Way.HIDDEN]
     assert PROBES > 1
 
 

@@ -19,18 +19,32 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.scales import PAIRS, SIZE
 from pyro_bpq.rollout.distributed import Ranks
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
+    pytest.mark.xdist_group("distributed"),
+]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", worker.__file__]
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     environment["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    # Without torch's launcher, which is a third process that imports torch.
+    command = [sys.executable, worker.__file__, str(folder)]
+    started = [
+        subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(worker.PROCESSES)
+    ]
+    for process in started:
+        try:
+            _, errors = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            for other in started:
+                other.kill()
+            raise
+        assert process.returncode == 0, errors
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import trained
 
 from pyro_bpq import AllAction, TabularCritic, TraceBackpropQ_ELBO
 from pyro_bpq.batching.layout import Layout
@@ -32,13 +33,8 @@ def guide() -> None:
     pyro.sample("v", dist.Categorical(logits=pyro.param("q_v", 0.3 * SHARED.clone())[w]))
 
 
-def trained(**options: Any) -> TraceBackpropQ_ELBO:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(critic=TabularCritic(), **options)
-    for _ in range(400):
-        elbo.loss_and_grads(model, guide)
-    return elbo.eval()
+def train(steps: int = 20, **options: Any) -> TraceBackpropQ_ELBO:
+    return trained(TraceBackpropQ_ELBO(critic=TabularCritic(), **options), model, guide, steps=steps).eval()
 
 
 def variance(elbo: TraceBackpropQ_ELBO) -> float:
@@ -56,14 +52,14 @@ def whole_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     [("per_cost", AllAction()), ("per_cost", AllAction(trace=0.9)), ("chain", AllAction(exact=True))],
 )
 def test_unbiased_with_parts_of_later_sites(reduction: Any, estimator: AllAction) -> None:
-    elbo = trained(reduction=reduction, estimator=estimator)
+    elbo = train(reduction=reduction, estimator=estimator)
     layout = next(iter(elbo.runner.plans.plans.values())).layout
     assert any(layout.is_split(c) for c in range(len(layout.classes)))
     assert_unbiased(elbo, model, guide, atol=1e-10)
 
 
 def test_costs_of_others_stay_out_and_variance_falls(whole_only: Callable[[], None]) -> None:
-    elbo = trained(reduction="per_cost", estimator=AllAction(adaptive=False))
+    elbo = train(400, reduction="per_cost", estimator=AllAction(adaptive=False))
     split = variance(elbo)
     whole_only()
     assert split < 0.8 * variance(elbo)

@@ -12,7 +12,7 @@ from models import BY_NAME, CASES, Case, each_case
 from pyro import poutine
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
 from pyro.nn import PyroModule, PyroParam
-from torch import Tensor
+from steps import bias
 from torch.distributions import constraints
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -45,14 +45,8 @@ def is_small(case: Case) -> bool:
     return case.num_states <= 16
 
 
-def largest_error(exact: dict[str, Tensor], found: dict[str, Tensor]) -> float:
-    return max(float((truth - found[name]).abs().max()) for name, truth in exact.items())
-
-
 def errors_of(elbo: Any, case: Case, **options: Any) -> float:
-    case.params()
-    exact = exact_gradient(case.model, case.guide, *case.args)
-    return largest_error(exact, expected_gradient(elbo, case.model, case.guide, *case.args, **options))
+    return bias(elbo, *case.programs, params=case.params, truth=case.exact(), **options)
 
 
 def num_outcomes_of(program: Callable[[], Any]) -> int:

@@ -21,16 +21,16 @@ from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing import hidden_particles as module
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import TracedRun, trace_run
+from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, trace_run
 
 CHOOSE = TraceBackpropQ_ELBO().planner.choose
 NUMBER = 3
+OPTIONS = TraceOptions(CHOOSE, num_particles=NUMBER)
 Program = Callable[[], Any]
 
 
 @pytest.fixture(autouse=True)
-def double() -> None:
-    torch.set_default_dtype(torch.float64)
+def seed() -> None:
     pyro.set_rng_seed(4)
 
 
@@ -94,14 +94,14 @@ def programs_of(kind: str) -> tuple[Program, Program]:
 
 
 def hidden(model: Program, guide: Program, **options: Any) -> list[TracedRun]:
-    return trace_particles(model, guide, (), {}, float("inf"), CHOOSE, NUMBER, **options)
+    return trace_particles(model, guide, (), {}, OPTIONS, **options)
 
 
 def alone(model: Program, guide: Program, run: TracedRun) -> TracedRun:
     """The same values in a run of one particle."""
     values = {name: record.value.detach() for name, record in run.run.sites.items()}
     put = Substitute({**values, **run.subsamples})
-    return trace_run(put(model), put(guide), (), {}, float("inf"), CHOOSE, NUMBER)
+    return trace_run(put(model), put(guide), (), {}, OPTIONS)
 
 
 def gradients(total: Tensor) -> list[Tensor | None]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import coin, irregular, real
-from pyro.infer import SVI
-from pyro.optim import SGD
+from models import coin, fill, real
+from steps import trained
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -201,17 +201,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(model: Program, guide: Program, **options: Any) -> TraceBackpropQ_ELBO:
+def train(model: Program, guide: Program, **options: Any) -> TraceBackpropQ_ELBO:
     """An ELBO that has seen a few steps, at parameters that have not moved."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    for i, name in enumerate(("q", "p")):
-        pyro.param(name, irregular(3, start=i + 1))
     elbo = TraceBackpropQ_ELBO(**{"num_particles": 1, **options})
-    svi = SVI(model, guide, SGD({"lr": 0.0}), elbo)
-    for _ in range(6):
-        svi.step()
-    return elbo.eval()
+    return trained(elbo, model, guide, params=partial(fill, ("q", "p"), 3), steps=5).eval()
 
 
 # What serves many components by default draws noise of its own.
@@ -221,7 +214,7 @@ CASES = [(name, o) for name in PROGRAMS for o in OPTIONS if name != "tempered_ev
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_what_is_read_while_scoring_is_charged(name: str, options: str) -> None:
     model, guide = PROGRAMS[name]
-    elbo = trained(model, guide, **OPTIONS[options])
+    elbo = train(model, guide, **OPTIONS[options])
     assert exact_gradient(model, guide)["q"].abs().max() > 1e-2
     assert_unbiased(elbo, model, guide)
 
@@ -229,7 +222,7 @@ def test_what_is_read_while_scoring_is_charged(name: str, options: str) -> None:
 @pytest.mark.parametrize("name", ["branches", "chain"])
 def test_two_particles(name: str) -> None:
     model, guide = PROGRAMS[name]
-    assert_unbiased(trained(model, guide, num_particles=2), model, guide)
+    assert_unbiased(train(model, guide, num_particles=2), model, guide)
 
 
 @pytest.mark.parametrize("name", ["branches", "numbers", "arrays", "later", "wrapped", "in_plate"])
@@ -237,14 +230,14 @@ def test_without_listening_it_is_a_bias_that_is_caught(name: str, monkeypatch: p
     monkeypatch.setattr("pyro_bpq.tracing.traced_run._heard_by", lambda *_: 0)
     model, guide = PROGRAMS[name]
     with pytest.raises(AssertionError, match="is biased"):
-        assert_unbiased(trained(model, guide), model, guide)
+        assert_unbiased(train(model, guide), model, guide)
 
 
 def test_a_prior_of_ones_own_is_not_tabled_by_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyro_bpq.rollout.features._has_own_log_prob", lambda fn: False)
     model, guide = PROGRAMS["tempered"]
     with pytest.raises(AssertionError, match="is biased"):
-        assert_unbiased(trained(model, guide), model, guide)
+        assert_unbiased(train(model, guide), model, guide)
 
 
 def test_costs_are_told_apart_as_far_as_they_read() -> None:
@@ -259,7 +252,7 @@ def test_costs_are_told_apart_as_far_as_they_read() -> None:
         pyro.sample("x", dist.Normal(z, 0.8), obs=DATA[0])
         pyro.sample("y", Branches(w), obs=DATA[1])
 
-    elbo = trained(model, guide)
+    elbo = train(model, guide)
     assert elbo.graph is not None
     assert set(elbo.graph.cost("-log p(x)").parents) == {"z"}
     assert set(elbo.graph.cost("-log p(y)").parents) == {"w"}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import CASES, Case, irregular, real
-from pyro.infer import SVI
-from pyro.optim import SGD
+from models import CASES, Case, fill, real
+from steps import trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO, cost
@@ -75,17 +75,10 @@ def program(function: Callable[[Tensor], Tensor], where: str) -> tuple[Program, 
     return model, guide
 
 
-def trained(model: Program, guide: Program, **options: Any) -> TraceBackpropQ_ELBO:
+def train(model: Program, guide: Program, **options: Any) -> TraceBackpropQ_ELBO:
     """An ELBO that has seen a few steps, at parameters that have not moved."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    for i, name in enumerate(("q", "p", "q2", "p2")):
-        pyro.param(name, irregular(ROWS, start=i + 1))
     elbo = TraceBackpropQ_ELBO(**{"num_particles": 1, **options})
-    svi = SVI(model, guide, SGD({"lr": 0.0}), elbo)
-    for _ in range(6):
-        svi.step()
-    return elbo.eval()
+    return trained(elbo, model, guide, params=partial(fill, ("q", "p", "q2", "p2"), ROWS), steps=5).eval()
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -106,7 +99,7 @@ QUICK = ("default", "score_function", "exact", "dynamic")
 def test_rows_that_meet_are_charged_whole(name: str) -> None:
     model, guide = program(MIXING[name], "model")
     with pytest.warns(BPQWarning, match=r"Rows of the plate 'rows' meet in -log p\(x\).* of 'a'"):
-        elbo = trained(model, guide)
+        elbo = train(model, guide)
     assert_unbiased(elbo, model, guide)
 
 
@@ -117,7 +110,7 @@ def test_rows_that_meet_are_charged_whole(name: str) -> None:
 def test_wherever_they_meet(where: str, options: str) -> None:
     model, guide = program(MIXING["roll"], where)
     with pytest.warns(BPQWarning, match="Rows of the plate"):
-        elbo = trained(model, guide, **OPTIONS[options])
+        elbo = train(model, guide, **OPTIONS[options])
     assert_unbiased(elbo, model, guide)
 
 
@@ -126,7 +119,7 @@ def test_leave_one_out(vectorised: bool) -> None:
     model, guide = program(MIXING["roll"], "model")
     options = {"vectorize_particles": True, "max_plate_nesting": 1} if vectorised else {}
     with pytest.warns(BPQWarning, match="Rows of the plate"):
-        elbo = trained(model, guide, num_particles=2, estimator=ScoreFunction(LeaveOneOut()), **options)
+        elbo = train(model, guide, num_particles=2, estimator=ScoreFunction(LeaveOneOut()), **options)
     assert_unbiased(elbo, model, guide)
 
 
@@ -134,7 +127,7 @@ def test_unseen_it_is_a_bias_that_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("pyro_bpq.tracing.plate_rows.PlateRows.meeting", lambda *_: {})
     model, guide = program(MIXING["roll"], "model")
     with pytest.raises(AssertionError, match="is biased"):
-        assert_unbiased(trained(model, guide, estimator=ScoreFunction()), model, guide)
+        assert_unbiased(train(model, guide, estimator=ScoreFunction()), model, guide)
 
 
 def test_flipping_all_rows_at_once_would_be_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,20 +137,20 @@ def test_flipping_all_rows_at_once_would_be_a_bias(monkeypatch: pytest.MonkeyPat
     )
     model, guide = program(MIXING["roll"], "model")
     with pytest.warns(BPQWarning), pytest.raises(AssertionError, match="is biased"):
-        assert_unbiased(trained(model, guide), model, guide)
+        assert_unbiased(train(model, guide), model, guide)
 
 
 @pytest.mark.parametrize("name", APART)
 def test_rows_that_stay_apart_are_cut(name: str) -> None:
     model, guide = program(APART[name], "model")
-    elbo = trained(model, guide)
+    elbo = train(model, guide)
     assert_unbiased(elbo, model, guide)
     assert not elbo.runner.structure.crosses
 
 
 def test_operators_that_are_not_known_say_nothing() -> None:
     model, guide = program(lambda a: a.sort(-1).values, "model")
-    assert not trained(model, guide).runner.structure.crosses
+    assert not train(model, guide).runner.structure.crosses
 
 
 def test_nested_plates() -> None:
@@ -174,10 +167,10 @@ def test_nested_plates() -> None:
                 b = pyro.sample("b", dist.Bernoulli(logits=pyro.param("p2")[:2] - a))
                 pyro.sample("x", dist.Normal(b + (a.flip(-2) if turn else a), 0.8), obs=DATA[:2])
 
-    apart = trained(lambda: model(False), guide)
+    apart = train(lambda: model(False), guide)
     assert not apart.runner.structure.crosses
     with pytest.warns(BPQWarning, match="Rows of the plate 'columns' meet"):
-        elbo = trained(lambda: model(True), guide)
+        elbo = train(lambda: model(True), guide)
     assert_unbiased(elbo, lambda: model(True), guide)
 
 

@@ -16,14 +16,14 @@ from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
 from pyro_bpq.tracing.program_graph import dense_graph
 from pyro_bpq.tracing.structure_cache import STRUCTURES, StructureCache
-from pyro_bpq.tracing.traced_run import TracedRun, trace_run
+from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, trace_run
 
 
 def run(case: Case, track: bool, seed: int = 0) -> TracedRun:
     case.params()
     pyro.set_rng_seed(seed)
     planner = TraceBackpropQ_ELBO().planner
-    return trace_run(case.model, case.guide, case.args, {}, float("inf"), planner.choose, 1, track)
+    return trace_run(case.model, case.guide, case.args, {}, TraceOptions(planner.choose, track=track))
 
 
 def steps(cache: StructureCache, case: Case, count: int) -> list[bool]:
@@ -66,7 +66,7 @@ def fresh(number: int, track: bool) -> TracedRun:
         pyro.sample(f"b_{number}", dist.Bernoulli(0.5))
 
     choose = TraceBackpropQ_ELBO().planner.choose
-    return trace_run(program, program, (), {}, float("inf"), choose, 1, track)
+    return trace_run(program, program, (), {}, TraceOptions(choose, track=track))
 
 
 @pytest.mark.parametrize("mode", ["auto", "static"])

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import irregular, real
+from models import fill, real
 from pyro import poutine
-from pyro.infer import SVI
-from pyro.optim import SGD
+from steps import trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
@@ -220,17 +220,10 @@ SITES: dict[str, tuple[Program, Program]] = {
 }
 
 
-def trained(model: Program, guide: Program, steps: int = 5, **options: Any) -> TraceBackpropQ_ELBO:
+def train(model: Program, guide: Program, **options: Any) -> TraceBackpropQ_ELBO:
     """An ELBO that has seen a few steps, at parameters that have not moved."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    for i, name in enumerate(("q", "p", "q2", "p2", "s")):
-        pyro.param(name, irregular(SIZE, start=i + 1))
     elbo = TraceBackpropQ_ELBO(**options)
-    svi = SVI(model, guide, SGD({"lr": 0.0}), elbo)
-    for _ in range(steps):
-        svi.step()
-    return elbo.eval()
+    return trained(elbo, model, guide, params=partial(fill, ("q", "p", "q2", "p2", "s"), SIZE), steps=5).eval()
 
 
 ONE: dict[str, dict[str, Any]] = {
@@ -250,13 +243,13 @@ TWO: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", VECTORS)
 def test_components_are_charged_with_what_weighs_their_elements(name: str, options: str) -> None:
     model, guide = VECTORS[name]
-    assert_unbiased(trained(model, guide, num_particles=1, **ONE[options]), model, guide)
+    assert_unbiased(train(model, guide, num_particles=1, **ONE[options]), model, guide)
 
 
 @pytest.mark.parametrize("name", ["flat_scale", "flat_flipped_mask"])
 def test_leave_one_out_of_components(name: str) -> None:
     model, guide = VECTORS[name]
-    assert_unbiased(trained(model, guide, num_particles=2, estimator=ScoreFunction(LeaveOneOut())), model, guide)
+    assert_unbiased(train(model, guide, num_particles=2, estimator=ScoreFunction(LeaveOneOut())), model, guide)
 
 
 @pytest.mark.parametrize("name", ["flat_mask", "flat_flipped_mask", "flat_scale", "flat_scales", "event"])
@@ -269,7 +262,7 @@ def test_elements_without_their_weights_are_a_bias_that_is_caught(name: str, mon
     monkeypatch.setattr(ElementWatch, "patterns", unweighted)
     model, guide = VECTORS[name]
     with pytest.raises(AssertionError, match="is biased"):
-        assert_unbiased(trained(model, guide, num_particles=1, estimator=ScoreFunction()), model, guide)
+        assert_unbiased(train(model, guide, num_particles=1, estimator=ScoreFunction()), model, guide)
 
 
 def test_components_that_a_weight_does_not_mix_stay_apart() -> None:
@@ -279,7 +272,7 @@ def test_components_that_a_weight_does_not_mix_stay_apart() -> None:
             observed(2.0 * z)
 
     guide = VECTORS["flat_mask"][1]
-    elbo = trained(model, guide, num_particles=1, estimator=ScoreFunction())
+    elbo = train(model, guide, num_particles=1, estimator=ScoreFunction())
     assert_unbiased(elbo, model, guide)
     assert elbo.runner.plans.last is not None and "-log p(x)" in elbo.runner.plans.last.plan.layout.charged["z"]
 
@@ -289,14 +282,14 @@ def test_components_that_a_weight_does_not_mix_stay_apart() -> None:
 def test_weights_of_latent_sites_may_read_anything(name: str, options: str) -> None:
     model, guide = SITES[name]
     chosen = {"num_particles": 1, **ONE[options]} if options in ONE else {"num_particles": 2, **TWO[options]}
-    assert_unbiased(trained(model, guide, **chosen), model, guide)
+    assert_unbiased(train(model, guide, **chosen), model, guide)
 
 
 @pytest.mark.parametrize("name", [name for name in SITES if name != "in_place"])
 def test_weights_of_vectorised_particles(name: str) -> None:
     model, guide = SITES[name]
     options = {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 1}
-    assert_unbiased(trained(model, guide, **options), model, guide)
+    assert_unbiased(train(model, guide, **options), model, guide)
 
 
 def test_a_scale_of_another_particle_is_a_bias_that_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,11 +300,11 @@ def test_a_scale_of_another_particle_is_a_bias_that_is_caught(monkeypatch: pytes
     monkeypatch.setattr(SiteBatch, "_scales", first)
     model, guide = SITES["early_scale_True"]
     with pytest.raises(AssertionError, match="is biased"):
-        assert_unbiased(trained(model, guide, num_particles=2), model, guide)
+        assert_unbiased(train(model, guide, num_particles=2), model, guide)
 
 
 def test_a_weight_by_the_site_itself_is_not_tabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyro_bpq.tracing.traced_run._weighted_by_itself", lambda *_: frozenset())
     model, guide = SITES["in_place"]
     with pytest.raises(AssertionError, match="is biased"):
-        assert_unbiased(trained(model, guide, num_particles=1), model, guide)
+        assert_unbiased(train(model, guide, num_particles=1), model, guide)

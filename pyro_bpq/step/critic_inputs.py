@@ -1,0 +1,132 @@
+r"""What critics see: detached features of each Q-node's scope, the joint state of the scope, and the sites' values."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.classes import QGroup
+from pyro_bpq.batching.layout import Layout
+from pyro_bpq.batching.site_batch import SiteBatch
+from pyro_bpq.critics.attention import MemberCritic, Members
+from pyro_bpq.critics.bank import Selection, Write
+from pyro_bpq.critics.joint import SiteValue
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.base import update_mean
+
+__all__ = ["cells_of", "context_of", "index_features", "members_of", "site_value", "standardised"]
+
+
+def standardised(context: Tensor, selection: Selection, decay: float = 0.95) -> tuple[Tensor, tuple[Write, ...]]:
+    """Context features in units of their spread in earlier steps, and the moments' writes."""
+    if not context.shape[-1]:
+        return context, ()
+    names = ("context_mean", "context_square", "count")
+    mean, square, count = (selection.read(name, context.dtype) for name in names)
+    writes = (
+        *selection.write("context_mean", update_mean(mean, context.mean(1), count, decay)),
+        *selection.write("context_square", update_mean(square, context.square().mean(1), count, decay)),
+    )
+    # A feature that hardly varied so far is held down, not blown up, when it moves.
+    spread = (square - mean.square()).clamp(min=1e-4).sqrt()
+    return ((context - mean.unsqueeze(1)) / spread.unsqueeze(1)).clamp(-6.0, 6.0), writes
+
+
+def site_value(group: QGroup, batch: SiteBatch) -> SiteValue:
+    """Values and distributions of the sites of the Q-nodes of a group, rows flattened."""
+    lead = 1 + len(batch.batch_shape)
+
+    def flat(tensor: Tensor) -> Tensor:
+        return group.pick(tensor).flatten(1, lead - 1)
+
+    if batch.cls.spec.components is None:
+        return SiteValue(powers=flat(batch.moments.powers))
+    return SiteValue(flat(batch.index), flat(batch.probs))
+
+
+def _pool(value: Tensor, source: SiteBatch, target: SiteBatch) -> Tensor:
+    """Averages over the plates that the target is outside of."""
+    dims = [plate.dim - 1 for plate in source.plates if plate not in target.plates]
+    return value.mean(dims, keepdim=True) if dims else value
+
+
+def context_of(layout: Layout, group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
+    """Detached context features ``(Q, N, F)`` of the Q-nodes of a group."""
+    batch, queries = batches[group.c], len(group.nodes)
+    lead = (queries, *batch.batch_shape)
+    parts = []
+    for k, plan in enumerate(() if isinstance(batch.cls.spec.critic, MemberCritic) else group.contexts):
+        source = batches[plan.source]
+        values = _pool(source.encoded, source, batch)
+        parts += _windowed(group, k, values, lead)
+        if plan.rest is not None:
+            rest = group.rest(k, values)
+            mixed = values.new_zeros(queries, *values.shape[1:]) if rest is None else rest @ values
+            parts.append(mixed.expand(*lead, -1))
+    if batch.cls.spec.share is not None:
+
+        def features() -> list[tuple[float, float]]:
+            return [index_features(node.site) for node in group.nodes]
+
+        index = group.constant("index", features, batch.like.device, batch.like.dtype)
+        parts.append(index.reshape(queries, *(1,) * len(batch.batch_shape), -1).expand(*lead, -1))
+    if batch.cls.spec.has_params and (batch.cls.spec.components is not None or batch.cls.spec.has_moments):
+        parts.append(group.pick(batch.parameters))
+    if batch.cls.spec.context:
+        parts.append(group.pick(batch.context).to(batch.like.dtype))
+    rows = 1
+    for size in batch.batch_shape:
+        rows *= size
+    if not parts:
+        return batch.like.new_zeros(queries, rows, 0)
+    return torch.cat(parts, -1).reshape(queries, rows, -1)
+
+
+def _windowed(group: QGroup, k: int, values: Tensor, lead: Sequence[int]) -> list[Tensor]:
+    """The values at the places of a window, latest first, each ``(*lead, width)``; zero where there is no member."""
+    padded = torch.cat((values, torch.zeros_like(values[:1])))
+    window = group.constant(("window", k), group.contexts[k].window, values.device, torch.long)
+    return [padded[window[:, w]].expand(*lead, -1) for w in range(window.shape[1])]
+
+
+def members_of(group: QGroup, batches: Sequence[SiteBatch]) -> Members:
+    """All members of the scopes of the Q-nodes of a group, rows flattened."""
+    batch, values, present = batches[group.c], [], []
+    lead = (len(group.nodes), *batch.batch_shape)
+    for k, plan in enumerate(group.contexts):
+        source = batches[plan.source]
+        encoded = _pool(source.encoded, source, batch)
+        values.append(torch.stack(_windowed(group, k, encoded, lead), -2).flatten(1, len(lead) - 1))
+        there = plan.window < len(source.cls.names)
+        present.append(group.constant(("present", k), there, encoded.device, torch.bool))
+    return Members(tuple(values), tuple(present))
+
+
+def index_features(site: str) -> tuple[float, float]:
+    """Logarithm and tenth of the last number in the name of a site of a family, 0 without one."""
+    numbers = re.findall(r"\d+", site)
+    index = int(numbers[-1]) if numbers else 0
+    return math.log1p(index), 0.1 * index
+
+
+def cells_of(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
+    """Joint state of the rest of the scope, ``(Q, N)``."""
+    batch, queries = batches[group.c], len(group.nodes)
+    cell = torch.zeros((queries, *batch.batch_shape), dtype=torch.long, device=batch.like.device)
+    for k, plan in enumerate(group.contexts):
+        source = batches[plan.source]
+        if any(plate not in batch.plates for plate in source.plates):
+            raise OptionError(
+                f"TabularCritic of {list(batch.cls.names)}: its scope has sites in plates that it lacks; "
+                "write critic=MLPCritic() instead."
+            )
+        padded = torch.cat((source.index, torch.zeros_like(source.index[:1])))
+        window = group.constant(("window", k), plan.window, cell.device, torch.long)
+        for w in range(window.shape[1]):
+            for d in range(source.components.size):
+                cell = cell * source.components.cardinality + padded[window[:, w]][..., d]
+    return cell.reshape(queries, -1)

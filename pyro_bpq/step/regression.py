@@ -1,0 +1,121 @@
+r"""The regression of critics on their targets, in units of the targets' running spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.critics.bank import Selection, Write
+from pyro_bpq.estimators.base import site_mean, update_mean
+from pyro_bpq.rollout.distributed import Ranks, joint_mean
+
+__all__ = ["CriticRows", "regression"]
+
+
+@dataclass(frozen=True)
+class CriticRows:
+    """What the regression of some critics needs besides their values and targets.
+
+    Args:
+        sites: Site of each.
+        selection: Their rows in the bank.
+        unit: Scale of the sites (subsampling), which targets are divided by; broadcasts to ``(Q, M, plates)``.
+    """
+
+    sites: tuple[str, ...]
+    selection: Selection
+    unit: Tensor
+
+    @staticmethod
+    def join(parts: Sequence[CriticRows]) -> CriticRows:
+        """The same critics in several particles."""
+        return replace(parts[0], unit=torch.cat([part.unit for part in parts], 1))
+
+
+def regression(
+    critic: CriticRows,
+    value: Tensor,
+    target: Tensor,
+    level_weight: float,
+    decay: float = 0.98,
+    chosen: Tensor | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[Tensor, list[Write], dict[str, Tensor]]:
+    r"""Squared error of the critics, in units of their targets' spread.
+
+    With several particles, differences within a data point count fully and the level ``level_weight``:
+
+        L = |δ - mean_m δ|² / σ_A² + w |mean_m δ|² / σ_V²,   δ = q - target
+
+    Args:
+        critic: The critics.
+        value: Their value at the sample, ``(Q, M, plates)``, in nats, with gradient.
+        target: Targets of the same shape, detached.
+        level_weight: Weight ``w``.
+        decay: Weight of the past in the running mean and spreads.
+        chosen: Which Q-nodes learn, ``(Q,)`` of zeros and ones; ``None`` for all.
+        ranks: The processes that learn together: the mean of their losses is that of the joint batch.
+
+    Returns:
+        The loss (a scalar), the writes of the running statistics, and diagnostics per Q-node.
+    """
+    particles, samples = target.shape[1], value[0].numel()
+    error, scaled = (value - target) / critic.unit, target / critic.unit
+    selection = critic.selection
+    count, mean, old_level, old_step = (
+        selection.read(name, target.dtype) for name in ("count", "mean", "spread_level", "spread_advantage")
+    )
+    own_mean, total = joint_mean(ranks, site_mean(scaled), samples)
+    new_mean = update_mean(mean, own_mean, count, decay)
+    lead = (-1, *(1,) * (target.dim() - 1))
+    if particles > 1:
+        row = scaled.mean(1, keepdim=True)
+        inner = (scaled - row).square() * (particles / (particles - 1.0))
+        outer = row - new_mean.reshape(lead)
+    else:
+        # Never the critic's own error: a scale that it moves itself feeds back.
+        outer = scaled - new_mean.reshape(lead)
+        inner = outer.square()
+    squares, _ = joint_mean(ranks, torch.stack((site_mean(outer.square()), site_mean(inner))), samples)
+    level = update_mean(old_level.square(), squares[0], count, decay).sqrt()
+    step = update_mean(old_step.square(), squares[1], count, decay).sqrt()
+    floor = 1e-3 * (new_mean.abs() + level) + torch.finfo(target.dtype).tiny
+    step = torch.maximum(step, floor)
+    # The mean over particles moves less than they do: in its own unit it would drown their differences.
+    level = torch.maximum(level, step)
+    loss = _loss(error, level.reshape(lead), step.reshape(lead), level_weight)
+    # The first step only sets the statistics: its error is that of an unknown level.
+    seen = (count > 0).to(loss.dtype)
+    seen = seen if chosen is None else seen * chosen
+    writes = [
+        *selection.write("mean", new_mean),
+        *selection.write("spread_level", level),
+        *selection.write("spread_advantage", step),
+        *selection.write("rows", selection.read("rows") * 0.0 + total),
+        *selection.write("count", selection.read("count") + 1),
+    ]
+    with torch.no_grad():
+        variance = site_mean(_centre(scaled).square())
+        # Nothing can be said of a single particle and row.
+        explained = torch.where(variance > 0, 1.0 - site_mean(_centre(error).square()) / variance, torch.nan)
+    # The mean of the ranks' gradients counts all ranks alike; they may have different numbers of rows.
+    weight = 1.0 if ranks is None else samples * ranks.size / total
+    return (weight * loss * seen).sum(), writes, {"td_loss": loss.detach(), "explained": explained}
+
+
+def _loss(error: Tensor, level: Tensor, step: Tensor, weight: float) -> Tensor:
+    particles = error.shape[1]
+    if particles == 1:
+        return site_mean((error / step).square())
+    row = error.mean(1, keepdim=True)
+    inner = site_mean(((error - row) / step).square()) * (particles / (particles - 1.0))
+    return inner + weight * site_mean((row / level).square())
+
+
+def _centre(value: Tensor) -> Tensor:
+    if value.shape[1] > 1:
+        return value - value.mean(1, keepdim=True)
+    return value - site_mean(value).reshape(-1, *(1,) * (value.dim() - 1))

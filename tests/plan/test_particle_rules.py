@@ -1,0 +1,36 @@
+"""The table that says how many particles a program is good for."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyro_bpq.plan.rules import ELEMENTS, MOST_PARTICLES, PARTICLES, ProgramFacts
+
+ROWS = frozenset(("y", "z"))
+
+
+def number(facts: ProgramFacts) -> tuple[int, str]:
+    rule = next(rule for rule in PARTICLES if rule.holds(facts))
+    return rule.number(facts), rule.says
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected", "why"),
+    [
+        (ProgramFacts(frozenset(), frozenset(), True, 10), 1, "differ from row to row"),
+        (ProgramFacts(ROWS, frozenset(), False, 10), 1, "taken apart"),
+        (ProgramFacts(ROWS, ROWS | {"x"}, True, 10), 2, "slopes"),
+        (ProgramFacts(ROWS, frozenset("y"), True, 10), MOST_PARTICLES, "rows of data"),
+        (ProgramFacts(ROWS, frozenset(), True, ELEMENTS // 3), 3, "rows of data"),
+        (ProgramFacts(ROWS, frozenset(), True, 100 * ELEMENTS), 2, "rows of data"),
+        (ProgramFacts(ROWS, frozenset(), True, ELEMENTS, particles=4), 4, "rows of data"),
+        (ProgramFacts(ROWS, frozenset(), True, 0), MOST_PARTICLES, "rows of data"),
+    ],
+)
+def test_the_first_rule_that_holds_counts(facts: ProgramFacts, expected: int, why: str) -> None:
+    found, says = number(facts)
+    assert found == expected and why in says
+
+
+def test_the_last_rule_always_holds() -> None:
+    assert PARTICLES[-1].holds(ProgramFacts(frozenset(), frozenset(), False, 0))
