@@ -78,6 +78,7 @@ def _own(traced: TracedRun, name: str, costs: tuple[str, ...]) -> tuple[bool, bo
     """Which of the site's own log-probabilities, of guide and model, are sums over its components."""
     record = traced.run.sites[name]
     has_prior = record.prior is not None and finite_components(record.prior) == traced.infos[name].components
+    has_prior = has_prior and record.prior.batch_shape == record.fn.batch_shape
     return cost_of_guide(name) in costs, has_prior and cost_of_model(name) in costs
 
 

@@ -18,6 +18,7 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.reruns.held_costs import HeldRun, held_costs
+from pyro_bpq.reruns.predicted_costs import predicted_costs
 from pyro_bpq.reruns.shared_backward import SharedBackward, shared_backward
 from pyro_bpq.rollout.runs import Rollout, Run
 from pyro_bpq.step.site_program import gradient_to, slope_of
@@ -201,6 +202,14 @@ class Reruns:
         assert self.held is not None
         self.num_runs += len(self.traced)
         return held_costs(self.held, self.traced, self.programs, rollout, drawn)
+
+    def predicted(
+        self, rollout: Rollout, generator: torch.Generator | None, curvature: bool
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Predicted changes, see :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`."""
+        assert self.held is not None
+        self.num_runs += len(self.traced)
+        return predicted_costs(self.held, self.traced, self.programs, rollout, generator, curvature)
 
     def _seed(self) -> int:
         self.num_runs += 1

@@ -26,7 +26,7 @@ from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_site
 from pyro_bpq.tracing.watch import is_enumerated, samples
 
-__all__ = ["HeldRun", "held_costs", "law_of", "unmasked"]
+__all__ = ["HeldRun", "Program", "held_costs", "law_name", "law_of", "unmasked"]
 
 # A model, a guide, their arguments.
 Program = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -123,7 +123,7 @@ def _tables(
     index = site.components.index(record.value, record.fn)
     index = index.reshape(*(1,) * (len(shape) + 1 - index.dim()), *index.shape).expand(*shape, -1)
     index = index if drawn is None else index.gather(-1, drawn)
-    laws = [(_law_name(traced, child), graph.node(child).plates) for child in site.children]
+    laws = [(law_name(traced, child), graph.node(child).plates) for child in site.children]
     costs = [(cost, graph.cost(cost).plates) for cost in site.costs]
     law, cost = changes(laws), changes(costs)
     known = ((traced.run.costs[term].detach(), graph.cost(term).plates) for term in site.rest)
@@ -141,7 +141,7 @@ def _reduced(cost: Tensor, source: Sequence[Any], target: Sequence[Any], shape: 
     return cost.sum(extra, keepdim=True) if extra else cost
 
 
-def _law_name(traced: TracedRun, child: str) -> str:
+def law_name(traced: TracedRun, child: str) -> str:
     """The cost that is the log-probability of the child's value, if it is neither scaled nor masked."""
     record, cost = traced.run.sites[child], cost_of_guide(child)
     is_plain = isinstance(record.scale, float) and record.scale == 1.0 and record.mask is None
@@ -164,9 +164,9 @@ def _rows(
     fixed = {name: value for name, (_, value) in sites.items() if name not in moved}
     fixed |= {name: site["value"] for name, site in latents.items() if not _is_varied(site)}
     children = dict.fromkeys(child for site in run.plan.sites.values() for child in site.children)
-    laws = [child for child in children if _law_name(traced, child) == law_of(child)]
+    laws = [child for child in children if law_name(traced, child) == law_of(child)]
     costs = dict.fromkeys(cost for site in run.plan.sites.values() for cost in site.costs)
-    costs.update(dict.fromkeys(n for child in children if (n := _law_name(traced, child)) != law_of(child)))
+    costs.update(dict.fromkeys(n for child in children if (n := law_name(traced, child)) != law_of(child)))
     sampled = {name: traced.run.costs[name].detach() for name in costs}
     for child in laws:
         record = traced.run.sites[child]

@@ -39,7 +39,9 @@ class HeldRuns(Protocol):
         """
         ...
 
-    def predicted(self, generator: torch.Generator | None, curvature: bool) -> Mapping[str, tuple[Tensor, Tensor]]:
+    def predicted(
+        self, rollout: Rollout, generator: torch.Generator | None, curvature: bool
+    ) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Predicted changes ``(M, plates, D, K)`` of laws and costs, for the sites where components are drawn."""
         ...
 
@@ -87,15 +89,14 @@ def _runs(signals: RolloutTensors) -> tuple[Any, Any, Any]:
         drawn[c] = _drawn(signals.batches[c].probs, numbers[0], signals.generator)
         by_site.update({n: drawn[c][0][g] for g, n in enumerate(cls.names) if n in plan.sites})
     found = signals.rerun.at_other_values(by_site, signals.rollout)
-    predicted = signals.rerun.predicted(signals.generator, curvature) if drawn and found is not None else {}
+    predicted = signals.rerun.predicted(signals.rollout, signals.generator, curvature) if drawn and found is not None else {}
     return drawn, found, predicted
 
 
 def _drawn(probs: Tensor, number: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Draws components of each row, rather where several values are likely; returns indices and shares."""
     open_ = 1.0 - probs.square().sum(-1)
-    chance = torch.lerp(open_ / open_.sum(-1, keepdim=True).clamp(min=1e-30), torch.ones_like(open_), 0.0)
-    chance = (1.0 - _EVEN) * chance + _EVEN / probs.shape[-2]
+    chance = (1.0 - _EVEN) * open_ / open_.sum(-1, keepdim=True).clamp(min=1e-30) + _EVEN / probs.shape[-2]
     chance = chance / chance.sum(-1, keepdim=True)
     index = _draw(chance, number, generator)
     return index, 1.0 / (number * chance.gather(-1, index))
@@ -129,7 +130,24 @@ def _row(
     if c not in drawn:
         return law.expand_as(probs), cost.expand_as(probs), rest
     like = _at(drawn[c][0][g], probs)
-    return (*predicted[name], rest, law.expand(like.shape), cost.expand(like.shape))
+    guess, change = predicted[name]
+    sites = signals.rerun.held_plan().sites
+    known = [sites[n].is_own_known if n in sites else (False, False) for n in signals.layout.classes[c].names]
+    change = change + _own(signals, c, g, (all(q for q, _ in known), all(p for _, p in known)))
+    return guess.to(probs), change, rest, law.expand(like.shape), cost.expand(like.shape)
+
+
+def _own(signals: RolloutTensors, c: int, g: int, is_known: tuple[bool, bool]) -> Tensor:
+    """Changes of a site's own log-probabilities, which are sums over components."""
+    batch = signals.batches[c]
+    total = torch.zeros_like(batch.probs[g])
+    if is_known[0]:
+        total = total + batch.own_q[g]
+    if is_known[1]:
+        total = total + batch.own_p[g]
+    # An impossible value weighs nothing, but may have infinite costs.
+    total = total.masked_fill(batch.probs[g] == 0, 0.0)
+    return total - total.gather(-1, batch.index[g].unsqueeze(-1))
 
 
 def _at(drawn: Tensor, probs: Tensor) -> Tensor:
