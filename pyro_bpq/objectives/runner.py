@@ -375,7 +375,9 @@ class StepRunner:
             generator = self.noise()
             trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps)
             share = 1.0 / particles.number if mode.goes_back else None
-            held = plan.held and HeldRun(plan.held, graph, self.row_runs, plan.has_buffers, mode.learning)
+            held = None
+            if plan.held is not None:
+                held = HeldRun(plan.held, graph, self.row_runs, plan.has_buffers, mode.learning)
             rerun = Reruns(trace, programs, traced, plan, generator, share, held)
             if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
                 plan = self.plans.plan(traced[0], graph, facts)

@@ -21,7 +21,8 @@ class HeldSite:
         costs: The costs that read it and are evaluated.
         rest: The costs that read it and are not known at other values.
         children: The sites of the guide that read it.
-        is_own_known: Whether its own log-probabilities of guide and model are among ``costs``, each sums over components.
+        is_own_known: Whether its own log-probabilities of guide and model are among ``costs``, as sums over components.
+        curvature: Whether curvatures predict the costs of components that are not evaluated.
     """
 
     components: Components
@@ -30,6 +31,7 @@ class HeldSite:
     rest: tuple[str, ...]
     children: tuple[str, ...]
     is_own_known: tuple[bool, bool] = (False, False)
+    curvature: bool = True
 
     @property
     def is_drawn(self) -> bool:

@@ -46,16 +46,18 @@ def held_plan(
     if not sites:
         return None
     sizes = {name: replace(site.components, event_shape=(site.number,)) for name, site in sites.items()}
-    laws = {name: sum(1 << graph.index[child] for child in site.children) for name, site in sites.items()}
-    reads = {name: _reads(graph, site, bits) for (name, site), bits in zip(sites.items(), laws.values(), strict=True)}
-    return HeldPlan(flip_plan(graph, sizes, {name: site.costs for name, site in sites.items()}, reads), sites)
+    costs = {name: site.costs for name, site in sites.items()}
+    laws = {name: _read_by_laws(graph, site.children) for name, site in sites.items()}
+    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites)
 
 
-def _reads(graph: StochasticComputationGraph, site: HeldSite, children: int) -> int:
-    """What the laws of the children read, as bits."""
-    for child in site.children:
-        children |= graph.parent_bits[graph.index[child]]
-    return children
+def _read_by_laws(graph: StochasticComputationGraph, children: tuple[str, ...]) -> int:
+    """What the probabilities of the children's values read, as bits."""
+    read = 0
+    for child in children:
+        position = graph.index[child]
+        read |= graph.parent_bits[position] | 1 << position
+    return read
 
 
 def _site(
@@ -71,7 +73,7 @@ def _site(
     costs = tuple(cost for cost in reading if _is_known(traced, graph, facts, name, cost))
     number = min(components.size, estimator.draws)
     rest = tuple(cost for cost in reading if cost not in costs)
-    return HeldSite(components, number, costs, rest, children, _own(traced, name, costs))
+    return HeldSite(components, number, costs, rest, children, _own(traced, name, costs), estimator.curvature)
 
 
 def _own(traced: TracedRun, name: str, costs: tuple[str, ...]) -> tuple[bool, bool]:

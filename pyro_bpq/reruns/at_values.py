@@ -203,13 +203,11 @@ class Reruns:
         self.num_runs += len(self.traced)
         return held_costs(self.held, self.traced, self.programs, rollout, drawn)
 
-    def predicted(
-        self, rollout: Rollout, generator: torch.Generator | None, curvature: bool
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+    def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> dict[str, tuple[Tensor, Tensor]]:
         """Predicted changes, see :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`."""
         assert self.held is not None
         self.num_runs += len(self.traced)
-        return predicted_costs(self.held, self.traced, self.programs, rollout, generator, curvature)
+        return predicted_costs(self.held, self.traced, self.programs, rollout, generator)
 
     def _seed(self) -> int:
         self.num_runs += 1

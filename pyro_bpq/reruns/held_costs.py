@@ -148,9 +148,7 @@ def law_name(traced: TracedRun, child: str) -> str:
     return cost if is_plain and cost in traced.run.costs and not traced.only_costs else law_of(child)
 
 
-def _rows(
-    run: HeldRun, traced: TracedRun, program: Program, drawn: Mapping[str, Tensor]
-) -> dict[str, Tensor] | None:
+def _rows(run: HeldRun, traced: TracedRun, program: Program, drawn: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     """The costs and laws ``(rows, batch)`` of the extra run, by name."""
     model, guide, args, kwargs = program
     latents = {

@@ -41,7 +41,6 @@ def predicted_costs(
     programs: Sequence[Program],
     rollout: Rollout,
     generator: torch.Generator | None,
-    curvature: bool = True,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Predicts changes for the sites of which only some components are evaluated.
 
@@ -51,7 +50,6 @@ def predicted_costs(
         programs: Model, guide and arguments of each.
         rollout: The tensors of these runs.
         generator: Source of random signs.
-        curvature: Whether to use curvatures.
 
     Returns:
         Changes of the log-probability of the children's values, and of the costs without the site's own
@@ -59,7 +57,7 @@ def predicted_costs(
     """
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {n: [] for n, site in run.plan.sites.items() if site.is_drawn}
     for one, program in zip(traced, programs, strict=True):
-        laws, costs = _expansions(run, one, program, generator, curvature)
+        laws, costs = _expansions(run, one, program, generator)
         for name in parts:
             shape = rollout.batch_shape(run.graph.node(name).plates)
             shape = shape if rollout.is_vectorized else (1, *shape[1:])
@@ -71,7 +69,7 @@ def predicted_costs(
 
 
 def _expansions(
-    run: HeldRun, traced: TracedRun, program: Program, generator: torch.Generator | None, curvature: bool
+    run: HeldRun, traced: TracedRun, program: Program, generator: torch.Generator | None
 ) -> tuple[dict[str, Expansion], dict[str, Expansion]]:
     """Expansions of the children's laws and of the costs, by site; empty where the program has no gradients."""
     kinds = {n: site for n, site in run.plan.sites.items() if site.is_drawn}
@@ -83,7 +81,7 @@ def _expansions(
     if not leaves or traced.elimination is not None:
         return {}, {}
     try:
-        return _expanded(run, traced, program, leaves, generator, curvature)
+        return _expanded(run, traced, program, leaves, generator)
     except BPQError:
         raise
     except RuntimeError as error:
@@ -102,19 +100,20 @@ def _expanded(
     program: Program,
     leaves: Mapping[str, Tensor],
     generator: torch.Generator | None,
-    curvature: bool,
 ) -> tuple[dict[str, Expansion], dict[str, Expansion]]:
     reads = LinearReads(leaves)
     has_buffers = run.has_buffers
     with Sandbox(traced.rng[0], has_buffers), pyro.validation_enabled(False), torch.enable_grad():
         of_model, of_guide, laws = _totals(run, traced, program, leaves, reads)
+        if not any(run.plan.sites[name].curvature for name in leaves):
+            reads.found.clear()
         blocks = {n: s.components.cardinality for n, s in run.plan.sites.items() if s.components.kind == "one_hot"}
 
         def expansion(total: Tensor | None) -> dict[str, Expansion]:
             if total is None or not total.requires_grad:
                 return {}
             slopes = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, allow_unused=True)
-            bent = curvatures(total, reads.found, leaves, blocks, generator) if curvature else {}
+            bent = curvatures(total, reads.found, leaves, blocks, generator)
             return {n: (g.detach(), bent.get(n)) for n, g in zip(leaves, slopes, strict=True) if g is not None}
 
         found = expansion(laws)

@@ -39,9 +39,7 @@ class HeldRuns(Protocol):
         """
         ...
 
-    def predicted(
-        self, rollout: Rollout, generator: torch.Generator | None, curvature: bool
-    ) -> Mapping[str, tuple[Tensor, Tensor]]:
+    def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Predicted changes ``(M, plates, D, K)`` of laws and costs, for the sites where components are drawn."""
         ...
 
@@ -69,7 +67,9 @@ def of_class(signals: RolloutTensors, c: int) -> HeldCosts:
         return HeldCosts(cls.names, law, cost, rest)
     index, share = drawn[c]
     exact_law, exact_cost = (torch.stack([row[i] for row in rows]) for i in (3, 4))
-    return HeldCosts(cls.names, law, cost, rest.expand(len(rows), *batch.batch_shape), index, share, exact_law, exact_cost)
+    return HeldCosts(
+        cls.names, law, cost, rest.expand(len(rows), *batch.batch_shape), index, share, exact_law, exact_cost
+    )
 
 
 def _runs(signals: RolloutTensors) -> tuple[Any, Any, Any]:
@@ -79,17 +79,16 @@ def _runs(signals: RolloutTensors) -> tuple[Any, Any, Any]:
     if plan is None:
         return drawn, None, {}
     by_site: dict[str, Tensor] = {}
-    curvature = False
     for c, cls in enumerate(signals.layout.classes):
         sites = [plan.sites.get(name) for name in cls.names]
         numbers = [site.number for site in sites if site is not None and site.is_drawn]
-        if not numbers:
-            continue
-        curvature |= cls.spec.estimator.curvature
-        drawn[c] = _drawn(signals.batches[c].probs, numbers[0], signals.generator)
-        by_site.update({n: drawn[c][0][g] for g, n in enumerate(cls.names) if n in plan.sites})
+        if numbers:
+            drawn[c] = _drawn(signals.batches[c].probs, numbers[0], signals.generator)
+            by_site.update({n: drawn[c][0][g] for g, n in enumerate(cls.names) if n in plan.sites})
     found = signals.rerun.at_other_values(by_site, signals.rollout)
-    predicted = signals.rerun.predicted(signals.rollout, signals.generator, curvature) if drawn and found is not None else {}
+    predicted = {}
+    if drawn and found is not None:
+        predicted = signals.rerun.predicted(signals.rollout, signals.generator)
     return drawn, found, predicted
 
 

@@ -108,9 +108,7 @@ def test_chain_of_two_particles_is_exact() -> None:
 
 def test_a_wrong_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     weighted = estimator_module._weighted
-    monkeypatch.setattr(
-        estimator_module, "_weighted", lambda log_q, law, changes: weighted(log_q, 1.01 * law, changes)
-    )
+    monkeypatch.setattr(estimator_module, "_weighted", lambda log_q, law, changes: weighted(log_q, 1.01 * law, changes))
     pyro.clear_param_store()
     program = chain()
     assert largest_error(trained(program, 1), program) > 1e-5
@@ -166,7 +164,10 @@ def layers(kind: str, is_smooth: bool = True, is_masked: bool = False) -> Progra
         with pyro.plate("rows", 1), poutine.scale(scale=2.0):
             low = draw("low", table("qlow", 2, values).expand(1, 2, values))
             with poutine.mask(mask=not is_masked):
-                draw("top", torch.nn.functional.linear(2.0 * low - 1.0, table("w", 2, width), table("b", 2)).unsqueeze(-1))
+                draw(
+                    "top",
+                    torch.nn.functional.linear(2.0 * low - 1.0, table("w", 2, width), table("b", 2)).unsqueeze(-1),
+                )
 
     def model() -> None:
         with pyro.plate("rows", 1), poutine.scale(scale=2.0):
