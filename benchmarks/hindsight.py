@@ -22,7 +22,7 @@ import vae
 from common import Row, arguments, median, table, write_csv, write_markdown
 from gradients import FULL, QUICK, SMOKE, Drawer, Size, compare, measure
 from race import Data, Method, Task, leave_one_out, ours
-from torch import Tensor, nn
+from torch import nn
 
 from pyro_bpq.estimators import Hindsight
 
@@ -111,7 +111,8 @@ def main() -> None:
     options = arguments(__doc__)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="pyro")
-    size = FULL if options.full else SMOKE if options.smoke else replace(QUICK, checkpoints=(1000,), learning=10, draws=60)
+    quick = replace(QUICK, checkpoints=(1000,), learning=10, draws=60)
+    size = FULL if options.full else SMOKE if options.smoke else quick
     seeds = options.seeds or size.seeds
     rows: list[Row] = []
     lean = {m.name: m for m in (*sbn.METHODS, *chorales.METHODS)}["plain leave-one-out, 8"]
@@ -124,8 +125,8 @@ def main() -> None:
         rows += [row for seed in range(seeds) for row in measure(task, methods, size, seed)]
     columns = ("method", "variance / squared gradient", "z", "ms", "variance x ms")
     parts = [
-        f"Gradients at fixed weights; {size.draws} draws of each method, which took turns; medians over {seeds} seed(s). "
-        "*z*: squared distance from the mean of the other methods in units of its expectation, 1 if unbiased. *ms*: "
+        f"Gradients at fixed weights; {size.draws} draws of each method, which took turns; medians over {seeds} "
+        "seed(s). *z*: squared distance from the mean of the other methods in units of its expectation, 1 if unbiased. *ms*: "
         "median CPU time of loss and gradients."
     ]
     for name in dict.fromkeys(row["task"] for row in rows):

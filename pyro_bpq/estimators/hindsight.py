@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError, UnsupportedProgramError
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, update_mean
 from pyro_bpq.estimators.baselines import RunningBaseline, leave_one_out
 from pyro_bpq.estimators.requirements import needs_finite
 
 __all__ = ["HeldCosts", "Hindsight"]
+
+# Weight of the past in the moments of crossed costs.
+_DECAY = 0.99
 
 
 class HeldCosts(NamedTuple):
@@ -58,16 +61,19 @@ class Hindsight(Estimator):
     A site of up to ``draws`` components is evaluated at all values, in one extra run of guide and model. In a larger
     site, changes of costs and log-probabilities come from their slopes and curvatures at the drawn values. ``draws``
     components of each row, drawn with probability ``π``, are evaluated. Each adds ``(exact - predicted) / π``. This is
-    unbiased for any prediction. Slopes take Bernoulli or OneHotCategorical values. Without slopes, predictions are zero.
+    unbiased for any prediction. Only Bernoulli and OneHotCategorical have slopes; predictions for others are zero.
     Curvatures are exact where one linear map reads the site and costs add up over its outputs.
 
-    It pays where one value has little effect on what is drawn next: layers of many units, chains that forget. If a child
-    shows its parent's value, nothing is averaged. Costs that are not known at other values multiply the plain score. If
-    a child's law is not known at other values, as where rows of a plate meet, the site gets leave-one-out.
+    It pays where one value has little effect on what is drawn next: layers of many units, chains that forget. If a
+    child shows its parent's value, nothing is averaged. Costs that are not known at other values multiply the plain
+    score. If a child's law is not known at other values, as where rows of a plate meet, the site gets leave-one-out.
+    Programs that sampled values steer are refused.
 
     Args:
         draws: Number of components that are evaluated for each row.
         curvature: Whether predictions use curvatures.
+        crossed: Whether the baseline takes the other particles' values beside the particle's own past, as in
+            :class:`CrossedLeaveOneOut`.
 
     Raises:
         OptionError: If an option is out of range.
@@ -80,21 +86,28 @@ class Hindsight(Estimator):
 
     draws: int = 4
     curvature: bool = True
+    crossed: bool = False
 
     is_unbiased: ClassVar[bool] = True
-    needs = frozenset({"hindsight", "program", "table"})
 
     def __post_init__(self) -> None:
         if self.draws < 1:
             raise OptionError(f"Hindsight(draws={self.draws!r}): write a positive number.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What other values change, and crossed costs if they are asked for."""
+        asked = frozenset({"hindsight", "program", "table"})
+        return asked | {"crossed"} if self.crossed else asked
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components."""
         return needs_finite("Hindsight", site)
 
     def statistics(self, num_particles: int) -> Statistics:
-        """Running means of the costs, for a single particle."""
-        return {"baseline": 0.0, "rest": 0.0}
+        """Running means of the costs, for a single particle, and moments of crossed costs."""
+        means = {"baseline": 0.0, "rest": 0.0}
+        return {**means, "moments": (0.0, 0.0, 0.0)} if self.crossed else means
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by its expected coefficient."""
@@ -106,6 +119,9 @@ class Hindsight(Estimator):
             weights, costs = _weighted(log_q, held.law, held.cost)
             mean = (weights * costs).sum(-1)
             centred, baseline = _centred(later.unsqueeze(-1) + mean, context, "baseline")
+            if self.crossed and context.crossed is not None and context.cost.shape[1] > 1:
+                centred, moments = _without_crossed(centred, context.crossed, context)
+                baseline = {**baseline, **moments}
             # Centred as a whole: the own mean is put back by the costs below.
             level = centred - mean
             table = weights * (costs + level.unsqueeze(-1))
@@ -131,8 +147,29 @@ def _of_sites(context: SiteContext) -> HeldCosts:
 
 def _weighted(log_q: Tensor, law: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities of the values given all other sites, and costs; impossible values cost nothing."""
-    weights = (log_q + law).softmax(-1)
+    weights = _softmax(log_q + law)
     return weights, cost.masked_fill(weights == 0.0, 0.0)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension; two values take a fraction of the time of torch's."""
+    if logits.shape[-1] != 2:
+        return logits.softmax(-1)
+    first, second = logits.unbind(-1)
+    return torch.stack(((first - second).sigmoid(), (second - first).sigmoid()), -1)
+
+
+def _without_crossed(centred: Tensor, change: Tensor, context: SiteContext) -> tuple[Tensor, dict[str, Tensor]]:
+    """Subtracts what the own past explains of the other particles' costs, as :class:`CrossedLeaveOneOut` does."""
+    assert context.count is not None
+    mean, product, square = context.statistics["moments"].unbind(1)
+    scale = (product / (square - mean.square()).clamp(min=1e-12)).clamp(0.0, 1.0)
+    shape = (-1, *(1,) * (change.dim() - 1))
+    own = centred.mean(-1)
+    new = torch.stack((change, own * change, change.square()), -1).flatten(1, -2).mean(1)
+    part = scale.reshape(shape) * (change - mean.reshape(shape))
+    moments = update_mean(context.statistics["moments"], new, context.count, _DECAY)
+    return centred - part.unsqueeze(-1), {"moments": moments}
 
 
 def _corrected(table: Tensor, log_q: Tensor, level: Tensor, held: HeldCosts) -> Tensor:

@@ -82,8 +82,8 @@ def held_costs(
 
     Returns:
         For each site the change of the log-probability of its children's values and the change of its costs, relative
-        to the drawn value, ``(M, plates, n, K)`` each, and the sum ``(M, plates)`` of the costs that read it and are not
-        known at other values; in nats. ``None`` if the programs do not run at other values.
+        to the drawn value, ``(M, plates, n, K)`` each, and the sum ``(M, plates)`` of the costs that read it and are
+        not known at other values; in nats. ``None`` if the programs do not run at other values.
     """
     parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in run.plan.sites}
     for i, (one, program) in enumerate(zip(traced, programs, strict=True)):

@@ -86,7 +86,7 @@ class LinearReads(TorchFunctionMode):
         if names:
             shaped = output if output.shape[-1:] == weight.shape[:1] else output.unsqueeze(-1)
             if shaped.shape[:-1] == source.shape[:-1]:
-                # The output itself enters the costs: derivatives are asked for it, not for a view of it.
+                # Not `shaped`: the costs read the output itself.
                 self.found.append(LinearRead(source, weight.detach(), output, names, is_view))
 
     def _sources(self, source: Tensor) -> tuple[tuple[str, ...], bool]:
@@ -143,13 +143,13 @@ def curvatures(
         total: The sum, a scalar.
         reads: The linear maps.
         leaves: The leaves by name.
-        blocks: For some leaves the size ``K`` of the blocks within which mixed derivatives are found too; for the others
-            the derivatives lie on the diagonal.
+        blocks: For some leaves the size ``K`` of the blocks within which mixed derivatives are found too; for the
+            others the derivatives lie on the diagonal.
         generator: Draws the signs.
 
     Returns:
-        For each leaf a tensor of its shape, or with another dimension ``K`` for mixed derivatives. Leaves that no linear
-        map reads are left out.
+        For each leaf a tensor of its shape, or with another dimension ``K`` for mixed derivatives. Leaves that no
+        linear map reads are left out.
     """
     outputs = [read.output for read in reads]
     if not outputs or not total.requires_grad:

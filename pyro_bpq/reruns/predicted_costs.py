@@ -86,8 +86,8 @@ def _expansions(
         raise
     except RuntimeError as error:
         warnings.warn(
-            f"Sites {', '.join(map(repr, leaves))}: the program failed while their values carried gradients; changes of "
-            f"its costs are predicted to be zero, which costs variance: {error}",
+            f"Sites {', '.join(map(repr, leaves))}: the program failed while their values carried gradients. Changes "
+            f"of its costs are taken for zero, and estimates have more variance: {error}",
             BPQWarning,
             stacklevel=2,
         )

@@ -87,7 +87,7 @@ ESTIMATORS: list[Any] = [
     CrossedLeaveOneOut(decay=0.5),
     AllAction(second_run=True),
     Hindsight(),
-    Hindsight(draws=1, curvature=False),
+    Hindsight(draws=1, curvature=False, crossed=True),
     DoubleCV(),
     DoubleCV(scale=0.5),
     GumbelStraightThrough(),

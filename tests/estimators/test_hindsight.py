@@ -106,6 +106,15 @@ def test_chain_of_two_particles_is_exact() -> None:
     assert largest_error(trained(program, 2, **VECTORISED), program) < 1e-10
 
 
+def test_crossed_baseline_is_exact_and_used() -> None:
+    pyro.clear_param_store()
+    program = chain(values=2)
+    elbo = trained(program, 2, steps=30, estimator=Hindsight(crossed=True), **VECTORISED)
+    moments = [value for key, value in elbo.state_dict().items() if key.endswith("moments")]
+    assert any(bool(value.any()) for value in moments)
+    assert largest_error(elbo, program) < 1e-10
+
+
 def test_a_wrong_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     weighted = estimator_module._weighted
     monkeypatch.setattr(estimator_module, "_weighted", lambda log_q, law, changes: weighted(log_q, 1.01 * law, changes))
