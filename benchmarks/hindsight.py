@@ -126,8 +126,8 @@ def main() -> None:
     columns = ("method", "variance / squared gradient", "z", "ms", "variance x ms")
     parts = [
         f"Gradients at fixed weights; {size.draws} draws of each method, which took turns; medians over {seeds} "
-        "seed(s). *z*: squared distance from the mean of the other methods in units of its expectation, 1 if unbiased. *ms*: "
-        "median CPU time of loss and gradients."
+        "seed(s). *z*: squared distance from the mean of the other methods in units of its expectation, 1 if unbiased. "
+        "*ms*: median CPU time of loss and gradients."
     ]
     for name in dict.fromkeys(row["task"] for row in rows):
         mine = [row for row in rows if row["task"] == name and row["steps"] in (0, size.checkpoints[-1])]

@@ -107,12 +107,23 @@ def test_chain_of_two_particles_is_exact() -> None:
 
 
 def test_crossed_baseline_is_exact_and_used() -> None:
+    def guide() -> None:
+        with pyro.plate("rows", 1):
+            low = pyro.sample("low", dist.Bernoulli(logits=pyro.param("q_low", real(0.4))))
+            pyro.sample("top", dist.Bernoulli(logits=pyro.param("q_top", real(-0.7, 1.6))[low.long()]))
+
+    def model() -> None:
+        with pyro.plate("rows", 1):
+            top = pyro.sample("top", dist.Bernoulli(logits=real(0.3)))
+            low = pyro.sample("low", dist.Bernoulli(logits=2.0 * top - 0.5))
+            pyro.sample("x", dist.Normal(low + 0.4 * top, 0.7), obs=real(0.2))
+
     pyro.clear_param_store()
-    program = chain(values=2)
-    elbo = trained(program, 2, steps=30, estimator=Hindsight(crossed=True), **VECTORISED)
+    options = {"vectorize_particles": True, "max_plate_nesting": 1}
+    elbo = trained((model, guide), 2, steps=30, estimator=Hindsight(crossed=True), **options)
     moments = [value for key, value in elbo.state_dict().items() if key.endswith("moments")]
     assert any(bool(value.any()) for value in moments)
-    assert largest_error(elbo, program) < 1e-10
+    assert largest_error(elbo, (model, guide)) < 1e-10
 
 
 def test_a_wrong_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
