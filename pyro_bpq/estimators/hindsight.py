@@ -28,7 +28,8 @@ class HeldCosts(NamedTuple):
         names: Names of the sites.
         law: Change of ``log q`` of the sites that read the site, ``(G, M, plates, D, K)``, or a prediction of it.
         cost: Change of the costs that read the site, ``(G, M, plates, D, K)`` in nats, or a prediction of it.
-        rest: Sum ``(G, M, plates)``, in nats, of the costs that read the site and are not known at other values.
+        rest: Sum ``(G, M, plates)``, in nats, of the costs that read the site and are not known at other values;
+            ``None`` if there are none.
         drawn: Indices ``(G, M, plates, n)`` of the components whose changes are known; ``None`` if all changes are.
         share: For each of them the inverse of the number of times that it is drawn on average.
         exact_law: True changes ``(G, M, plates, n, K)`` of the drawn components.
@@ -38,7 +39,7 @@ class HeldCosts(NamedTuple):
     names: tuple[str, ...]
     law: Tensor
     cost: Tensor
-    rest: Tensor
+    rest: Tensor | None = None
     drawn: Tensor | None = None
     share: Tensor | None = None
     exact_law: Tensor | None = None
@@ -114,7 +115,7 @@ class Hindsight(Estimator):
         assert context.log_probs is not None
         held = _of_sites(context)
         with torch.no_grad():
-            later = context.cost - held.rest
+            later = context.cost if held.rest is None else context.cost - held.rest
             log_q = context.log_probs.detach()
             weights, costs = _weighted(log_q, held.law, held.cost)
             mean = (weights * costs).sum(-1)
@@ -127,17 +128,19 @@ class Hindsight(Estimator):
             table = weights * (costs + level.unsqueeze(-1))
             if held.drawn is not None:
                 table = _corrected(table, log_q, level, held)
-            rest, own = _centred(held.rest, context, "rest")
-            assert context.index is not None
-            drawn = torch.zeros_like(table).scatter_(-1, context.index.unsqueeze(-1), 1.0)
-            table = table + rest[..., None, None] * drawn
-        return SiteTerm(table * context.log_probs, {**baseline, **own})
+            statistics = baseline
+            if held.rest is not None:
+                assert context.index is not None
+                rest, own = _centred(held.rest, context, "rest")
+                drawn = torch.zeros_like(table).scatter_(-1, context.index.unsqueeze(-1), 1.0)
+                table, statistics = table + rest[..., None, None] * drawn, {**baseline, **own}
+        return SiteTerm(table * context.log_probs, statistics)
 
 
 def _of_sites(context: SiteContext) -> HeldCosts:
     """The changes for the sites of a call."""
     held: HeldCosts = context.signals["hindsight"]
-    if held.names != context.names or held.rest.shape != context.cost.shape:
+    if held.names != context.names or held.law.shape[:-2] != context.cost.shape:
         raise UnsupportedProgramError(
             "Hindsight() cannot serve a program whose particles have different sites: write AllAction() or "
             "ScoreFunction(RunningBaseline())."

@@ -58,6 +58,8 @@ class Plan:
                     f"    critic: {spec.critic or 'none'}{self._reads(name)}",
                     f"    known at all values: {self._known(name)}",
                 ]
+            if "hindsight" in spec.estimator.needs:
+                lines.append(f"    known with all other sites held: {self._held(name)}")
         return "\n".join(lines)
 
     def _reads(self, name: str) -> str:
@@ -74,6 +76,11 @@ class Plan:
             "" if self.flips is None or name not in self.flips.start else f", by {self.flips.rows} rows of an extra run"
         )
         return ", ".join(costs) + rows if costs else "nothing"
+
+    def _held(self, name: str) -> str:
+        if self.held is None or name not in self.held.sites:
+            return "nothing, since the law of a child is not: leave-one-out"
+        return f"{', '.join(self.held.sites[name].costs) or 'nothing'}, by {self.held.flips.rows} rows of an extra run"
 
     @cached_property
     def needs_program(self) -> bool:

@@ -2,13 +2,14 @@ r"""What other values of sites change while all other sites, their children too,
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
 from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.plan.held import HeldPlan
@@ -50,7 +51,7 @@ def of_class(signals: RolloutTensors, c: int) -> HeldCosts:
     Raises:
         UnsupportedProgramError: If sampled values steer the program.
     """
-    cls, batch = signals.layout.classes[c], signals.batches[c]
+    cls = signals.layout.classes[c]
     if signals.rerun is None:
         raise UnsupportedProgramError(
             f"Sites {', '.join(map(repr, cls.names))}: sampled values steer this program, so {cls.spec.estimator} "
@@ -62,14 +63,16 @@ def of_class(signals: RolloutTensors, c: int) -> HeldCosts:
         signals.shared["hindsight"] = _runs(signals)
     drawn, found, predicted = signals.shared["hindsight"]
     rows = [_row(signals, c, g, name, drawn, found, predicted) for g, name in enumerate(cls.names)]
-    law, cost, rest = (torch.stack([row[i] for row in rows]) for i in range(3))
+    law, cost = (torch.stack([row[i] for row in rows]) for i in range(2))
+    rest: Tensor | None = torch.stack([row[2] for row in rows])
+    plan: HeldPlan | None = signals.rerun.held_plan()
+    has_rest = plan is not None and any(plan.sites[name].rest for name in cls.names if name in plan.sites)
+    rest = rest if has_rest else None
     if c not in drawn:
         return HeldCosts(cls.names, law, cost, rest)
     index, share = drawn[c]
     exact_law, exact_cost = (torch.stack([row[i] for row in rows]) for i in (3, 4))
-    return HeldCosts(
-        cls.names, law, cost, rest.expand(len(rows), *batch.batch_shape), index, share, exact_law, exact_cost
-    )
+    return HeldCosts(cls.names, law, cost, rest, index, share, exact_law, exact_cost)
 
 
 def _runs(signals: RolloutTensors) -> tuple[Any, Any, Any]:
@@ -86,6 +89,13 @@ def _runs(signals: RolloutTensors) -> tuple[Any, Any, Any]:
             drawn[c] = _drawn(signals.batches[c].probs, numbers[0], signals.generator)
             by_site.update({n: drawn[c][0][g] for g, n in enumerate(cls.names) if n in plan.sites})
     found = signals.rerun.at_other_values(by_site, signals.rollout)
+    if found is None:
+        warnings.warn(
+            f"Sites {', '.join(map(repr, plan.sites))}: guide and model do not run at other values of them, so "
+            "Hindsight() is leave-one-out there. Write ScoreFunction(LeaveOneOut()), which costs less.",
+            BPQWarning,
+            stacklevel=2,
+        )
     predicted = {}
     if drawn and found is not None:
         predicted = signals.rerun.predicted(signals.rollout, signals.generator)

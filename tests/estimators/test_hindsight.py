@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, cost
-from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import Hindsight, StraightThrough
 from pyro_bpq.estimators import hindsight as estimator_module
 from pyro_bpq.reruns import linear_reads
@@ -477,3 +478,26 @@ def test_child_without_a_known_law_gets_leave_one_out() -> None:
         elbo = TraceBackpropQ_ELBO(2).eval()
         found.append(sample_gradients(elbo, model, guide, inner, num_samples=4)["q"])
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_program_with_noise_of_its_own_warns() -> None:
+    """Other values cannot be told from other noise, so nothing is averaged."""
+
+    def guide() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.2)[0])))
+        pyro.sample("y", dist.Bernoulli(logits=z * torch.rand((), dtype=torch.float64)))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=real(0.1)[0]))
+        pyro.sample("y", dist.Bernoulli(logits=z - 0.4))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(2, estimator=Hindsight())
+    with pytest.warns(BPQWarning, match=r"'z', 'y'.*leave-one-out there\. Write ScoreFunction"):
+        elbo.loss_and_grads(model, guide)
+
+
+def test_plan_tells_what_is_known_with_other_sites_held() -> None:
+    pyro.clear_param_store()
+    elbo = trained(chain(), 1, steps=1)
+    assert re.search(r"a: Hindsight.*known with all other sites held: .*log q\(b\).* rows", str(elbo.plan), re.DOTALL)
