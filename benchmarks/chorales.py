@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
-from pyro_bpq.estimators import DisARMTree, ReinMax
+from pyro_bpq.estimators import DisARMTree, Hindsight, ReinMax
 
 KEYS, HIDDEN, BATCH = 88, 64, 20
 QUICK = Size(rates=(1e-2, 3e-2), seeds=1, seconds=10.0, slices=10)
@@ -179,7 +179,10 @@ FEW = (
     Method("TraceEnum", lambda: TraceEnum_ELBO(max_plate_nesting=1), "enumerate", "exact"),
 )
 STRONG = tuple(m for m in FEW if m.name in ("default", "leave-one-out, 8", "plain leave-one-out, 8", "TraceEnum"))
-METHODS = (*FEW, leave_one_out(4), leave_one_out(16), Method("DisARM-Tree", lambda: ours(DisARMTree())))
+METHODS = (
+    *(*FEW, leave_one_out(4), leave_one_out(16), Method("DisARM-Tree", lambda: ours(DisARMTree()))),
+    *(Method(f"hindsight, {n}", lambda n=n: ours(Hindsight(), n), group="ours") for n in (2, 4, 8)),
+)
 
 
 def gaps(race: Race) -> list[Row]:

@@ -20,6 +20,7 @@ SCRIPTS = (
     "blackbox.py",
     "vae_variance.py",
     "gradients.py",
+    "hindsight.py",
     "vae.py",
     "sbn.py",
     "chorales.py",

@@ -15,7 +15,7 @@ from common import arguments
 from race import Method, Size, leave_one_out, ours, plain_leave_one_out, report, run_race
 from vae import AVERAGE, DEFAULT, DEFAULT_ONE, DISARM, LATENTS, NET, REINMAX, STRAIGHT, begin
 
-from pyro_bpq.estimators import CrossedLeaveOneOut
+from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight
 
 QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=8.0, slices=16)
 FULL = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=120.0, slices=40)
@@ -28,10 +28,16 @@ def crossed(particles: int) -> Method:
     return Method(f"crossed leave-one-out, {particles}", lambda: ours(CrossedLeaveOneOut(), particles), group="ours")
 
 
+def hindsight(particles: int) -> Method:
+    """Components averaged over their law given the layer above; one of each row is evaluated exactly."""
+    return Method(f"hindsight, {particles}", lambda: ours(Hindsight(draws=1), particles), group="ours")
+
+
 METHODS = (
     *(DEFAULT, DEFAULT_ONE, AVERAGE, NET, DISARM, REINMAX, STRAIGHT),
     *(leave_one_out(2), leave_one_out(4), leave_one_out(8)),
     *(crossed(2), crossed(4), crossed(8)),
+    *(hindsight(2), hindsight(4), hindsight(8)),
     *(plain_leave_one_out(particles) for particles in (2, 4, 8)),
 )
 FEW = (DEFAULT, DEFAULT_ONE, AVERAGE, leave_one_out(2), plain_leave_one_out(4), DISARM, REINMAX)

@@ -20,6 +20,7 @@ from pyro_bpq.estimators.double_cv import DoubleCV as DoubleCV
 from pyro_bpq.estimators.generalised import GeneralisedReparameterisation as GeneralisedReparameterisation
 from pyro_bpq.estimators.gumbel_softmax import Concrete as Concrete
 from pyro_bpq.estimators.gumbel_softmax import GumbelStraightThrough as GumbelStraightThrough
+from pyro_bpq.estimators.hindsight import Hindsight as Hindsight
 from pyro_bpq.estimators.lambda_return import LambdaReturn as LambdaReturn
 from pyro_bpq.estimators.lax import LAX as LAX
 from pyro_bpq.estimators.measure_valued import MeasureValued as MeasureValued
@@ -68,6 +69,7 @@ __all__ = [
     "Estimator",
     "GeneralisedReparameterisation",
     "GumbelStraightThrough",
+    "Hindsight",
     "LambdaReturn",
     "LearnedTemperature",
     "LeaveOneOut",

@@ -27,6 +27,7 @@ from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
 from pyro_bpq.reruns.flipped_costs import flipped_costs
+from pyro_bpq.reruns.held_costs import HeldRun
 from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.rollout.runs import Rollout
@@ -374,7 +375,10 @@ class StepRunner:
             generator = self.noise()
             trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps)
             share = 1.0 / particles.number if mode.goes_back else None
-            rerun = Reruns(trace, programs, traced, plan, generator, share)
+            held = None
+            if plan.held is not None:
+                held = HeldRun(plan.held, graph, self.row_runs, plan.has_buffers, mode.learning)
+            rerun = Reruns(trace, programs, traced, plan, generator, share, held)
             if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
                 plan = self.plans.plan(traced[0], graph, facts)
             rerun.plan = plan

@@ -79,6 +79,7 @@ def flip_plan(
     graph: StochasticComputationGraph,
     components: Mapping[str, Components],
     costs: Mapping[str, tuple[str, ...]],
+    more: Mapping[str, int] | None = None,
 ) -> FlipPlan:
     """Assigns rows to sites by greedy colouring.
 
@@ -86,6 +87,7 @@ def flip_plan(
         graph: The graph.
         components: Finite components of the sites to flip.
         costs: For each of them the costs to evaluate.
+        more: For each of them what else is evaluated reads, as bits.
 
     Returns:
         The plan.
@@ -94,7 +96,7 @@ def flip_plan(
     # The members of each colour, and what their costs read, as bits.
     taken: list[tuple[int, int]] = []
     for name in components:
-        own, reads = 1 << graph.index[name], graph.cost_set_bits(costs[name])
+        own, reads = 1 << graph.index[name], graph.cost_set_bits(costs[name]) | (more or {}).get(name, 0)
         for k, (inside, read) in enumerate(taken):
             if not inside & reads and not own & read:
                 colours[k].append(name)

@@ -9,6 +9,7 @@ from functools import cached_property
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.flips import FlipPlan
+from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.tracing.component_costs import Pattern, Patterns
 
@@ -31,6 +32,7 @@ class Plan:
         has_buffers: Whether the programs may call modules with buffers.
         rules: For each site the rule by which it got its estimator.
         num_particles: Number of particles.
+        held: The extra run of guide and model at other values while all other sites keep theirs, or ``None``.
     """
 
     graph: StochasticComputationGraph
@@ -44,6 +46,7 @@ class Plan:
     has_buffers: bool = True
     rules: Mapping[str, str] = field(default_factory=dict)
     num_particles: int = 1
+    held: HeldPlan | None = None
 
     def __str__(self) -> str:
         """A line for each site: its estimator and the rule that gave it, its critic, and what is known exactly."""
@@ -55,6 +58,8 @@ class Plan:
                     f"    critic: {spec.critic or 'none'}{self._reads(name)}",
                     f"    known at all values: {self._known(name)}",
                 ]
+            if "hindsight" in spec.estimator.needs:
+                lines.append(f"    known with all other sites held: {self._held(name)}")
         return "\n".join(lines)
 
     def _reads(self, name: str) -> str:
@@ -71,6 +76,11 @@ class Plan:
             "" if self.flips is None or name not in self.flips.start else f", by {self.flips.rows} rows of an extra run"
         )
         return ", ".join(costs) + rows if costs else "nothing"
+
+    def _held(self, name: str) -> str:
+        if self.held is None or name not in self.held.sites:
+            return "nothing, since the law of a child is not: leave-one-out"
+        return f"{', '.join(self.held.sites[name].costs) or 'nothing'}, by {self.held.flips.rows} rows of an extra run"
 
     @cached_property
     def needs_program(self) -> bool:

@@ -26,6 +26,7 @@ from pyro_bpq.graph.sequence import sequence_network
 from pyro_bpq.plan.critic_options import checked_critic, default_critic
 from pyro_bpq.plan.crossable import crossable
 from pyro_bpq.plan.extra_run import ExtraRun, immediate_of, is_complete, known_costs, plan_extra_run
+from pyro_bpq.plan.holding import held_plan
 from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.rules import BY_OPTIONS, BY_STRUCTURE, Choice, SiteFacts, decide, has_many_components
 from pyro_bpq.tracing.component_costs import Pattern
@@ -189,6 +190,7 @@ class Planner:
             facts.handed,
             rules={name: choice.rule for name, choice in choices.items()},
             num_particles=facts.num_particles,
+            held=held_plan(traced, graph, facts, estimators),
         )
 
     def _extra_run(

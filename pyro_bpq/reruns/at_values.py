@@ -15,7 +15,10 @@ from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.scg import Plate
+from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.plan import Plan
+from pyro_bpq.reruns.held_costs import HeldRun, held_costs
+from pyro_bpq.reruns.predicted_costs import predicted_costs
 from pyro_bpq.reruns.shared_backward import SharedBackward, shared_backward
 from pyro_bpq.rollout.runs import Rollout, Run
 from pyro_bpq.step.site_program import gradient_to, slope_of
@@ -45,6 +48,7 @@ class Reruns:
         generator: Source of the fresh draws.
         share: Weight of each run in the step's loss, if one backward pass gives slopes and parameter gradients.
             ``None`` if the pass gives slopes only.
+        held: How guide and model run at other values while all other sites keep their values, or ``None``.
     """
 
     def __init__(
@@ -55,9 +59,11 @@ class Reruns:
         plan: Plan,
         generator: torch.Generator,
         share: float | None,
+        held: HeldRun | None = None,
     ) -> None:
         self.trace, self.programs, self.traced = trace, programs, traced
         self.plan, self.generator, self.share = plan, generator, share
+        self.held = held
         self.num_runs = 0
         self._fresh: tuple[Run, ...] | None = None
         self._led: dict[int, SharedBackward] = {}
@@ -184,6 +190,29 @@ class Reruns:
                 again = replace(traced.run, costs={**_costs(first, True), **_costs(second, False)})
                 again = charged(again, self.plan.patterns, first, second)
         return _with_all_costs(again, traced, next(iter(traced.run.sites)))
+
+    def held_plan(self) -> HeldPlan | None:
+        """Which sites take other values while all other sites keep their values."""
+        return None if self.held is None else self.held.plan
+
+    def at_other_values(
+        self, drawn: Mapping[str, Tensor], rollout: Rollout
+    ) -> dict[str, tuple[Tensor, Tensor, Tensor]] | None:
+        """Changes of laws and costs at these values, see :func:`~pyro_bpq.reruns.held_costs.held_costs`.
+
+        Args:
+            drawn: The components that are evaluated, for the sites where not all of them are.
+            rollout: The tensors of the step's runs.
+        """
+        assert self.held is not None
+        self.num_runs += len(self.traced)
+        return held_costs(self.held, self.traced, self.programs, rollout, drawn)
+
+    def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> dict[str, tuple[Tensor, Tensor]]:
+        """Predicted changes, see :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`."""
+        assert self.held is not None
+        self.num_runs += len(self.traced)
+        return predicted_costs(self.held, self.traced, self.programs, rollout, generator)
 
     def _seed(self) -> int:
         self.num_runs += 1

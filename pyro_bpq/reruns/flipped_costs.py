@@ -20,7 +20,7 @@ from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import is_enumerated, samples
 
-__all__ = ["flipped_costs"]
+__all__ = ["flipped", "flipped_costs", "table"]
 
 
 @torch.no_grad()
@@ -97,11 +97,11 @@ def _run_flipped(
         if not site["is_observed"]
     }
     sites = {name: (site["fn"], site["value"].detach()) for name, site in latents.items() if _is_varied(site)}
-    flipped = {}
+    moved = {}
     for name, split in components.items():
         record = traced.run.sites[name]
-        flipped[name] = _flip(record.value, record.fn, split, plan, name)
-    fixed = {name: value for name, (_, value) in sites.items() if name not in flipped}
+        moved[name] = flipped(record.value, record.fn, split, plan, name)
+    fixed = {name: value for name, (_, value) in sites.items() if name not in moved}
     fixed |= {name: site["value"] for name, site in latents.items() if not _is_varied(site)}
     wanted = tuple(dict.fromkeys(cost for costs in plan.costs.values() for cost in costs))
     sampled = {name: traced.run.costs[name].detach() for name in wanted}
@@ -124,7 +124,7 @@ def _run_flipped(
     shapes = {name: cost.shape for name, cost in sampled.items()}
     program = RowProgram(costs, shapes, traced.batch_ndim, traced.rng, has_buffers)
     key = traced.key, traced.batch_ndim
-    return runs.run(key, program, sites, {**fixed, **traced.subsamples}, flipped, sampled, learning, is_checked)
+    return runs.run(key, program, sites, {**fixed, **traced.subsamples}, moved, sampled, learning, is_checked)
 
 
 def _is_varied(site: Any) -> bool:
@@ -132,7 +132,7 @@ def _is_varied(site: Any) -> bool:
     return isinstance(site["value"], Tensor) and not is_enumerated(site)
 
 
-def _flip(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str) -> Tensor:
+def flipped(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str) -> Tensor:
     """Values ``(rows, batch, event)``; each row sets one component to one of its other values."""
     delta = plan.steps(name, split, value.device)
     if split.kind == "bernoulli":
@@ -152,10 +152,24 @@ def _reduce(cost: Tensor, source: Sequence[Any], target: Sequence[Any], ndim: in
 def _table(cost: Tensor, index: Tensor, split: Components, start: int) -> Tensor:
     """Turns costs by row into costs by component and value, ``(M, plates, D, K)``."""
     others = split.cardinality - 1
-    flipped = cost[start : start + split.size * others]
-    flipped = flipped.reshape(split.size, others, *cost.shape[1:])
-    sample = cost[:1].unsqueeze(0).expand(split.size, 1, *cost.shape[1:])
-    relative = torch.cat((sample, flipped), 1).movedim((0, 1), (-2, -1))
-    relative = relative.expand(*index.shape, split.cardinality)
-    values = torch.arange(split.cardinality, device=index.device)
-    return relative.gather(-1, (values - index.unsqueeze(-1)) % split.cardinality)
+    return table(torch.cat((cost[:1], cost[start : start + split.size * others])), index, split.cardinality)
+
+
+def table(cost: Tensor, index: Tensor, cardinality: int) -> Tensor:
+    """Turns costs by row into costs by component and value.
+
+    Args:
+        cost: Costs ``(1 + D (K - 1), M, plates)``: of the sample, then of each step from the sample of each component.
+        index: Sampled values ``(M, plates, D)``.
+        cardinality: Number of values ``K``.
+
+    Returns:
+        Costs ``(M, plates, D, K)``.
+    """
+    size = index.shape[-1]
+    others = cost[1:].reshape(size, cardinality - 1, *cost.shape[1:])
+    sample = cost[:1].unsqueeze(0).expand(size, 1, *cost.shape[1:])
+    relative = torch.cat((sample, others), 1).movedim((0, 1), (-2, -1))
+    relative = relative.expand(*index.shape, cardinality)
+    values = torch.arange(cardinality, device=index.device)
+    return relative.gather(-1, (values - index.unsqueeze(-1)) % cardinality)

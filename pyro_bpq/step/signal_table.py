@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from pyro_bpq.step import crossed_signal, site_program, user_baseline
+from pyro_bpq.step import crossed_signal, hindsight_signal, site_program, user_baseline
 from pyro_bpq.step.asked import RolloutTensors
 
 __all__ = ["OTHER_NEEDS", "SIGNALS"]
@@ -25,6 +25,7 @@ SIGNALS: Mapping[str, Signal] = MappingProxyType(
     {
         "program": site_program.of_class,
         "crossed": crossed_signal.of_class,
+        "hindsight": hindsight_signal.of_class,
         "baseline": user_baseline.of_class,
     }
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, initial_statistics
+from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.rollout.features import Components
 
 __all__ = ["FakeProgram", "Problem", "with_statistics"]
@@ -200,22 +201,26 @@ class Problem:
 
         cost = program.cost(value)
         moved = [index.index_fill(-1, torch.tensor([d]), k) for d in range(self.size) for k in range(self.cardinality)]
-        table = 0.5 * torch.stack([self.cost(self.components.value(one).to(dtype)) for one in moved], -1)
+        table = torch.stack([self.cost(self.components.value(one).to(dtype)) for one in moved], -1)
         table = table.reshape(*batch, self.size, self.cardinality).detach()
+        names = tuple("abcdefgh"[: self.sites])
+        # All costs read the site, and no other site does.
+        change = table - self.cost(value).detach()[..., None, None]
+        held = HeldCosts(names, torch.zeros_like(change), change, torch.zeros_like(cost))
         score = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
         made = SiteContext(
-            names=tuple("abcdefgh"[: self.sites]),
+            names=names,
             score=score,
             cost=cost,
             num_particles=self.particles,
             log_probs=log_probs,
             index=index,
-            exact=table,
+            exact=0.5 * table,
             exact_cost=0.5 * self.cost(value),
             learned=nonsense(self.size, self.cardinality),
             level=nonsense(),
             correction=nonsense(),
-            signals={"program": program},
+            signals={"program": program, "hindsight": held},
         )
         return made, leaf
 

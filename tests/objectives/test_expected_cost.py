@@ -31,7 +31,7 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.testing import exact_gradient, exact_loss, expected_moments
+from pyro_bpq.testing import exact_gradient, exact_loss, expected_gradient, expected_moments
 from pyro_bpq.testing.distributions import TwoPoint
 
 ATOL = 1e-10

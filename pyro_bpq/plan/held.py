@@ -1,0 +1,52 @@
+r"""The extra run at other values of sites while all other sites, their children too, keep their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pyro_bpq.plan.flips import FlipPlan
+from pyro_bpq.rollout.features import Components
+
+__all__ = ["HeldPlan", "HeldSite"]
+
+
+@dataclass(frozen=True)
+class HeldSite:
+    """A site whose other values are compared while all other sites keep their values.
+
+    Args:
+        components: Its finite components.
+        number: Number of components whose costs are evaluated; all of them, or some that are drawn.
+        costs: The costs that read it and are evaluated.
+        rest: The costs that read it and are not known at other values.
+        children: The sites of the guide that read it.
+        is_own_known: Whether its own log-probabilities of guide and model are among ``costs``, as sums over components.
+        curvature: Whether curvatures predict the costs of components that are not evaluated.
+    """
+
+    components: Components
+    number: int
+    costs: tuple[str, ...]
+    rest: tuple[str, ...]
+    children: tuple[str, ...]
+    is_own_known: tuple[bool, bool] = (False, False)
+    curvature: bool = True
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether only some components, which are drawn, are evaluated."""
+        return self.number < self.components.size
+
+
+@dataclass(frozen=True)
+class HeldPlan:
+    """The extra run of guide and model at other values.
+
+    Args:
+        flips: Which rows flip which sites.
+        sites: The sites that are flipped. A site whose children have unknown laws is not among them.
+    """
+
+    flips: FlipPlan
+    sites: Mapping[str, HeldSite]

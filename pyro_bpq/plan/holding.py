@@ -1,0 +1,127 @@
+r"""Which costs of a site are known at its other values while all other sites, its children too, keep their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pyro_bpq.estimators import Estimator, Hindsight
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.plan.flips import flip_plan
+from pyro_bpq.plan.held import HeldPlan, HeldSite
+from pyro_bpq.plan.plan import StructureFacts
+from pyro_bpq.rollout.features import Components, finite_components
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
+from pyro_bpq.tracing.watch import samples
+
+__all__ = ["held_plan"]
+
+
+def held_plan(
+    traced: TracedRun,
+    graph: StochasticComputationGraph,
+    facts: StructureFacts,
+    estimators: Mapping[str, Estimator],
+) -> HeldPlan | None:
+    """Plans the extra run for the sites whose estimator is :class:`~pyro_bpq.estimators.Hindsight`.
+
+    Args:
+        traced: A run.
+        graph: Its graph.
+        facts: What else is known of it.
+        estimators: Those of all sites.
+
+    Returns:
+        The plan. ``None`` if nobody asks for it, or if sampled values may steer the program.
+    """
+    if facts.is_dynamic or traced.enumerated & samples(traced.guide_trace).keys():
+        return None
+    sites: dict[str, HeldSite] = {}
+    for name, estimator in estimators.items():
+        components = traced.infos[name].components
+        if isinstance(estimator, Hindsight) and components is not None:
+            children = tuple(graph.children(name))
+            if all(_has_law(traced, graph, facts, name, child, estimators[child]) for child in children):
+                sites[name] = _site(traced, graph, facts, name, components, estimator, children)
+    if not sites:
+        return None
+    sizes = {name: replace(site.components, event_shape=(site.number,)) for name, site in sites.items()}
+    costs = {name: site.costs for name, site in sites.items()}
+    laws = {name: _read_by_laws(graph, site.children) for name, site in sites.items()}
+    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites)
+
+
+def _read_by_laws(graph: StochasticComputationGraph, children: tuple[str, ...]) -> int:
+    """What the probabilities of the children's values read, as bits."""
+    read = 0
+    for child in children:
+        position = graph.index[child]
+        read |= graph.parent_bits[position] | 1 << position
+    return read
+
+
+def _site(
+    traced: TracedRun,
+    graph: StochasticComputationGraph,
+    facts: StructureFacts,
+    name: str,
+    components: Components,
+    estimator: Hindsight,
+    children: tuple[str, ...],
+) -> HeldSite:
+    reading = graph.cost_names(graph.cost_child_bits[graph.index[name]])
+    costs = tuple(cost for cost in reading if _is_known(traced, graph, facts, name, cost))
+    number = min(components.size, estimator.draws)
+    rest = tuple(cost for cost in reading if cost not in costs)
+    return HeldSite(components, number, costs, rest, children, _own(traced, name, costs), estimator.curvature)
+
+
+def _own(traced: TracedRun, name: str, costs: tuple[str, ...]) -> tuple[bool, bool]:
+    """Which of the site's own log-probabilities, of guide and model, are sums over its components."""
+    record = traced.run.sites[name]
+    has_prior = record.prior is not None and finite_components(record.prior) == traced.infos[name].components
+    has_prior = has_prior and record.prior.batch_shape == record.fn.batch_shape
+    return cost_of_guide(name) in costs, has_prior and cost_of_model(name) in costs
+
+
+def _is_known(
+    traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts, name: str, cost: str
+) -> bool:
+    """Whether a run at another value of a site, in all rows of its plates at once, tells a cost row by row."""
+    options = traced.user_costs.get(cost)
+    if cost in facts.handed or not (options is None or options.exact):
+        return False
+    is_of_model = not graph.cost(cost).is_of_guide
+    if traced.elimination is not None and is_of_model and not traced.elimination.can_flip(cost, name):
+        return False
+    return _keeps_rows(graph, facts, name, {plate.name for plate in graph.cost(cost).plates})
+
+
+def _has_law(
+    traced: TracedRun,
+    graph: StochasticComputationGraph,
+    facts: StructureFacts,
+    name: str,
+    child: str,
+    estimator: Estimator,
+) -> bool:
+    """Whether the probability of a child's value is known at other values of a site."""
+    if child in traced.untraced or estimator.attaches or _is_masked_within(traced.run.sites[child].fn):
+        return False
+    return _keeps_rows(graph, facts, name, {plate.name for plate in graph.node(child).plates})
+
+
+def _keeps_rows(graph: StochasticComputationGraph, facts: StructureFacts, name: str, plates: set[str]) -> bool:
+    own = {plate.name for plate in graph.node(name).plates}
+    return not own or (facts.cuts_plates and own <= plates)
+
+
+def _is_masked_within(fn: object) -> bool:
+    """Whether a mask inside of ``to_event`` hides a part of the law that values are drawn from."""
+    is_joined = False
+    while hasattr(fn, "base_dist"):
+        if is_joined and type(fn).__name__ == "MaskedDistribution":
+            return True
+        is_joined = is_joined or type(fn).__name__ == "Independent"
+        fn = fn.base_dist
+    return False

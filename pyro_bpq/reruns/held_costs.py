@@ -1,0 +1,226 @@
+r"""Costs at other values of sites, and laws of their children, from one extra run of guide and model.
+
+All other sites keep their values. The rows of the run are those of the extra run of the model
+(:mod:`pyro_bpq.reruns.flipped_costs`), and run in the same ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.distributions import MaskedDistribution
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.plan.held import HeldPlan, HeldSite
+from pyro_bpq.reruns.flipped_costs import flipped, table
+from pyro_bpq.reruns.row_runs import RowProgram, RowRuns
+from pyro_bpq.rollout.runs import Rollout, sum_to_plates
+from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
+from pyro_bpq.tracing.substitute import Substitute
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_site
+from pyro_bpq.tracing.watch import is_enumerated, samples
+
+__all__ = ["HeldRun", "Program", "held_costs", "law_name", "law_of", "unmasked"]
+
+# A model, a guide, their arguments.
+Program = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class HeldRun:
+    """What an extra run needs to know.
+
+    Args:
+        plan: Which row flips which sites.
+        graph: The graph.
+        runs: Chooses the way in which the rows run.
+        has_buffers: Whether the programs may call modules with buffers.
+        learning: Whether this run counts as a use of that way.
+    """
+
+    plan: HeldPlan
+    graph: StochasticComputationGraph
+    runs: RowRuns
+    has_buffers: bool = True
+    learning: bool = True
+
+
+def law_of(child: str) -> str:
+    """Name of the log-probability of a child's value, neither scaled nor masked."""
+    return f"law({child})"
+
+
+def unmasked(fn: Any) -> Any:
+    """The distribution that values are drawn from, without the mask that hides their log-probability."""
+    while isinstance(fn, MaskedDistribution):
+        fn = fn.base_dist
+    return fn
+
+
+@torch.no_grad()
+def held_costs(
+    run: HeldRun,
+    traced: Sequence[TracedRun],
+    programs: Sequence[Program],
+    rollout: Rollout,
+    drawn: Mapping[str, Tensor],
+) -> dict[str, tuple[Tensor, Tensor, Tensor]] | None:
+    """Runs guide and model at other values of sites while all other sites keep their values.
+
+    Args:
+        run: What is run.
+        traced: The runs of the step.
+        programs: Model, guide and arguments of each.
+        rollout: The tensors of these runs.
+        drawn: The evaluated components ``(M, plates, n)`` of sites of which not all components are.
+
+    Returns:
+        For each site the change of the log-probability of its children's values and the change of its costs, relative
+        to the drawn value, ``(M, plates, n, K)`` each, and the sum ``(M, plates)`` of the costs that read it and are
+        not known at other values; in nats. ``None`` if the programs do not run at other values.
+    """
+    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in run.plan.sites}
+    for i, (one, program) in enumerate(zip(traced, programs, strict=True)):
+        mine = drawn if len(traced) == 1 else {name: index[i : i + 1] for name, index in drawn.items()}
+        rows = _rows(run, one, program, mine)
+        if rows is None:
+            return None
+        for name, site in run.plan.sites.items():
+            shape = rollout.batch_shape(run.graph.node(name).plates)
+            shape = shape if rollout.is_vectorized else (1, *shape[1:])
+            parts[name].append(_tables(run, one, name, site, shape, rows, mine.get(name)))
+    return {name: tuple(map(torch.cat, zip(*found, strict=True))) for name, found in parts.items()}  # type: ignore[misc]
+
+
+def _tables(
+    run: HeldRun,
+    traced: TracedRun,
+    name: str,
+    site: HeldSite,
+    shape: tuple[int, ...],
+    rows: Mapping[str, Tensor],
+    drawn: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tables of a site from the costs of all rows."""
+    graph, plates = run.graph, run.graph.node(name).plates
+    start = run.plan.flips.start[name]
+    chosen = [0, *range(start, start + site.number * (site.components.cardinality - 1))]
+    record, like = traced.run.sites[name], next(iter(rows.values()))
+
+    def changes(terms: Sequence[tuple[str, Any]]) -> Tensor:
+        total = like.new_zeros((len(chosen), *shape))
+        for term, own in terms:
+            cost = rows[term][chosen]
+            total = total + _reduced(cost - cost[:1], own, plates, shape)
+        return table(total, index, site.components.cardinality)
+
+    index = site.components.index(record.value, record.fn)
+    index = index.reshape(*(1,) * (len(shape) + 1 - index.dim()), *index.shape).expand(*shape, -1)
+    index = index if drawn is None else index.gather(-1, drawn)
+    laws = [(law_name(traced, child), graph.node(child).plates) for child in site.children]
+    costs = [(cost, graph.cost(cost).plates) for cost in site.costs]
+    law, cost = changes(laws), changes(costs)
+    known = ((traced.run.costs[term].detach(), graph.cost(term).plates) for term in site.rest)
+    rest = sum((_reduced(term.unsqueeze(0), own, plates, shape)[0] for term, own in known), cost.new_zeros(shape))
+    return law, cost, rest.expand(shape)
+
+
+def _reduced(cost: Tensor, source: Sequence[Any], target: Sequence[Any], shape: tuple[int, ...]) -> Tensor:
+    """Sums costs ``(rows, batch)`` over all dimensions but the plates of a site; ``(rows, M, plates)``."""
+    missing = len(shape) + 1 - cost.dim()
+    if missing < 0:
+        cost, missing = cost.sum(tuple(range(1, 1 - missing))), 0
+    cost = sum_to_plates(cost.reshape(cost.shape[0], *(1,) * missing, *cost.shape[1:]), source, target)
+    extra = [i + 1 for i, size in enumerate(shape) if size == 1 and cost.shape[i + 1] != 1]
+    return cost.sum(extra, keepdim=True) if extra else cost
+
+
+def law_name(traced: TracedRun, child: str) -> str:
+    """The cost that is the log-probability of the child's value, if it is neither scaled nor masked."""
+    record, cost = traced.run.sites[child], cost_of_guide(child)
+    is_plain = isinstance(record.scale, float) and record.scale == 1.0 and record.mask is None
+    return cost if is_plain and cost in traced.run.costs and not traced.only_costs else law_of(child)
+
+
+def _rows(run: HeldRun, traced: TracedRun, program: Program, drawn: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The costs and laws ``(rows, batch)`` of the extra run, by name."""
+    model, guide, args, kwargs = program
+    latents = {
+        name: site
+        for trace in (traced.guide_trace, traced.model_trace)
+        for name, site in samples(trace).items()
+        if not site["is_observed"]
+    }
+    sites = {n: (s["fn"], s["value"].detach()) for n, s in latents.items() if _is_varied(s)}
+    moved = {name: _moved(run, traced, name, site, drawn.get(name)) for name, site in run.plan.sites.items()}
+    fixed = {name: value for name, (_, value) in sites.items() if name not in moved}
+    fixed |= {name: site["value"] for name, site in latents.items() if not _is_varied(site)}
+    children = dict.fromkeys(child for site in run.plan.sites.values() for child in site.children)
+    laws = [child for child in children if law_name(traced, child) == law_of(child)]
+    costs = dict.fromkeys(cost for site in run.plan.sites.values() for cost in site.costs)
+    costs.update(dict.fromkeys(n for child in children if (n := law_name(traced, child)) != law_of(child)))
+    sampled = {name: traced.run.costs[name].detach() for name in costs}
+    for child in laws:
+        record = traced.run.sites[child]
+        sampled[law_of(child)] = unmasked(record.fn).log_prob(record.value.detach())
+
+    def evaluated(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
+        def again(one: Callable[..., Any]) -> Any:
+            return poutine.trace(SkipCosts(exact=True)(Substitute(values)(one))).get_trace(*args, **kwargs)
+
+        found: dict[str, Tensor] = {}
+        first = again(guide)
+        _add_costs(found, first, True, costs)
+        for child in laws:
+            site = first.nodes[child]
+            found[law_of(child)] = unmasked(site["fn"]).log_prob(site["value"])
+        if not traced.only_costs:
+            second = again(model)
+            if traced.elimination is not None:
+                wanted = [cost for cost in costs if cost not in found]
+                found |= traced.elimination.costs(second, wanted, rows, traced.batch_ndim)
+            _add_costs(found, second, False, costs)
+        return found
+
+    shapes = {name: cost.shape for name, cost in sampled.items()}
+    rows = RowProgram(evaluated, shapes, traced.batch_ndim, traced.rng, run.has_buffers)
+    key = ("held", traced.key, traced.batch_ndim, tuple(run.plan.flips.start.items()))
+    return run.runs.run(key, rows, sites, {**fixed, **traced.subsamples}, moved, sampled, run.learning)
+
+
+def _add_costs(found: dict[str, Tensor], trace: Any, is_guide: bool, wanted: Mapping[str, Any]) -> None:
+    for site in samples(trace).values():
+        name = cost_of_site(site, is_guide)
+        if name in wanted and name not in found:
+            sign = 1.0 if is_guide and cost_options(site) is None else -1.0
+            cost = site["fn"].log_prob(site["value"])
+            found[name] = sign * scale_and_mask(cost, site["scale"], site["mask"])
+
+
+def _is_varied(site: Any) -> bool:
+    """Whether comparisons of runs also change the value of a latent site."""
+    return isinstance(site["value"], Tensor) and not is_enumerated(site)
+
+
+def _moved(run: HeldRun, traced: TracedRun, name: str, site: HeldSite, drawn: Tensor | None) -> Tensor:
+    """Values ``(rows, batch, event)``; each row sets one component to one of its other values."""
+    record, split, flips = traced.run.sites[name], site.components, run.plan.flips
+    value = record.value.detach()
+    if drawn is None:
+        return flipped(value, record.fn, split, flips, name)
+    index = split.index(value, record.fn)
+    at = drawn.reshape(*index.shape[:-1], site.number)
+    rows = index.expand(flips.rows, *index.shape).clone()
+    others, start = split.cardinality - 1, flips.start[name]
+    for i in range(site.number):
+        one = at[..., i : i + 1]
+        for k in range(others):
+            new = (index.gather(-1, one) + k + 1) % split.cardinality
+            rows[start + i * others + k].scatter_(-1, one, new)
+    return split.value(rows, record.fn).to(value.dtype).reshape(flips.rows, *value.shape)

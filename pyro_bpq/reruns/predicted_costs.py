@@ -1,0 +1,201 @@
+r"""Predicts costs at other values of large sites, and laws of their children, from slopes and curvatures.
+
+One run of guide and model at the drawn values, which carry gradients. With ``g`` and ``H`` the first and second
+derivatives of the costs that read a site, a step of component ``d`` from its value to ``v`` changes them by about
+
+    g · δ + ½ δ · H δ,   δ = e_v - e_{x_d}.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from pyro_bpq.errors import BPQError, BPQWarning
+from pyro_bpq.plan.held import HeldSite
+from pyro_bpq.reruns.held_costs import HeldRun, Program, law_name, law_of, unmasked
+from pyro_bpq.reruns.linear_reads import LinearReads, curvatures
+from pyro_bpq.rollout.runs import Rollout
+from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
+from pyro_bpq.tracing.sandbox import Sandbox
+from pyro_bpq.tracing.substitute import Substitute
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
+from pyro_bpq.tracing.watch import samples
+
+__all__ = ["predicted_costs"]
+
+# Slope and curvature of a function in the value of a site; curvature None where it is not known.
+Expansion = tuple[Tensor, Tensor | None]
+
+
+def predicted_costs(
+    run: HeldRun,
+    traced: Sequence[TracedRun],
+    programs: Sequence[Program],
+    rollout: Rollout,
+    generator: torch.Generator | None,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Predicts changes for the sites of which only some components are evaluated.
+
+    Args:
+        run: The extra run.
+        traced: The runs of the step.
+        programs: Model, guide and arguments of each.
+        rollout: The tensors of these runs.
+        generator: Source of random signs.
+
+    Returns:
+        Changes of the log-probability of the children's values, and of the costs without the site's own
+        log-probabilities, ``(M, plates, D, K)`` each, by site; zero where nothing is known.
+    """
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {n: [] for n, site in run.plan.sites.items() if site.is_drawn}
+    for one, program in zip(traced, programs, strict=True):
+        laws, costs = _expansions(run, one, program, generator)
+        for name in parts:
+            shape = rollout.batch_shape(run.graph.node(name).plates)
+            shape = shape if rollout.is_vectorized else (1, *shape[1:])
+            site, record = run.plan.sites[name], one.run.sites[name]
+            index = site.components.index(record.value.detach(), record.fn)
+            tables = [_table(site, index, found.get(name), shape) for found in (laws, costs)]
+            parts[name].append((tables[0], tables[1]))
+    return {name: (torch.cat([a for a, _ in found]), torch.cat([b for _, b in found])) for name, found in parts.items()}
+
+
+def _expansions(
+    run: HeldRun, traced: TracedRun, program: Program, generator: torch.Generator | None
+) -> tuple[dict[str, Expansion], dict[str, Expansion]]:
+    """Expansions of the children's laws and of the costs, by site; empty where the program has no gradients."""
+    kinds = {n: site for n, site in run.plan.sites.items() if site.is_drawn}
+    leaves = {
+        name: traced.run.sites[name].value.detach().clone().requires_grad_()
+        for name, site in kinds.items()
+        if site.components.kind in ("bernoulli", "one_hot") and traced.run.sites[name].value.is_floating_point()
+    }
+    if not leaves or traced.elimination is not None:
+        return {}, {}
+    try:
+        return _expanded(run, traced, program, leaves, generator)
+    except BPQError:
+        raise
+    except RuntimeError as error:
+        warnings.warn(
+            f"Sites {', '.join(map(repr, leaves))}: the program failed while their values carried gradients. Changes "
+            f"of its costs are taken for zero, and estimates have more variance: {error}",
+            BPQWarning,
+            stacklevel=2,
+        )
+        return {}, {}
+
+
+def _expanded(
+    run: HeldRun,
+    traced: TracedRun,
+    program: Program,
+    leaves: Mapping[str, Tensor],
+    generator: torch.Generator | None,
+) -> tuple[dict[str, Expansion], dict[str, Expansion]]:
+    reads = LinearReads(leaves)
+    has_buffers = run.has_buffers
+    with Sandbox(traced.rng[0], has_buffers), pyro.validation_enabled(False), torch.enable_grad():
+        of_model, of_guide, laws = _totals(run, traced, program, leaves, reads)
+        if not any(run.plan.sites[name].curvature for name in leaves):
+            reads.found.clear()
+        blocks = {n: s.components.cardinality for n, s in run.plan.sites.items() if s.components.kind == "one_hot"}
+
+        def expansion(total: Tensor | None) -> dict[str, Expansion]:
+            if total is None or not total.requires_grad:
+                return {}
+            slopes = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, allow_unused=True)
+            bent = curvatures(total, reads.found, leaves, blocks, generator)
+            return {n: (g.detach(), bent.get(n)) for n, g in zip(leaves, slopes, strict=True) if g is not None}
+
+        found = expansion(laws)
+        scored = found if of_guide is laws else expansion(of_guide)
+        rest = expansion(of_model)
+    return found, {name: _sum([part[name] for part in (scored, rest) if name in part]) for name in {**scored, **rest}}
+
+
+def _sum(parts: Sequence[Expansion]) -> Expansion:
+    curved = [bent for _, bent in parts if bent is not None]
+    return sum((g for g, _ in parts[1:]), parts[0][0]), sum(curved[1:], curved[0]) if curved else None
+
+
+def _totals(
+    run: HeldRun, traced: TracedRun, program: Program, leaves: Mapping[str, Tensor], reads: LinearReads
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The sums of the model's costs, of the guide's, and of the children's laws, as functions of the leaves.
+
+    A site's own log-probability takes its plain value: at other values it is known.
+    """
+    model, guide, args, kwargs = program
+    values: dict[str, Any] = {name: record.value.detach() for name, record in traced.run.sites.items()}
+    values |= {name: leaf.clone() for name, leaf in leaves.items()}
+    values |= traced.subsamples
+    drawn = [site for site in run.plan.sites.values() if site.is_drawn]
+    wanted = {cost for site in drawn for cost in site.costs}
+    children = {child for site in drawn for child in site.children}
+
+    def again(one: Any) -> Any:
+        with reads:
+            return poutine.trace(SkipCosts(exact=True)(Substitute(values)(one))).get_trace(*args, **kwargs)
+
+    def scored(trace: Any, is_guide: bool) -> tuple[Tensor | None, Tensor | None]:
+        costs: list[Tensor] = []
+        laws: list[Tensor] = []
+        for name, site in samples(trace).items():
+            value = site["value"]
+            value = value.detach() if isinstance(value, Tensor) else value
+            if cost_of_site(site, is_guide) in wanted:
+                sign = 1.0 if is_guide and cost_options(site) is None else -1.0
+                log_prob = site["fn"].log_prob(value)
+                costs.append(sign * scale_and_mask(log_prob, site["scale"], site["mask"]).sum())
+            if is_guide and name in children:
+                is_cost = law_name(traced, name) != law_of(name)
+                laws.append(costs[-1] if is_cost else unmasked(site["fn"]).log_prob(value).sum())
+        return _total(costs), _total(laws)
+
+    first = again(guide)
+    of_guide, laws = scored(first, True)
+    of_model = None if traced.only_costs else scored(again(model), False)[0]
+    are_laws = all(law_name(traced, child) != law_of(child) for child in children)
+    are_laws &= not any(site["is_observed"] and cost_of_site(site, True) in wanted for site in samples(first).values())
+    # The log-probability of a site that is nobody's child has no gradient to the leaves.
+    return of_model, of_guide, of_guide if are_laws and children else laws
+
+
+def _total(terms: Sequence[Tensor]) -> Tensor | None:
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def _table(site: HeldSite, index: Tensor, found: Expansion | None, shape: tuple[int, ...]) -> Tensor:
+    """Changes ``(M, plates, D, K)`` from an expansion at the drawn values."""
+    split = site.components
+    size, cardinality = split.size, split.cardinality
+    batch = index.shape[:-1]
+    at = index.unsqueeze(-1)
+    if found is None:
+        return torch.zeros((), device=index.device).expand(*shape, size, cardinality)
+    slope, bent = found
+    slope = torch.where(slope.isfinite(), slope, torch.zeros_like(slope))
+    bent = None if bent is None else torch.where(bent.isfinite(), bent, torch.zeros_like(bent))
+    if split.kind == "bernoulli":
+        change = slope.reshape(*batch, size) * (1 - 2 * index)
+        change = change if bent is None else change + 0.5 * bent.reshape(*batch, size)
+        moved = torch.zeros(*batch, size, 2, dtype=change.dtype, device=change.device)
+        tables = moved.scatter(-1, 1 - at, change.unsqueeze(-1))
+    else:
+        tables = slope.reshape(*batch, size, cardinality)
+        tables = tables - tables.gather(-1, at)
+        if bent is not None:
+            mixed = bent.reshape(*batch, size, cardinality, cardinality)
+            own = mixed.diagonal(dim1=-2, dim2=-1)
+            across = mixed.gather(-1, at.unsqueeze(-2).expand(*mixed.shape[:-1], 1)).squeeze(-1)
+            tables = tables + 0.5 * (own + own.gather(-1, at) - 2.0 * across)
+    return tables.reshape(*(1,) * (len(shape) - len(batch)), *tables.shape).expand(*shape, size, cardinality)

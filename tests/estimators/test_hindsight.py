@@ -1,0 +1,503 @@
+"""Hindsight: exact over all values and all draws of components, what it says of other values, and what is won."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME, CASES
+from pyro import poutine
+from torch import Tensor
+
+from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, cost
+from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.estimators import Hindsight, StraightThrough
+from pyro_bpq.estimators import hindsight as estimator_module
+from pyro_bpq.reruns import linear_reads
+from pyro_bpq.step import hindsight_signal as module
+from pyro_bpq.testing import (
+    ChoiceNoise,
+    assert_unbiased,
+    exact_gradient,
+    expected_gradient,
+    expected_moments,
+    sample_gradients,
+)
+
+Program = tuple[Callable[[], None], Callable[[], None]]
+VECTORISED = {"vectorize_particles": True, "max_plate_nesting": 0}
+# Those that Python control flow steers are refused; values of reparameterised sites are not enumerated.
+SERVED = [case for case in CASES if case.is_static and not case.has_reparameterised]
+QUICK = ("chain", "diamond", "plate", "onehot", "mask_scale", "component_chain")
+
+
+def real(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def trained(program: Program, particles: int, steps: int = 5, **options: Any) -> TraceBackpropQ_ELBO:
+    elbo = TraceBackpropQ_ELBO(particles, **{"estimator": Hindsight(), **options})
+    for _ in range(steps):
+        elbo.loss_and_grads(*program)
+    return elbo.eval()
+
+
+# One component, all values.
+
+
+def cases() -> Iterator[Any]:
+    for case in SERVED:
+        for particles in (1, 2):
+            if particles == 1 or case.num_states <= 8:
+                is_quick = particles == 1 and case.name in QUICK
+                marks = () if is_quick else (pytest.mark.slow,)
+                yield pytest.param(case, particles, id=f"{case.name}-{particles}", marks=marks)
+
+
+@pytest.mark.parametrize(("case", "particles"), list(cases()))
+def test_expected_gradient_is_exact(case: Any, particles: int) -> None:
+    case.params()
+    elbo = TraceBackpropQ_ELBO(particles, estimator=Hindsight())
+    for _ in range(5):
+        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    assert_unbiased(elbo.eval(), case.model, case.guide, *case.args)
+
+
+def chain(scale: float = 1.0, values: int = 3) -> Program:
+    """Three sites; the first is read by all, the second has this number of values, and is scaled and masked."""
+
+    def table(name: str, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        return pyro.param(name, 1.2 * torch.sin(1.7 * torch.arange(size) + len(name)).double().reshape(shape))
+
+    def run(kind: str) -> None:
+        a = pyro.sample("a", dist.Bernoulli(logits=table(f"{kind}a"))).long()
+        with poutine.scale(scale=0.5), poutine.mask(mask=scale > 0.0):
+            b = pyro.sample("b", dist.Categorical(logits=scale * table(f"{kind}bb", 2, values)[a]))
+        c = pyro.sample("c", dist.OneHotCategorical(logits=table(f"{kind}ccc", values, 2)[b]))
+        if kind == "p":
+            pyro.sample("x", dist.Normal(a + c[..., 0] * table("mean", values)[b], 0.7), obs=real(0.4)[0])
+
+    return (lambda: run("p")), (lambda: run("q"))
+
+
+def largest_error(elbo: TraceBackpropQ_ELBO, program: Program, noise: ChoiceNoise | None = None) -> float:
+    truth = exact_gradient(*program)
+    found = expected_gradient(elbo, *program, noise=noise)
+    return max(float((found[key] - truth[key]).abs().max()) for key in truth)
+
+
+@pytest.mark.parametrize("scale", [1.3, 0.0], ids=["scaled", "masked"])
+def test_scaled_and_masked_chain_is_exact(scale: float) -> None:
+    pyro.clear_param_store()
+    program = chain(scale)
+    assert largest_error(trained(program, 1), program) < 1e-10
+
+
+def test_chain_of_two_particles_is_exact() -> None:
+    pyro.clear_param_store()
+    program = chain(values=2)
+    assert largest_error(trained(program, 2, **VECTORISED), program) < 1e-10
+
+
+def test_crossed_baseline_is_exact_and_used() -> None:
+    def guide() -> None:
+        with pyro.plate("rows", 1):
+            low = pyro.sample("low", dist.Bernoulli(logits=pyro.param("q_low", real(0.4))))
+            pyro.sample("top", dist.Bernoulli(logits=pyro.param("q_top", real(-0.7, 1.6))[low.long()]))
+
+    def model() -> None:
+        with pyro.plate("rows", 1):
+            top = pyro.sample("top", dist.Bernoulli(logits=real(0.3)))
+            low = pyro.sample("low", dist.Bernoulli(logits=2.0 * top - 0.5))
+            pyro.sample("x", dist.Normal(low + 0.4 * top, 0.7), obs=real(0.2))
+
+    pyro.clear_param_store()
+    options = {"vectorize_particles": True, "max_plate_nesting": 1}
+    elbo = trained((model, guide), 2, steps=30, estimator=Hindsight(crossed=True), **options)
+    moments = [value for key, value in elbo.state_dict().items() if key.endswith("moments")]
+    assert any(bool(value.any()) for value in moments)
+    assert largest_error(elbo, (model, guide)) < 1e-10
+
+
+def test_a_wrong_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighted = estimator_module._weighted
+    monkeypatch.setattr(estimator_module, "_weighted", lambda log_q, law, changes: weighted(log_q, 1.01 * law, changes))
+    pyro.clear_param_store()
+    program = chain()
+    assert largest_error(trained(program, 1), program) > 1e-5
+
+
+def test_own_particle_in_the_baseline_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimator_module, "leave_one_out", lambda cost: cost - cost.mean(1, keepdim=True))
+    pyro.clear_param_store()
+    program = chain(values=2)
+    assert largest_error(trained(program, 2, **VECTORISED), program) > 1e-5
+
+
+def test_weights_are_the_law_given_the_children() -> None:
+    pyro.clear_param_store()
+    program, seen = chain(), []
+
+    class Seen(Hindsight):
+        def __call__(self, context: Any) -> Any:
+            seen.append((context.names, context.log_probs.detach(), context.index, context.signals["hindsight"]))
+            return super().__call__(context)
+
+    trained(program, 1, steps=1, estimator=Seen())
+    q = pyro.param("qbb").detach().log_softmax(-1)
+    values = {name: int(index[i]) for names, _, index, _ in seen for i, name in enumerate(names)}
+    (own, held) = next((log_q, held) for names, log_q, _, held in seen if names == ("a",))
+    b = values["b"]
+    expected = (pyro.param("qa").detach() * real(0.0, 1.0) + 1.3 * 0.0 + q[:, b]).softmax(-1)
+    torch.testing.assert_close((own + held.law).softmax(-1).flatten(), expected)
+
+
+# Many components, some of which are drawn.
+
+
+def layers(kind: str, is_smooth: bool = True, is_masked: bool = False) -> Program:
+    """Two layers above data that reads both, with a factor that reads the lower one alone; in a plate of one row."""
+    values = 3 if kind != "bits" else 2
+
+    def table(name: str, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        return pyro.param(name, 1.1 * torch.sin(1.3 * torch.arange(size) + 2.3 * len(name)).double().reshape(shape))
+
+    def draw(name: str, logits: Tensor) -> Tensor:
+        if kind == "bits" or name == "top":
+            return pyro.sample(name, dist.Bernoulli(logits=logits[..., 0]).to_event(1))
+        if kind == "hot":
+            return pyro.sample(name, dist.OneHotCategorical(logits=logits).to_event(1)).flatten(-2)
+        found = pyro.sample(name, dist.Categorical(logits=logits).to_event(1))
+        return torch.nn.functional.one_hot(found, values).to(logits.dtype).flatten(-2)
+
+    width = 2 if kind == "bits" else 2 * values
+
+    def guide() -> None:
+        with pyro.plate("rows", 1), poutine.scale(scale=2.0):
+            low = draw("low", table("qlow", 2, values).expand(1, 2, values))
+            with poutine.mask(mask=not is_masked):
+                draw(
+                    "top",
+                    torch.nn.functional.linear(2.0 * low - 1.0, table("w", 2, width), table("b", 2)).unsqueeze(-1),
+                )
+
+    def model() -> None:
+        with pyro.plate("rows", 1), poutine.scale(scale=2.0):
+            with poutine.mask(mask=not is_masked):
+                top = draw("top", table("ptop", 2, 1).expand(1, 2, 1))
+            logits = (top @ table("pw", 2, 2 * values)).reshape(1, 2, values)
+            low = draw("low", logits)
+            both = torch.cat((low, top), -1)
+            mean = torch.nn.functional.linear(both if is_smooth else torch.tanh(both), table("v", 3, width + 2))
+            pyro.sample("x", dist.Bernoulli(logits=mean).to_event(1), obs=real(1.0, 0.0, 1.0).expand(1, 3))
+            pyro.factor("low only", (low - 0.3).square().sum(-1).sin())
+
+    return model, guide
+
+
+def with_choices(monkeypatch: pytest.MonkeyPatch) -> ChoiceNoise:
+    """Lets the drawn components be enumerated; random signs are all one."""
+    noise = ChoiceNoise()
+
+    def draw(chance: Tensor, number: int, generator: Any) -> Tensor:
+        return torch.stack([noise.draw_choice(chance) for _ in range(number)], -1)
+
+    monkeypatch.setattr(module, "_draw", draw)
+    monkeypatch.setattr(linear_reads, "_signs", lambda like, generator: torch.ones_like(like))
+    return noise
+
+
+LAYERS = {
+    "bits": layers("bits"),
+    "nonlinear": layers("bits", is_smooth=False),
+    "masked": layers("bits", is_masked=True),
+    "hot": layers("hot"),
+    "dice": layers("dice"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_drawn_components_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = LAYERS[name]
+    pyro.clear_param_store()
+    elbo = trained(program, 1, steps=3, estimator=Hindsight(draws=1))
+    noise = with_choices(monkeypatch)
+    assert largest_error(elbo, program, noise) < 1e-10
+
+
+def test_a_correction_that_is_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = LAYERS["bits"]
+    pyro.clear_param_store()
+    elbo = trained(program, 1, steps=3, estimator=Hindsight(draws=1))
+    noise = with_choices(monkeypatch)
+    drawn = module._drawn
+    monkeypatch.setattr(module, "_drawn", lambda *arguments: (drawn(*arguments)[0], 0.9 * drawn(*arguments)[1]))
+    assert largest_error(elbo, program, noise) > 1e-6
+
+
+def test_components_are_drawn_as_often_as_their_shares_say() -> None:
+    chance = real(0.45, 0.05, 0.2, 0.3)
+    grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    for number in (1, 3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "uniform", lambda like, generator: grid.unsqueeze(-1))
+            index = module._draw(chance.expand(1000, 4), number, torch.Generator())
+        found = torch.bincount(index.flatten(), minlength=4) / 1000
+        torch.testing.assert_close(found, number * chance, rtol=0.0, atol=2e-3)
+
+
+# What slopes and curvatures predict.
+
+
+def quadratic(read: str) -> Program:
+    """Costs of second order in the bits that a linear map reads in some way."""
+    weight = real(0.7, -0.4, 1.1, 0.3, -0.9, 0.5).reshape(2, 3)
+
+    def guide() -> None:
+        with pyro.plate("rows", 2):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.3, -0.5, 0.8)).expand(2, 3)).to_event(1))
+
+    def model() -> None:
+        with pyro.plate("rows", 2):
+            z = pyro.sample("z", dist.Bernoulli(logits=real(-0.2).expand(2, 3)).to_event(1))
+            if read == "shifted":
+                mean = torch.nn.functional.linear(2.0 * z - 1.0, weight)
+            elif read == "joined":
+                mean = torch.cat((z, z.new_ones(2, 1)), -1) @ torch.cat((weight, real(0.4, 0.2).unsqueeze(-1)), -1).t()
+            else:
+                mean = z @ weight.t()
+            pyro.sample("x", dist.Normal(mean, 0.6).to_event(1), obs=real(0.4, -0.3).expand(2, 2))
+
+    return model, guide
+
+
+@pytest.mark.parametrize("read", ["plain", "shifted", "joined"])
+def test_costs_of_second_order_are_predicted_exactly(read: str) -> None:
+    pyro.clear_param_store()
+    program, seen = quadratic(read), []
+
+    class Seen(Hindsight):
+        def __call__(self, context: Any) -> Any:
+            seen.append(context.signals["hindsight"])
+            return super().__call__(context)
+
+    for curvature in (True, False):
+        trained(program, 1, steps=1, estimator=Seen(draws=2, curvature=curvature))
+    errors = []
+    for held in seen:
+        at = held.drawn.unsqueeze(-1).expand(*held.drawn.shape, 2)
+        errors.append(float((held.cost.gather(-2, at) - held.exact_cost).abs().max()))
+        assert float(held.exact_cost.abs().max()) > 0.1
+    assert errors[0] < 1e-10 < 1e-2 < errors[1]
+
+
+def test_one_hot_costs_of_second_order_are_predicted_exactly() -> None:
+    weight = torch.sin(1.9 * torch.arange(12, dtype=torch.float64)).reshape(2, 6)
+
+    def guide() -> None:
+        pyro.sample("z", dist.OneHotCategorical(logits=pyro.param("q", weight[:, :3].clone())).to_event(1))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.OneHotCategorical(logits=torch.zeros(2, 3).double()).to_event(1))
+        mean = torch.nn.functional.linear(z.flatten(-2), weight)
+        pyro.sample("x", dist.Normal(mean, 0.6).to_event(1), obs=real(0.4, -0.3))
+
+    pyro.clear_param_store()
+    seen = []
+
+    class Seen(Hindsight):
+        def __call__(self, context: Any) -> Any:
+            seen.append(context.signals["hindsight"])
+            return super().__call__(context)
+
+    trained((model, guide), 1, steps=1, estimator=Seen(draws=1))
+    at = seen[0].drawn.unsqueeze(-1).expand(*seen[0].drawn.shape, 3)
+    torch.testing.assert_close(seen[0].cost.gather(-2, at), seen[0].exact_cost, rtol=0.0, atol=1e-10)
+
+
+# Children with a density.
+
+
+def test_reparameterised_child_is_exact() -> None:
+    """By quadrature over the child: its law given the parent is a density."""
+
+    def guide() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.4)[0])))
+        pyro.sample("y", dist.Normal(pyro.param("loc", real(-0.3, 0.8))[z.long()], 0.9))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=real(-0.2)[0]))
+        y = pyro.sample("y", dist.Normal(0.3 * z, 1.1))
+        pyro.sample("x", dist.Normal(y + z, 0.8), obs=real(0.5)[0])
+
+    pyro.clear_param_store()
+    elbo = trained((model, guide), 1)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(40)
+    gradients = {}
+    for kind in (elbo, TraceBackpropQ_ELBO(1, estimator=ScoreFunction())):
+        total = torch.zeros(())
+        for z in (0.0, 1.0):
+            chance = torch.sigmoid((2 * z - 1) * pyro.param("q").detach())
+            for node, weight in zip(nodes, weights / weights.sum(), strict=True):
+                pyro.get_param_store()._params["q"].grad = None
+                with _Fixed(z, float(node)):
+                    kind.eval().loss_and_grads(model, guide)
+                total = total + float(weight) * chance * pyro.get_param_store()._params["q"].grad
+        gradients[kind is elbo] = float(total)
+    assert gradients[True] == pytest.approx(gradients[False], abs=1e-8)
+    assert abs(gradients[True]) > 1e-2
+
+
+class _Fixed(poutine.messenger.Messenger):
+    """Sets the parent's value and the child's noise, as draws of the guide."""
+
+    def __init__(self, z: float, noise: float) -> None:
+        super().__init__()
+        self.z, self.noise = z, noise
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not msg["is_observed"] and not msg["done"]:
+            fn = msg["fn"]
+            msg["value"] = torch.tensor(self.z).double() if msg["name"] == "z" else fn.loc + fn.scale * self.noise
+            msg["done"] = True
+
+
+# Other programs and objectives.
+
+
+def test_expected_cost_is_exact() -> None:
+    def policy() -> None:
+        a = pyro.sample("a", dist.Bernoulli(logits=pyro.param("qa", real(0.4)[0])))
+        b = pyro.sample("b", dist.Categorical(logits=pyro.param("qb", real(0.1, -0.7, 0.5)) * (1.0 + a)))
+        cost("both", (a - 0.3) * (b - 1.2), exact=True)
+        cost("first", lambda value: (value - 0.2) ** 2, a)
+
+    pyro.clear_param_store()
+    objective = ExpectedCost(estimator=Hindsight())
+    for _ in range(3):
+        objective.loss_and_grads(None, policy)
+    seen = _gradients(objective.eval(), policy)
+    for name, truth in _gradients(ExpectedCost(estimator=ScoreFunction()).eval(), policy).items():
+        torch.testing.assert_close(seen[name], truth, rtol=0.0, atol=1e-10)
+
+
+def _gradients(objective: Any, policy: Any) -> dict[str, Tensor]:
+    """Expected gradients over all values of both sites."""
+    total: dict[str, Tensor] = {}
+    for a in (0.0, 1.0):
+        for b in range(3):
+            with _Values({"a": torch.tensor(a).double(), "b": torch.tensor(b)}):
+                trace = poutine.trace(policy).get_trace()
+                trace.compute_log_prob(lambda name, site: not site["is_observed"])
+                chance = sum(trace.nodes[name]["log_prob"] for name in "ab").exp().detach()
+                for parameter in pyro.get_param_store()._params.values():
+                    parameter.grad = None
+                objective.loss_and_grads(None, policy)
+            for name, parameter in pyro.get_param_store()._params.items():
+                total[name] = total.get(name, 0.0) + chance * parameter.grad
+    return total
+
+
+class _Values(poutine.messenger.Messenger):
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not msg["is_observed"] and not msg["done"]:
+            msg["value"], msg["done"] = self.values[msg["name"]], True
+
+
+def test_variance_is_below_that_of_leave_one_out() -> None:
+    """Over all draws. Weak couplings: the values of children say little about their parent's."""
+
+    def guide() -> None:
+        z = pyro.sample("z0", dist.Bernoulli(logits=pyro.param("q0", real(0.2)[0])))
+        for i in (1, 2):
+            z = pyro.sample(f"z{i}", dist.Bernoulli(logits=0.3 * z + pyro.param(f"q{i}", real(-0.4)[0])))
+
+    def model() -> None:
+        z = real(0.5)[0]
+        for i in range(3):
+            z = pyro.sample(f"z{i}", dist.Bernoulli(logits=0.4 * z - 0.3))
+        pyro.factor("end", -3.0 * z)
+
+    found = {}
+    for estimator in (Hindsight(), ScoreFunction(LeaveOneOut())):
+        pyro.clear_param_store()
+        elbo = trained((model, guide), 2, estimator=estimator, **VECTORISED)
+        found[type(estimator)] = expected_moments(elbo, model, guide).total_variance
+    assert found[Hindsight] < 0.3 * found[ScoreFunction]
+
+
+@pytest.mark.parametrize("name", ["python_branch", "dynamic_sites"])
+def test_steered_program_is_refused(name: str) -> None:
+    case = BY_NAME[name]
+    case.params()
+    with pytest.raises(UnsupportedProgramError, match=r"steer this program.*AllAction"):
+        TraceBackpropQ_ELBO(estimator=Hindsight()).loss_and_grads(case.model, case.guide, *case.args)
+
+
+def test_bad_options_and_sites_are_refused() -> None:
+    with pytest.raises(OptionError, match="positive number"):
+        Hindsight(draws=0)
+
+    def guide() -> None:
+        pyro.sample("z", dist.Poisson(pyro.param("rate", real(2.0)[0].exp())))
+
+    with pytest.raises(UnsupportedSiteError, match=r"'z'.*finite support"):
+        TraceBackpropQ_ELBO(estimator=Hindsight()).loss_and_grads(guide, guide)
+
+
+def test_child_without_a_known_law_gets_leave_one_out() -> None:
+    """A child whose value is relaxed: nothing is averaged, and the gradients are those of leave-one-out."""
+
+    def guide(inner: Any) -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.2)[0])), infer={"bpq": {"estimator": inner}})
+        logits = pyro.param("r", real(0.5)[0]) * (z + 1.0)
+        pyro.sample("y", dist.Bernoulli(logits=logits), infer={"bpq": {"estimator": StraightThrough()}})
+
+    def model(inner: Any) -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=real(0.1)[0]))
+        y = pyro.sample("y", dist.Bernoulli(logits=z - 0.4))
+        pyro.sample("x", dist.Normal(y + z, 0.7), obs=real(0.3)[0])
+
+    found = []
+    for inner in (Hindsight(), ScoreFunction(LeaveOneOut())):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(3)
+        elbo = TraceBackpropQ_ELBO(2).eval()
+        found.append(sample_gradients(elbo, model, guide, inner, num_samples=4)["q"])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_program_with_noise_of_its_own_warns() -> None:
+    """Other values cannot be told from other noise, so nothing is averaged."""
+
+    def guide() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.2)[0])))
+        pyro.sample("y", dist.Bernoulli(logits=z * torch.rand((), dtype=torch.float64)))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=real(0.1)[0]))
+        pyro.sample("y", dist.Bernoulli(logits=z - 0.4))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(2, estimator=Hindsight())
+    with pytest.warns(BPQWarning, match=r"'z', 'y'.*leave-one-out there\. Write ScoreFunction"):
+        elbo.loss_and_grads(model, guide)
+
+
+def test_plan_tells_what_is_known_with_other_sites_held() -> None:
+    pyro.clear_param_store()
+    elbo = trained(chain(), 1, steps=1)
+    assert re.search(r"a: Hindsight.*known with all other sites held: .*log q\(b\).* rows", str(elbo.plan), re.DOTALL)
