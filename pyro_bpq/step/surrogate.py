@@ -37,7 +37,7 @@ class Learning:
 
     Args:
         lam: Weight of the return against the critic.
-        gamma: Discount per edge.
+        gamma: Discount per level, usually per edge.
         level_weight: Weight of the level against differences within a data point.
         slow: Whether targets are formed with slow copies of the critics.
         num_steps: Number of steps taken, for estimators with a schedule.
@@ -106,7 +106,7 @@ def step(
         classes = [cls for one in signals for cls in one.layout.classes]
         info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
     number, terms = learning.num_steps, []
-    for cls, context in _contexts(signals, learning.ranks if build else None):
+    for cls, context in _contexts(signals, learning.gamma, learning.ranks if build else None):
         start = time.perf_counter()
         term = _estimate(cls, cls.spec.estimator.at(number), context, bank, build, writes, info)
         terms.append((context.names, term))
@@ -157,15 +157,15 @@ def _add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: floa
 # Estimators.
 
 
-def _contexts(signals: Sequence[Signals], ranks: Ranks | None) -> list[tuple[SiteClass, SiteContext]]:
+def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> list[tuple[SiteClass, SiteContext]]:
     """What each estimator call sees: classes of sites, or single sites of those particles that have them."""
     if len(signals) == 1:
         (only,) = signals
-        return [(only.layout.classes[c], replace(only.context(c), ranks=ranks)) for c in only.active]
+        return [(only.layout.classes[c], replace(only.context(c, gamma), ranks=ranks)) for c in only.active]
     found: dict[Any, list[SiteContext]] = {}
     for one in signals:
         for c in one.active:
-            spec, context = one.layout.classes[c].spec, replace(one.context(c), ranks=ranks)
+            spec, context = one.layout.classes[c].spec, replace(one.context(c, gamma), ranks=ranks)
             for i, name in enumerate(context.names):
                 found.setdefault((name, spec, context.cost.shape[2:]), []).append(_row(context, i))
     return [(SiteClass(spec, (name,)), _join(contexts)) for (name, spec, _), contexts in found.items()]
