@@ -1,5 +1,6 @@
 """Backprop-Q for Pyro: train models with discrete latent variables by swapping one line."""
 
+from pyro_bpq.critics.backward_sweep import BackwardSweep as BackwardSweep
 from pyro_bpq.critics.context import ContextCritic as ContextCritic
 from pyro_bpq.critics.joint import FirstOrderCritic as FirstOrderCritic
 from pyro_bpq.critics.joint import FlipCritic as FlipCritic
@@ -25,6 +26,7 @@ from pyro_bpq.graph.scg import StochasticNode as StochasticNode
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO as TraceBackpropQ_ELBO
 from pyro_bpq.objectives.expected_cost import ExpectedCost as ExpectedCost
 from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE as TraceBackpropQ_IWAE
+from pyro_bpq.objectives.paper import paper_settings as paper_settings
 from pyro_bpq.rollout.distributed import Ranks as Ranks
 from pyro_bpq.svi.actor_critic import ActorCriticSVI as ActorCriticSVI
 from pyro_bpq.svi.controlled import ProximalSVI as ProximalSVI
@@ -39,6 +41,7 @@ __all__ = [
     "ActorCriticSVI",
     "AllAction",
     "BackpropQNetwork",
+    "BackwardSweep",
     "ContextCritic",
     "CostCounter",
     "CostNode",
@@ -68,4 +71,5 @@ __all__ = [
     "TrustRegionSVI",
     "config_bpq",
     "cost",
+    "paper_settings",
 ]

@@ -55,7 +55,7 @@ class Signals:
         by_value: bool = True,
     ) -> None:
         self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
-        self.rerun, self.generator = rerun, generator
+        self.rerun, self.generator, self.by_value = rerun, generator, by_value
         # What signals of several classes have in common, by name of the signal.
         self.shared: dict[str, Any] = {}
         self._shifts: dict[float, dict[int, Tensor]] = {}
@@ -71,6 +71,12 @@ class Signals:
 
     def __repr__(self) -> str:
         return f"Signals({self.layout}, {self.rollout.num_particles} particles, {len(self.critics)} groups of critics)"
+
+    def again(self) -> Signals:
+        """The same with the critics as they are now; nothing is built."""
+        return Signals(
+            *(self.layout, self.rollout, self.tables, self.bank, False, self.rerun, self.generator, self.by_value)
+        )
 
     # Parts of the signal.
 
@@ -233,7 +239,7 @@ class Signals:
             if critic.joint is not None:
                 found[critic.group.c].append((Relation.LATER_LEARNED, g, critic.joint.variate))
             elif critic.advantage is not None:
-                value, mean = self._value_and_mean(critic)
+                value, mean = self.value_and_mean(critic)
                 found[critic.group.c].append((Relation.LATER_LEARNED, g, value.detach() - mean))
         return found
 
@@ -268,7 +274,7 @@ class Signals:
         return self._evaluated({g: critic for g, critic in found.items() if critic is not None})
 
     def _evaluated(self, critics: Mapping[int, CriticBatch]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        pairs = {g: self._value_and_mean(critic) for g, critic in critics.items()}
+        pairs = {g: self.value_and_mean(critic) for g, critic in critics.items()}
         return {g: value for g, (value, _) in pairs.items()}, {g: mean for g, (_, mean) in pairs.items()}
 
     def _ahead(self, means: Mapping[int, Tensor], gamma: float) -> dict[int, Tensor]:
@@ -311,7 +317,7 @@ class Signals:
                     shifts[group.c] = shifts.get(group.c, torch.zeros_like(shift)) + shift
         return shifts
 
-    def _value_and_mean(self, critic: CriticBatch) -> tuple[Tensor, Tensor]:
+    def value_and_mean(self, critic: CriticBatch) -> tuple[Tensor, Tensor]:
         """``q_X(x)`` with gradient and ``E_X[q_X]`` without, ``(Q, M, plates)`` each."""
         if critic.joint is not None:
             return critic.joint.value, critic.joint.mean

@@ -24,6 +24,7 @@ from pyro_bpq.rollout.moments import Standardised
 from pyro_bpq.step.critic_step import CriticRows, regression
 from pyro_bpq.step.first_order import first_order_loss
 from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.sweep import sweep
 
 __all__ = ["Learning", "Step", "critic_loss", "critic_targets", "expected_critic_loss", "step"]
 
@@ -43,6 +44,7 @@ class Learning:
         num_steps: Number of steps taken, for estimators with a schedule.
         first_order: Weight of the slopes of critics against the gradient of the costs; 0 for values only.
         ranks: The processes that learn together; ``None`` where there are no others.
+        sweep: Step size of a backward sweep before the gradient; ``None`` for a regression on all targets at once.
     """
 
     lam: float = 0.97
@@ -52,6 +54,7 @@ class Learning:
     num_steps: int = 0
     first_order: float = 0.0
     ranks: Ranks | None = None
+    sweep: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,17 @@ def step(
             a critic loss is formed.
 
     Returns:
-        The step; nothing in the bank has changed but for newly built rows.
+        The step; nothing in the bank has changed but for newly built rows, and for critics that learn in a sweep.
     """
     build = is_learning and _may_learn(signals, loss, learning)
     writes: list[Write] = []
     info: dict[str, dict[str, Any]] = {}
+    swept: dict[str, dict[str, Tensor]] = {}
+    if build and learning.sweep is not None:
+        for one in signals:
+            new, found = sweep(one, bank, learning.sweep, learning.lam, learning.gamma, learning.ranks)
+            writes, swept = writes + new, swept | found
+        signals = [one.again() for one in signals]
     if build:
         classes = [cls for one in signals for cls in one.layout.classes]
         info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
@@ -112,9 +121,11 @@ def step(
         terms.append((context.names, term))
         if build:
             _add_time(info, context.names, start)
-    taught = (
-        _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info) if build else None
-    )
+    taught = None
+    if build and learning.sweep is None:
+        taught = _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info)
+    for site, own in swept.items():
+        info.setdefault(site, {}).update(own)
     if build and learning.first_order > 0.0:
         slopes = [first_order_loss(one, learning.first_order) for one in signals]
         taught = sum(slopes, torch.zeros_like(slopes[0]) if taught is None else taught)

@@ -190,9 +190,7 @@ def test_an_edge_that_passes_levels_by_is_discounted_as_often() -> None:
 
 def test_costs_whose_edges_pass_different_levels_are_not_merged() -> None:
     # From x three edges to f through b and a, two to g through a or b: a's Q-function of f counts one level less.
-    graph = Graph.from_parents(
-        {"x": [], "a": ["x"], "b": ["x"], "c": ["b"]}, {"f": ["a", "c"], "g": ["a", "b"]}
-    )
+    graph = Graph.from_parents({"x": [], "a": ["x"], "b": ["x"], "c": ["b"]}, {"f": ["a", "c"], "g": ["a", "b"]})
     plain = BackpropQNetwork.build(graph, "merged", immediate="learned")
     network = BackpropQNetwork.build(graph, "merged", immediate="learned", discounted=True)
     assert [node.name for node in plain.q_nodes("a")] == ["a"]
