@@ -126,8 +126,8 @@ class TabularCritic:
 
     Args:
         max_cells: Largest number of joint states of the scope without the site itself.
-        dueling: Whether a level ``V`` is learned besides the advantages. ``False`` keeps one number for each joint state
-            of the scope and each value: the paper's tables.
+        dueling: Whether a level ``V`` is learned besides the advantages. ``False`` keeps one number for each joint
+            state of the scope and each value: the paper's tables.
 
     Raises:
         OptionError: If an option is out of range.

@@ -321,8 +321,8 @@ def check_discounted(reduction: str, discounted: bool) -> None:
     """Raises an OptionError if the networks of a reduction cannot be discounted."""
     if discounted and reduction == "single":
         raise OptionError(
-            "reduction='single' makes one cost of all costs, and gamma discounts each cost by the number of edges to it. "
-            "Write gamma=1.0 (discounted=False), or reduction='chain'."
+            "reduction='single' makes one cost of all costs, and gamma discounts each cost by the number of edges to "
+            "it. Write gamma=1.0 (discounted=False), or reduction='chain'."
         )
 
 

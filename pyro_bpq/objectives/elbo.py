@@ -379,10 +379,8 @@ class TraceBackpropQ_ELBO(Objective):
             alike = all(run.key == runs[0].key for run in runs) and not self.runner.structure.is_dynamic(runs[0])
             members = [list(range(len(runs)))] if alike else [[i] for i in range(len(runs))]
             items = [self.stage([runs[i] for i in ids], [programs[i] for i in ids]) for ids in members]
-        return (
-            bootstrapped_surrogate([item.signals for item in items], entropy, self.learning().gamma)
-            / self.num_particles
-        )
+        signals, gamma = [item.signals for item in items], self.learning().gamma
+        return bootstrapped_surrogate(signals, entropy, gamma) / self.num_particles
 
     # State.
 

@@ -13,26 +13,29 @@ from pyro_bpq.graph.network import Reduction
 
 __all__ = ["paper_settings"]
 
+_ESTIMATOR, _CRITIC = QScoreFunction(), TabularCritic(dueling=False)
+
 
 def paper_settings(
     reduction: Reduction = "merged",
     lam: float | Callable[[int], float] = 0.0,
     gamma: float | Callable[[int], float] = 1.0,
     *,
-    estimator: Estimator = QScoreFunction(),
-    critic: Critic = TabularCritic(dueling=False),
+    estimator: Estimator = _ESTIMATOR,
+    critic: Critic = _CRITIC,
     rate: float | Callable[[int], float] = 0.1,
 ) -> dict[str, Any]:
     r"""The arguments with which ``TraceBackpropQ_ELBO`` and ``ExpectedCost`` run the paper's Algorithm 1 as written.
 
-    Each step takes a rollout, then a step of every critic in a backward sweep, then the gradient with the critics in the
-    place of the costs:
+    Each step takes a rollout, then a step of every critic in a backward sweep, then the gradient with the critics in
+    the place of the costs:
 
         w_X ← w_X + α (G_X - Q_w(Sc_X)) ∇Q_w(Sc_X),   surrogate = Σ_X Q_w(Sc_X) log q(x | Pa_X)
 
     Every Q-function is learned, immediate costs too, from the sampled values of its children. It sees the scope of the
     site and its ancestors. The gradient is **biased** by the critics' errors, so this is for comparison and for study;
-    ``TraceBackpropQ_ELBO()`` is not this algorithm, and is unbiased. Reparameterised sites keep their pathwise gradient.
+    ``TraceBackpropQ_ELBO()`` is not this algorithm, and is unbiased. Reparameterised sites keep their pathwise
+    gradient.
 
     Args:
         reduction: Reduction of the Backprop-Q network.

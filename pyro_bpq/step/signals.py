@@ -134,7 +134,8 @@ class Signals:
         cost = cost_to_go(self.layout, self.costs, c, batch.score.detach().new_zeros(shape))
         if gamma != 1.0 and estimator.replaces_costs:
             # An immediate cost is one level away, like every cost whose edge leads to the site.
-            cost, exact, exact_cost = (None if part is None else gamma * part for part in (cost, exact, exact_cost))
+            cost, exact = gamma * cost, None if exact is None else gamma * exact
+            exact_cost = None if exact_cost is None else gamma * exact_cost
         shift = self._bootstraps(gamma).get(c)
         return SiteContext(
             names=cls.names,

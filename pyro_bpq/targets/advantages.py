@@ -68,8 +68,8 @@ def advantages(
     """
     if gamma != 1.0 and network.skips_levels:
         raise OptionError(
-            f"gamma={gamma}: an edge of this network passes levels by, so a site is discounted differently by different "
-            "readers. Write gamma=1.0, or build the network with reduction='chain'."
+            f"gamma={gamma}: an edge of this network passes levels by, so a site is discounted differently by "
+            "different readers. Write gamma=1.0, or build the network with reduction='chain'."
         )
     returns = lambda_return(network, q, costs, lam, gamma, expected)
     totals = {name: cost.detach() for name, cost in costs.items()}

@@ -238,9 +238,8 @@ def test_any_estimator_and_any_critic_serve(estimator: Any) -> None:
     program = Program("chain")
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    elbo = ExpectedCost(
-        4, **paper_settings(estimator=estimator, critic=MLPCritic((4,)), rate=lambda step: 0.1 / (1 + step))
-    )
+    settings = paper_settings(estimator=estimator, critic=MLPCritic((4,)), rate=lambda step: 0.1 / (1 + step))
+    elbo = ExpectedCost(4, **settings)
     for _ in range(3):
         elbo.loss_and_grads(None, program.policy)
     gradient = pyro.get_param_store()._params["theta"].grad
@@ -262,7 +261,7 @@ def test_forms_and_learned_costs_are_unbiased(name: str, form: Any, immediate: A
     assert network is not None and network.form == form
     assert all(bool(node.immediate) == (immediate == "exact") for node in network.nodes if node.rule == ())
     assert all(not costs for costs in elbo.plan.layout.tabled.values()) == (immediate == "learned")  # type: ignore[union-attr]
-    assert_unbiased(elbo.eval(), case.model, case.guide, case.args)
+    assert_unbiased(elbo.eval(), case.model, case.guide, *case.args)
 
 
 def deterministic() -> None:

@@ -109,7 +109,8 @@ reals = st.floats(-5, 5)
 def test_lambda_return_of_a_chain_is_the_recursion_of_reinforcement_learning(
     drawn: tuple[list[float], list[float]], lam: float, gamma: float
 ) -> None:
-    # Rewards are immediate, an edge away, V_t the value of what remains: G_t = γ (γ r_{t+1} + (1 - λ) V_{t+1} + λ G_{t+1}).
+    # Rewards are immediate, an edge away; V_t is the value of what remains:
+    # G_t = γ (γ r_{t+1} + (1 - λ) V_{t+1} + λ G_{t+1}).
     rewards, values = drawn
     network = chain(len(rewards), "exact")
     q = {f"x{i}": v for i, v in enumerate(values[:-1])}
