@@ -16,8 +16,9 @@ class BackwardSweep:
 
         w_X ← w_X + α (G_X - Q_w(Sc_X)) ∇Q_w(Sc_X),   G_X from the children *after* their step
 
-    A step of plain gradient descent on half the squared error, the mean over particles and plate rows, in the units of
-    the costs. Targets are sample backups, :func:`~pyro_bpq.targets.lambda_return.lambda_return` without expectations.
+    A step of plain gradient descent on half the squared error, in the units of the costs. With several particles or
+    plate rows it is the mean over these, of a table over those that read the same entry. Targets are sample backups,
+    :func:`~pyro_bpq.targets.lambda_return.lambda_return` without expectations.
 
     Critics then depend on the rollout whose gradient they enter. So the gradient is **biased**, that of estimators
     that are unbiased otherwise, too. Without this option critics learn after the gradient. Critics learn in

@@ -72,12 +72,12 @@ def sweep(
                 continue
             value, _ = signals.value_and_mean(critic)
             targets = [backups.target(node).expand(value.shape[1:]) for node in critic.group.nodes]
-            error = site_mean(((value - torch.stack(targets)) / critic.unit).square())
-            _descend(0.5 * error.sum(), critic, rate, ranks)
+            loss = site_mean((value.detach() - torch.stack(targets)).square())
+            _descend(value / critic.unit, torch.stack(targets) / critic.unit, critic, signals, rate, ranks)
             learned, _ = signals.value_and_mean(_again(signals, critic, bank))
-            for node, target, own, loss in zip(critic.group.nodes, targets, learned.detach(), error, strict=True):
+            for node, target, own, error in zip(critic.group.nodes, targets, learned.detach(), loss, strict=True):
                 backups.put(node, target, own)
-                info.setdefault(node.site, {})["td_loss"] = loss.detach()
+                info.setdefault(node.site, {})["td_loss"] = error
             writes += critic.writes
             writes += critic.selection.write("count", critic.selection.read("count") + 1)
     return writes, info
@@ -89,11 +89,24 @@ def _again(signals: Signals, critic: CriticBatch, bank: CriticBank) -> CriticBat
     return found
 
 
-def _descend(loss: Tensor, critic: CriticBatch, rate: float, ranks: Ranks | None) -> None:
+def _descend(
+    value: Tensor, target: Tensor, critic: CriticBatch, signals: Signals, rate: float, ranks: Ranks | None
+) -> None:
+    """One step on half the squared error: of a table the mean over the samples of an entry, else over all samples."""
     blocks = {key: block for key, block, *_ in critic.selection.parts}
     weights = {f"{key}.{name}": w for key, block in blocks.items() for name, w in block.weights().items()}
-    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-    gradients = {name: g for name, g in zip(weights, found, strict=True) if g is not None}
+    spec, leaves = signals.layout.classes[critic.group.c].spec, list(weights.values())
+    is_table = spec.critic is not None and spec.critic.uses_cells
+    error = (value - target).square()
+    loss = 0.5 * (error.sum() if is_table else site_mean(error).sum())
+    found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=is_table)
+    # The derivative of a sum of entries with respect to an entry is the number of samples that read it.
+    seen = torch.autograd.grad(value.sum(), leaves, allow_unused=True) if is_table else found
+    gradients = {
+        name: g / number.clamp(min=1.0) if is_table else g
+        for name, g, number in zip(weights, found, seen, strict=True)
+        if g is not None and number is not None
+    }
     gradients = gradients if ranks is None else ranks.average(gradients)
     with torch.no_grad():
         for name, gradient in gradients.items():
