@@ -286,9 +286,9 @@ def main() -> None:
         "for all. *Gap*: exact loss minus the best one, in percent of that at the start; medians over seeds. *Bias²* "
         "and *variance* of a step's gradient with guide and critics frozen, over the squared exact gradient; what a "
         "finite number of draws adds to the bias is taken off, so that it may come out negative. Where nothing else is "
-        "said the estimator is `QScoreFunction()` and lambda is 0. `single` with tables is missing on the chain: the sum "
-        "of all costs depends on all 20 sites, a table of 2^20 cells; with a net (`MLPCritic()`, a fiftieth of the step "
-        "size) it runs. ms: processor time of a step."
+        "said the estimator is `QScoreFunction()` and lambda is 0. `single` with tables is missing on the chain: the "
+        "sum of all costs depends on all 20 sites, a table of 2^20 cells; with a net (`MLPCritic()`, a fiftieth of the "
+        "step size) it runs. ms: processor time of a step."
     )
     write_markdown(options.output / "paper.md", "The paper's algorithm and the default", (about, page))
 

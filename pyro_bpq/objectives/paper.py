@@ -13,16 +13,14 @@ from pyro_bpq.graph.network import Reduction
 
 __all__ = ["paper_settings"]
 
-_ESTIMATOR, _CRITIC = QScoreFunction(), TabularCritic(dueling=False)
-
 
 def paper_settings(
     reduction: Reduction = "merged",
     lam: float | Callable[[int], float] = 0.0,
     gamma: float | Callable[[int], float] = 1.0,
     *,
-    estimator: Estimator = _ESTIMATOR,
-    critic: Critic = _CRITIC,
+    estimator: Estimator = QScoreFunction(),
+    critic: Critic = TabularCritic(dueling=False),
     rate: float | Callable[[int], float] = 0.1,
 ) -> dict[str, Any]:
     r"""The arguments with which ``TraceBackpropQ_ELBO`` and ``ExpectedCost`` run the paper's Algorithm 1 as written.
