@@ -28,6 +28,7 @@ SCRIPTS = (
     "background.py",
     "multi_sample.py",
     "bias.py",
+    "paper.py",
 )
 
 

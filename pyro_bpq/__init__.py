@@ -3,6 +3,7 @@
 from pyro_bpq.compiled.options import Compile as Compile
 from pyro_bpq.compiled.report import compile_report as compile_report
 from pyro_bpq.critics.attention import AttentionCritic as AttentionCritic
+from pyro_bpq.critics.backward_sweep import BackwardSweep as BackwardSweep
 from pyro_bpq.critics.context import ContextCritic as ContextCritic
 from pyro_bpq.critics.joint import FirstOrderCritic as FirstOrderCritic
 from pyro_bpq.critics.joint import FlipCritic as FlipCritic
@@ -28,6 +29,7 @@ from pyro_bpq.graph.scg import StochasticNode as StochasticNode
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO as TraceBackpropQ_ELBO
 from pyro_bpq.objectives.expected_cost import ExpectedCost as ExpectedCost
 from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE as TraceBackpropQ_IWAE
+from pyro_bpq.objectives.paper import paper_settings as paper_settings
 from pyro_bpq.rollout.distributed import Ranks as Ranks
 from pyro_bpq.svi.actor_critic import ActorCriticSVI as ActorCriticSVI
 from pyro_bpq.svi.controlled import ProximalSVI as ProximalSVI
@@ -43,6 +45,7 @@ __all__ = [
     "AllAction",
     "AttentionCritic",
     "BackpropQNetwork",
+    "BackwardSweep",
     "Compile",
     "ContextCritic",
     "CostCounter",
@@ -74,4 +77,5 @@ __all__ = [
     "compile_report",
     "config_bpq",
     "cost",
+    "paper_settings",
 ]

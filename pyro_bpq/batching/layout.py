@@ -80,6 +80,7 @@ class Layout:
         self._sums: dict[tuple[Relation | None, int, int, torch.dtype, torch.device], Sums | None] = {}
         self._split: dict[int, bool] = {}
         self._rules: dict[tuple[torch.dtype, torch.device], Rules] = {}
+        self.waves: list[Any] = []
 
     def __repr__(self) -> str:
         return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"

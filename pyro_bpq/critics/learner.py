@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_bpq.critics.backward_sweep import BackwardSweep
 from pyro_bpq.critics.bank import MAX_IDLE, Block, CriticBank
 from pyro_bpq.critics.replay_buffer import Replay
 from pyro_bpq.critics.slow import SlowTracking, track
@@ -49,6 +50,9 @@ class CriticLearner:
             most recently used first; see :class:`~pyro_bpq.critics.bank.CriticBank`. Programs that alternate, or that
             name sites by data points, need one for each critic and one for the statistics of each site. If every step
             has new names, the rest is forgotten.
+        sweep: Options of learning before the gradient of the step, in a backward sweep by plain gradient descent, as in
+            the paper's Algorithm 1. Besides it only ``ranks`` and ``max_idle`` may be chosen. ``None`` for learning
+            after the gradient, which keeps that unbiased.
 
     Raises:
         OptionError: If an option is out of range.
@@ -64,8 +68,20 @@ class CriticLearner:
     first_order: float = 0.0
     ranks: Ranks | None = Ranks()
     max_idle: int = MAX_IDLE
+    sweep: BackwardSweep | None = None
 
     def __post_init__(self) -> None:
+        if self.sweep is not None and not isinstance(self.sweep, BackwardSweep):
+            raise OptionError(f"CriticLearner(sweep={self.sweep!r}): write BackwardSweep(rate=...) or None.")
+        if self.sweep is not None:
+            plain = CriticLearner(ranks=self.ranks, max_idle=self.max_idle)
+            unused = [item.name for item in fields(self) if getattr(self, item.name) != getattr(plain, item.name)]
+            unused.remove("sweep")
+            if unused:
+                raise OptionError(
+                    f"CriticLearner(sweep=...) learns by plain gradient descent and does not use {', '.join(unused)}. "
+                    "Leave them out, or write the step size as BackwardSweep(rate=...)."
+                )
         if self.lr is not None and not self.lr > 0:
             raise OptionError(f"CriticLearner(lr={self.lr!r}): write a positive number or None.")
         if not isinstance(self.steps, int) or self.steps < 1:

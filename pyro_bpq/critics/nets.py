@@ -129,12 +129,15 @@ class TabularCritic:
 
     Args:
         max_cells: Largest number of joint states of the scope without the site itself.
+        dueling: Whether a level ``V`` is learned besides the advantages. ``False`` keeps one number for each joint
+            state of the scope and each value: the paper's tables.
 
     Raises:
         OptionError: If an option is out of range.
     """
 
     max_cells: int = 65536
+    dueling: bool = True
 
     uses_cells: ClassVar[bool] = True
 
@@ -153,7 +156,7 @@ class TabularCritic:
                 f"TabularCritic cannot hold a scope with {shape.cells or 'more than 2^30 or infinitely many'} joint "
                 f"states (max_cells={self.max_cells}); write critic=MLPCritic() instead."
             )
-        return _Table(shape)
+        return _Table(shape, self.dueling)
 
 
 class Perceptron(nn.Module):
@@ -194,9 +197,12 @@ class Perceptron(nn.Module):
 
 
 class _Table(nn.Module):
-    def __init__(self, shape: CriticShape) -> None:
+    def __init__(self, shape: CriticShape, is_dueling: bool) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.zeros(shape.sites, shape.cells, shape.outputs))
+        # Without advantages the level is all there is.
+        self.has_level = is_dueling or shape.outputs == 1
+        self.table = nn.Parameter(torch.zeros(shape.sites, shape.cells, shape.outputs - (not self.has_level)))
 
     def forward(self, context: Tensor, cells: Tensor) -> Tensor:
-        return self.table.gather(1, cells.unsqueeze(-1).expand(-1, -1, self.table.shape[-1]))
+        found = self.table.gather(1, cells.unsqueeze(-1).expand(-1, -1, self.table.shape[-1]))
+        return found if self.has_level else torch.cat((torch.zeros_like(found[..., :1]), found), -1)

@@ -240,6 +240,7 @@ class Estimator:
         attaches: Whether :meth:`attach` lets the value of a site without ``rsample`` carry a gradient.
         corrects: Whether that gradient is only a part of the whole, and :meth:`correction` gives the rest.
         takes_baseline: Whether Pyro's baseline options of a site may replace this estimator.
+        replaces_costs: Whether Q-functions take the place of costs in it. They are then discounted as targets are.
         relies_on_slopes: Whether it works badly if costs have no gradient with respect to the values of sites.
     """
 
@@ -249,6 +250,7 @@ class Estimator:
     attaches: ClassVar[bool] = False
     corrects: ClassVar[bool] = False
     takes_baseline: ClassVar[bool] = False
+    replaces_costs: ClassVar[bool] = False
     relies_on_slopes: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -17,11 +17,12 @@ __all__ = ["LambdaReturn"]
 class LambdaReturn(Estimator):
     r"""**Biased**: the lambda-return of the critics in place of the cost-to-go.
 
-        g_X = (I_X(x) + G_X - b - Q-terms of AllAction) ∇ log q(x) + all-action term
-        G_X = roots + avg_Y [ E_Y[Q_Y] + λ (G_Y - q_Y(y)) ]
+        g_X = (γ I_X(x) + G_X - b - Q-terms of AllAction) ∇ log q(x) + all-action term
+        G_X = γ (roots + avg_Y [ E_Y[Q_Y] + λ (G_Y - q_Y(y)) ])
 
     Critics replace the costs that lie far ahead, so their errors bias the gradient. With ``lam=1`` there is no bias:
-    ``G_X`` is then the cost-to-go minus the graph-wise control variates. Finite sites apply :class:`AllAction` to
+    ``G_X`` is then the cost-to-go minus the graph-wise control variates. ``γ`` is the ELBO's ``gamma``, with which the
+    critics learn; below 1 it is a bias of its own. Finite sites apply :class:`AllAction` to
     ``G_X``. Other sites apply the score function with leave-one-out or a running baseline.
 
     Args:
@@ -39,6 +40,7 @@ class LambdaReturn(Estimator):
 
     is_unbiased: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
+    replaces_costs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.lam <= 1.0:

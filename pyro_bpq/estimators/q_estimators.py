@@ -154,6 +154,7 @@ class _LocalCost(Estimator):
 
     is_unbiased: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
+    replaces_costs: ClassVar[bool] = True
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components, which critics are for."""

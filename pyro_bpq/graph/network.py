@@ -24,10 +24,10 @@ from typing import Literal, get_args
 
 from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
 from pyro_bpq.graph.bitsets import ones, union
-from pyro_bpq.graph.reductions import Reduced, reduce_graph, split
+from pyro_bpq.graph.reductions import Reduced, levels_below, reduce_graph, split
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 
-__all__ = ["Average", "BackpropQNetwork", "Immediate", "QNode", "Reduction"]
+__all__ = ["Average", "BackpropQNetwork", "Immediate", "QNode", "Reduction", "check_discounted"]
 
 Reduction = Literal["per_cost", "merged", "tree", "chain", "single"]
 Immediate = Literal["exact", "learned"] | frozenset[str]
@@ -39,9 +39,11 @@ class Average:
 
     Args:
         children: Names of Q-nodes, or of costs (the roots).
+        levels: By how many levels each child is discounted; empty if it is one for all of them.
     """
 
     children: tuple[str, ...]
+    levels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class BackpropQNetwork:
         reduction: How the networks of the costs were reduced, see :meth:`build`.
         form: The set that a Q-function conditions on: its site and the ancestors, or all sites sampled so far.
         immediate: The immediate costs that are used exactly: all, none, or the named ones.
+        discounted: Whether it was built for a discount below 1.
 
     Example:
         >>> graph = StochasticComputationGraph.from_parents(
@@ -104,6 +107,7 @@ class BackpropQNetwork:
     reduction: Reduction = "chain"
     form: Form = "ancestor"
     immediate: Immediate = "exact"
+    discounted: bool = False
 
     @classmethod
     def build(
@@ -113,6 +117,7 @@ class BackpropQNetwork:
         *,
         immediate: Immediate = "exact",
         form: Form = "ancestor",
+        discounted: bool = False,
     ) -> BackpropQNetwork:
         """Derives Q-nodes, scopes and update rules.
 
@@ -132,12 +137,16 @@ class BackpropQNetwork:
                 immediate, and the costs that read a node stand in its rule as roots. A set of names uses these costs
                 exactly where they are immediate, and learns the others.
             form: ``"ancestor"``, the paper's, or ``"history"``.
+            discounted: Whether targets may have a discount below 1. A cost is then discounted once for each edge of
+                the longest way to it, along every edge that a reduction keeps, so that equivalent rules stay
+                equivalent. Costs are merged only where that is the same for both. At discount 1 nothing else changes.
 
         Returns:
             The network. A stochastic node without a downstream cost has no Q-node.
 
         Raises:
-            OptionError: If an option has an unknown name.
+            OptionError: If an option has an unknown name, or the reduction is ``"single"`` and discounted: the sum of
+                all costs has no number of edges.
             SiteNotFoundError: If ``immediate`` names an unknown cost.
             GraphError: If a Q-node would have the name of another one or of a cost.
 
@@ -146,8 +155,9 @@ class BackpropQNetwork:
         """
         _check_option("reduction", reduction, get_args(Reduction))
         _check_option("form", form, get_args(Form))
-        reduced = reduce_graph(graph, reduction, _exact_costs(graph, immediate), form)
-        return cls(graph, _Assembly(graph, reduced, form).nodes(), reduction, form, immediate)
+        check_discounted(reduction, discounted)
+        reduced = reduce_graph(graph, reduction, _exact_costs(graph, immediate), form, discounted)
+        return cls(graph, _Assembly(graph, reduced, form).nodes(), reduction, form, immediate, discounted)
 
     def q_node(self, name: str) -> QNode:
         """The Q-node called ``name``."""
@@ -168,6 +178,20 @@ class BackpropQNetwork:
     def learned(self) -> tuple[QNode, ...]:
         """The Q-nodes with a learned part, in backward order."""
         return tuple(node for node in self.nodes if node.is_learned)
+
+    @cached_property
+    def can_discount(self) -> bool:
+        """Whether its rules may be used with a discount below 1: it was built for that, or would be the same."""
+        if self.discounted or self.reduction == "single":
+            return self.discounted
+        immediate, form = self.immediate, self.form
+        twin = BackpropQNetwork.build(self.graph, self.reduction, immediate=immediate, form=form, discounted=True)
+        return twin.nodes == self.nodes
+
+    @cached_property
+    def skips_levels(self) -> bool:
+        """Whether an edge of the network is discounted more than once."""
+        return any(average.levels for node in self.nodes for average in node.rule)
 
     @cached_property
     def _by_name(self) -> dict[str, QNode]:
@@ -237,7 +261,7 @@ class _Assembly:
         reads = dict.fromkeys(blocks, 0)
         for children, costs in self.reduced.edges[i]:
             for block, part in split(costs, blocks):
-                rules[block] += self._averages(children, part)
+                rules[block] += self._averages(i, children, part)
                 reads[block] |= self._reads(children, part)
         return [self._q_node(i, block, rules[block], reads[block]) for block in blocks]
 
@@ -257,7 +281,7 @@ class _Assembly:
         averages = tuple([average for _, average in rule])
         return QNode(name, site, self.scopes[scope], sources, graph.cost_names(immediate), averages)
 
-    def _averages(self, children: int, costs: int) -> list[tuple[int, Average]]:
+    def _averages(self, i: int, children: int, costs: int) -> list[tuple[int, Average]]:
         """The averages of a rule for ``costs``: one for each Q-node that a child has for these costs."""
         *sites, last = ones(children)
         root = last == len(self.graph.nodes)
@@ -267,8 +291,13 @@ class _Assembly:
         for _, part in split(costs, self.reduced.blocks[sites[0]]) if sites else [(costs, costs)]:
             low = _low(part)
             names = [self.names[j][low] for j in sites]
-            averages.append((low, Average((*names, *(self.graph.cost_names(part) if root else ())))))
+            found = Average((*names, *(self.graph.cost_names(part) if root else ())), self._levels(i, children, low))
+            averages.append((low, found))
         return averages
+
+    def _levels(self, i: int, children: int, cost: int) -> tuple[int, ...]:
+        found = () if self.reduced.levels is None else levels_below(self.reduced.levels, i, children, cost)
+        return found if any(level != 1 for level in found) else ()
 
     def _reads(self, children: int, costs: int) -> int:
         """The variables, as bits, that a child's Q-functions of ``costs`` read."""
@@ -286,6 +315,15 @@ def _exact_costs(graph: StochasticComputationGraph, immediate: Immediate) -> int
         _check_option("immediate", immediate, ["exact", "learned"])
         return (1 << len(graph.costs)) - 1 if immediate == "exact" else 0
     return sum(1 << graph.cost_index[graph.cost(name).name] for name in immediate)
+
+
+def check_discounted(reduction: str, discounted: bool) -> None:
+    """Raises an OptionError if the networks of a reduction cannot be discounted."""
+    if discounted and reduction == "single":
+        raise OptionError(
+            "reduction='single' makes one cost of all costs, and gamma discounts each cost by the number of edges to "
+            "it. Write gamma=1.0 (discounted=False), or reduction='chain'."
+        )
 
 
 def _low(bits: int) -> int:

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pyro_bpq.graph.bitsets import ones, union
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 
-__all__ = ["Reduced", "merge", "reduce_graph", "split"]
+__all__ = ["Levels", "Reduced", "levels_below", "longest_ways", "merge", "reduce_graph", "split"]
 
 Edges = list[tuple[int, int]]
+Levels = list[dict[int, int]]
 Blocks = dict[int, None]  # an ordered set: split() mostly gets a block, and finds it at once
 
 
@@ -36,14 +37,18 @@ class Reduced:
             cost itself, is child number ``len(graph.nodes)``. A pair with the root has one cost.
         blocks: For each node, the sets of costs that share a Q-function.
         immediate: For each node, the immediate costs that are used exactly.
+        levels: For each node and cost, the number of edges on the longest way; ``None`` if nothing is discounted.
     """
 
     edges: list[Edges]
     blocks: list[Blocks]
     immediate: list[int]
+    levels: Levels | None = None
 
 
-def reduce_graph(graph: StochasticComputationGraph, reduction: str, exact: int, form: Form) -> Reduced:
+def reduce_graph(
+    graph: StochasticComputationGraph, reduction: str, exact: int, form: Form, discounted: bool = False
+) -> Reduced:
     """Reduces the networks of all costs.
 
     Args:
@@ -51,6 +56,7 @@ def reduce_graph(graph: StochasticComputationGraph, reduction: str, exact: int, 
         reduction: One of ``"per_cost"``, ``"merged"``, ``"tree"``, ``"chain"``, ``"single"``.
         exact: The costs, as bits, that are used exactly where they are immediate.
         form: ``"ancestor"`` or ``"history"``.
+        discounted: Whether costs are merged only where their edges pass the same number of levels.
 
     Returns:
         Kept children and merged costs.
@@ -60,11 +66,44 @@ def reduce_graph(graph: StochasticComputationGraph, reduction: str, exact: int, 
         return _wrap_all(graph, immediate, exact, form)
     remote = [d & ~f for d, f in zip(graph.downstream_bits, immediate, strict=True)]
     keep = {"tree": _shortest_paths, "chain": _first_child}.get(reduction, _every_child)
-    edges = keep(graph, remote)
+    edges, levels = keep(graph, remote), None
+    if discounted:
+        levels = longest_ways(graph)
+        edges = [_split_by_levels(levels, i, own) for i, own in enumerate(edges)]
     if reduction == "per_cost":
         singles = [dict.fromkeys(1 << f for f in ones(costs)) for costs in graph.downstream_bits]
-        return Reduced(edges, singles, immediate)
-    return Reduced(edges, merge(graph, edges), immediate)
+        return Reduced(edges, singles, immediate, levels)
+    return Reduced(edges, merge(graph, edges), immediate, levels)
+
+
+def longest_ways(graph: StochasticComputationGraph) -> Levels:
+    """For each node and each cost downstream of it, the number of edges on the longest way."""
+    levels: Levels = [{} for _ in graph.nodes]
+    for i in reversed(range(len(levels))):
+        own = dict.fromkeys(ones(graph.cost_child_bits[i]), 1)
+        for j in ones(graph.child_bits[i]):
+            for f, level in levels[j].items():
+                own[f] = max(own.get(f, 0), level + 1)
+        levels[i] = own
+    return levels
+
+
+def levels_below(levels: Levels, i: int, children: int, f: int) -> tuple[int, ...]:
+    """The number of levels from a node to each of its children on the way to a cost, the root last."""
+    own, root = levels[i][f], len(levels)
+    return tuple(own - (levels[j][f] if j < root else 0) for j in ones(children))
+
+
+def _split_by_levels(levels: Levels, i: int, edges: Edges) -> Edges:
+    """Costs whose edges pass different numbers of levels no longer keep the same edges."""
+    found: dict[tuple[int, tuple[int, ...]], int] = {}
+    for children, costs in edges:
+        for f in ones(costs):
+            key = children, levels_below(levels, i, children, f)
+            # The root of a cost is its own: such a pair has one cost.
+            key = (children, (*key[1], -f)) if children >> len(levels) & 1 else key
+            found[key] = found.get(key, 0) | 1 << f
+    return [(children, costs) for (children, _), costs in found.items()]
 
 
 def _immediate_bits(graph: StochasticComputationGraph, costs: int, form: Form) -> list[int]:

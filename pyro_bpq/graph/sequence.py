@@ -41,4 +41,4 @@ def sequence_network(graph: StochasticComputationGraph, immediate: Mapping[str, 
         scope = graph.node_names((1 << t + 1) - 1)
         nodes.append(QNode(name, name, scope, graph.cost_names(sources), tuple(exact), averages))
     every = frozenset(cost for exact in immediate.values() for cost in exact)
-    return BackpropQNetwork(graph, tuple(nodes), "single", "history", every)
+    return BackpropQNetwork(graph, tuple(nodes), "single", "history", every, discounted=True)

@@ -105,6 +105,7 @@ class CriticTrainer:
             first_order=0.0 if learner is None else learner.first_order,
             ranks=self.ranks,
             is_recorded=is_recorded,
+            sweep=None if learner is None or learner.sweep is None else learner.sweep.at(self.num_steps),
         )
 
     def keep(self, items: Sequence[Staged], result: Step) -> None:
@@ -201,12 +202,19 @@ class CriticTrainer:
 
     def mark(self) -> Any:
         """A mark to which :meth:`go_back` takes what a step builds and notes."""
-        return self.critics.snapshot(), snapshot(self)
+        # A sweep changes critics while the step is still going on.
+        sweeps = self.learner is not None and self.learner.sweep is not None
+        swept = {name: w.detach().clone() for name, w in self.critics.weights().items()} if sweeps else {}
+        return self.critics.snapshot(), snapshot(self), swept
 
     def go_back(self, mark: Any) -> None:
         """Undoes what was built and noted after a mark."""
-        bank, own = mark
+        bank, own, swept = mark
         built = self.critics.restore(bank)
+        present = self.critics.weights(dict.fromkeys(name.split(".")[0] for name in swept))
+        with torch.no_grad():
+            for name, weight in present.items():
+                weight.copy_(swept[name])
         restore(self, own)
         if self.optimizer is not None:
             self.optimizer.forget(built)

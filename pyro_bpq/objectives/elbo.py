@@ -19,12 +19,12 @@ from pyro_bpq.critics.replay_buffer import ReplayBuffer
 from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
-from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 from pyro_bpq.objectives.analytic import differentiable_cost
 from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
-from pyro_bpq.objectives.options import check_options
+from pyro_bpq.objectives.options import check_choice, check_options
 from pyro_bpq.objectives.programs import Program, programs_of
 from pyro_bpq.objectives.runner import Mode, NoiseSource, StepRunner
 from pyro_bpq.objectives.staged import Observation, Staged
@@ -73,7 +73,8 @@ class TraceBackpropQ_ELBO(Objective):
             :class:`~pyro_bpq.MomentCritic`; reparameterised sites only where ``infer`` or ``config_bpq`` asks for it.
         reduction: Reduction of the Backprop-Q network.
         lam: Weight of the lambda-return against the critic in targets, in ``[0, 1]``, or a function of the step.
-        gamma: Discount of targets per edge, in ``(0, 1]``, or a function of the step.
+        gamma: Discount of targets, in ``(0, 1]``, or a function of the step: a cost that is ``d`` edges away, on the
+            longest way, counts ``gamma ** d``, whatever the reduction (:mod:`pyro_bpq.targets.lambda_return`).
         learner: Trains the critics with an optimiser of its own; ``None`` adds their loss to the surrogate,
             so that the user's optimiser trains them.
         structure: ``"auto"``, ``"dynamic"``, ``"dense"`` or ``"static"``: when dependencies are tracked.
@@ -88,6 +89,10 @@ class TraceBackpropQ_ELBO(Objective):
             critic reads.
         compile: Whether steps are recorded once and compiled, from then on without the programs' Python: ``True``, the
             name of a backend, or :class:`~pyro_bpq.Compile`. See :doc:`/compiled`.
+        immediate: ``"exact"`` sums immediate costs over the values of a site where they are known. ``"learned"``, the
+            paper's form, leaves all costs to the critics; there is no extra run of the model.
+        form: What a Q-function conditions on: the site and its ancestors, ``"ancestor"``, or all that was sampled so
+            far, ``"history"``. Where sampled values steer the program it is always the history.
 
     Attributes:
         info: After each training step what is known of each site, by name; tensors are detached and on their device.
@@ -133,6 +138,8 @@ class TraceBackpropQ_ELBO(Objective):
         enumeration: Literal["sample", "exact"] = "sample",
         window: int = 4,
         compile: bool | Backend | Compile = False,
+        immediate: Literal["exact", "learned"] = "exact",
+        form: Form = "ancestor",
     ) -> None:
         is_number = isinstance(num_particles, Integral) and not isinstance(num_particles, bool)
         if num_particles is not None and not (is_number and num_particles >= 1):
@@ -140,8 +147,9 @@ class TraceBackpropQ_ELBO(Objective):
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:
             raise OptionError(f"window={window!r}: write a positive integer.")
         check_options(estimator, critic, reduction, lam, gamma, learner)
-        if enumeration not in ("sample", "exact"):
-            raise OptionError(f"enumeration={enumeration!r} is unknown; write 'sample' or 'exact'.")
+        check_choice("immediate", immediate, ("exact", "learned"))
+        check_choice("form", form, ("ancestor", "history"))
+        check_choice("enumeration", enumeration, ("sample", "exact"))
         super().__init__(
             *(learner, seed, lam, gamma, compile),
             num_particles=1 if num_particles is None else num_particles,
@@ -156,8 +164,15 @@ class TraceBackpropQ_ELBO(Objective):
         )
         self.enumeration, self.analytic_kl = enumeration, analytic_kl
         chosen = (reduction, lam, gamma, learner, window) != ("chain", 0.97, 1.0, CriticLearner(), 4)
-        asks = chosen or critic not in (None, MLPCritic())
-        planner = Planner(estimator, critic, reduction, asks_for_critics=asks, window=window)
+        asks = chosen or critic not in (None, MLPCritic()) or (immediate, form) != ("exact", "ancestor")
+        planner = Planner(
+            *(estimator, critic, reduction),
+            asks_for_critics=asks,
+            window=window,
+            immediate=immediate,
+            form=form,
+            discounted=callable(gamma) or gamma != 1.0,
+        )
         enumerates = enumeration == "exact"
         self.runner = StepRunner(
             *(planner, structure, self.critics, self._only_costs, enumerates, strict_enumeration_warning)
@@ -388,7 +403,8 @@ class TraceBackpropQ_ELBO(Objective):
             alike = all(run.key == runs[0].key for run in runs) and not self.runner.structure.is_dynamic(runs[0])
             members = [list(range(len(runs)))] if alike else [[i] for i in range(len(runs))]
             items = [self.stage([runs[i] for i in ids], [programs[i] for i in ids]) for ids in members]
-        return bootstrapped_surrogate([item.signals for item in items], entropy) / self.num_particles
+        signals, gamma = [item.signals for item in items], self.learning().gamma
+        return bootstrapped_surrogate(signals, entropy, gamma) / self.num_particles
 
     # State.
 
@@ -408,5 +424,6 @@ class TraceBackpropQ_ELBO(Objective):
             f"num_particles={self.num_particles}, estimator={planner.estimator}, critic={planner.critic}, "
             f"reduction={planner.reduction!r}, lam={self.lam}, gamma={self.gamma}, learner={self.learner}, "
             f"structure={self.runner.structure.mode!r}, enumeration={self.enumeration!r}, "
-            f"compile={False if self.compiled is None else self.compiled.options}"
+            f"compile={False if self.compiled is None else self.compiled.options}, "
+            f"immediate={planner.immediate!r}, form={planner.form!r}"
         )

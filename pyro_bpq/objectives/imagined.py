@@ -13,7 +13,7 @@ from pyro_bpq.step.signals import Signals
 __all__ = ["bootstrapped_surrogate"]
 
 
-def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0) -> Tensor:
+def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0, gamma: float = 1.0) -> Tensor:
     r"""The sum of what critics expect at every site, as a function of the site's own probabilities.
 
         S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   I and Q detached
@@ -21,6 +21,7 @@ def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0) -> 
     Args:
         signals: One for all particles; or one for each, where sampled values steer the program.
         entropy: Weight ``α`` of the negative entropy of every site.
+        gamma: Discount per level, with which the critics learned; the immediate costs ``I`` are discounted by it.
 
     Returns:
         A scalar, summed over particles; only its gradient has meaning. Sites whose critics have not been built yet
@@ -39,6 +40,7 @@ def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0) -> 
                     "values and a critic, as of Categorical sites with critic=MLPCritic(). Use pyro.infer.SVI."
                 )
             learned, table = one.learned.get(c), one.exact[c]
+            table = table if table is None or gamma == 1.0 else gamma * table
             if learned is not None and learned.table is not None:
                 table = learned.table if table is None else table + learned.table
             if table is not None:

@@ -2,6 +2,7 @@ r"""Checks the options of an objective, and how it is called."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, UnsupportedProgramError
 from pyro_bpq.estimators import Estimator
+from pyro_bpq.graph.network import check_discounted
 
-__all__ = ["check_not_traced", "check_options"]
+__all__ = ["check_choice", "check_not_traced", "check_options"]
 
 _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 
@@ -22,14 +24,20 @@ def check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: 
         raise OptionError(f"estimator={estimator!r} is not an estimator; write an object such as AllAction().")
     if critic is not None and (isinstance(critic, type) or not isinstance(critic, Critic)):
         raise OptionError(f"critic={critic!r} is not a critic; write an object such as MLPCritic(), or None.")
-    if reduction not in _REDUCTIONS:
-        raise OptionError(f"reduction={reduction!r} is unknown; write one of {', '.join(map(repr, _REDUCTIONS))}.")
+    check_choice("reduction", reduction, _REDUCTIONS)
     if not callable(lam) and not 0.0 <= lam <= 1.0:
         raise OptionError(f"lam={lam!r}: write a number in [0, 1] or a function of the step.")
     if not callable(gamma) and not 0.0 < gamma <= 1.0:
         raise OptionError(f"gamma={gamma!r}: write a number in (0, 1] or a function of the step.")
+    check_discounted(reduction, callable(gamma) or gamma != 1.0)
     if learner is not None and not isinstance(learner, CriticLearner):
         raise OptionError(f"learner={learner!r} is not a learner; write CriticLearner(lr=...) or None.")
+
+
+def check_choice(option: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raises :class:`OptionError` for an option that has none of its values."""
+    if value not in allowed:
+        raise OptionError(f"{option}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}.")
 
 
 def check_not_traced() -> None:

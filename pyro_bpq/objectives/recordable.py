@@ -99,6 +99,8 @@ class Recordable:
             return "several processes train the critics together"
         if self.objective.keeps_staged:
             return "something learns later from what a step worked on (steps > 1, or a controlled SVI)"
+        if trainer.learner is not None and trainer.learner.sweep is not None:
+            return "critics learn in a backward sweep"
         if own is not None and any(not isinstance(each, AveragedAdam) for each in own.optimizers.values()):
             return "an optimiser of your own trains the critics, and counts its steps in Python"
         return self.objective.refuses_recording()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from pyro_bpq.batching.classes import SiteSpec
 from pyro_bpq.batching.kinds import Known
@@ -21,7 +21,7 @@ from pyro_bpq.estimators import Estimator, SecondRun
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.crossings import Crossings, crossings
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
-from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 from pyro_bpq.graph.sequence import sequence_network
 from pyro_bpq.plan.critic_options import checked_critic, default_critic
 from pyro_bpq.plan.crossable import crossable
@@ -70,6 +70,9 @@ class Planner:
         max_elements: Largest number of costs that the extra run of the model may evaluate by default.
         asks_for_critics: Whether the user has chosen something about critics: then sites have them wherever they can.
         window: Number of most recent scope members per class of sites that a critic sees as separate features.
+        immediate: ``"exact"``, or ``"learned"`` for no cost that is known at other values than the sampled one.
+        form: What a Q-function conditions on, see :meth:`BackpropQNetwork.build`.
+        discounted: Whether targets may have a discount below 1.
     """
 
     estimator: Estimator | None
@@ -79,6 +82,9 @@ class Planner:
     max_elements: int = 1 << 21
     asks_for_critics: bool = False
     window: int = 4
+    immediate: Literal["exact", "learned"] = "exact"
+    form: Form = "ancestor"
+    discounted: bool = False
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site, as its options and its distribution have it.
@@ -150,8 +156,10 @@ class Planner:
         for name, record in traced.run.sites.items():
             is_partly_scored = choices[name].estimator.is_pathwise and record.score is not None
             _revise(choices, replace(sites[name], is_partly_scored=is_partly_scored))
+        is_exact = self.immediate == "exact"
+        can_flip = can_flip and is_exact
         extra = self._extra_run(traced, graph, facts, choices, can_flip and not facts.is_dynamic)
-        immediate = immediate_of(graph, facts)
+        immediate = immediate_of(graph, facts) if is_exact else {name: () for name in choices}
         by_row, served = self._by_row(traced, graph, facts, extra, immediate)
         for name in served:
             _revise(choices, replace(sites[name], is_by_row=True))
@@ -161,6 +169,8 @@ class Planner:
         kinds = {
             name: known_costs(traced, name, graph, choice.estimator, immediate[name])
             | ({Known.MODEL} if name in extra.components else set())
+            if is_exact
+            else set()
             for name, choice in choices.items()
         }
         # Sums in the same order in every process.
@@ -264,7 +274,9 @@ class Planner:
             if facts.is_dynamic:
                 network = sequence_network(graph, tabled)
             else:
-                network = BackpropQNetwork.build(graph, self.reduction, immediate=frozenset(known))
+                network = BackpropQNetwork.build(
+                    graph, self.reduction, immediate=frozenset(known), form=self.form, discounted=self.discounted
+                )
         layout = Layout(
             graph,
             network,

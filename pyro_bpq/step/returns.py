@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.rollout.runs import sum_to_plates
-from pyro_bpq.targets.lambda_return import lambda_return
+from pyro_bpq.targets.lambda_return import check_discount, lambda_return
 from pyro_bpq.targets.rules import solve_rules
 
 __all__ = ["lambda_returns"]
@@ -36,16 +36,17 @@ def lambda_returns(
         costs: Stacked costs by class of costs, in nats, detached.
         groups: The Q-nodes of each group.
         values: ``q_X(x)`` by group, ``(Q, M, plates)``, in nats, detached.
-        ahead: ``E_X[q_X]`` plus the correction of the exact immediate costs to their expectation.
+        ahead: ``E_X[q_X]`` plus the correction of the (discounted) exact immediate costs to their expectation.
         lam: Weight of the return against the critic.
-        gamma: Discount per edge.
+        gamma: Discount per level, usually per edge.
 
     Returns:
         Targets by group, of the shapes of ``values``.
     """
     assert layout.network is not None
     plates = {cls.plates for cls in layout.cost_classes} | {cls.spec.plates for cls in layout.classes}
-    if len(plates) == 1 and len(layout.network.nodes) > 2:
+    check_discount(layout.network, gamma)
+    if len(plates) == 1 and len(layout.network.nodes) > 2 and (gamma == 1.0 or not layout.network.skips_levels):
         return _solve(layout, costs[0], groups, values, ahead, lam, gamma)
     return _backward(layout, costs, groups, values, ahead, lam, gamma)
 
@@ -70,7 +71,7 @@ def _backward(
     for g, value in values.items():
         for node, own, mean in zip(groups[g].nodes, value.unbind(0), ahead[g].unbind(0), strict=True):
             q[node.name] = own
-            expected[node.name] = _with_immediate(layout, node.name, mean, roots)
+            expected[node.name] = _with_immediate(layout, node.name, mean, roots, gamma)
     returns = lambda_return(network, q, roots, lam, gamma, expected)
     return {
         g: torch.stack([returns[node.name].expand(value.shape[1:]) for node in groups[g].nodes])
@@ -78,12 +79,13 @@ def _backward(
     }
 
 
-def _with_immediate(layout: Layout, name: str, mean: Tensor, roots: Mapping[str, Tensor]) -> Tensor:
+def _with_immediate(layout: Layout, name: str, mean: Tensor, roots: Mapping[str, Tensor], gamma: float) -> Tensor:
     assert layout.network is not None
     graph, node = layout.graph, layout.network.q_node(name)
     plates = graph.node(node.site).plates
     for cost in node.immediate:
-        mean = mean + sum_to_plates(roots[cost], graph.cost(cost).plates, plates)
+        cost_here = sum_to_plates(roots[cost], graph.cost(cost).plates, plates)
+        mean = mean + (cost_here if gamma == 1.0 else gamma * cost_here)
     return mean
 
 

@@ -55,9 +55,10 @@ class Signals:
         by_value: bool = True,
     ) -> None:
         self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
-        self.rerun, self.generator = rerun, generator
+        self.rerun, self.generator, self.by_value = rerun, generator, by_value
         # What signals of several classes have in common, by name of the signal.
         self.shared: dict[str, Any] = {}
+        self._shifts: dict[float, dict[int, Tensor]] = {}
         self.batches = [
             SiteBatch(cls, rollout, by_value or "table" in cls.spec.estimator.needs) for cls in layout.classes
         ]
@@ -70,6 +71,12 @@ class Signals:
 
     def __repr__(self) -> str:
         return f"Signals({self.layout}, {self.rollout.num_particles} particles, {len(self.critics)} groups of critics)"
+
+    def again(self) -> Signals:
+        """The same with the critics as they are now; nothing is built."""
+        return Signals(
+            *(self.layout, self.rollout, self.tables, self.bank, False, self.rerun, self.generator, self.by_value)
+        )
 
     # Parts of the signal.
 
@@ -108,8 +115,13 @@ class Signals:
         """The costs of each run through which pathwise gradients flow; to be asked when all sites are done."""
         return [run.differentiable for run in self.rollout.runs] if self.rerun is None else self.rerun.differentiable()
 
-    def context(self, c: int) -> SiteContext:
-        """What the estimator of a class of sites sees, but for its running statistics."""
+    def context(self, c: int, gamma: float = 1.0) -> SiteContext:
+        """What the estimator of a class of sites sees, but for its running statistics.
+
+        Args:
+            c: Position of the class.
+            gamma: Discount per level, of estimators that put Q-functions in the place of costs.
+        """
         cls, batch = self.layout.classes[c], self.batches[c]
         estimator = cls.spec.estimator
         if cls.spec.by_component:
@@ -118,8 +130,13 @@ class Signals:
         uses = estimator.uses_critic
         learned = self.learned.get(c) if uses else None
         exact = self.exact[c] if uses else None
+        exact_cost = None if exact is None else sum_costs(self.layout, self.costs, Relation.TABLED, c)
         cost = cost_to_go(self.layout, self.costs, c, batch.score.detach().new_zeros(shape))
-        shift = self._bootstraps.get(c)
+        if gamma != 1.0 and estimator.replaces_costs:
+            # An immediate cost is one level away, like every cost whose edge leads to the site.
+            cost, exact = gamma * cost, None if exact is None else gamma * exact
+            exact_cost = None if exact_cost is None else gamma * exact_cost
+        shift = self._bootstraps(gamma).get(c)
         return SiteContext(
             names=cls.names,
             score=batch.score,
@@ -128,9 +145,7 @@ class Signals:
             log_probs=batch.log_probs if batch.by_value else None,
             index=batch.index if batch.by_value else None,
             exact=exact,
-            exact_cost=None
-            if exact is None
-            else _expand(sum_costs(self.layout, self.costs, Relation.TABLED, c), shape),
+            exact_cost=_expand(exact_cost, shape),
             learned=None if learned is None else learned.table,
             level=None if learned is None else learned.level,
             own=None if learned is None else learned.own,
@@ -225,7 +240,7 @@ class Signals:
             if critic.joint is not None:
                 found[critic.group.c].append((Relation.LATER_LEARNED, g, critic.joint.variate))
             elif critic.advantage is not None:
-                value, mean = self._value_and_mean(critic)
+                value, mean = self.value_and_mean(critic)
                 found[critic.group.c].append((Relation.LATER_LEARNED, g, value.detach() - mean))
         return found
 
@@ -238,11 +253,12 @@ class Signals:
 
         Args:
             lam: Weight of the return against the critic.
-            gamma: Discount per edge.
+            gamma: Discount per level, usually per edge.
             slow: Whether targets are formed with the slow copies of the critics.
         """
         values, _ = self._values
-        targets = self._returns(*(self._slow_values if slow else self._values), lam, gamma)
+        learned, means = self._slow_values if slow else self._values
+        targets = self._returns(learned, self._ahead(means, gamma), lam, gamma)
         return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
 
     @cached_property
@@ -261,11 +277,11 @@ class Signals:
         return self._evaluated({g: critic for g, critic in found.items() if critic is not None})
 
     def _evaluated(self, critics: Mapping[int, CriticBatch]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        values, ahead = {}, {}
-        for g, critic in critics.items():
-            values[g], mean = self._value_and_mean(critic)
-            ahead[g] = self._with_expected_immediate(critic, mean)
-        return values, ahead
+        pairs = {g: self.value_and_mean(critic) for g, critic in critics.items()}
+        return {g: value for g, (value, _) in pairs.items()}, {g: mean for g, (_, mean) in pairs.items()}
+
+    def _ahead(self, means: Mapping[int, Tensor], gamma: float) -> dict[int, Tensor]:
+        return {g: self._with_expected_immediate(self.critics[g], mean, gamma) for g, mean in means.items()}
 
     def _returns(
         self, values: Mapping[int, Tensor], ahead: Mapping[int, Tensor], lam: float | Tensor, gamma: float | Tensor
@@ -276,30 +292,35 @@ class Signals:
         detached = {g: value.detach() for g, value in values.items()}
         return lambda_returns(self.layout, self.costs, groups, detached, ahead, lam, gamma)
 
-    @cached_property
-    def _bootstraps(self) -> dict[int, Tensor]:
+    def _bootstraps(self, gamma: float) -> dict[int, Tensor]:
         """What turns the cost-to-go of sites into a lambda-return, by class, where an estimator wants that."""
         estimators = {c: self.layout.classes[c].spec.estimator for c in self.active}
         weights = {c: estimator.return_weight for c, estimator in estimators.items()}
         wanted = {c: lam for c, lam in weights.items() if lam is not None}
         if not wanted or not self.critics:
             return {}
-        values, ahead = self._values
+        if gamma not in self._shifts:
+            self._shifts[gamma] = self._found_shifts(wanted, gamma)
+        return self._shifts[gamma]
+
+    def _found_shifts(self, wanted: Mapping[int, float], gamma: float) -> dict[int, Tensor]:
+        values, means = self._values
         none = {g: torch.zeros_like(value.detach()) for g, value in values.items()}
         plain = self._returns(none, none, 1.0, 1.0)
         shifts: dict[int, Tensor] = {}
         for lam in sorted(set(wanted.values())):
-            targets = self._returns(values, ahead, lam, 1.0)
+            targets = self._returns(values, self._ahead(means, gamma), lam, gamma)
             for g, critic in self.critics.items():
                 group = critic.group
                 if wanted.get(group.c) == lam:
-                    shift = targets[g] - plain[g]
+                    # The cost-to-go, times gamma, holds the costs that are no immediate ones as well.
+                    shift = targets[g] - (plain[g] if gamma == 1.0 else gamma * plain[g])
                     member = self.layout.membership(group, group.nodes, shift)
                     shift = shift if member is None else member @ shift
                     shifts[group.c] = shifts.get(group.c, torch.zeros_like(shift)) + shift
         return shifts
 
-    def _value_and_mean(self, critic: CriticBatch) -> tuple[Tensor, Tensor]:
+    def value_and_mean(self, critic: CriticBatch) -> tuple[Tensor, Tensor]:
         """``q_X(x)`` with gradient and ``E_X[q_X]`` without, ``(Q, M, plates)`` each."""
         if critic.joint is not None:
             return critic.joint.value, critic.joint.mean
@@ -311,7 +332,7 @@ class Signals:
         mean = critic.level.detach() + (probs * critic.advantage.detach()).sum((-1, -2))
         return value, mean
 
-    def _with_expected_immediate(self, critic: CriticBatch, mean: Tensor) -> Tensor:
+    def _with_expected_immediate(self, critic: CriticBatch, mean: Tensor, gamma: float) -> Tensor:
         """Immediate costs in expectation instead of sampled, where the Q-node has all of them."""
         group, tabled = critic.group, self.layout.tabled
         exact = self.exact[group.c]
@@ -322,7 +343,7 @@ class Signals:
             return [set(node.immediate) >= set(tabled[node.site]) for node in group.nodes]
 
         whole = group.constant("whole", is_whole, mean.device, mean.dtype)
-        centred = group.pick(self.batches[group.c].centred(exact))
+        centred = group.pick(self.batches[group.c].centred(exact if gamma == 1.0 else gamma * exact))
         return mean - centred * whole.reshape(-1, *(1,) * (mean.dim() - 1))
 
 

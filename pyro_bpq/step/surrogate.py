@@ -24,6 +24,7 @@ from pyro_bpq.rollout.moments import Standardised
 from pyro_bpq.step.first_order import first_order_loss
 from pyro_bpq.step.regression import CriticRows, regression
 from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.sweep import sweep
 
 __all__ = ["Learning", "Step", "critic_loss", "critic_targets", "expected_critic_loss", "step"]
 
@@ -37,13 +38,14 @@ class Learning:
 
     Args:
         lam: Weight of the return against the critic.
-        gamma: Discount per edge.
+        gamma: Discount per level, usually per edge.
         level_weight: Weight of the level against differences within a data point.
         slow: Whether targets are formed with slow copies of the critics.
         num_steps: Number of steps taken, for estimators with a schedule.
         first_order: Weight of the slopes of critics against the gradient of the costs; 0 for values only.
         ranks: The processes that learn together; ``None`` where there are no others.
         is_recorded: Whether operators of the step are recorded: whether the loss is finite is then not looked at.
+        sweep: Step size of a backward sweep before the gradient; ``None`` for a regression on all targets at once.
     """
 
     lam: float | Tensor = 0.97
@@ -54,6 +56,7 @@ class Learning:
     first_order: float = 0.0
     ranks: Ranks | None = None
     is_recorded: bool = False
+    sweep: float | None = None
 
 
 @dataclass(frozen=True)
@@ -99,24 +102,32 @@ def step(
             a critic loss is formed.
 
     Returns:
-        The step; nothing in the bank has changed but for newly built rows.
+        The step; nothing in the bank has changed but for newly built rows, and for critics that learn in a sweep.
     """
     build = is_learning and _may_learn(signals, loss, learning)
     writes: list[Write] = []
     info: dict[str, dict[str, Any]] = {}
+    swept: dict[str, dict[str, Tensor]] = {}
+    if build and learning.sweep is not None:
+        for one in signals:
+            new, found = sweep(one, bank, learning.sweep, learning.lam, learning.gamma, learning.ranks)
+            writes, swept = writes + new, swept | found
+        signals = [one.again() for one in signals]
     if build:
         classes = [cls for one in signals for cls in one.layout.classes]
         info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
     number, terms = learning.num_steps, []
-    for cls, context in _contexts(signals, learning.ranks if build else None):
+    for cls, context in _contexts(signals, learning.gamma, learning.ranks if build else None):
         start = time.perf_counter()
         term = _estimate(cls, cls.spec.estimator.at(number), context, bank, build, writes, info)
         terms.append((context.names, term))
         if build:
             _add_time(info, context.names, start)
-    taught = (
-        _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info) if build else None
-    )
+    taught = None
+    if build and learning.sweep is None:
+        taught = _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info)
+    for site, own in swept.items():
+        info.setdefault(site, {}).update(own)
     if build and learning.first_order > 0.0:
         slopes = [first_order_loss(one, learning.first_order) for one in signals]
         taught = sum(slopes, torch.zeros_like(slopes[0]) if taught is None else taught)
@@ -161,15 +172,15 @@ def _add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: floa
 # Estimators.
 
 
-def _contexts(signals: Sequence[Signals], ranks: Ranks | None) -> list[tuple[SiteClass, SiteContext]]:
+def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> list[tuple[SiteClass, SiteContext]]:
     """What each estimator call sees: classes of sites, or single sites of those particles that have them."""
     if len(signals) == 1:
         (only,) = signals
-        return [(only.layout.classes[c], replace(only.context(c), ranks=ranks)) for c in only.active]
+        return [(only.layout.classes[c], replace(only.context(c, gamma), ranks=ranks)) for c in only.active]
     found: dict[Any, list[SiteContext]] = {}
     for one in signals:
         for c in one.active:
-            spec, context = one.layout.classes[c].spec, replace(one.context(c), ranks=ranks)
+            spec, context = one.layout.classes[c].spec, replace(one.context(c, gamma), ranks=ranks)
             for i, name in enumerate(context.names):
                 found.setdefault((name, spec, context.cost.shape[2:]), []).append(_row(context, i))
     return [(SiteClass(spec, (name,)), _join(contexts)) for (name, spec, _), contexts in found.items()]

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import PlateError
+from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.targets.lambda_return import lambda_return
 
@@ -53,7 +53,7 @@ def advantages(
         costs: Each cost of this run, in nats.
         lam: Weight of the return against the critic, in ``[0, 1]``.
         gamma: Discount per edge.
-        expected: For Q-nodes, ``E_S[I_S + q_S]`` over the support of their sites. Siblings then enter by their
+        expected: For Q-nodes, ``E_S[γ I_S + q_S]`` over the support of their sites. Siblings then enter by their
             expectation instead of their sample, and returns use expected backups.
 
     Returns:
@@ -61,14 +61,20 @@ def advantages(
 
     Raises:
         PlateError: If a site lies in plates that its reader is outside of. The rows would be siblings of each other.
+        OptionError: If ``gamma`` is not 1 and the network was not built for it, or has edges that pass levels by.
 
     References:
         | Backprop-Q (Xu et al., 2018), Appendix, Cases for Advantage Functions
     """
+    if gamma != 1.0 and network.skips_levels:
+        raise OptionError(
+            f"gamma={gamma}: an edge of this network passes levels by, so a site is discounted differently by "
+            "different readers. Write gamma=1.0, or build the network with reduction='chain'."
+        )
     returns = lambda_return(network, q, costs, lam, gamma, expected)
     totals = {name: cost.detach() for name, cost in costs.items()}
     for node in network.nodes:
-        immediate = sum((totals[cost] for cost in node.immediate), torch.zeros(()))
+        immediate = gamma * sum((totals[cost] for cost in node.immediate), torch.zeros(()))
         totals[node.name] = immediate + (q[node.name].detach() if node.name in q else returns[node.name])
     ahead = {**totals, **({} if expected is None else {name: value.detach() for name, value in expected.items()})}
     found = {}

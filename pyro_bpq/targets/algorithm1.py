@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.targets.lambda_return import Backups
 
 __all__ = ["backpropq_algorithm1"]
 
@@ -35,10 +36,14 @@ def backpropq_algorithm1(
     optimizer: torch.optim.Optimizer,
     critic_lr: float = 0.1,
     num_steps: int = 1,
+    lam: float = 0.0,
+    gamma: float = 1.0,
 ) -> float:
     r"""Runs Algorithm 1: updates the critics backwards, then applies the score function with the critics.
 
-        w_X ← w_X + α (Q_target - Q_w(Sc_X)) ∇Q_w(Sc_X),   surrogate = Σ_X Q_w(Sc_X) log p(x | Pa_X) + Σ_f f
+    :func:`~pyro_bpq.paper_settings` does the same on a Pyro program.
+
+        w_X ← w_X + α (G_X - Q_w(Sc_X)) ∇Q_w(Sc_X),   surrogate = Σ_X Q_w(Sc_X) log p(x | Pa_X) + Σ_f f
 
     Args:
         network: The Backprop-Q network: graph, scopes, update rules.
@@ -48,6 +53,8 @@ def backpropq_algorithm1(
         optimizer: Optimises the parameters of conditionals and costs.
         critic_lr: Step size ``α`` of the critics; 0 leaves them unchanged.
         num_steps: Number of steps.
+        lam: Weight of the lambda-return against the critics in targets; 0 is the paper's one-step target.
+        gamma: Discount of targets per edge of the longest way.
 
     Returns:
         The total cost of the last rollout, in nats.
@@ -67,15 +74,16 @@ def backpropq_algorithm1(
         cost = {name: costs[name](values) for name in network.graph.cost_index}
 
         # Backpropagation across stochastic nodes: children before those whose rules read them.
-        q = {name: value.detach() for name, value in cost.items()}
+        backups, q = Backups(network, cost, lam, gamma), dict[str, Tensor]()
         for node in network.nodes:
-            scope = {site: values[site] for site in node.scope}
-            total = sum((q[name] for name in node.immediate), torch.zeros(()))
+            target, learned = backups.target(node), None
             if node.is_learned:
-                target = sum(sum(q[child] for child in avg.children) / len(avg.children) for avg in node.rule)
+                scope = {site: values[site] for site in node.scope}
                 _take_step(critics[node.name], scope, target, critic_lr)
-                total = total + critics[node.name](scope).detach()
-            q[node.name] = total
+                learned = critics[node.name](scope).detach()
+            backups.put(node, target, learned)
+            immediate = sum((cost[name].detach() for name in node.immediate), torch.zeros(()))
+            q[node.name] = gamma * immediate if learned is None else gamma * immediate + learned
 
         # Backpropagation across deterministic nodes.
         surrogate = sum(cost.values(), torch.zeros(()))
@@ -89,7 +97,7 @@ def backpropq_algorithm1(
     return loss
 
 
-def _take_step(critic: nn.Module, scope: Values, target: Tensor | float, critic_lr: float) -> None:
+def _take_step(critic: nn.Module, scope: Values, target: Tensor, critic_lr: float) -> None:
     """One step of stochastic gradient descent on half the squared error."""
     weights = [weight for weight in critic.parameters() if weight.requires_grad]
     if not weights or critic_lr == 0.0:

@@ -1,15 +1,24 @@
 r"""Targets of the critics: pure functions from (network, Q-values, costs) to targets.
 
-The rule of a Q-node is a sum of averages over children, written ``avg``. The total of a child is ``Q_Y = I_Y + q_Y``:
+The rule of a Q-node is a sum of averages over children, written ``avg``. The total of a child is ``Q_Y = γ I_Y + q_Y``:
 its immediate costs, which are exact, and its learned part. The graph lambda-return ``G`` is computed backwards:
 
-    G_X = γ (roots_X + avg_Y [ E_Y[Q_Y] + λ (G_Y - q_Y(y)) ])            (expected backup)
-    G_X = γ (roots_X + avg_Y [ I_Y(y) + q_Y(y) + λ (G_Y - q_Y(y)) ])     (sample backup)
+    G_X = γ (roots_X + avg_Y [ E_Y[Q_Y] + λ (G_Y - q_Y(y)) ])              (expected backup)
+    G_X = γ (roots_X + avg_Y [ γ I_Y(y) + q_Y(y) + λ (G_Y - q_Y(y)) ])     (sample backup)
 
 The roots are the costs among the children. An edge to a cost is discounted like any other edge.
 
 ``λ = 0`` is one-step TD. ``λ = 1`` with sample backups is the Monte Carlo return. With expected backups it is the
 Monte Carlo return minus the graph-wise corrections ``Q_Y(y) - E_Y[Q_Y]``.
+
+A discount below 1 has one meaning, whatever is merged, reduced or exact:
+
+    Q_X = E[ Σ_f γ^d(X, f) f | Sc_X ],   d(X, f): the number of edges on the longest way from X to the cost f
+
+So an edge ``X → Y`` on the way to ``f`` has the factor ``γ^(d(X, f) - d(Y, f))``. That is ``γ`` but for edges that pass
+levels by, as those to a cost around other sites (a bypass) do. The paper removes such edges before it discounts. An
+immediate cost is one edge away, so it stands as ``γ I_Y``. Where edges pass levels by, the network has to be built with
+``discounted=True``.
 
 References:
     | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for λ-return Updates
@@ -18,15 +27,24 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.errors import OptionError
+from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode
 from pyro_bpq.rollout.runs import sum_to_plates
 
-__all__ = ["lambda_return", "lambda_return_solve", "monte_carlo_return", "td_target"]
+__all__ = [
+    "Backups",
+    "check_discount",
+    "discounted_sum",
+    "lambda_return",
+    "lambda_return_solve",
+    "monte_carlo_return",
+    "td_target",
+]
 
 
 def lambda_return(
@@ -46,34 +64,85 @@ def lambda_return(
         costs: Each cost of this run, in nats. Plate dimensions stand where their ``dim`` says. Plates that a node is
             outside of are summed over.
         lam: Weight of the return against the critic, in ``[0, 1]``.
-        gamma: Discount per edge.
-        expected: For each Q-node, ``E_Y[I_Y + q_Y]`` over the support of its site. A missing node is backed up from
+        gamma: Discount per level, usually per edge.
+        expected: For each Q-node, ``E_Y[γ I_Y + q_Y]`` over the support of its site. A missing node is backed up from
             the sample.
 
     Returns:
         The target of the learned part of each Q-node, in nats, detached.
+
+    Raises:
+        OptionError: If ``gamma`` is not 1, and the network is another one than with ``discounted=True``.
     """
-    graph, returns = network.graph, dict[str, Tensor]()
-    backups = {name: cost.detach() for name, cost in costs.items()}
-    plates = {cost.name: cost.plates for cost in graph.costs}
-    zero = next((cost.new_zeros(()) for cost in backups.values()), torch.zeros(()))
+    backups, returns = Backups(network, costs, lam, gamma), dict[str, Tensor]()
     for node in network.nodes:
-        plates[node.name] = own = graph.node(node.site).plates
-        total = zero
-        for average in node.rule:
-            children = [sum_to_plates(backups[child], plates[child], own) for child in average.children]
-            total = total + gamma * sum(children[1:], children[0]) / len(children)
-        returns[node.name] = total
-        immediate = zero
-        for cost in node.immediate:
-            immediate = immediate + sum_to_plates(backups[cost], plates[cost], own)
-        if node.name not in q:
-            backups[node.name] = immediate + total
-            continue
-        learned = q[node.name].detach()
-        ahead = expected[node.name].detach() if expected and node.name in expected else immediate + learned
-        backups[node.name] = ahead + lam * (total - learned)
+        returns[node.name] = backups.target(node)
+        learned = q[node.name].detach() if node.name in q else None
+        ahead = expected[node.name].detach() if expected and node.name in expected else None
+        backups.put(node, returns[node.name], learned, ahead)
     return returns
+
+
+class Backups:
+    """What each Q-node and cost says to the Q-nodes before it; filled backwards, children first.
+
+    Args:
+        network: The network.
+        costs: Each cost of this run, in nats.
+        lam: Weight of the return against the critic, in ``[0, 1]``.
+        gamma: Discount per level.
+
+    Raises:
+        OptionError: If the network cannot be discounted.
+    """
+
+    def __init__(self, network: BackpropQNetwork, costs: Mapping[str, Tensor], lam: float, gamma: float) -> None:
+        check_discount(network, gamma)
+        self.network, self.lam, self.gamma = network, lam, gamma
+        self.found = {name: cost.detach() for name, cost in costs.items()}
+        self._plates = {cost.name: cost.plates for cost in network.graph.costs}
+        self._zero = next((cost.new_zeros(()) for cost in self.found.values()), torch.zeros(()))
+
+    def __repr__(self) -> str:
+        return f"Backups(lam={self.lam}, gamma={self.gamma}, {len(self.found)} known)"
+
+    def target(self, node: QNode) -> Tensor:
+        """The lambda-return of a Q-node whose children are known."""
+        own, total = self.network.graph.node(node.site).plates, self._zero
+        for average in node.rule:
+            children = [sum_to_plates(self.found[child], self._plates[child], own) for child in average.children]
+            total = total + discounted_sum(average, children, self.gamma) / len(children)
+        return total
+
+    def put(self, node: QNode, target: Tensor, learned: Tensor | None, ahead: Tensor | None = None) -> None:
+        """Notes what a Q-node says, from its target, ``q_Y(y)``, and ``E_Y[Q_Y]`` where that is known."""
+        self._plates[node.name] = own = self.network.graph.node(node.site).plates
+        immediate = self._zero
+        for cost in node.immediate:
+            immediate = immediate + sum_to_plates(self.found[cost], self._plates[cost], own)
+        immediate = immediate if self.gamma == 1.0 else self.gamma * immediate
+        if learned is None:
+            self.found[node.name] = immediate + target
+            return
+        ahead = immediate + learned if ahead is None else ahead
+        self.found[node.name] = ahead + self.lam * (target - learned)
+
+
+def discounted_sum(average: Average, children: Sequence[Tensor], gamma: float) -> Tensor:
+    """The sum over the children of a summand of a rule, each discounted by its levels."""
+    if average.levels:
+        children = [gamma**level * child for level, child in zip(average.levels, children, strict=True)]
+        return sum(children[1:], children[0])
+    return gamma * sum(children[1:], children[0])
+
+
+def check_discount(network: BackpropQNetwork, gamma: float) -> None:
+    """Raises an OptionError if ``gamma`` is not 1 and the network's rules cannot be discounted."""
+    if gamma != 1.0 and not network.can_discount:
+        raise OptionError(
+            f"gamma={gamma}: this network's rules are equivalent at gamma=1 only. Write "
+            f"BackpropQNetwork.build(graph, {network.reduction!r}, discounted=True)."
+        )
 
 
 def td_target(
@@ -109,7 +178,7 @@ def lambda_return_solve(
     Args:
         rule: Matrix ``R`` of the averages, ``(Q, Q)``, strictly upper triangular: nodes in program order.
         roots: Costs among the children, times ``γ``, ``(Q, ...)``, in nats.
-        ahead: ``E_Y[Q_Y]`` of each node, ``(Q, ...)``; the immediate cost of a node that is not learned.
+        ahead: ``E_Y[Q_Y]`` of each node, ``(Q, ...)``; ``γ`` times the immediate cost of a node that is not learned.
         learned: ``q_Y(y)``, ``(Q, ...)``, zero for a node that is not learned.
         lam: Weight of the return, ``(Q,)``, 1 for a node that is not learned.
         gamma: Discount per edge.

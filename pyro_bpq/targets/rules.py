@@ -108,12 +108,15 @@ def solve_rules(
         mean: ``E_Y[Q_Y]`` of each node without its immediate costs, ``(Q, ...)``, in nats; zero if not learned.
         learned: ``q_Y(y)``, ``(Q, ...)``, zero for a node that is not learned.
         lam: Weight of the return, ``(Q,)``, 1 for a node that is not learned.
-        gamma: Discount per edge.
+        gamma: Discount per edge; not 1 only if no edge passes levels by.
 
     Returns:
         Returns ``(Q, ...)`` in nats.
     """
-    ahead = mean if rules.immediate is None else mean + rules.immediate @ costs
+    ahead = mean
+    if rules.immediate is not None:
+        immediate = rules.immediate @ costs
+        ahead = mean + (immediate if gamma == 1.0 else gamma * immediate)
     roots = torch.zeros_like(mean) if rules.root is None else gamma * (rules.root @ costs)
     if len(rules.blocks) == 1:
         return lambda_return_solve(rules.blocks[0].within, roots, ahead, learned, lam, gamma)

@@ -588,7 +588,7 @@ def test_default_samples_and_warns() -> None:
 
 
 def test_unknown_option() -> None:
-    with pytest.raises(OptionError, match="'parallel' is unknown; write 'sample' or 'exact'"):
+    with pytest.raises(OptionError, match="'parallel' is unknown; write one of 'sample', 'exact'"):
         TraceBackpropQ_ELBO(enumeration="parallel")  # type: ignore[arg-type]
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.errors import OptionError
+from pyro_bpq.graph.network import Average, BackpropQNetwork
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.targets.lambda_return import lambda_return, lambda_return_solve, monte_carlo_return, td_target
 
@@ -108,7 +109,8 @@ reals = st.floats(-5, 5)
 def test_lambda_return_of_a_chain_is_the_recursion_of_reinforcement_learning(
     drawn: tuple[list[float], list[float]], lam: float, gamma: float
 ) -> None:
-    # Rewards are immediate, V_t the value of what remains: G_t = γ (r_{t+1} + (1 - λ) V_{t+1} + λ G_{t+1}).
+    # Rewards are immediate, an edge away; V_t is the value of what remains:
+    # G_t = γ (γ r_{t+1} + (1 - λ) V_{t+1} + λ G_{t+1}).
     rewards, values = drawn
     network = chain(len(rewards), "exact")
     q = {f"x{i}": v for i, v in enumerate(values[:-1])}
@@ -119,35 +121,104 @@ def test_lambda_return_of_a_chain_is_the_recursion_of_reinforcement_learning(
             expected[f"x{i}"] = 0.0
         else:
             value = values[i + 1] if i + 1 < len(rewards) - 1 else 0.0
-            after = gamma * (rewards[i + 1] + (1 - lam) * value + lam * after)
+            after = gamma * (gamma * rewards[i + 1] + (1 - lam) * value + lam * after)
             expected[f"x{i}"] = after
     assert found == pytest.approx(expected, abs=1e-9)
 
 
-def random_network(draw: Any) -> BackpropQNetwork:
+def random_network(draw: Any, discounted: bool = False) -> BackpropQNetwork:
     size = draw(st.integers(1, 5))
     nodes = {f"x{i}": [f"x{j}" for j in range(i) if draw(st.booleans())] for i in range(size)}
     costs = {
         f"f{k}": draw(st.lists(st.sampled_from(sorted(nodes)), min_size=1, max_size=3, unique=True))
         for k in range(draw(st.integers(1, 4)))
     }
-    reduction = draw(st.sampled_from(["per_cost", "merged", "tree", "chain", "single"]))
+    reduction = draw(st.sampled_from(["per_cost", "merged", "tree", "chain", *([] if discounted else ["single"])]))
     immediate = draw(st.sampled_from(["exact", "learned"]))
-    return BackpropQNetwork.build(Graph.from_parents(nodes, costs), reduction, immediate=immediate)
+    graph = Graph.from_parents(nodes, costs)
+    return BackpropQNetwork.build(graph, reduction, immediate=immediate, discounted=discounted)
 
 
 @hypothesis.given(st.data())
 def test_lambda_one_is_monte_carlo_for_any_critic(data: st.DataObject) -> None:
-    network = random_network(data.draw)
+    gamma = data.draw(st.floats(0.1, 1))
+    network = random_network(data.draw, gamma < 1.0)
     costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
     q = numbers({node.name: data.draw(reals) for node in network.learned})
-    gamma = data.draw(st.floats(0.1, 1))
     expected = monte_carlo_return(network, costs, gamma)
     assert floats(lambda_return(network, q, costs, 1.0, gamma)) == pytest.approx(floats(expected), abs=1e-9)
-    if gamma == 1.0:
-        for node in network.nodes:
-            total = sum(float(costs[name]) for name in node.remote)
-            assert float(expected[node.name]) == pytest.approx(total, abs=1e-9)
+    for node in network.nodes:
+        total = sum(gamma ** edges_to(network.graph, node.site, name) * float(costs[name]) for name in node.remote)
+        assert float(expected[node.name]) == pytest.approx(total, abs=1e-9)
+
+
+def edges_to(graph: Graph, site: str, cost: str) -> int:
+    """The number of edges on the longest way, from its definition; 0 where there is none or nothing is discounted."""
+    if cost not in graph.downstream_costs(site):
+        return 0
+    below = [edges_to(graph, child, cost) for child in graph.children(site)]
+    return 1 + max(below, default=0)
+
+
+# Discounts below 1: one meaning for every reduction, for exact and for learned immediate costs.
+
+BYPASS = Graph.from_parents({"x": [], "y": ["x"]}, {"f": ["x", "y"]})
+FOUR = CASE_4.graph
+DISCOUNTED = ("per_cost", "merged", "tree", "chain")
+
+
+@pytest.mark.parametrize("reduction", DISCOUNTED)
+@pytest.mark.parametrize("immediate", ["exact", "learned"])
+def test_discounts_do_not_depend_on_the_reduction(reduction: Any, immediate: Any) -> None:
+    # By hand. Bypass: x -> y -> f has two edges. Case 4: three edges from x1 to fa and four to fb.
+    network = BackpropQNetwork.build(BYPASS, reduction, immediate=immediate, discounted=True)
+    assert float(monte_carlo_return(network, numbers({"f": 1.0}), 0.5)["x"]) == 0.25
+    network = BackpropQNetwork.build(FOUR, reduction, immediate=immediate, discounted=True)
+    found = monte_carlo_return(network, numbers(F_4), 0.5)
+    assert sum(float(found[node.name]) for node in network.q_nodes("x1")) == 10.0 / 8 + 20.0 / 16
+    # 0.5 * 20 + 0.5 ** 2 * 10 of the costs that x2 is two and three edges from: 10 / 4 + 20 / 8.
+    assert sum(float(found[node.name]) for node in network.q_nodes("x2")) == 5.0
+
+
+def test_an_edge_that_passes_levels_by_is_discounted_as_often() -> None:
+    network = BackpropQNetwork.build(BYPASS, "per_cost", immediate="learned", discounted=True)
+    assert network.q_node("x").rule == (Average(("y", "f"), (1, 2)),)
+    found = td_target(network, numbers({"y": 4.0, "x": 0.0}), numbers({"f": 2.0}), 0.5)
+    assert floats(found) == {"y": 1.0, "x": (0.5 * 4.0 + 0.25 * 2.0) / 2}
+    with pytest.raises(OptionError, match=r"'per_cost', discounted=True"):
+        td_target(BackpropQNetwork.build(BYPASS, "per_cost", immediate="learned"), {}, numbers({"f": 2.0}), 0.5)
+
+
+def test_costs_whose_edges_pass_different_levels_are_not_merged() -> None:
+    # From x three edges to f through b and a, two to g through a or b: a's Q-function of f counts one level less.
+    graph = Graph.from_parents({"x": [], "a": ["x"], "b": ["x"], "c": ["b"]}, {"f": ["a", "c"], "g": ["a", "b"]})
+    plain = BackpropQNetwork.build(graph, "merged", immediate="learned")
+    network = BackpropQNetwork.build(graph, "merged", immediate="learned", discounted=True)
+    assert [node.name for node in plain.q_nodes("a")] == ["a"]
+    assert [node.name for node in network.q_nodes("a")] == ["a^f", "a^g"]
+    assert network.q_node("x").rule == (Average(("a^f", "b^f"), (2, 1)), Average(("a^g", "b^g")))
+    found = monte_carlo_return(network, numbers({"f": 8.0, "g": 4.0}), 0.5)
+    assert float(found["x"]) == 8.0 / 8 + 4.0 / 4
+
+
+def test_the_sum_of_all_costs_has_no_discount() -> None:
+    with pytest.raises(OptionError, match="reduction='chain'"):
+        BackpropQNetwork.build(BYPASS, "single", discounted=True)
+
+
+@hypothesis.given(st.data())
+def test_at_discount_one_a_network_for_discounts_says_the_same(data: st.DataObject) -> None:
+    network = random_network(data.draw, True)
+    options = {"immediate": network.immediate}
+    plain = BackpropQNetwork.build(network.graph, network.reduction, **options)
+    costs = numbers({c.name: data.draw(reals) for c in network.graph.costs})
+    found, expected = monte_carlo_return(network, costs), monte_carlo_return(plain, costs)
+    for site in network.graph.index:
+        mine, theirs = (
+            sum(float(values[node.name]) for node in net.q_nodes(site))
+            for net, values in ((network, found), (plain, expected))
+        )
+        assert mine == pytest.approx(theirs, abs=1e-9)
 
 
 @hypothesis.given(st.data())
@@ -243,8 +314,9 @@ def test_lambda_return_is_detached() -> None:
 
 @hypothesis.given(st.data())
 def test_solve_equals_the_backward_pass(data: st.DataObject) -> None:
-    network = random_network(data.draw)
     lam, gamma = data.draw(st.floats(0, 1)), data.draw(st.floats(0.1, 1))
+    network = random_network(data.draw, gamma < 1.0)
+    gamma = 1.0 if network.skips_levels else gamma
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
 
     def draw() -> Tensor:
@@ -269,7 +341,7 @@ def test_solve_equals_the_backward_pass(data: st.DataObject) -> None:
         if node.name in q:
             ahead[i], learned[i], weight[i] = expected[node.name], q[node.name], lam
         else:
-            ahead[i] = sum((costs[name] for name in node.immediate), torch.zeros(2, 3))
+            ahead[i] = gamma * sum((costs[name] for name in node.immediate), torch.zeros(2, 3))
     found = lambda_return_solve(rule, roots, ahead, learned, weight, gamma)
     for name, value in lambda_return(network, q, costs, lam, gamma, expected).items():
         torch.testing.assert_close(found[order[name]], value.expand(2, 3), rtol=1e-8, atol=1e-8)

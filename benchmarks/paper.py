@@ -1,0 +1,297 @@
+r"""The paper's algorithm and the default, beside each other: distance to the best ELBO over time, and the bias.
+
+``chain``: 20 binary sites, each reads the one before it; a random cost of every pair of neighbours (so every site has a
+bypass). ``branches``: a root and two branches of three binary sites; a cost of the first branch and the root, and one
+of both ends and the root. Guides are tables; the best ELBO of the chain is known, that of the branches is the best of
+ten descents of the exact loss. With uniform priors every site also costs ``log q``.
+
+``paper_settings(reduction, lam)`` runs Algorithm 1 as written: every Q-function learned in tables, critics before the
+guide, ``Q(x) grad log q(x)``. It is biased by its critics. The default is not. All methods have the same number of
+rollouts per step, the same falling learning rate of the guide, and the same seeds. The error is the gap between the
+exact loss and the best one, as a share of the gap at the start. Guide and critics are frozen at the first checkpoint to
+measure squared bias and variance of the gradient of a step, both as shares of the squared exact gradient.
+
+    python benchmarks/paper.py [--full] [--smoke] [--seeds N] [--resume] [--only GRAPH] [--output DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from common import Row, arguments, flat, median, progress, read_csv, table, write_csv, write_markdown
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from pyro_bpq import MLPCritic, TraceBackpropQ_ELBO, paper_settings
+from pyro_bpq.estimators import QAdvantage, QAllAction
+
+REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
+START, LEARNING_RATE = 1.5, 0.1
+# One sum of all costs depends on all 20 sites, so a table would have 2^20 cells, of which most are never seen.
+IMPOSSIBLE = {("chain", "paper, single")}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    Args:
+        seeds: Number of seeds.
+        steps: Training steps.
+        particles: Rollouts per step.
+        checkpoints: Number of checkpoints.
+        repeats: Gradients at the first checkpoint, to measure bias and variance.
+    """
+
+    seeds: int
+    steps: int
+    particles: int
+    checkpoints: int
+    repeats: int
+
+
+SMOKE = Size(1, 20, 20, 2, 2)
+QUICK = Size(1, 300, 200, 5, 60)
+FULL = Size(3, 1000, 200, 10, 200)
+
+
+class Problem:
+    """Binary sites with a table each, and costs that are tables.
+
+    Args:
+        parents: For each site the positions of those that it reads.
+        readers: For each cost the positions of the sites that it reads.
+        scale: Size of the costs, in nats.
+        seed: Seed of the costs and of the guide's start.
+    """
+
+    def __init__(self, parents: list[list[int]], readers: list[list[int]], scale: float, seed: int) -> None:
+        noise = torch.Generator().manual_seed(seed)
+        self.parents, self.readers = parents, readers
+        self.costs = [scale * torch.randn((2,) * len(read), generator=noise) for read in readers]
+        self.start = START * torch.randn(len(parents), 2 ** max(map(len, parents)), generator=noise)
+
+    def logit(self, logits: Tensor, i: int, values: list[Tensor]) -> Tensor:
+        """The logit of a site given those before: an entry of its table."""
+        row = torch.zeros((), dtype=torch.long)
+        for j in self.parents[i]:
+            row = 2 * row + values[j].long()
+        return logits[i, row]
+
+    def price(self, which: int, values: list[Tensor]) -> Tensor:
+        """A cost: an entry of its table."""
+        return self.costs[which][tuple(values[j].long() for j in self.readers[which])]
+
+    def guide(self) -> None:
+        """The sites."""
+        logits = pyro.param("logits", self.start.clone())
+        values: list[Tensor] = []
+        for i in range(len(self.parents)):
+            values.append(pyro.sample(f"x_{i}", dist.Bernoulli(logits=self.logit(logits, i, values))))
+
+    def model(self) -> None:
+        """Uniform priors and the costs."""
+        values = [pyro.sample(f"x_{i}", dist.Bernoulli(logits=torch.zeros(()))) for i in range(len(self.parents))]
+        for which in range(len(self.costs)):
+            pyro.factor(f"f_{which}", -self.price(which, values))
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """Minus the ELBO, exactly, as a function of the tables, in float64."""
+        states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=len(self.parents))), dtype=torch.float64)
+        values = list(states.unbind(-1))
+        log_q = torch.zeros(len(states), dtype=torch.float64)
+        for i, value in enumerate(values):
+            log_q = log_q + logsigmoid((2 * value - 1) * self.logit(logits, i, values))
+        cost = sum(self.price(which, values) for which in range(len(self.costs))) + log_q
+        return (log_q.exp() * cost).sum() + len(self.parents) * torch.tensor(2.0, dtype=torch.float64).log()
+
+    def best(self) -> float:
+        """The lowest loss: the best of ten descents."""
+        noise = torch.Generator().manual_seed(1)
+        found = []
+        for k in range(10):
+            start = self.start if k == 0 else 2.0 * torch.randn(self.start.shape, generator=noise)
+            found.append(descend(self, start))
+        return min(found)
+
+
+class Chain(Problem):
+    """A chain with a cost of each pair of neighbours; loss and best loss by dynamic programming."""
+
+    def __init__(self, sites: int, seed: int) -> None:
+        pairs = [[t - 1, t] for t in range(1, sites)]
+        super().__init__([[], *([t - 1] for t in range(1, sites))], pairs, 1.0, seed)
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """Forward over the distribution of the state."""
+        log_p = torch.stack((logsigmoid(-logits[0, 0]), logsigmoid(logits[0, 0])))
+        now, total = log_p.exp(), (log_p.exp() * log_p).sum()
+        for t in range(1, len(self.parents)):
+            log_p = torch.stack((logsigmoid(-logits[t]), logsigmoid(logits[t])), -1)
+            joint = now.unsqueeze(-1) * log_p.exp()
+            total = total + (joint * (log_p + self.costs[t - 1].double())).sum()
+            now = joint.sum(0)
+        return total + len(self.parents) * torch.tensor(2.0, dtype=torch.float64).log()
+
+    def best(self) -> float:
+        """Minus the log of the normaliser: the posterior is a chain, too."""
+        ahead = torch.zeros(2, dtype=torch.float64)
+        for cost in reversed(self.costs):
+            ahead = (ahead - cost.double()).logsumexp(-1)
+        return len(self.parents) * float(torch.tensor(2.0, dtype=torch.float64).log()) - float(ahead.logsumexp(-1))
+
+
+class Branches(Problem):
+    """Root 0, branches 1 to 3 and 4 to 6; site 3 also reads the root."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__([[], [0], [1], [2, 0], [0], [4], [5, 4]], [[0, 1, 3], [0, 3, 6]], 4.0, seed)
+
+
+def descend(problem: Problem, start: Tensor) -> float:
+    """The loss after a descent of the exact loss."""
+    logits = start.double().clone().requires_grad_()
+    optimizer = torch.optim.Adam([logits], lr=0.1)
+    for _ in range(500):
+        optimizer.zero_grad()
+        loss = problem.loss(logits)
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+PROBLEMS = {"chain": lambda seed: Chain(20, seed), "branches": Branches}
+
+
+@cache
+def problem_of(name: str, seed: int) -> tuple[Problem, float]:
+    """A problem and its lowest loss."""
+    problem = PROBLEMS[name](seed)
+    return problem, problem.best()
+
+
+def methods(size: Size) -> dict[str, dict[str, Any]]:
+    """The options of each method."""
+
+    def rate(step: int) -> float:
+        return 0.5 * max(0.2, 1 - step / size.steps)
+
+    found: dict[str, dict[str, Any]] = {f"paper, {r}": paper_settings(r, rate=rate) for r in REDUCTIONS}
+    net = paper_settings("single", critic=MLPCritic(), rate=lambda step: 0.02 * rate(step))
+    found["paper, single, net"] = net
+    found["paper, merged, lam 0.9"] = paper_settings("merged", 0.9, rate=rate)
+    found["paper, merged, QAdvantage"] = paper_settings("merged", estimator=QAdvantage(), rate=rate)
+    found["paper, merged, QAllAction"] = paper_settings("merged", estimator=QAllAction(), rate=rate)
+    found["default"] = {}
+    return found
+
+
+def moments(problem: Problem, elbo: TraceBackpropQ_ELBO, leaf: Tensor, repeats: int) -> dict[str, float]:
+    """Squared bias and variance of a step's gradient, as shares of the squared exact gradient."""
+    logits = leaf.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(problem.loss(logits), logits)
+    frozen, found = copy.deepcopy(elbo).eval(), []
+    for _ in range(repeats):
+        leaf.grad = None
+        frozen.loss_and_grads(problem.model, problem.guide)
+        found.append(flat([leaf.grad]))
+    leaf.grad = None
+    gradients, square = torch.stack(found), float(exact.square().sum())
+    variance = float(gradients.var(0).sum())
+    bias = float((gradients.mean(0) - exact.flatten()).square().sum()) - variance / repeats
+    return {"bias": bias / square, "variance": variance / square}
+
+
+def train(name: str, method: str, options: dict[str, Any], seed: int, size: Size) -> list[Row]:
+    """Trains guide and critics; a row for each checkpoint."""
+    problem, best = problem_of(name, seed)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    elbo = TraceBackpropQ_ELBO(size.particles, vectorize_particles=True, max_plate_nesting=0, **options)
+    pyro.param("logits", problem.start.clone())
+    leaf = pyro.get_param_store()._params["logits"]
+    optimizer = torch.optim.Adam([leaf], lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: max(1 - k / size.steps, 0.02))
+    first = float(problem.loss(problem.start.double()))
+    marks = {round(size.steps * (k + 1) / size.checkpoints) for k in range(size.checkpoints)}
+    rows, seconds = [], 0.0
+    for step in progress(range(1, size.steps + 1), f"{name}, {method}, seed {seed}"):
+        begin = time.process_time()
+        optimizer.zero_grad()
+        elbo.loss_and_grads(problem.model, problem.guide)
+        optimizer.step()
+        schedule.step()
+        seconds += time.process_time() - begin
+        if step in marks:
+            now = float(problem.loss(leaf.detach().double()))
+            row = {"graph": name, "method": method, "seed": seed, "step": step, "seconds": seconds}
+            known = moments(problem, elbo, leaf, size.repeats) if not rows else {"bias": "", "variance": ""}
+            rows.append(row | {"gap": (now - best) / (first - best)} | known)
+    return rows
+
+
+def summary(rows: list[Row]) -> list[Row]:
+    """One row per graph and method: medians over seeds."""
+    found = []
+    for graph, method in dict.fromkeys((row["graph"], row["method"]) for row in rows):
+        mine = [row for row in rows if (row["graph"], row["method"]) == (graph, method)]
+        steps = sorted({row["step"] for row in mine})
+        at = {step: [row for row in mine if row["step"] == step] for step in steps}
+        early, last = at[steps[0]], at[steps[-1]]
+        shown = steps[:: max(len(steps) // 5, 1)]
+        found.append(
+            {
+                "graph": graph,
+                "method": method,
+                "seeds": len(last),
+                **{f"gap at step {s}, %": 100 * median(row["gap"] for row in at[s]) for s in shown},
+                "gap at the end, %": 100 * median(row["gap"] for row in last),
+                "worst seed, %": 100 * max(row["gap"] for row in last),
+                f"bias² at step {steps[0]}": median(row["bias"] for row in early),
+                f"variance at step {steps[0]}": median(row["variance"] for row in early),
+                "ms per step": 1e3 * median(row["seconds"] / row["step"] for row in last),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    """Measures, prints, writes ``paper.csv`` and ``paper.md``."""
+    options = arguments(__doc__, resumes=True)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    size = SMOKE if options.smoke else FULL if options.full else QUICK
+    path = options.output / "paper.csv"
+    rows = read_csv(path) if options.resume else []
+    done = {(row["graph"], row["method"], row["seed"]) for row in rows}
+    for name, seed in itertools.product(PROBLEMS, range(options.seeds or size.seeds)):
+        for method, chosen in methods(size).items():
+            if (name, method, seed) not in done and (name, method) not in IMPOSSIBLE and name.startswith(options.only):
+                rows += train(name, method, chosen, seed, size)
+                write_csv(path, rows)
+    page = table(summary(rows))
+    print(page)
+    about = (
+        "`paper_settings(reduction, lam)`: Algorithm 1 as written, with tables and a step size that falls from 0.5 to "
+        f"0.1; {size.particles} rollouts a step, {size.steps} steps of Adam, learning rate from {LEARNING_RATE} to 0, "
+        "for all. *Gap*: exact loss minus the best one, in percent of that at the start; medians over seeds. *Bias²* "
+        "and *variance* of a step's gradient with guide and critics frozen, over the squared exact gradient; what a "
+        "finite number of draws adds to the bias is taken off, so that it may come out negative. Where nothing else is "
+        "said the estimator is `QScoreFunction()` and lambda is 0. `single` with tables is missing on the chain: the "
+        "sum of all costs depends on all 20 sites, a table of 2^20 cells; with a net (`MLPCritic()`, a fiftieth of the "
+        "step size) it runs. ms: processor time of a step."
+    )
+    write_markdown(options.output / "paper.md", "The paper's algorithm and the default", (about, page))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+r"""The backward sweep of the paper's Algorithm 1: each critic learns from children that have just learned.
+
+Q-nodes of the same height do not read each other, so they learn at once: a batched call for each class of sites.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.layout import Layout, QGroup
+from pyro_bpq.critics.bank import CriticBank, Write
+from pyro_bpq.estimators.base import site_mean
+from pyro_bpq.graph.network import QNode
+from pyro_bpq.rollout.distributed import Ranks
+from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.targets.lambda_return import Backups
+
+__all__ = ["Wave", "sweep"]
+
+
+class Wave(NamedTuple):
+    """Q-nodes of the same height.
+
+    Args:
+        groups: Those that critics predict.
+        others: Those that nobody predicts: their targets pass through.
+    """
+
+    groups: tuple[QGroup, ...]
+    others: tuple[QNode, ...]
+
+
+def sweep(
+    signals: Signals, bank: CriticBank, rate: float, lam: float, gamma: float, ranks: Ranks | None = None
+) -> tuple[list[Write], dict[str, dict[str, Tensor]]]:
+    r"""Takes one step of each critic, in place, from the Q-nodes next to the costs to those before them.
+
+    Args:
+        signals: The tensors of the rollout; their critics are built.
+        bank: Holds the critics.
+        rate: Step size.
+        lam: Weight of the return against the critic.
+        gamma: Discount per level.
+        ranks: The processes that learn together.
+
+    Returns:
+        New moments of the context features, to be committed after the step; and diagnostics by site: ``td_loss``, the
+        squared error before the step, in squared nats.
+    """
+    layout = signals.layout
+    writes: list[Write] = []
+    info: dict[str, dict[str, Tensor]] = {}
+    if layout.network is None:
+        return writes, info
+    costs = {
+        name: cost
+        for cls, stacked in zip(layout.cost_classes, signals.costs, strict=True)
+        for name, cost in zip(cls.names, stacked.unbind(0), strict=True)
+    }
+    backups = Backups(layout.network, costs, lam, gamma)
+    for wave in _waves(layout):
+        for node in wave.others:
+            backups.put(node, backups.target(node), None)
+        for group in wave.groups:
+            critic = evaluate_critics(layout, group, signals.batches, bank, False)
+            # Groups in steered programs may have lost nodes that are not built yet.
+            if critic is None:
+                continue
+            value, _ = signals.value_and_mean(critic)
+            targets = [backups.target(node).expand(value.shape[1:]) for node in critic.group.nodes]
+            loss = site_mean((value.detach() - torch.stack(targets)).square())
+            _descend(value / critic.unit, torch.stack(targets) / critic.unit, critic, signals, rate, ranks)
+            learned, _ = signals.value_and_mean(_again(signals, critic, bank))
+            for node, target, own, error in zip(critic.group.nodes, targets, learned.detach(), loss, strict=True):
+                backups.put(node, target, own)
+                info.setdefault(node.site, {})["td_loss"] = error
+            writes += critic.writes
+            writes += critic.selection.write("count", critic.selection.read("count") + 1)
+    return writes, info
+
+
+def _again(signals: Signals, critic: CriticBatch, bank: CriticBank) -> CriticBatch:
+    found = evaluate_critics(signals.layout, critic.group, signals.batches, bank, False)
+    assert found is not None
+    return found
+
+
+def _descend(
+    value: Tensor, target: Tensor, critic: CriticBatch, signals: Signals, rate: float, ranks: Ranks | None
+) -> None:
+    """One step on half the squared error: of a table the mean over the samples of an entry, else over all samples."""
+    blocks = {key: block for key, block, *_ in critic.selection.parts}
+    weights = {f"{key}.{name}": w for key, block in blocks.items() for name, w in block.weights().items()}
+    spec, leaves = signals.layout.classes[critic.group.c].spec, list(weights.values())
+    is_table = spec.critic is not None and spec.critic.uses_cells
+    error = (value - target).square()
+    loss = 0.5 * (error.sum() if is_table else site_mean(error).sum())
+    found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=is_table)
+    # The derivative of a sum of entries with respect to an entry is the number of samples that read it.
+    seen = torch.autograd.grad(value.sum(), leaves, allow_unused=True) if is_table else found
+    gradients = {
+        name: g / number.clamp(min=1.0) if is_table else g
+        for name, g, number in zip(weights, found, seen, strict=True)
+        if g is not None and number is not None
+    }
+    gradients = gradients if ranks is None else ranks.average(gradients)
+    with torch.no_grad():
+        for name, gradient in gradients.items():
+            weights[name].sub_(gradient, alpha=rate)
+
+
+def _waves(layout: Layout) -> tuple[Wave, ...]:
+    """The Q-nodes of a layout by their height above the costs; found once."""
+    if not layout.waves:
+        network = layout.network
+        assert network is not None
+        height: dict[str, int] = {}
+        for node in network.nodes:
+            height[node.name] = 1 + max((height.get(child, 0) for child in network.children(node.name)), default=0)
+        predicted = {node.name for group in layout.groups for node in group.nodes}
+        for level in sorted(set(height.values())):
+            groups = []
+            for group in layout.groups:
+                chosen = [k for k, node in enumerate(group.nodes) if height[node.name] == level]
+                if chosen:
+                    groups.append(group.take(chosen))
+            others = [n for n in network.nodes if height[n.name] == level and n.name not in predicted]
+            layout.waves.append(Wave(tuple(groups), tuple(others)))
+    return tuple(layout.waves)

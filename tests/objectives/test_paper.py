@@ -1,0 +1,336 @@
+"""The paper's algorithm on Pyro programs: its updates are those of Algorithm 1, step by step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from models import BY_NAME
+from steps import assert_equal
+from torch import Tensor, nn
+
+from pyro_bpq import (
+    AllAction,
+    BackpropQNetwork,
+    CriticLearner,
+    ExpectedCost,
+    LambdaReturn,
+    MLPCritic,
+    TraceBackpropQ_ELBO,
+    cost,
+    paper_settings,
+)
+from pyro_bpq.critics.backward_sweep import BackwardSweep
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators import RELAXQ, QAdvantage, QAllAction, QControlVariate, QRelaxation
+from pyro_bpq.targets.algorithm1 import backpropq_algorithm1
+from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient
+from pyro_bpq.tracing.traced_run import cost_of_guide, cost_of_model
+
+Values = dict[str, Tensor]
+
+# The worked cases of the design: parents, and variables of the costs.
+CASES: dict[str, tuple[dict[str, list[str]], dict[str, list[str]]]] = {
+    "bypass": ({"x": [], "y": ["x"]}, {"f": ["x", "y"]}),
+    "two costs": ({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]}),
+    "siblings": ({"x": [], "y1": ["x"], "y2": ["x"], "z": ["y1", "y2"]}, {"f": ["z"]}),
+    "chain": ({"x1": [], "x2": ["x1"], "x3": ["x2"], "x4": ["x3"]}, {"fa": ["x2", "x3"], "fb": ["x3", "x4"]}),
+    "layers": (
+        {f"{a}{t}": [f"{b}{t - 1}" for b in "xy"] if t > 1 else [] for t in (1, 2, 3) for a in "xy"},
+        {f"f_{a}{t}": [f"{a}{t}"] for t in (1, 2, 3) for a in "xy"},
+    ),
+    "replay": (
+        {"a": [], "b1": [], "b2": [], "x": ["a"], "y1": ["x", "b1"], "y2": ["x", "a", "b2"]},
+        {"f1": ["y1"], "f2": ["y2"]},
+    ),
+}
+
+
+class Program:
+    """Binary sites with logits that are sums over their parents, and costs that are tables."""
+
+    def __init__(self, case: str) -> None:
+        self.parents, self.reads = CASES[case]
+        noise = torch.Generator().manual_seed(7)
+        size = max(len(p) for p in self.parents.values()) + 1
+        self.start = torch.randn(len(self.parents), size, generator=noise)
+        self.tables = {f: torch.randn((2,) * len(r), generator=noise) for f, r in self.reads.items()}
+
+    def law(self, theta: Tensor, name: str, values: Values) -> dist.Bernoulli:
+        row = theta[list(self.parents).index(name)]
+        parts = [row[1 + k] * values[parent] for k, parent in enumerate(self.parents[name])]
+        return dist.Bernoulli(logits=row[0] + sum(parts, torch.zeros(())))
+
+    def price(self, name: str, values: Values) -> Tensor:
+        # Multilinear in the values, so that dependence shows; no gradient, as the values have none.
+        table = self.tables[name]
+        for read in self.reads[name]:
+            table = (1 - values[read]) * table[0] + values[read] * table[1]
+        return table
+
+    def policy(self) -> None:
+        theta = pyro.param("theta", self.start.clone())
+        values: Values = {}
+        for name in self.parents:
+            values[name] = pyro.sample(name, self.law(theta, name, values))
+        for name in self.reads:
+            cost(name, self.price(name, values))
+
+
+class Table(nn.Module):
+    """A table over the joint states of a scope."""
+
+    def __init__(self, sites: tuple[str, ...]) -> None:
+        super().__init__()
+        self.sites = sites
+        self.table = nn.Parameter(torch.zeros((2,) * len(sites)))
+
+    def forward(self, values: Values) -> Tensor:
+        return self.table[tuple(values[site].long() for site in self.sites)]
+
+
+def of_algorithm1(program: Program, network: BackpropQNetwork, options: dict[str, float], steps: int) -> list[Tensor]:
+    """Parameters and tables after each step of the reference, from the same draws."""
+    pyro.set_rng_seed(1)
+    theta = program.start.clone().requires_grad_()
+    optimizer = torch.optim.SGD([theta], lr=0.5)
+    critics: dict[str, nn.Module] = {node.name: Table(tuple(node.scope)) for node in network.learned}
+    laws = {name: (lambda values, name=name: program.law(theta, name, values)) for name in program.parents}
+    prices = {f"cost({name})": (lambda values, name=name: program.price(name, values)) for name in program.reads}
+    found = []
+    for _ in range(steps):
+        backpropq_algorithm1(network, laws, prices, critics, optimizer, critic_lr=0.3, **options)
+        tables = [critic.table.detach().clone().flatten() for critic in critics.values()]  # type: ignore[union-attr]
+        found.append(torch.cat((theta.detach().flatten(), *tables)))
+    return found
+
+
+def of_program(
+    program: Program, reduction: Any, options: dict[str, float], steps: int
+) -> tuple[BackpropQNetwork, list[Tensor]]:
+    pyro.clear_param_store()
+    elbo = ExpectedCost(**paper_settings(reduction, **options, rate=0.3))
+    pyro.set_rng_seed(1)
+    found, network = [], None
+    for _ in range(steps):
+        elbo.loss_and_grads(None, program.policy)
+        theta = pyro.get_param_store()._params["theta"]
+        with torch.no_grad():
+            theta -= 0.5 * theta.grad
+        theta.grad = None
+        network = elbo.network
+        assert network is not None
+        found.append(torch.cat((theta.detach().flatten(), *(values_of(elbo, node) for node in network.learned))))
+    assert network is not None
+    return network, found
+
+
+def values_of(elbo: TraceBackpropQ_ELBO, node: Any) -> Tensor:
+    """The table of a Q-node, over the joint states of its scope in program order."""
+    block = next(block for block in elbo.critics.blocks.values() if node.name in block.keys)
+    table = block.critic.table[block.keys.index(node.name)].detach()
+    width = len(table).bit_length() - 1
+    entries = []
+    for state in itertools.product((0, 1), repeat=len(node.scope)):
+        at = dict(zip(node.scope, state, strict=True))
+        own = at.pop(node.site)
+        # The latest site leads; scopes that are smaller than others of the batch leave the last digits at zero.
+        cell = sum(value << (width - 1 - k) for k, value in enumerate(reversed(at.values())))
+        entries.append(table[cell, own])
+    return torch.stack(entries)
+
+
+MODES: list[tuple[str, dict[str, float]]] = [
+    *((reduction, {"lam": 0.0}) for reduction in ("per_cost", "merged", "tree", "chain", "single")),
+    ("merged", {"lam": 0.6}),
+    ("per_cost", {"lam": 1.0}),
+    ("per_cost", {"lam": 0.4, "gamma": 0.8}),
+    ("tree", {"lam": 0.0, "gamma": 0.8}),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("reduction", "options"), MODES)
+def test_updates_are_those_of_algorithm_1(case: str, reduction: str, options: dict[str, float]) -> None:
+    program = Program(case)
+    network, found = of_program(program, reduction, options, 4)
+    is_discounted = options.get("gamma", 1.0) != 1.0
+    assert network == BackpropQNetwork.build(
+        network.graph, network.reduction, immediate=frozenset(), discounted=is_discounted
+    )
+    expected = of_algorithm1(program, network, options, 4)
+    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(mine, theirs, rtol=0.0, atol=1e-12, msg=lambda text, n=step: f"step {n}: {text}")
+    # Something was learned, of the program and of the critics.
+    size = program.start.numel()
+    assert not torch.equal(found[-1][:size], program.start.flatten())
+    assert int((found[-1][size:] != 0).sum()) > 3
+
+
+def test_updates_of_an_elbo_are_those_of_algorithm_1() -> None:
+    # Minus the ELBO: log q and -log p of every site are costs as well.
+    program = Program("bypass")
+
+    def model() -> None:
+        values = {name: pyro.sample(name, dist.Bernoulli(0.3 * torch.ones(()))) for name in program.parents}
+        pyro.factor("f", -program.price("f", values))
+
+    def guide() -> None:
+        theta = pyro.param("theta", program.start.clone())
+        values: Values = {}
+        for name in program.parents:
+            values[name] = pyro.sample(name, program.law(theta, name, values))
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(3)
+    elbo, found = TraceBackpropQ_ELBO(**paper_settings("chain", rate=0.3)), []
+    for _ in range(5):
+        elbo.loss_and_grads(model, guide)
+        theta = pyro.get_param_store()._params["theta"]
+        with torch.no_grad():
+            theta -= 0.5 * theta.grad
+        theta.grad = None
+        found.append(theta.detach().clone())
+    network = elbo.network
+    assert network is not None
+    start = program.start.clone().requires_grad_()
+    prior = dist.Bernoulli(0.3 * torch.ones(()))
+    costs: dict[str, Callable[[Values], Tensor]] = {cost_of_model("f"): lambda values: program.price("f", values)}
+    laws = {}
+    for name in program.parents:
+        laws[name] = lambda values, name=name: program.law(start, name, values)
+        # The gradient of log q as a cost has mean zero, and is left out.
+        costs[cost_of_guide(name)] = lambda values, name=name: laws[name](values).log_prob(values[name]).detach()
+        costs[cost_of_model(name)] = lambda values, name=name: -prior.log_prob(values[name])
+    pyro.set_rng_seed(3)
+    critics: dict[str, nn.Module] = {node.name: Table(tuple(node.scope)) for node in network.learned}
+    optimizer = torch.optim.SGD([start], lr=0.5)
+    for theta in found:
+        backpropq_algorithm1(network, laws, costs, critics, optimizer, critic_lr=0.3)
+        torch.testing.assert_close(theta, start.detach(), rtol=0.0, atol=1e-12)
+
+
+def test_a_sweep_biases_the_gradient_and_the_default_does_not() -> None:
+    case = BY_NAME["chain"]
+    for options, is_biased in ((paper_settings(), True), ({}, False)):
+        case.params()
+        pyro.set_rng_seed(0)
+        elbo = TraceBackpropQ_ELBO(**options)
+        for _ in range(20):
+            elbo.loss_and_grads(case.model, case.guide)
+        exact = exact_gradient(case.model, case.guide)
+        mean = expected_gradient(elbo.eval(), case.model, case.guide)
+        worst = max(float((mean[name] - exact[name]).abs().max()) for name in exact)
+        assert (worst > 1e-2) if is_biased else (worst < 1e-10)
+
+
+ESTIMATORS = [QAllAction(), QAdvantage(), QRelaxation(), LambdaReturn(0.5), AllAction(), RELAXQ(), QControlVariate()]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
+def test_any_estimator_and_any_critic_serve(estimator: Any) -> None:
+    program = Program("chain")
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    settings = paper_settings(estimator=estimator, critic=MLPCritic((4,)), rate=lambda step: 0.1 / (1 + step))
+    elbo = ExpectedCost(4, **settings)
+    for _ in range(3):
+        elbo.loss_and_grads(None, program.policy)
+    gradient = pyro.get_param_store()._params["theta"].grad
+    assert torch.isfinite(gradient).all() and float(gradient.abs().max()) > 0
+    assert all(torch.isfinite(info["td_loss"]) for info in elbo.info.values())
+
+
+@pytest.mark.parametrize("form", ["ancestor", "history"])
+@pytest.mark.parametrize("immediate", ["exact", "learned"])
+@pytest.mark.parametrize("name", ["chain", "fork", "diamond"])
+def test_forms_and_learned_costs_are_unbiased(name: str, form: Any, immediate: Any) -> None:
+    case = BY_NAME[name]
+    case.params()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(form=form, immediate=immediate)
+    for _ in range(5):
+        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    network = elbo.network
+    assert network is not None and network.form == form
+    assert all(bool(node.immediate) == (immediate == "exact") for node in network.nodes if node.rule == ())
+    assert all(not costs for costs in elbo.plan.layout.tabled.values()) == (immediate == "learned")  # type: ignore[union-attr]
+    assert_unbiased(elbo.eval(), case.model, case.guide, *case.args)
+
+
+def deterministic() -> None:
+    """y is x: the cost f is one edge from x and one level above y, g two edges from x."""
+    x = pyro.sample("x", dist.Bernoulli(logits=pyro.param("t", torch.tensor(0.4))))
+    y = pyro.sample("y", dist.Bernoulli(logits=200.0 * x - 100.0))
+    cost("f", 3.0 * x, exact=True)
+    cost("g", 8.0 * y * x, exact=True)
+
+
+@pytest.mark.parametrize("estimator", [QAllAction(), LambdaReturn(0.3)], ids=repr)
+@pytest.mark.parametrize("reduction", ["per_cost", "tree", "chain"])
+@pytest.mark.parametrize("immediate", ["exact", "learned"])
+def test_a_discount_means_the_same_whatever_is_exact(immediate: Any, reduction: Any, estimator: Any) -> None:
+    # By hand: Q(1) - Q(0) = 0.5 * 3 + 0.5^2 * 8, and the gradient is p (1 - p) times that.
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    options = paper_settings(reduction, 0.0, 0.5, estimator=estimator, rate=1.0)
+    elbo = ExpectedCost(**{**options, "immediate": immediate})
+    for _ in range(12):
+        elbo.loss_and_grads(None, deterministic)
+    gradient = expected_gradient(elbo.eval(), None, deterministic)["t"]
+    p = torch.tensor(0.4).sigmoid()
+    torch.testing.assert_close(gradient, p * (1 - p) * (1.5 + 2.0), rtol=0.0, atol=1e-10)
+
+
+def test_a_step_that_fails_leaves_the_critics_as_they_were() -> None:
+    program = Program("chain")
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = ExpectedCost(**paper_settings())
+    elbo.loss_and_grads(None, program.policy)
+    before = copy.deepcopy(dict(elbo.critics.state_dict()))
+
+    def fail(gradient: Tensor) -> None:
+        raise RuntimeError("stop")
+
+    hook = pyro.get_param_store()._params["theta"].register_hook(fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        elbo.loss_and_grads(None, program.policy)
+    hook.remove()
+    assert_equal(dict(elbo.critics.state_dict()), before)
+    elbo.loss_and_grads(None, program.policy)
+    with pytest.raises(AssertionError):
+        assert_equal(dict(elbo.critics.state_dict()), before)
+
+
+def test_evaluation_learns_nothing() -> None:
+    program = Program("chain")
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = ExpectedCost(**paper_settings())
+    elbo.loss_and_grads(None, program.policy)
+    before = copy.deepcopy(dict(elbo.critics.state_dict()))
+    elbo.eval().loss_and_grads(None, program.policy)
+    assert_equal(dict(elbo.critics.state_dict()), before)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BackwardSweep(rate=0.0), "positive"),
+        (lambda: CriticLearner(sweep=0.1), r"BackwardSweep\(rate="),  # type: ignore[arg-type]
+        (lambda: CriticLearner(sweep=BackwardSweep(), lr=0.1, steps=2), "does not use lr, steps"),
+        (lambda: TraceBackpropQ_ELBO(form="other"), "'ancestor', 'history'"),  # type: ignore[arg-type]
+        (lambda: TraceBackpropQ_ELBO(immediate="none"), "'exact', 'learned'"),  # type: ignore[arg-type]
+        (lambda: TraceBackpropQ_ELBO(reduction="single", gamma=0.9), "reduction='chain'"),
+    ],
+)
+def test_bad_options(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make()
