@@ -16,10 +16,12 @@ from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue
 from pyro_bpq.critics.nets import Critic, CriticShape
+from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.rollout.distributed import Ranks, joint_mean
 from pyro_bpq.rollout.sums import Sums
+from pyro_bpq.step.critic_inputs import site_value, standardised
 
 __all__ = ["CriticBatch", "CriticRows", "JointValue", "Learned", "evaluate_critics", "regression"]
 
@@ -124,12 +126,15 @@ class JointValue:
         mean: Its expectation, or what stands for it, of the same shape, detached.
         own: Residual that goes with the table, of the same shape, detached.
         variate: What corrects earlier sites, of mean zero, of the same shape, detached.
+        leaf: The sampled values ``(Q, N, D)``, rows flattened, that ``value`` has a gradient to; ``None`` if no
+            estimator asks for that gradient.
     """
 
     value: Tensor
     mean: Tensor
     own: Tensor
     variate: Tensor
+    leaf: Tensor | None = None
 
 
 def evaluate_critics(
@@ -169,13 +174,17 @@ def evaluate_critics(
     if selection is None:
         return None
     nodes = group.nodes
-    context, writes = _standardised(_context(layout, group, batches), selection)
+    context, writes = standardised(_context(layout, group, batches), selection)
     cells = _cells(group, batches) if shape.cells else None
     if isinstance(spec.critic, JointCritic):
-        site = _site_value(group, batch)
+        site, leaf, moved = site_value(group, batch, selection)
         packed = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site, slow))
         expected, table, unit, joint = _joint(layout, group, batch, selection, packed)
-        return CriticBatch(group, kind, keys, selection, expected, table, unit, writes, joint)
+        joint = replace(joint, leaf=leaf)
+        if reads_value(spec.critic):
+            # E[Q] is not known. The value minus a variate of mean zero is right on average.
+            joint = replace(joint, mean=joint.value.detach() - joint.variate)
+        return CriticBatch(group, kind, keys, selection, expected, table, unit, (*writes, *moved), joint)
     output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, None, slow))
     if output.shape != (len(nodes), context.shape[1], shape.outputs):
         raise CriticShapeError(
@@ -185,33 +194,6 @@ def evaluate_critics(
         )
     level, advantage, unit = _dueling(layout, group, batch, selection, output)
     return CriticBatch(group, kind, keys, selection, level, advantage, unit, writes)
-
-
-def _standardised(context: Tensor, selection: Selection, decay: float = 0.95) -> tuple[Tensor, tuple[Write, ...]]:
-    """Context features in units of their spread in earlier steps, and the moments' writes."""
-    if not context.shape[-1]:
-        return context, ()
-    names = ("context_mean", "context_square", "count")
-    mean, square, count = (selection.read(name, context.dtype) for name in names)
-    writes = (
-        *selection.write("context_mean", update_mean(mean, context.mean(1), count, decay)),
-        *selection.write("context_square", update_mean(square, context.square().mean(1), count, decay)),
-    )
-    # A feature that hardly varied so far is held down, not blown up, when it moves.
-    spread = (square - mean.square()).clamp(min=1e-4).sqrt()
-    return ((context - mean.unsqueeze(1)) / spread.unsqueeze(1)).clamp(-6.0, 6.0), writes
-
-
-def _site_value(group: QGroup, batch: SiteBatch) -> SiteValue:
-    """Values and distributions of the sites of the Q-nodes of a group, rows flattened."""
-    lead = 1 + len(batch.batch_shape)
-
-    def flat(tensor: Tensor) -> Tensor:
-        return group.pick(tensor).flatten(1, lead - 1)
-
-    if batch.cls.spec.components is None:
-        return SiteValue(powers=flat(batch.moments.powers))
-    return SiteValue(flat(batch.index), flat(batch.probs))
 
 
 def _joint(
@@ -364,6 +346,9 @@ def _builder(
         if shape.features:
             buffers["context_mean"] = torch.zeros(len(keys), shape.features)
             buffers["context_square"] = torch.ones(len(keys), shape.features)
+        if reads_value(critic):
+            buffers["value_mean"] = torch.zeros(len(keys), shape.components)
+            buffers["value_square"] = torch.ones(len(keys), shape.components)
         buffers |= {"rows": ones.clone(), "count": 0 * ones}
         return Block(_kind(critic, shape), keys, module, buffers).to(like.device, like.dtype)
 

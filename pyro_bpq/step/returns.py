@@ -16,7 +16,7 @@ from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.targets.lambda_return import lambda_return
 from pyro_bpq.targets.rules import solve_rules
 
-__all__ = ["lambda_returns"]
+__all__ = ["by_name", "lambda_returns"]
 
 
 def lambda_returns(
@@ -58,8 +58,26 @@ def _backward(
     lam: float,
     gamma: float,
 ) -> dict[int, Tensor]:
-    network = layout.network
-    assert network is not None
+    assert layout.network is not None
+    q, roots, expected = by_name(layout, costs, groups, values, ahead)
+    returns = lambda_return(layout.network, q, roots, lam, gamma, expected)
+    return {
+        g: torch.stack([returns[node.name].expand(value.shape[1:]) for node in groups[g].nodes])
+        for g, value in values.items()
+    }
+
+
+def by_name(
+    layout: Layout,
+    costs: Sequence[Tensor],
+    groups: Mapping[int, QGroup],
+    values: Mapping[int, Tensor],
+    ahead: Mapping[int, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Values of the Q-nodes, costs, and expectations of the Q-nodes with their immediate costs, ``(M, plates)``.
+
+    The arguments are those of :func:`lambda_returns`.
+    """
     roots = {
         name: cost
         for cls, stacked in zip(layout.cost_classes, costs, strict=True)
@@ -70,11 +88,7 @@ def _backward(
         for node, own, mean in zip(groups[g].nodes, value.unbind(0), ahead[g].unbind(0), strict=True):
             q[node.name] = own
             expected[node.name] = _with_immediate(layout, node.name, mean, roots)
-    returns = lambda_return(network, q, roots, lam, gamma, expected)
-    return {
-        g: torch.stack([returns[node.name].expand(value.shape[1:]) for node in groups[g].nodes])
-        for g, value in values.items()
-    }
+    return q, roots, expected
 
 
 def _with_immediate(layout: Layout, name: str, mean: Tensor, roots: Mapping[str, Tensor]) -> Tensor:

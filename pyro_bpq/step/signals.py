@@ -239,13 +239,13 @@ class Signals:
             gamma: Discount per edge.
             slow: Whether targets are formed with the slow copies of the critics.
         """
-        values, _ = self._values
-        targets = self._returns(*(self._slow_values if slow else self._values), lam, gamma)
+        values, _ = self.q_values
+        targets = self._returns(*(self._slow_values if slow else self.q_values), lam, gamma)
         return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
 
     @cached_property
-    def _values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """``q_X(x)`` with the critics' gradient, and its expectation, by group."""
+    def q_values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """``q_X(x)`` with the critics' gradient, and its expectation, ``(Q, M, plates)`` by group."""
         return self._evaluated(self.critics)
 
     @cached_property
@@ -282,7 +282,7 @@ class Signals:
         wanted = {c: lam for c, lam in weights.items() if lam is not None}
         if not wanted or not self.critics:
             return {}
-        values, ahead = self._values
+        values, ahead = self.q_values
         none = {g: torch.zeros_like(value.detach()) for g, value in values.items()}
         plain = self._returns(none, none, 1.0, 1.0)
         shifts: dict[int, Tensor] = {}
