@@ -341,8 +341,8 @@ class TraceBackpropQ_ELBO(Objective):
 
         A continuous site with :class:`~pyro_bpq.estimators.QPathwise` or :class:`~pyro_bpq.estimators.LAXQ` adds
         ``∂Q_X(x)/∂x x(ε; θ) - α H[q_X]`` instead of the sum, any other site without finite components
-        ``(Q_X(x) - V_X) log q_X(x) - α H[q_X]``. The gradient is **biased** by the errors of the critics; with exact ones
-        it is that of the loss, as far as that comes through the guide's probabilities. Values are drawn from a
+        ``(Q_X(x) - V_X) log q_X(x) - α H[q_X]``. The gradient is **biased** by the errors of the critics; with exact
+        ones it is that of the loss, as far as that comes through the guide's probabilities. Values are drawn from a
         generator of the ELBO's own.
 
         Args:

@@ -15,6 +15,8 @@ from pyro_bpq.estimators import (
     ARM,
     ARMS,
     LAX,
+    LAXQ,
+    QRELAX,
     REBAR,
     RELAX,
     RELAXQ,
@@ -39,10 +41,12 @@ from pyro_bpq.estimators import (
     MuProp,
     NetworkVariate,
     OptimalScale,
+    ParentAdvantage,
     Pathwise,
     QAdvantage,
     QAllAction,
     QControlVariate,
+    QPathwise,
     QProp,
     QRelaxation,
     QScoreFunction,
@@ -116,9 +120,16 @@ ESTIMATORS: list[Any] = [
     RELAXQ(),
     RELAXQ(temperature=Annealed(0.9)),
     LAX(),
+    LAXQ(),
+    LAXQ(scale=0.5),
+    ParentAdvantage(),
+    ParentAdvantage(0.0),
+    QPathwise(),
+    QRELAX(),
+    QRELAX(Annealed(), scale=1.0),
     GeneralisedReparameterisation(),
 ]
-LOCAL = (QAllAction, QScoreFunction, QAdvantage, QRelaxation)
+LOCAL = (QAllAction, QScoreFunction, QAdvantage, QRelaxation, QRELAX)
 # On finite components; LAX has tests of its own.
 CALLED = [e for e in ESTIMATORS if not e.is_pathwise and "program" not in e.needs]
 each = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
