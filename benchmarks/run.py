@@ -17,6 +17,8 @@ SCRIPTS = (
     "overhead.py",
     "profile_step.py",
     "blackbox.py",
+    "blackbox_normal.py",
+    "advantages.py",
     "vae_variance.py",
     "gradients.py",
     "vae.py",

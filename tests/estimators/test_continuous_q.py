@@ -194,7 +194,8 @@ def test_a_cost_without_slope_trains_a_normal_site(estimator: Any) -> None:
     svi = pyro.infer.SVI(None, policy, pyro.optim.Adam({"lr": 0.05}), loss=ExpectedCost(learner=learner))
     for _ in range(80):
         svi.step()
-    assert 0.0 < float(pyro.param("loc").detach()) < 1.3
+    # It starts at a distance of 1.5 from the best value.
+    assert abs(float(pyro.param("loc").detach()) - 1.0) < 0.75
 
 
 def test_bootstrapped_loss_follows_the_slope_and_calls_no_cost() -> None:
