@@ -204,6 +204,11 @@ def main() -> None:
                     allowed = int(share * budget) if method == Q else budget
                     curves += [key | r for r in train(make, build, seed, allowed, f"{task}: {method} {text}")]
                     write_csv(path, curves)
+    report(options.output, curves, budget, share, rates)
+
+
+def report(output: Any, curves: list[Row], budget: int, share: float, rates: tuple[float, ...]) -> None:
+    """Prints and writes the tables."""
     results = []
     for task, seed in dict.fromkeys((row["task"], row["seed"]) for row in curves):
         results += compare(task, seed, chosen([row for row in curves if (row["task"], row["seed"]) == (task, seed)]))
@@ -220,7 +225,7 @@ def main() -> None:
         "those of the method; 0 is never."
     )
     write_markdown(
-        options.output / "blackbox_normal.md", "Black-box costs of Normal sites", [text, table(gains), table(results)]
+        output / "blackbox_normal.md", "Black-box costs of Normal sites", [text, table(gains), table(results)]
     )
 
 
