@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.reparameterise import base_distribution, reparameterise
 from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step.asked import RolloutTensors
@@ -18,7 +19,10 @@ def of_class(signals: RolloutTensors, c: int) -> Tensor:
         UnsupportedSiteError: If a value cannot be reparameterised.
     """
     batch = signals.batches[c]
-    moved = batch.stack(_moved, batch.cls.value_ndim)
+    try:
+        moved = batch.stack(_moved, batch.cls.value_ndim)
+    except UnsupportedSiteError as error:
+        raise error.at(*batch.cls.names) from error
     return moved.reshape(*moved.shape[: moved.dim() - batch.cls.value_ndim], batch.cls.width)
 
 
