@@ -261,7 +261,7 @@ def sample(policy: Policy, batch: tuple[Tensor, ...], samples: int, replay: Any 
     trace = poutine.trace(program).get_trace(*batch)
     sites = [s for s in trace.nodes.values() if s["type"] == "sample" and "bpq" in s["infer"]]
     shape = (samples, len(batch[0]))
-    score = torch.stack([s["fn"].log_prob(s["value"]).expand(shape) for s in sites])
+    score = torch.stack([s["fn"].log_prob(s["value"].detach()).expand(shape) for s in sites])
     entropy = torch.stack([s["fn"].entropy().expand(shape) for s in sites])
     contexts = [s["infer"]["bpq"]["context"].detach().expand(*shape, -1) for s in sites]
     (paid,) = (s["fn"].value for s in trace.nodes.values() if s["type"] == "sample" and "bpq_cost" in s["infer"])

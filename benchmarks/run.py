@@ -18,6 +18,8 @@ SCRIPTS = (
     "overhead.py",
     "profile_step.py",
     "blackbox.py",
+    "blackbox_normal.py",
+    "advantages.py",
     "vae_variance.py",
     "gradients.py",
     "hindsight.py",

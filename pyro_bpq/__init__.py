@@ -15,6 +15,7 @@ from pyro_bpq.critics.nets import MLPCritic as MLPCritic
 from pyro_bpq.critics.nets import TabularCritic as TabularCritic
 from pyro_bpq.critics.replay_buffer import Replay as Replay
 from pyro_bpq.critics.slow import SlowTracking as SlowTracking
+from pyro_bpq.critics.value_critic import ValueCritic as ValueCritic
 from pyro_bpq.estimators import AllAction as AllAction
 from pyro_bpq.estimators import LambdaReturn as LambdaReturn
 from pyro_bpq.estimators import LeaveOneOut as LeaveOneOut
@@ -74,6 +75,7 @@ __all__ = [
     "TraceBackpropQ_ELBO",
     "TraceBackpropQ_IWAE",
     "TrustRegionSVI",
+    "ValueCritic",
     "compile_report",
     "config_bpq",
     "cost",

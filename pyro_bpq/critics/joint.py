@@ -44,11 +44,17 @@ class SiteValue(NamedTuple):
         chosen: Index of the sampled value of each component, ``(G, N, D)``; ``None`` without finite components.
         probs: Probabilities ``(G, N, D, K)``, or ``None``.
         powers: Centred powers ``(G, N, D, 2)`` of a value without finite components, or ``None``.
+        real: Such a value itself in units of its running spread, ``(G, N, D)``; only for critics that read it.
+        centre: The mean of its distribution in the same units.
+        step: The standard deviation of its distribution in the same units.
     """
 
     chosen: Tensor | None = None
     probs: Tensor | None = None
     powers: Tensor | None = None
+    real: Tensor | None = None
+    centre: Tensor | None = None
+    step: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SiteValue:
         """Changes every tensor."""

@@ -23,9 +23,11 @@ from pyro_bpq.estimators.gumbel_softmax import GumbelStraightThrough as GumbelSt
 from pyro_bpq.estimators.hindsight import Hindsight as Hindsight
 from pyro_bpq.estimators.lambda_return import LambdaReturn as LambdaReturn
 from pyro_bpq.estimators.lax import LAX as LAX
+from pyro_bpq.estimators.laxq import LAXQ as LAXQ
 from pyro_bpq.estimators.measure_valued import MeasureValued as MeasureValued
 from pyro_bpq.estimators.muprop import MuProp as MuProp
 from pyro_bpq.estimators.optimal_scale import OptimalScale as OptimalScale
+from pyro_bpq.estimators.parent_advantage import ParentAdvantage as ParentAdvantage
 from pyro_bpq.estimators.pathwise import Pathwise as Pathwise
 from pyro_bpq.estimators.q_estimators import CriticBaseline as CriticBaseline
 from pyro_bpq.estimators.q_estimators import QAdvantage as QAdvantage
@@ -33,7 +35,9 @@ from pyro_bpq.estimators.q_estimators import QAllAction as QAllAction
 from pyro_bpq.estimators.q_estimators import QControlVariate as QControlVariate
 from pyro_bpq.estimators.q_estimators import QRelaxation as QRelaxation
 from pyro_bpq.estimators.q_estimators import QScoreFunction as QScoreFunction
+from pyro_bpq.estimators.q_pathwise import QPathwise as QPathwise
 from pyro_bpq.estimators.q_prop import QProp as QProp
+from pyro_bpq.estimators.q_relax import QRELAX as QRELAX
 from pyro_bpq.estimators.rebar import REBAR as REBAR
 from pyro_bpq.estimators.rebar import LearnedTemperature as LearnedTemperature
 from pyro_bpq.estimators.reinmax import ReinMax as ReinMax
@@ -51,6 +55,8 @@ __all__ = [
     "ARM",
     "ARMS",
     "LAX",
+    "LAXQ",
+    "QRELAX",
     "REBAR",
     "RELAX",
     "RELAXQ",
@@ -77,10 +83,12 @@ __all__ = [
     "MuProp",
     "NetworkVariate",
     "OptimalScale",
+    "ParentAdvantage",
     "Pathwise",
     "QAdvantage",
     "QAllAction",
     "QControlVariate",
+    "QPathwise",
     "QProp",
     "QRelaxation",
     "QScoreFunction",

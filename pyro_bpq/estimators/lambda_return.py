@@ -22,8 +22,9 @@ class LambdaReturn(Estimator):
 
     Critics replace the costs that lie far ahead, so their errors bias the gradient. With ``lam=1`` there is no bias:
     ``G_X`` is then the cost-to-go minus the graph-wise control variates. ``γ`` is the ELBO's ``gamma``, with which the
-    critics learn; below 1 it is a bias of its own. Finite sites apply :class:`AllAction` to
-    ``G_X``. Other sites apply the score function with leave-one-out or a running baseline.
+    critics learn; below 1 it is a bias of its own. Finite sites apply :class:`AllAction` to ``G_X``. Other sites apply
+    the score function with leave-one-out or a running baseline. No term is the prediction of a parent's critic, as in
+    the paper's advantage functions: that is :class:`ParentAdvantage`.
 
     Args:
         lam: Weight of the return against the critics, in ``[0, 1]``. The critics learn with a lambda of their own.
@@ -32,7 +33,7 @@ class LambdaReturn(Estimator):
         OptionError: If an option is out of range.
 
     References:
-        | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Advantage from λ-return errors
+        | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for λ-return Updates
         | High-dimensional continuous control using generalized advantage estimation (Schulman et al., 2016)
     """
 

@@ -25,9 +25,18 @@ from pyro_bpq.estimators.optimal_scale import (
     update_scale,
 )
 from pyro_bpq.estimators.relaxation import Annealed
+from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.variates import centre, means_statistics, update_means
 
-__all__ = ["CriticBaseline", "QAdvantage", "QAllAction", "QControlVariate", "QRelaxation", "QScoreFunction"]
+__all__ = [
+    "CriticBaseline",
+    "QAdvantage",
+    "QAllAction",
+    "QControlVariate",
+    "QRelaxation",
+    "QScoreFunction",
+    "local_cost",
+]
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class CriticBaseline(Estimator):
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components, which critics are for."""
-        return _needs_components("CriticBaseline", site)
+        return needs_finite("CriticBaseline", site)
 
     def statistics(self, num_particles: int) -> Statistics:
         """Running means and products for the scale."""
@@ -119,7 +128,7 @@ class QControlVariate(Estimator):
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components, which critics are for."""
-        return _needs_components("QControlVariate", site)
+        return needs_finite("QControlVariate", site)
 
     def statistics(self, num_particles: int) -> Statistics:
         """Running means and products for the scale."""
@@ -158,7 +167,7 @@ class _LocalCost(Estimator):
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components, which critics are for."""
-        return _needs_components(type(self).__name__, site)
+        return needs_finite(type(self).__name__, site)
 
 
 @dataclass(frozen=True)
@@ -183,18 +192,24 @@ class QAllAction(_LocalCost):
 class QScoreFunction(_LocalCost):
     r"""The learned Q as local cost, by score function (actor-critic). Biased.
 
-        g = Q(x) ∇log q(x),   Q(x) = V + Σ_d Q[d, x_d]
+        g = Q(x) ∇log q(x),   Q(x) = V + Σ_d Q[d, x_d]   with finite components
+
+    For any site. If the value is continuous, :class:`QPathwise` has less noise.
 
     References:
         | Policy gradient methods for reinforcement learning with function approximation (Sutton et al., 2000)
         | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
     """
 
+    needs = frozenset({"q_value", "table"})
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Serves every site that has a critic."""
+        return None
+
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The critic at the sample times ``log q``."""
-        _local(context)
-        _, mean, own = _critic(context, True)
-        return SiteTerm((mean + own) * context.score)
+        return SiteTerm(local_cost(context) * context.score)
 
 
 @dataclass(frozen=True)
@@ -203,13 +218,25 @@ class QAdvantage(_LocalCost):
 
         g = (Q(x) - E_q[Q]) ∇log q(x)
 
+    For any site. If the critic cannot tell ``E_q[Q]``, its value at the mean takes that place.
+    :class:`ParentAdvantage` takes the prediction of the parents' critics instead.
+
     References:
         | Backprop-Q (Xu et al., 2018), Appendix, advantages
         | Asynchronous methods for deep reinforcement learning (Mnih et al., 2016)
     """
 
+    needs = frozenset({"q_value", "table"})
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Serves every site that has a critic."""
+        return None
+
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The advantage of the sample times ``log q``."""
+        if context.log_probs is None:
+            value = local_cost(context)
+            return SiteTerm((value if context.level is None else value - context.level) * context.score)
         _local(context)
         return SiteTerm(_critic(context, True)[2] * context.score)
 
@@ -223,7 +250,7 @@ class QRelaxation(_LocalCost):
     ``z`` is drawn given the sample. Q is linear in the relaxed value, so :class:`QAllAction` is better. This one is a
     reference. The relaxation has a bias of its own, whatever the critic: of a fair coin, the gradient of
     ``Q(1) - Q(0) = 1`` to the logit is 0.25, and the relaxed one is 0.215 at temperature 0.5 and 0.167 at 1.
-    Unlike the paper's RELAX with ``f = Q(b)``, it has no correction terms; :class:`RELAXQ` has them.
+    Unlike the paper's RELAX with ``f = Q(b)``, it has no correction terms; :class:`QRELAX` has them.
 
     Args:
         temperature: A number or :class:`Annealed`.
@@ -282,25 +309,44 @@ def _score(context: SiteContext) -> Tensor:
     return one_hot(context.index, probs.shape[-1]).to(probs.dtype) - probs
 
 
+def local_cost(context: SiteContext) -> Tensor:
+    """``Q(x)``, the critic at the sample and the immediate costs that are known, ``(G, M, plates)`` in nats, detached.
+
+    Estimators of sites without finite components ask for it by ``needs``, as ``"q_value"``.
+
+    Raises:
+        UnsupportedSiteError: If no critic predicts the costs and they are not all known.
+    """
+    if context.log_probs is None:
+        if context.level is None:
+            raise _without_critic(context)
+        value: Tensor = context.signals["q_value"]
+        return value
+    _local(context)
+    _, mean, own = _critic(context, True)
+    return mean + own
+
+
 def _local(context: SiteContext) -> Tensor:
     """The table of Q; raises if no critic predicts the costs and they are not all known exactly."""
     if context.learned is None:
         known = context.cost.new_zeros(()) if context.exact_cost is None else context.exact_cost
         if not torch.allclose(context.cost, known.expand_as(context.cost)):
-            sites = ", ".join(map(repr, context.names))
-            raise UnsupportedSiteError(
-                f"Sites {sites}: no critic predicts their costs, so there is nothing to take their place. Write "
-                'critic=MLPCritic() (a site of many components needs it in infer={"bpq": {"critic": ...}}) and train '
-                "first, or use AllAction()."
-            )
+            raise _without_critic(context)
     return _critic(context, True)[0]
 
 
-def _needs_components(owner: str, site: SiteInfo) -> str | None:
-    if site.components is not None:
-        return None
-    other = "Pathwise()" if site.has_rsample else "ScoreFunction()"
-    return f"{owner}() needs a finite support, which {site.distribution} lacks; use {other}"
+def _without_critic(context: SiteContext) -> UnsupportedSiteError:
+    sites = ", ".join(map(repr, context.names))
+    if context.log_probs is None:
+        wanted, other = "critic=ValueCritic()", "ScoreFunction()"
+    else:
+        wanted = 'critic=MLPCritic() (a site of many components needs it in infer={"bpq": {"critic": ...}})'
+        other = "AllAction()"
+    return UnsupportedSiteError(
+        f"Sites {sites}: no critic predicts their costs, so there is nothing to take their place. Write {wanted} and "
+        f"train first, or use {other}."
+    )
 
 
 def _check(owner: str, scale: Scale, decay: float) -> None:

@@ -22,6 +22,7 @@ from pyro_bpq.estimators.optimal_scale import (
 )
 from pyro_bpq.estimators.rebar import relaxed_cost, unsupported_relaxation
 from pyro_bpq.estimators.relaxation import Annealed
+from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.variates import NetworkVariate, centre, means_statistics, update_means
 
 __all__ = ["RELAX", "RELAXQ"]
@@ -68,7 +69,7 @@ class RELAX(Estimator):
         """Needs finite components; with ``uses_cost`` values that can be relaxed."""
         if self.uses_cost:
             return unsupported_relaxation("RELAX(uses_cost=True)", site)
-        return _needs_components("RELAX", site)
+        return needs_finite("RELAX", site)
 
     def sized_statistics(self, width: int) -> Statistics:
         """The network's weights, then ``log τ`` relative to its initial value, then ``η``."""
@@ -148,13 +149,14 @@ class RELAXQ(Estimator):
     needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
-        check_scale("RELAXQ", self.scale)
-        relaxation.check_temperature("RELAXQ", self.temperature)
-        check_decay("RELAXQ", self.decay)
+        owner = type(self).__name__
+        check_scale(owner, self.scale)
+        relaxation.check_temperature(owner, self.temperature)
+        check_decay(owner, self.decay)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components."""
-        return _needs_components("RELAXQ", site)
+        return needs_finite(type(self).__name__, site)
 
     def statistics(self, num_particles: int) -> Statistics:
         """Running means and products for the scale."""
@@ -193,10 +195,3 @@ class RELAXQ(Estimator):
                 ),
             }
         return SiteTerm(gradient * params, statistics)
-
-
-def _needs_components(owner: str, site: SiteInfo) -> str | None:
-    if site.components is not None:
-        return None
-    other = "Pathwise()" if site.has_rsample else "ScoreFunction()"
-    return f"{owner}() needs a finite support, which {site.distribution} lacks; use {other}"

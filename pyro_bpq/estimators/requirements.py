@@ -11,11 +11,14 @@ __all__ = [
     "needs_finite",
     "needs_float_value",
     "needs_particles",
+    "needs_reparameterised",
     "needs_single",
 ]
 
 
 _INFINITE = ("Poisson", "Geometric", "NegativeBinomial", "ZeroInflated", "Binomial", "BetaBinomial")
+# Continuous distributions whose drawn values can be reparameterised.
+_MOVABLE = ("Normal", "LogNormal", "Laplace", "Gumbel", "Gamma", "Beta")
 # Largest number of values of a component for which a message recommends AllAction.
 _MAX_SUPPORT = 64
 
@@ -37,7 +40,23 @@ def needs_finite(name: str, site: SiteInfo) -> str | None:
     """Reason why a site without finite components cannot be served, or ``None`` if it has them."""
     if site.components is not None:
         return None
-    return f"{name}() needs a finite support, which {site.distribution} lacks; use {alternative(site)}"
+    return f"{name}() needs a finite support, which {site.distribution} lacks; use {_without_support(site)}"
+
+
+def needs_reparameterised(name: str, site: SiteInfo) -> str | None:
+    """Reason why a site without a continuous distribution cannot be served, or ``None`` if it has one."""
+    # has_rsample cannot be read: it may be hidden when the site is planned, because the value is detached.
+    if site.components is None and not is_infinite(site):
+        return None
+    return f"{name}() needs a continuous distribution, not a {site.distribution}; use {alternative(site)}"
+
+
+def _without_support(site: SiteInfo) -> str:
+    """What serves a site without finite components, as Python source text."""
+    if is_infinite(site):
+        return alternative(site)
+    names = "LAXQ() or ScoreFunction()" if site.distribution in _MOVABLE else "ScoreFunction()"
+    return f"{names}, which take costs without a gradient" + (", or Pathwise()" if site.has_rsample else "")
 
 
 def needs_binary(name: str, site: SiteInfo) -> str | None:

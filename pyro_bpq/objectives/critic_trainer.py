@@ -92,7 +92,7 @@ class CriticTrainer:
         self.num_steps += 1
 
     def learning(
-        self, lam: float | Tensor, gamma: float | Tensor, num_steps: int | None = None, is_recorded: bool = False
+        self, lam: float | Tensor, gamma: float, num_steps: int | None = None, is_recorded: bool = False
     ) -> Learning:
         """How targets are formed in the present step, or in a step of another number."""
         learner = self.learner

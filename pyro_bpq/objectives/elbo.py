@@ -378,8 +378,11 @@ class TraceBackpropQ_ELBO(Objective):
 
             S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   new values of all sites from the present guide
 
-        Its gradient is **biased** by the errors of the critics; with exact ones it is that of the loss, as
-        far as that comes through the guide's probabilities. Values are drawn from a generator of the ELBO's own.
+        A continuous site with :class:`~pyro_bpq.estimators.QPathwise` or :class:`~pyro_bpq.estimators.LAXQ` adds
+        ``∂Q_X(x)/∂x x(ε; θ) - α H[q_X]`` instead of the sum, any other site without finite components
+        ``(Q_X(x) - V_X) log q_X(x) - α H[q_X]``. The gradient is **biased** by the errors of the critics; with exact
+        ones it is that of the loss, as far as that comes through the guide's probabilities. Values are drawn from a
+        generator of the ELBO's own.
 
         Args:
             model: The model.
@@ -393,7 +396,7 @@ class TraceBackpropQ_ELBO(Objective):
             A scalar, the mean over particles; only its gradient has meaning.
 
         Raises:
-            UnsupportedSiteError: If a site has no finite values, or no critic by choice.
+            UnsupportedSiteError: If a site has no critic by choice.
         """
         self.particles.close()
         seed = int(torch.randint(1 << 31, (), generator=self.runner.noise()))

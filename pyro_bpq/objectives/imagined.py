@@ -8,15 +8,21 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedSiteError
+from pyro_bpq.step import critic_at_value, moved_value
+from pyro_bpq.step.critic_inputs import NEEDS_LEAF
 from pyro_bpq.step.signals import Signals
 
 __all__ = ["bootstrapped_surrogate"]
 
 
 def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0, gamma: float = 1.0) -> Tensor:
-    r"""The sum of what critics expect at every site, as a function of the site's own probabilities.
+    r"""The sum of what critics expect at every site, as a function of the site's own distribution.
 
-        S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   I and Q detached
+        S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x))   with finite components
+        S = Σ_X ∂Q_X(x)/∂x x(ε; θ) - α H[q_X]                 without, for estimators that take the slope of the critic
+        S = Σ_X (Q_X(x) - V_X) log q_X(x) - α H[q_X]          for others
+
+    ``I``, ``Q`` and its slope are detached.
 
     Args:
         signals: One for all particles; or one for each, where sampled values steer the program.
@@ -28,17 +34,23 @@ def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0, gam
         add nothing.
 
     Raises:
-        UnsupportedSiteError: If a site has no finite components, or no critic by choice.
+        UnsupportedSiteError: If a site has neither a critic nor finite components whose costs are known.
     """
     terms = []
     for one in signals:
         for c in one.active:
-            cls = one.layout.classes[c]
-            if cls.spec.components is None or (cls.spec.critic is None and not cls.spec.tabled):
+            spec, names = one.layout.classes[c].spec, ", ".join(map(repr, one.layout.classes[c].names))
+            if spec.critic is None and not spec.tabled:
                 raise UnsupportedSiteError(
-                    f"Sites {', '.join(map(repr, cls.names))} cannot learn from critics alone: that takes finite "
-                    "values and a critic, as of Categorical sites with critic=MLPCritic(). Use pyro.infer.SVI."
+                    f"Sites {names} cannot learn from critics alone, since they have none. Write "
+                    'infer={"bpq": {"critic": MLPCritic()}} at sites of finite values, {"estimator": QPathwise()} at '
+                    "continuous ones, or use pyro.infer.SVI."
                 )
+            if spec.components is None:
+                if c in one.learned:
+                    terms.append(_continuous(one, c))
+                    terms += [-entropy * _entropy(one, c, names)] if entropy else []
+                continue
             learned, table = one.learned.get(c), one.exact[c]
             table = table if table is None or gamma == 1.0 else gamma * table
             if learned is not None and learned.table is not None:
@@ -47,3 +59,19 @@ def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0, gam
                 log_q = one.batches[c].log_probs
                 terms.append((log_q.exp() * (table + entropy * log_q if entropy else table)).sum())
     return torch.stack(terms).sum() if terms else torch.zeros(())
+
+
+def _continuous(signals: Signals, c: int) -> Tensor:
+    """The term of sites without finite components."""
+    if NEEDS_LEAF in signals.layout.classes[c].spec.estimator.needs:
+        return (critic_at_value.slope_of_class(signals, c) * moved_value.of_class(signals, c)).sum()
+    advantage = critic_at_value.value_of_class(signals, c) - signals.learned[c].level
+    return (advantage * signals.batches[c].score).sum()
+
+
+def _entropy(signals: Signals, c: int, names: str) -> Tensor:
+    """Sum of the sites' entropies in nats."""
+    try:
+        return signals.batches[c].stack(lambda site: site.fn.entropy(), 0).sum()
+    except NotImplementedError as error:
+        raise UnsupportedSiteError(f"Sites {names} have no entropy in closed form; write entropy=0.0.") from error

@@ -379,7 +379,7 @@ class Objective(ELBO, nn.Module):
         """How targets are formed in the present step."""
         number = self.num_steps if mode is None else mode.num_steps
         is_recorded = mode is not None and mode.is_recorded
-        return self.trainer.learning(at(self.lam, number), at(self.gamma, number), number, is_recorded)
+        return self.trainer.learning(at(self.lam, number), float(at(self.gamma, int(number))), number, is_recorded)
 
     # Going back.
 

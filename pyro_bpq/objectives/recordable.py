@@ -99,6 +99,8 @@ class Recordable:
             return "several processes train the critics together"
         if self.objective.keeps_staged:
             return "something learns later from what a step worked on (steps > 1, or a controlled SVI)"
+        if callable(self.objective.gamma):
+            return "gamma is a function of the step"
         if trainer.learner is not None and trainer.learner.sweep is not None:
             return "critics learn in a backward sweep"
         if own is not None and any(not isinstance(each, AveragedAdam) for each in own.optimizers.values()):

@@ -6,6 +6,7 @@ from typing import Any
 
 from pyro_bpq.critics.joint import JointCritic, MomentCritic
 from pyro_bpq.critics.nets import Critic, MLPCritic, TabularCritic
+from pyro_bpq.critics.value_critic import ValueCritic
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.rollout.features import Components
@@ -14,23 +15,26 @@ from pyro_bpq.rollout.moments import has_moments
 __all__ = ["checked_critic", "default_critic"]
 
 
-def default_critic(critic: Critic, fn: Any, components: Components | None) -> Critic | None:
+def default_critic(critic: Critic, fn: Any, components: Components | None, estimator: Estimator) -> Critic | None:
     """The critic of a site for which only the ELBO's is given.
 
     Args:
         critic: The ELBO's.
         fn: The site's distribution.
         components: Its finite components, or ``None``.
+        estimator: Its estimator.
 
     Returns:
-        Without finite components a :class:`MomentCritic`, if there are moments. With one component the ELBO's critic.
+        Without finite components a :class:`MomentCritic`, if there are moments; a :class:`ValueCritic` for estimators
+        that take the slope of the critic. With one component the ELBO's critic.
         With many, that too unless it is a perceptron or a table, which give ``None``: critics that read such a value
         as a whole lower the variance, but as measured not the time to a given ELBO; they are for who asks for
         them, ``critic=FlipCritic()``. A critic for the other kind of sites gives ``None``.
     """
     is_for_other = isinstance(critic, JointCritic) and critic.is_finite == (components is None)
     if components is None:
-        own = critic if isinstance(critic, JointCritic) and not is_for_other else MomentCritic()
+        fitting = ValueCritic() if "q_slope" in estimator.needs else MomentCritic()
+        own = critic if isinstance(critic, JointCritic) and not is_for_other else fitting
         return own if has_moments(fn) else None
     if is_for_other:
         return None

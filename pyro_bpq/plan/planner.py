@@ -16,6 +16,7 @@ from pyro_bpq.batching.kinds import Known
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.joint import JointCritic
 from pyro_bpq.critics.nets import Critic
+from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import Estimator, SecondRun
 from pyro_bpq.estimators.base import SiteInfo
@@ -54,7 +55,8 @@ def check_gradients(traced: TracedRun) -> None:
                 raise UnsupportedSiteError(
                     f"Site {name!r} is reparameterised, but {cost} depends on its value without a gradient. Write "
                     f'infer={{"bpq": {{"estimator": ScoreFunction()}}}} at the site or config_bpq(guide, '
-                    "estimator=ScoreFunction()), or make the cost differentiable."
+                    "estimator=ScoreFunction()), LAXQ() in its place for a learned Q of the value, or make the cost "
+                    "differentiable."
                 )
 
 
@@ -268,7 +270,8 @@ class Planner:
             if critic is None:
                 charged[name] = _charged(graph, name, estimators[name], extra.costs(name), patterns)
                 spec = replace(spec, by_component=bool(charged[name]))
-            specs[name] = replace(spec, has_params=True) if facts.is_dynamic else spec
+            is_blind = reads_value(critic) and spec.context > 0
+            specs[name] = replace(spec, has_params=True) if facts.is_dynamic and not is_blind else spec
         network = None
         if any(spec.critic is not None for spec in specs.values()):
             if facts.is_dynamic:
@@ -309,7 +312,7 @@ class Planner:
             return checked_critic(options.critic, name, traced.run.sites[name].fn, components, estimator)
         if self.critic is None or estimator.is_pathwise:
             return None
-        return default_critic(self.critic, traced.run.sites[name].fn, components)
+        return default_critic(self.critic, traced.run.sites[name].fn, components, estimator)
 
     def _spec(
         self, traced: TracedRun, name: str, estimator: Estimator, critic: Critic | None, kinds: frozenset[Known]
@@ -317,6 +320,8 @@ class Planner:
         info, options, record = traced.infos[name], traced.options[name], traced.run.sites[name]
         plates = traced.plates[name]
         event = tuple(record.fn.event_shape)
+        # A critic of the value itself could not tell it from the parameters, which move with it.
+        shows_rows = reads_value(critic) and options.context is not None
         return SiteSpec(
             plates=plates,
             components=None if estimator.is_pathwise else info.components,
@@ -325,7 +330,7 @@ class Planner:
             critic=critic,
             has_moments=isinstance(critic, JointCritic) and not critic.is_finite,
             tabled=kinds,
-            has_params=bool(plates),
+            has_params=bool(plates) and not shows_rows,
             context=0 if options.context is None else options.context.shape[-1],
             share=options.share,
         )

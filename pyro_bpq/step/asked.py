@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.rollout.runs import Rollout
+from pyro_bpq.step.critic_step import CriticBatch
 
 __all__ = ["RolloutTensors"]
 
@@ -22,6 +24,7 @@ class RolloutTensors(Protocol):
         rollout: Its runs.
         batches: Tensors of its sites, by class.
         costs: Stacked costs, by class of costs.
+        critics: The critics, evaluated, by group of Q-nodes.
         rerun: Runs the program again, or ``None`` where that cannot be done.
         generator: Noise of the estimators.
         shared: What signals of several classes have in common, by name of the signal.
@@ -31,6 +34,16 @@ class RolloutTensors(Protocol):
     rollout: Rollout
     batches: list[SiteBatch]
     costs: list[Tensor]
+    critics: dict[int, CriticBatch]
     rerun: Any
     generator: torch.Generator | None
     shared: dict[str, Any]
+
+    @property
+    def q_values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """``q_X(x)`` with the critics' gradient, and its expectation, ``(Q, M, plates)`` by group."""
+        ...
+
+    def ahead(self, means: Mapping[int, Tensor], gamma: float) -> dict[int, Tensor]:
+        """Expectations of Q-functions with their exact immediate costs, by group."""
+        ...

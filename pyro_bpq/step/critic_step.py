@@ -16,6 +16,7 @@ from pyro_bpq.critics.attention import MemberCritic, Members
 from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write
 from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue
 from pyro_bpq.critics.nets import Critic, CriticShape
+from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.rollout.sums import Sums
 from pyro_bpq.step.critic_inputs import cells_of, context_of, members_of, site_value, standardised
@@ -104,12 +105,15 @@ class JointValue:
         mean: Its expectation, or what stands for it, of the same shape, detached.
         own: Residual that goes with the table, of the same shape, detached.
         variate: What corrects earlier sites, of mean zero, of the same shape, detached.
+        leaf: The sampled values ``(Q, N, D)``, rows flattened, that ``value`` has a gradient to; ``None`` if no
+            estimator asks for that gradient.
     """
 
     value: Tensor
     mean: Tensor
     own: Tensor
     variate: Tensor
+    leaf: Tensor | None = None
 
 
 def evaluate_critics(
@@ -155,10 +159,14 @@ def evaluate_critics(
     context, writes = standardised(context_of(layout, group, batches), selection)
     cells = cells_of(group, batches) if shape.cells else None
     if isinstance(spec.critic, JointCritic):
-        site = site_value(group, batch)
+        site, leaf, moved = site_value(group, batch, selection)
         packed = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site, slow))
         expected, table, unit, joint = _joint(layout, group, batch, selection, packed)
-        return CriticBatch(group, kind, keys, selection, expected, table, unit, writes, joint)
+        joint = replace(joint, leaf=leaf)
+        if reads_value(spec.critic):
+            # E[Q] is not known. The value minus a variate of mean zero is right on average.
+            joint = replace(joint, mean=joint.value.detach() - joint.variate)
+        return CriticBatch(group, kind, keys, selection, expected, table, unit, (*writes, *moved), joint)
     more = members_of(group, batches) if reads_members else None
     output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, more, slow))
     if output.shape != (len(nodes), context.shape[1], shape.outputs):
@@ -235,6 +243,9 @@ def _builder(
         if shape.features:
             buffers["context_mean"] = torch.zeros(len(keys), shape.features)
             buffers["context_square"] = torch.ones(len(keys), shape.features)
+        if reads_value(critic):
+            buffers["value_mean"] = torch.zeros(len(keys), shape.components)
+            buffers["value_square"] = torch.ones(len(keys), shape.components)
         buffers |= {"rows": ones.clone(), "count": 0 * ones}
         return Block(_kind(critic, shape), keys, module, buffers).to(like.device, like.dtype)
 

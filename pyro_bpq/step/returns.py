@@ -17,7 +17,7 @@ from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.targets.lambda_return import check_discount, lambda_return
 from pyro_bpq.targets.rules import solve_rules
 
-__all__ = ["lambda_returns"]
+__all__ = ["by_name", "lambda_returns"]
 
 
 def lambda_returns(
@@ -27,7 +27,7 @@ def lambda_returns(
     values: Mapping[int, Tensor],
     ahead: Mapping[int, Tensor],
     lam: float | Tensor,
-    gamma: float | Tensor,
+    gamma: float,
 ) -> dict[int, Tensor]:
     """Targets of all learned Q-nodes.
 
@@ -58,10 +58,29 @@ def _backward(
     values: Mapping[int, Tensor],
     ahead: Mapping[int, Tensor],
     lam: float | Tensor,
-    gamma: float | Tensor,
+    gamma: float,
 ) -> dict[int, Tensor]:
-    network = layout.network
-    assert network is not None
+    assert layout.network is not None
+    q, roots, expected = by_name(layout, costs, groups, values, ahead, gamma)
+    returns = lambda_return(layout.network, q, roots, lam, gamma, expected)
+    return {
+        g: torch.stack([returns[node.name].expand(value.shape[1:]) for node in groups[g].nodes])
+        for g, value in values.items()
+    }
+
+
+def by_name(
+    layout: Layout,
+    costs: Sequence[Tensor],
+    groups: Mapping[int, QGroup],
+    values: Mapping[int, Tensor],
+    ahead: Mapping[int, Tensor],
+    gamma: float,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Values of the Q-nodes, costs, and expectations of the Q-nodes with their immediate costs, ``(M, plates)``.
+
+    The arguments are those of :func:`lambda_returns`.
+    """
     roots = {
         name: cost
         for cls, stacked in zip(layout.cost_classes, costs, strict=True)
@@ -72,11 +91,7 @@ def _backward(
         for node, own, mean in zip(groups[g].nodes, value.unbind(0), ahead[g].unbind(0), strict=True):
             q[node.name] = own
             expected[node.name] = _with_immediate(layout, node.name, mean, roots, gamma)
-    returns = lambda_return(network, q, roots, lam, gamma, expected)
-    return {
-        g: torch.stack([returns[node.name].expand(value.shape[1:]) for node in groups[g].nodes])
-        for g, value in values.items()
-    }
+    return q, roots, expected
 
 
 def _with_immediate(layout: Layout, name: str, mean: Tensor, roots: Mapping[str, Tensor], gamma: float) -> Tensor:
@@ -96,7 +111,7 @@ def _solve(
     values: Mapping[int, Tensor],
     ahead: Mapping[int, Tensor],
     lam: float | Tensor,
-    gamma: float | Tensor,
+    gamma: float,
 ) -> dict[int, Tensor]:
     order = layout.rule_order
     size = (len(order), *costs.shape[1:])

@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from pyro_bpq.step import crossed_signal, hindsight_signal, site_program, user_baseline
+from pyro_bpq.step import (
+    critic_at_value,
+    crossed_signal,
+    hindsight_signal,
+    moved_value,
+    parent_advantage,
+    site_program,
+    user_baseline,
+)
 from pyro_bpq.step.asked import RolloutTensors
 
 __all__ = ["OTHER_NEEDS", "SIGNALS"]
@@ -27,5 +35,9 @@ SIGNALS: Mapping[str, Signal] = MappingProxyType(
         "crossed": crossed_signal.of_class,
         "hindsight": hindsight_signal.of_class,
         "baseline": user_baseline.of_class,
+        "q_value": critic_at_value.value_of_class,
+        "q_slope": critic_at_value.slope_of_class,
+        "moved_value": moved_value.of_class,
+        "advantage": parent_advantage.of_class,
     }
 )

@@ -136,6 +136,9 @@ class Signals:
             # An immediate cost is one level away, like every cost whose edge leads to the site.
             cost, exact = gamma * cost, None if exact is None else gamma * exact
             exact_cost = None if exact_cost is None else gamma * exact_cost
+        if gamma != 1.0 and "advantage" in estimator.needs:
+            names = ", ".join(map(repr, cls.names))
+            raise OptionError(f"Sites {names}: {type(estimator).__name__} takes no discount; write gamma=1.0.")
         shift = self._bootstraps(gamma).get(c)
         return SiteContext(
             names=cls.names,
@@ -247,7 +250,7 @@ class Signals:
     # Targets of the critics.
 
     def values_and_targets(
-        self, lam: float | Tensor, gamma: float | Tensor, slow: bool = False
+        self, lam: float | Tensor, gamma: float, slow: bool = False
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group.
 
@@ -256,14 +259,14 @@ class Signals:
             gamma: Discount per level, usually per edge.
             slow: Whether targets are formed with the slow copies of the critics.
         """
-        values, _ = self._values
-        learned, means = self._slow_values if slow else self._values
-        targets = self._returns(learned, self._ahead(means, gamma), lam, gamma)
+        values, _ = self.q_values
+        learned, means = self._slow_values if slow else self.q_values
+        targets = self._returns(learned, self.ahead(means, gamma), lam, gamma)
         return {g: (value, targets[g].expand_as(value)) for g, value in values.items()}
 
     @cached_property
-    def _values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """``q_X(x)`` with the critics' gradient, and its expectation, by group."""
+    def q_values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """``q_X(x)`` with the critics' gradient, and its expectation, ``(Q, M, plates)`` by group."""
         return self._evaluated(self.critics)
 
     @cached_property
@@ -280,11 +283,17 @@ class Signals:
         pairs = {g: self.value_and_mean(critic) for g, critic in critics.items()}
         return {g: value for g, (value, _) in pairs.items()}, {g: mean for g, (_, mean) in pairs.items()}
 
-    def _ahead(self, means: Mapping[int, Tensor], gamma: float) -> dict[int, Tensor]:
+    def ahead(self, means: Mapping[int, Tensor], gamma: float) -> dict[int, Tensor]:
+        """Expectations of Q-functions with their exact immediate costs, by group.
+
+        Args:
+            means: Expectations of the learned parts.
+            gamma: Discount per level.
+        """
         return {g: self._with_expected_immediate(self.critics[g], mean, gamma) for g, mean in means.items()}
 
     def _returns(
-        self, values: Mapping[int, Tensor], ahead: Mapping[int, Tensor], lam: float | Tensor, gamma: float | Tensor
+        self, values: Mapping[int, Tensor], ahead: Mapping[int, Tensor], lam: float | Tensor, gamma: float
     ) -> dict[int, Tensor]:
         if not values:
             return {}
@@ -304,12 +313,12 @@ class Signals:
         return self._shifts[gamma]
 
     def _found_shifts(self, wanted: Mapping[int, float], gamma: float) -> dict[int, Tensor]:
-        values, means = self._values
+        values, means = self.q_values
         none = {g: torch.zeros_like(value.detach()) for g, value in values.items()}
         plain = self._returns(none, none, 1.0, 1.0)
         shifts: dict[int, Tensor] = {}
         for lam in sorted(set(wanted.values())):
-            targets = self._returns(values, self._ahead(means, gamma), lam, gamma)
+            targets = self._returns(values, self.ahead(means, gamma), lam, gamma)
             for g, critic in self.critics.items():
                 group = critic.group
                 if wanted.get(group.c) == lam:

@@ -49,7 +49,7 @@ class Learning:
     """
 
     lam: float | Tensor = 0.97
-    gamma: float | Tensor = 1.0
+    gamma: float = 1.0
     level_weight: float = 0.1
     slow: bool = False
     num_steps: int = 0

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.layout import Layout, QGroup
+from pyro_bpq.batching.classes import QGroup
+from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.bank import CriticBank, Write
 from pyro_bpq.estimators.base import site_mean
 from pyro_bpq.graph.network import QNode
@@ -35,7 +36,7 @@ class Wave(NamedTuple):
 
 
 def sweep(
-    signals: Signals, bank: CriticBank, rate: float, lam: float, gamma: float, ranks: Ranks | None = None
+    signals: Signals, bank: CriticBank, rate: float, lam: float | Tensor, gamma: float, ranks: Ranks | None = None
 ) -> tuple[list[Write], dict[str, dict[str, Tensor]]]:
     r"""Takes one step of each critic, in place, from the Q-nodes next to the costs to those before them.
 

@@ -24,6 +24,7 @@ class ActorCriticSVI(SVI):
 
         Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   all sites newly drawn, the arguments those of stored rollouts
 
+    Continuous sites with ``QPathwise()`` or ``LAXQ()`` follow the slope of their critic through the sample.
     With ``Replay(costs="stored")`` no round calls the function of a cost statement. The errors of the critics **bias**
     the rounds. The entropy keeps the guide from exploiting these errors at values that are never drawn. The step along
     the rollout itself, ``unbiased_step=True``, is unbiased. Parameters that only the model reads move in that step
@@ -31,7 +32,7 @@ class ActorCriticSVI(SVI):
 
     Args:
         model: The model.
-        guide: The guide; its sites are finite and have critics.
+        guide: The guide; its sites have critics.
         optim: Pyro's optimiser.
         loss: A :class:`TraceBackpropQ_ELBO`, or an ``ExpectedCost``, with ``CriticLearner(replay=Replay(...))``.
         rounds: Number of rounds after each rollout.

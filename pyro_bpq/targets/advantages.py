@@ -9,7 +9,8 @@ The paper's four cases are instances. A single parent gives ``Q_Y - Q_X``. Two p
 sibling of another cost gives ``Q_Y1 - (Q_X - Q_Y2)``. The fourth case has parents and siblings (our reading, the
 picture is lost). Siblings stand in other summands of a rule. A child that is averaged with ``Y`` has the same costs and
 is no sibling. A baseline must not depend on ``y``. So a sibling is dropped if it reads ``Y`` or a descendant of ``Y``,
-or if ``Y`` descends from it.
+or if ``Y`` descends from it. Rows of a plate that the parent is outside of are siblings of each other. Rows of a plate
+that only the parent is in are parents: their predictions are averaged.
 
 An advantage replaces a Q-function in a gradient estimator that is biased by the critics' errors. The baseline adds no
 further bias.
@@ -28,6 +29,8 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
+from pyro_bpq.graph.scg import Plate
+from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.targets.lambda_return import lambda_return
 
 __all__ = ["advantages"]
@@ -50,18 +53,22 @@ def advantages(
     Args:
         network: The network. All Q-nodes of a site give one advantage.
         q: Learned part of each Q-node at the sample, in nats. A missing Q-node is not learned.
-        costs: Each cost of this run, in nats.
+        costs: Each cost of this run, in nats. Plate dimensions stand where their ``dim`` says, as in
+            :func:`~pyro_bpq.targets.lambda_return.lambda_return`.
         lam: Weight of the return against the critic, in ``[0, 1]``.
         gamma: Discount per edge.
         expected: For Q-nodes, ``E_S[γ I_S + q_S]`` over the support of their sites. Siblings then enter by their
             expectation instead of their sample, and returns use expected backups.
 
     Returns:
-        Advantages by site, in nats, detached. A site that no rule reads has no baseline: its advantage is its Q.
+        Advantages by site, in nats, detached. A site that no learned rule reads has no baseline: its advantage is its
+        Q-function.
 
     Raises:
         PlateError: If a site lies in plates that its reader is outside of. The rows would be siblings of each other.
         OptionError: If ``gamma`` is not 1 and the network was not built for it, or has edges that pass levels by.
+        PlateError: If a site lies in plates that its reader is outside of, and its rows are not independent: a cost
+            downstream of it reads several of them.
 
     References:
         | Backprop-Q (Xu et al., 2018), Appendix, Cases for Advantage Functions
@@ -72,17 +79,19 @@ def advantages(
             "different readers. Write gamma=1.0, or build the network with reduction='chain'."
         )
     returns = lambda_return(network, q, costs, lam, gamma, expected)
-    totals = {name: cost.detach() for name, cost in costs.items()}
+    totals, plates = {name: cost.detach() for name, cost in costs.items()}, _plates(network)
     for node in network.nodes:
-        immediate = gamma * sum((totals[cost] for cost in node.immediate), torch.zeros(()))
+        own = plates[node.name]
+        found_here = [sum_to_plates(totals[c], plates[c], own) for c in node.immediate]
+        immediate = gamma * sum(found_here, torch.zeros(()))
         totals[node.name] = immediate + (q[node.name].detach() if node.name in q else returns[node.name])
     ahead = {**totals, **({} if expected is None else {name: value.detach() for name, value in expected.items()})}
     found = {}
     for site in network.graph.index:
-        own = network.q_nodes(site)
-        if own:
-            first = sum(totals[n.name] + lam * (returns[n.name] - q.get(n.name, returns[n.name])) for n in own)
-            found[site] = (gamma * first - _baseline(network, site, q, returns, ahead, gamma)).detach()
+        nodes = network.q_nodes(site)
+        if nodes:
+            first = sum(totals[n.name] + lam * (returns[n.name] - q.get(n.name, returns[n.name])) for n in nodes)
+            found[site] = (gamma * first - _baseline(network, site, q, ahead, gamma)).detach()
     return found
 
 
@@ -90,24 +99,44 @@ def _baseline(
     network: BackpropQNetwork,
     site: str,
     q: Mapping[str, Tensor],
-    returns: Mapping[str, Tensor],
     ahead: Mapping[str, Tensor],
     gamma: float,
 ) -> Tensor:
     """The readers' prediction of a site: a weighted mean over the readers of each of its Q-nodes."""
-    names = [node.name for node in network.q_nodes(site)]
-    readers = [node for node in network.nodes if set(names) & set(network.children(node.name))]
+    plates, own = _plates(network), network.graph.node(site).plates
+    names = {node.name for node in network.q_nodes(site)}
+    # The return of a reader that nobody learned contains what came of the site's own value.
+    readers = [node for node in network.nodes if node.name in q and names & set(network.children(node.name))]
     total = torch.zeros(())
-    for reader, weight in zip(readers, _weights(network, names, readers), strict=True):
+    for reader, weight in zip(readers, _weights(network, sorted(names), readers), strict=True):
         _check_plates(network, site, reader)
-        prediction = q.get(reader.name, returns[reader.name])
+        outer = plates[reader.name]
+        prediction = q[reader.name].detach()
         for average in reader.rule:
-            if not set(names) & set(average.children):
-                siblings = [child for child in average.children if is_independent(network, site, child)]
-                if siblings:
-                    prediction = prediction - gamma * sum(ahead[child] for child in siblings) / len(siblings)
-        total = total + weight * prediction
+            mine = names & set(average.children)
+            siblings = [c for c in average.children if _is_known(network, c, q) and is_independent(network, site, c)]
+            if mine:
+                # The other rows of a plate that the reader is outside of.
+                rows = [sum_to_plates(ahead[child], own, outer) - ahead[child] for child in mine]
+                prediction = prediction - gamma * sum(rows[1:], rows[0])
+            elif siblings:
+                sums = [sum_to_plates(ahead[child], plates[child], outer) for child in siblings]
+                prediction = prediction - gamma * sum(sums[1:], sums[0]) / len(siblings)
+        pooled = [plate.dim for plate in outer if plate not in own]
+        total = total + weight * (prediction.mean(pooled, keepdim=True) if pooled else prediction)
     return total
+
+
+def _is_known(network: BackpropQNetwork, child: str, q: Mapping[str, Tensor]) -> bool:
+    """Whether a child's Q-function is more than the return of this run."""
+    return child in network.graph.cost_index or child in q or not network.q_node(child).is_learned
+
+
+def _plates(network: BackpropQNetwork) -> dict[str, tuple[Plate, ...]]:
+    """Plates of each cost and Q-node."""
+    graph = network.graph
+    plates = {cost.name: cost.plates for cost in graph.costs}
+    return plates | {node.name: graph.node(node.site).plates for node in network.nodes}
 
 
 def _weights(network: BackpropQNetwork, names: list[str], readers: list[QNode]) -> list[float]:
@@ -141,9 +170,11 @@ def is_independent(network: BackpropQNetwork, site: str, child: str) -> bool:
 
 
 def _check_plates(network: BackpropQNetwork, site: str, reader: QNode) -> None:
-    inner = [p.name for p in network.graph.node(site).plates if p not in network.graph.node(reader.site).plates]
-    if inner:
+    graph = network.graph
+    inner = [p.name for p in graph.node(site).plates if p not in graph.node(reader.site).plates]
+    if inner and graph.leaves_plates(site):
         raise PlateError(
-            f"Site {site!r} lies in the plates {inner}, which site {reader.site!r} above it is outside of: its rows "
-            "share one prediction. Use leave-one-out or the graph-wise control variates there instead of advantages."
+            f"Site {site!r} lies in the plates {inner}, which site {reader.site!r} above it is outside of, and a cost "
+            "reads several of its rows: they share one prediction. Use ScoreFunction(LeaveOneOut()) there instead of "
+            "advantages."
         )

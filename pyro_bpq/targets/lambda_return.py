@@ -52,7 +52,7 @@ def lambda_return(
     q: Mapping[str, Tensor],
     costs: Mapping[str, Tensor],
     lam: float | Tensor = 0.9,
-    gamma: float | Tensor = 1.0,
+    gamma: float = 1.0,
     expected: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     r"""Mixes bootstrapped costs-to-go over all horizons, in one backward pass.
@@ -96,7 +96,9 @@ class Backups:
         OptionError: If the network cannot be discounted.
     """
 
-    def __init__(self, network: BackpropQNetwork, costs: Mapping[str, Tensor], lam: float, gamma: float) -> None:
+    def __init__(
+        self, network: BackpropQNetwork, costs: Mapping[str, Tensor], lam: float | Tensor, gamma: float
+    ) -> None:
         check_discount(network, gamma)
         self.network, self.lam, self.gamma = network, lam, gamma
         self.found = {name: cost.detach() for name, cost in costs.items()}
@@ -149,16 +151,14 @@ def td_target(
     network: BackpropQNetwork,
     q: Mapping[str, Tensor],
     costs: Mapping[str, Tensor],
-    gamma: float | Tensor = 1.0,
+    gamma: float = 1.0,
     expected: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """One-step target, :func:`lambda_return` with ``lam=0``."""
     return lambda_return(network, q, costs, 0.0, gamma, expected)
 
 
-def monte_carlo_return(
-    network: BackpropQNetwork, costs: Mapping[str, Tensor], gamma: float | Tensor = 1.0
-) -> dict[str, Tensor]:
+def monte_carlo_return(network: BackpropQNetwork, costs: Mapping[str, Tensor], gamma: float = 1.0) -> dict[str, Tensor]:
     """The cost-to-go of this run along the rules, :func:`lambda_return` with ``lam=1`` and no critic."""
     return lambda_return(network, {}, costs, 1.0, gamma)
 
@@ -169,7 +169,7 @@ def lambda_return_solve(
     ahead: Tensor,
     learned: Tensor,
     lam: Tensor,
-    gamma: float | Tensor,
+    gamma: float,
 ) -> Tensor:
     r"""The lambda-returns of Q-nodes with the same plates, by one triangular solve.
 

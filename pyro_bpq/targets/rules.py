@@ -97,9 +97,7 @@ def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor
     return Rules(tuple(blocks), root, subset_sums(immediate, range(len(graph.costs)), like))
 
 
-def solve_rules(
-    rules: Rules, costs: Tensor, mean: Tensor, learned: Tensor, lam: Tensor, gamma: float | Tensor
-) -> Tensor:
+def solve_rules(rules: Rules, costs: Tensor, mean: Tensor, learned: Tensor, lam: Tensor, gamma: float) -> Tensor:
     r"""Computes the lambda-returns of Q-nodes with the same plates.
 
     Args:

@@ -222,6 +222,9 @@ class Problem:
             correction=nonsense(),
             signals={"program": program, "hindsight": held},
         )
+        assert made.level is not None
+        # Far from right, as the critics are, but no function of the value.
+        made = replace(made, signals={**made.signals, "advantage": cost - made.level, "q_value": made.level})
         return made, leaf
 
     def outcomes(self, particles: int) -> tuple[Tensor, Tensor]:

@@ -80,9 +80,7 @@ OPTIONS: dict[str, Callable[..., Any]] = {
     "particles in a plate": lambda **own: TraceBackpropQ_ELBO(3, 3, vectorize_particles=True, **own),
     "particles in turn": lambda **own: TraceBackpropQ_ELBO(2, estimator=ScoreFunction(LeaveOneOut()), **own),
     "no learner": lambda **own: TraceBackpropQ_ELBO(learner=None, **own),
-    "schedule": lambda **own: TraceBackpropQ_ELBO(
-        lam=lambda n: 1.0 / (1 + n), gamma=lambda n: 1 - 0.1 / (1 + n), **own
-    ),
+    "schedule": lambda **own: TraceBackpropQ_ELBO(lam=lambda n: 1.0 / (1 + n), **own),
     "analytic": lambda **own: TraceBackpropQ_ELBO(analytic_kl=True, **own),
     "bound": lambda **own: TraceBackpropQ_IWAE(num_particles=3, **own),
 }

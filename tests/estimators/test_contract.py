@@ -16,6 +16,8 @@ from pyro_bpq.estimators import (
     ARM,
     ARMS,
     LAX,
+    LAXQ,
+    QRELAX,
     REBAR,
     RELAX,
     RELAXQ,
@@ -41,10 +43,12 @@ from pyro_bpq.estimators import (
     MuProp,
     NetworkVariate,
     OptimalScale,
+    ParentAdvantage,
     Pathwise,
     QAdvantage,
     QAllAction,
     QControlVariate,
+    QPathwise,
     QProp,
     QRelaxation,
     QScoreFunction,
@@ -123,11 +127,18 @@ ESTIMATORS: list[Any] = [
     RELAXQ(),
     RELAXQ(temperature=Annealed(0.9)),
     LAX(),
+    LAXQ(),
+    LAXQ(scale=0.5),
+    ParentAdvantage(),
+    ParentAdvantage(0.0),
+    QPathwise(),
+    QRELAX(),
+    QRELAX(Annealed(), scale=1.0),
     GeneralisedReparameterisation(),
 ]
-LOCAL = (QAllAction, QScoreFunction, QAdvantage, QRelaxation)
-# On finite components; LAX has tests of its own.
-CALLED = [e for e in ESTIMATORS if not e.is_pathwise and "program" not in e.needs]
+LOCAL = (QAllAction, QScoreFunction, QAdvantage, QRelaxation, QRELAX, ParentAdvantage)
+# On finite components; those of continuous values have tests of their own.
+CALLED = [e for e in ESTIMATORS if not e.is_pathwise and not e.needs & {"program", "moved_value"}]
 each = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
 active = pytest.mark.parametrize("estimator", CALLED, ids=repr)
 
@@ -181,7 +192,8 @@ def context(
     def cost(value: Tensor) -> Tensor:
         return value.square().flatten(-2).sum(-1) * made.cost + value[..., 0].sum(-1)
 
-    return replace(made, signals={"program": FakeProgram(cost, value, split, seed=seed)}), logits
+    signals = {"program": FakeProgram(cost, value, split, seed=seed), "advantage": made.cost, "q_value": made.cost}
+    return replace(made, signals=signals), logits
 
 
 def with_statistics(estimator: Any, made: SiteContext) -> SiteContext:

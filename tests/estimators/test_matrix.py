@@ -166,7 +166,7 @@ NOISY: list[Any] = [
     UnorderedSet(samples=2),
 ]
 # No finite sites, see their own tests; and what draws nothing that a score would need.
-ELSEWHERE = {"Pathwise", "QProp", "LAX", "GeneralisedReparameterisation"}
+ELSEWHERE = {"Pathwise", "QProp", "LAX", "LAXQ", "GeneralisedReparameterisation"}
 MAX_OUTCOMES = 400
 # In which order it compares values is noise, and what is drawn downstream follows it.
 ORDERED = (UnorderedSet,)

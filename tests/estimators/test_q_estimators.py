@@ -15,6 +15,7 @@ from test_contract import context, with_statistics
 from pyro_bpq import TabularCritic, TraceBackpropQ_ELBO
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import (
+    QRELAX,
     ConstantBaseline,
     CriticBaseline,
     QAdvantage,
@@ -80,7 +81,7 @@ def test_sum_over_values_and_its_sampled_forms_have_one_mean() -> None:
         torch.testing.assert_close(other, found[0], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("estimator", [*LOCAL, QRelaxation()], ids=repr)
+@pytest.mark.parametrize("estimator", [*LOCAL, QRelaxation(), QRELAX()], ids=repr)
 def test_sites_without_a_critic_say_so(estimator: Any) -> None:
     made, _ = context()
     bare = with_statistics(estimator, replace(made, learned=None, level=None, exact=None, exact_cost=None))
@@ -144,3 +145,76 @@ def test_the_relaxation_is_biased_with_an_exact_critic(temperature: float, expec
     error = float(relaxed.std()) / rows**0.5
     assert abs(float(relaxed.mean()) - expected_gradient_of_coin) < 4 * error + 5e-4
     assert 0.25 - float(relaxed.mean()) > 20 * error
+
+
+def coin(seed: int, rows: int = 100_000) -> tuple[SiteContext, Any]:
+    """Biased coins of exact critic ``Q(1) - Q(0) = 1.7``, their values in the right proportion, and their logits."""
+    logit = torch.full((rows,), 0.8, requires_grad=True)
+    log_probs = torch.stack((-torch.nn.functional.softplus(logit), torch.nn.functional.logsigmoid(logit)), -1)
+    generator = torch.Generator().manual_seed(seed)
+    index = (torch.rand(rows, generator=generator) < torch.sigmoid(logit.detach())).long()
+    shape = (1, 1, rows)
+    value = index.to(logit).reshape(*shape, 1)
+    program = FakeProgram(lambda value: value[..., 0], value, Components("bernoulli", (1,), 2), seed=seed + 1)
+    made = SiteContext(
+        names=("z",),
+        score=log_probs.gather(-1, index.unsqueeze(-1)).reshape(shape),
+        # What the run cost is far from what the critic says: it must not matter.
+        cost=torch.randn(shape, generator=generator) + 9.0,
+        log_probs=log_probs.reshape(*shape, 1, 2),
+        index=index.reshape(*shape, 1),
+        learned=torch.tensor([-0.4, 1.3]).expand(*shape, 1, 2),
+        level=torch.full(shape, 2.0),
+        signals={"program": program, "q_value": 2.0 + torch.tensor([-0.4, 1.3])[index].reshape(shape)},
+    )
+    return made, logit
+
+
+TRUTH = 1.7 * float(torch.sigmoid(torch.tensor(0.8)) * torch.sigmoid(torch.tensor(-0.8)))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "noise"),
+    [
+        (QAllAction(), 0.0),
+        (QScoreFunction(), 2.0),
+        (QAdvantage(), 1.0),
+        (QRELAX(), 1.0),
+        (QRELAX(temperature=1.0, scale=1.0), 1.0),
+        (QRELAX(scale=0.0), 2.0),
+    ],
+    ids=repr,
+)
+def test_with_an_exact_critic_local_costs_have_the_gradient_of_q(estimator: Any, noise: float) -> None:
+    made, logit = coin(3)
+    made = with_statistics(estimator, made)
+    (found,) = torch.autograd.grad(estimator(made).surrogate.sum(), logit)
+    error = float(found.std()) / len(found) ** 0.5
+    assert error < 0.01 * TRUTH * (noise + 0.1)
+    assert abs(float(found.mean()) - TRUTH) < 4 * error + 1e-6
+
+
+@pytest.mark.parametrize("estimator", [QRelaxation(), QRelaxation(1.0)], ids=repr)
+def test_the_same_test_sees_the_bias_of_a_plain_relaxation(estimator: Any) -> None:
+    made, logit = coin(3)
+    (found,) = torch.autograd.grad(estimator(made).surrogate.sum(), logit)
+    assert TRUTH - float(found.mean()) > 20 * float(found.std()) / len(found) ** 0.5
+
+
+def test_relax_with_q_has_less_noise_than_its_score_function() -> None:
+    spread = []
+    for estimator in (QRELAX(scale=1.0), QRELAX(scale=0.0)):
+        made, logit = coin(5)
+        (found,) = torch.autograd.grad(estimator(with_statistics(estimator, made)).surrogate.sum(), logit)
+        spread.append(float(found.var()))
+    assert spread[0] < 0.5 * spread[1]
+
+
+def test_relax_with_a_wrong_q_has_the_gradient_of_the_wrong_q() -> None:
+    # A critic that is wrong gives the gradient of the wrong Q: the bias that is declared.
+    assert not QRELAX.is_unbiased
+    estimator = QRELAX()
+    made, logit = coin(7)
+    wrong = replace(made, learned=2.0 * made.learned)  # type: ignore[operator]
+    (found,) = torch.autograd.grad(estimator(with_statistics(estimator, wrong)).surrogate.sum(), logit)
+    assert abs(float(found.mean()) - 2.0 * TRUTH) < 4 * float(found.std()) / len(found) ** 0.5

@@ -114,12 +114,38 @@ def test_lambda_advantage_by_hand() -> None:
     assert a["x3"] == pytest.approx(-0.625) and a["x2"] == pytest.approx(0.09375)
 
 
-def test_plates_are_refused() -> None:
-    graph = graph_of({"g": [], "z": ["g"]}, {"f": ["z"]})
-    inner = StochasticComputationGraph.from_parents({"g": [], "z": ["g"]}, {"f": ["z"]}, {"z": [Plate("rows", -1)]})
-    assert found(graph, {"g": 1.0, "z": 3.0})["z"] == 2.0
-    with pytest.raises(PlateError, match=r"'z' lies in the plates \['rows'\]"):
-        advantages(build(inner), numbers(g=1.0), {"f": torch.zeros(3)})
+def plated(**costs: list[str]) -> BackpropQNetwork:
+    """A site ``g`` above a site ``z`` in three rows; the costs read ``z``, and those named ``all`` all of its rows."""
+    rows = [Plate("rows", -1)]
+    graph = StochasticComputationGraph.from_parents(
+        {"g": [], "z": ["g"]}, costs, {name: rows for name in ("z", *costs) if name != "all"}
+    )
+    return build(graph, immediate="learned")
+
+
+def test_rows_of_a_plate_are_siblings() -> None:
+    z = torch.tensor([3.0, 1.0, 5.0])
+    a = advantages(plated(f=["z"]), {"g": torch.tensor([10.0]), "z": z}, {"f": torch.zeros(3)})
+    assert a["z"].tolist() == [3.0 - (10.0 - 6.0), 1.0 - (10.0 - 8.0), 5.0 - (10.0 - 4.0)]
+
+
+def test_rows_that_share_a_cost_are_refused() -> None:
+    with pytest.raises(PlateError, match=r"'z' lies in the plates \['rows'\].*LeaveOneOut"):
+        advantages(plated(all=["z"]), {"g": torch.ones(1), "z": torch.zeros(3)}, {"all": torch.zeros(1)})
+
+
+def test_rows_above_a_site_are_parents() -> None:
+    rows = [Plate("rows", -1)]
+    graph = StochasticComputationGraph.from_parents({"x": [], "y": ["x"]}, {"f": ["y"]}, {"x": rows})
+    q = {"x": torch.tensor([1.0, 2.0, 6.0]), "y": torch.tensor([7.0])}
+    a = advantages(build(graph, immediate="learned"), q, {"f": torch.zeros(1)})
+    assert a["y"].tolist() == [7.0 - 3.0]
+
+
+def test_a_parent_that_nobody_learned_gives_no_baseline() -> None:
+    # Its return contains y itself.
+    graph = graph_of({"x": [], "y": ["x"]}, {"f": ["y"]})
+    assert found(graph, {"y": 5.0}, f=9.0)["y"] == 5.0
 
 
 # Bias: E[(A_Y - Q_Y) (1[y = k] - q(k | Pa_Y)) | Pa_Y] = 0 for any Q-functions.

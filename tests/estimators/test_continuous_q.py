@@ -1,0 +1,284 @@
+"""Critics of a normal value: exact expectations by quadrature, and what each of them follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from quadrature import NodeNormal, expected_gradient, grid
+from torch import Tensor
+
+from pyro_bpq import (
+    CriticLearner,
+    ExpectedCost,
+    MomentCritic,
+    QProp,
+    Replay,
+    RunningBaseline,
+    ScoreFunction,
+    ValueCritic,
+    cost,
+)
+from pyro_bpq.errors import OptionError, UnsupportedSiteError
+from pyro_bpq.estimators import LAXQ, LeaveOneOut, QAdvantage, QAllAction, QPathwise, QScoreFunction
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
+from pyro_bpq.svi.actor_critic import ActorCriticSVI
+
+PARAMS = {"a": (0.3, -0.4), "b": (-0.2, 0.1)}
+
+
+def price(x: Tensor, y: Tensor) -> Tensor:
+    """A polynomial of two values, told without a gradient."""
+    return ((x - 0.7) ** 2 + 0.3 * x**3 + (y - 1.1) * x * y + 0.5 * y**2).detach()
+
+
+def draw(name: str, loc: Tensor, estimator: Any, critic: Any, **more: Any) -> Tensor:
+    own, log_scale = (pyro.param(f"{part}_{name}", torch.tensor(v)) for part, v in zip("ls", PARAMS[name], strict=True))
+    options = {"bpq": {"estimator": estimator, "critic": critic, **more}}
+    return pyro.sample(name, NodeNormal(own + loc, log_scale.exp()), infer=options)
+
+
+def program(estimator: Any, critic: Any = None) -> Any:
+    def policy() -> None:
+        x = draw("a", torch.zeros(()), estimator, critic)
+        y = draw("b", 0.6 * x.detach(), estimator, critic)
+        cost("price", price, x, y)
+
+    return policy
+
+
+def exact() -> dict[str, Tensor]:
+    """The gradient of the expected cost, by quadrature of the cost as a function of the parameters."""
+    leaves = {
+        f"{p}_{n}": torch.tensor(v, requires_grad=True) for n in "ab" for p, v in zip("ls", PARAMS[n], strict=True)
+    }
+    total = torch.zeros(())
+    for (e, f), weight in grid((4, 4)):
+        x = leaves["l_a"] + leaves["s_a"].exp() * e
+        y = leaves["l_b"] + 0.6 * x + leaves["s_b"].exp() * f
+        total = total + weight * ((x - 0.7) ** 2 + 0.3 * x**3 + (y - 1.1) * x * y + 0.5 * y**2)
+    found = torch.autograd.grad(total, list(leaves.values()))
+    return dict(zip(leaves, found, strict=True))
+
+
+def trained(policy: Any, steps: int = 30, **options: Any) -> ExpectedCost:
+    pyro.clear_param_store()
+    elbo = ExpectedCost(learner=CriticLearner(lr=1e-2), **options)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        NodeNormal.nodes = iter(torch.randn(20, generator=generator).tolist())
+        elbo.loss_and_grads(None, policy)
+    return elbo.eval()
+
+
+def largest_error(elbo: Any, policy: Any, numbers: Sequence[int] = (4, 4)) -> float:
+    found, truth = expected_gradient(elbo, None, policy, numbers), exact()
+    assert min(float(g.abs()) for g in truth.values()) > 0.1
+    return max(float((found[name] - truth[name]).abs()) for name in truth)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.6, LAXQ().scale], ids=str)
+def test_laxq_is_unbiased_with_a_quadratic_critic(scale: Any) -> None:
+    policy = program(LAXQ(scale), MomentCritic(()))
+    elbo = trained(policy)
+    assert largest_error(elbo, policy) < 1e-10
+
+
+def test_laxq_is_unbiased_with_two_particles() -> None:
+    policy = program(LAXQ(), MomentCritic(()))
+    elbo = trained(policy, num_particles=2)
+    assert largest_error(elbo, policy, (3, 3, 3, 3)) < 1e-10
+
+
+def smooth_program(estimator: Any, critic: Any) -> Any:
+    def policy() -> None:
+        x = draw("a", torch.zeros(()), estimator, critic)
+        cost("price", price, x, torch.tensor(0.4))
+
+    return policy
+
+
+def test_laxq_is_unbiased_with_a_perceptron() -> None:
+    # A perceptron is no polynomial: more nodes.
+    policy = smooth_program(LAXQ(), ValueCritic((8,)))
+    elbo = trained(policy, 60)
+    assert any("ValueCritic" in block.kind and bool(block.critic.net.weights[1].any()) for block in blocks(elbo))
+    found = expected_gradient(elbo, None, policy, (90,))
+    plain = smooth_program(ScoreFunction(), False)
+    for name, truth in expected_gradient(trained(plain, 1), None, plain, (4,)).items():
+        assert float(truth.abs()) > 0.1
+        torch.testing.assert_close(found[name], truth, rtol=0.0, atol=1e-10)
+
+
+def blocks(elbo: Any) -> list[Any]:
+    return list(elbo.critics.blocks.values())
+
+
+@dataclass(frozen=True)
+class NoPath(LAXQ):
+    """Subtracts the critic and leaves its own gradient out."""
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        still = {**context.signals, "moved_value": context.signals["moved_value"].detach()}
+        return super().__call__(replace(context, signals=still))
+
+
+def test_a_missing_path_is_seen() -> None:
+    policy = program(NoPath(), MomentCritic(()))
+    elbo = trained(policy)
+    assert largest_error(elbo, policy) > 1e-3
+
+
+@pytest.mark.parametrize("critic", [MomentCritic(()), ValueCritic((8,))], ids=repr)
+def test_q_prop_and_later_sites_take_either_critic(critic: Any) -> None:
+    # A perceptron enters by its expansion at the mean, which is linear in its own value and smooth in the one above.
+    policy = program(QProp(), critic)
+    elbo = trained(policy)
+    assert largest_error(elbo, policy, (40, 4) if isinstance(critic, ValueCritic) else (4, 4)) < 1e-10
+
+
+@pytest.mark.parametrize("estimator", [QPathwise(), QScoreFunction(), QAdvantage()], ids=repr)
+def test_q_as_local_cost_is_the_gradient_of_the_critic(estimator: Any) -> None:
+    """The gradient of ``E[Q(x)]``, ``Q`` the trained critic held fixed, and not that of the cost."""
+    policy = smooth_program(estimator, MomentCritic(()))
+    assert not estimator.is_unbiased
+    elbo = trained(policy)
+    found = expected_gradient(elbo, None, policy, (4,))
+    score = {name: torch.zeros(()) for name in ("l_a", "s_a")}
+    for (e,), weight in grid((4,)):
+        q = value_of(elbo, policy, e)
+        score["l_a"] = score["l_a"] + weight * q * e / torch.tensor(PARAMS["a"][1]).exp()
+        score["s_a"] = score["s_a"] + weight * q * (e * e - 1.0)
+    for name, expected in score.items():
+        assert float(expected.abs()) > 1e-2
+        torch.testing.assert_close(found[name], expected, rtol=0.0, atol=1e-10)
+    # Thirty steps do not make it that of the cost.
+    plain = smooth_program(ScoreFunction(), False)
+    truth = expected_gradient(trained(plain, 1), None, plain, (4,))
+    assert max(float((found[name] - truth[name]).abs()) for name in score) > 1e-3
+
+
+def value_of(elbo: ExpectedCost, policy: Any, node: float) -> Tensor:
+    NodeNormal.nodes = iter([node])
+    seen = elbo.observe(None, policy)
+    (value,) = seen.items[0].signals.q_values[0].values()
+    return value.detach().reshape(())
+
+
+def step_cost(x: Tensor) -> Tensor:
+    return torch.floor(4.0 * (x.detach() - 1.0).square()) / 4.0
+
+
+def steps_policy(estimator: Any, rows: int = 20, **more: Any) -> Any:
+    def policy() -> None:
+        loc, log_scale = pyro.param("loc", torch.tensor(-0.5)), pyro.param("log_scale", torch.tensor(-0.5))
+        with pyro.plate("rows", rows):
+            fn = dist.Normal(loc, log_scale.exp()).expand([rows])
+            x = pyro.sample("x", fn, infer={"bpq": {"estimator": estimator, **more}})
+            cost("steps", step_cost, x)
+
+    return policy
+
+
+@pytest.mark.parametrize("estimator", [QPathwise(), LAXQ(), QAdvantage()], ids=repr)
+def test_a_cost_without_slope_trains_a_normal_site(estimator: Any) -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    policy = steps_policy(estimator, critic=ValueCritic((16,)))
+    learner = CriticLearner(lr=1e-2, optimizer=torch.optim.Adam)
+    svi = pyro.infer.SVI(None, policy, pyro.optim.Adam({"lr": 0.05}), loss=ExpectedCost(learner=learner))
+    for _ in range(80):
+        svi.step()
+    # It starts at a distance of 1.5 from the best value.
+    assert abs(float(pyro.param("loc").detach()) - 1.0) < 0.75
+
+
+def test_bootstrapped_loss_follows_the_slope_and_calls_no_cost() -> None:
+    policy = smooth_program(QPathwise(), MomentCritic(()))
+    elbo = trained(policy)
+    pyro.param("l_a").grad = None
+
+    def gone(x: Tensor, y: Tensor) -> Tensor:
+        raise AssertionError("called")
+
+    def silent() -> None:
+        cost("price", gone, draw("a", torch.zeros(()), QPathwise(), MomentCritic(())), torch.tensor(0.4))
+
+    total = {"l_a": torch.zeros(()), "s_a": torch.zeros(())}
+    for (e,), weight in grid((4,)):
+        NodeNormal.nodes = iter([e])
+        loss = elbo.bootstrapped_loss(None, silent, entropy=0.5)
+        leaves = [pyro.get_param_store()._params[name] for name in total]
+        for name, gradient in zip(total, torch.autograd.grad(loss, leaves), strict=True):
+            total[name] = total[name] + weight * gradient
+    expected = expected_gradient(elbo, None, policy, (4,))
+    torch.testing.assert_close(total["l_a"], expected["l_a"], rtol=0.0, atol=1e-10)
+    # The entropy of a normal distribution grows by one for each unit of log σ.
+    torch.testing.assert_close(total["s_a"], expected["s_a"] - 0.5, rtol=0.0, atol=1e-10)
+
+
+def test_actor_critic_takes_continuous_sites() -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    policy = steps_policy(QPathwise())
+    replay = Replay(capacity=100, batch_size=2, updates_per_step=0, costs="stored")
+    loss = ExpectedCost(learner=CriticLearner(lr=1e-2, optimizer=torch.optim.Adam, replay=replay))
+    svi = ActorCriticSVI(None, policy, pyro.optim.Adam({"lr": 0.03}), loss, rounds=3, warm_up=3, entropy=0.05)
+    for _ in range(25):
+        svi.step()
+    assert float(pyro.param("loc").detach()) > 0.2
+    kinds = [block.kind for block in loss.critics.blocks.values()]
+    assert any("ValueCritic" in kind for kind in kinds)
+
+
+def test_context_takes_the_place_of_the_parameters() -> None:
+    features = []
+    for more in ({}, {"context": torch.zeros(20, 3)}):
+        pyro.clear_param_store()
+        elbo = ExpectedCost()
+        elbo.loss_and_grads(None, steps_policy(QPathwise(), **more))
+        features.append([block.context_mean.shape[-1] for block in blocks(elbo) if hasattr(block, "context_mean")])
+    assert features == [[2], [3]]
+
+
+def test_particles_that_know_the_row_leave_the_critic_its_differences() -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = ExpectedCost(num_particles=2, learner=CriticLearner(lr=1e-2, optimizer=torch.optim.Adam))
+    policy = steps_policy(LAXQ())
+    for _ in range(80):
+        elbo.loss_and_grads(None, policy)
+    assert float(elbo.info["x"]["explained"]) > 0.3
+
+
+def test_refusals_say_what_to_write() -> None:
+    for estimator in (QPathwise(), LAXQ()):
+        assert "ScoreFunction()" in (estimator.unsupported(SiteInfo("z", "Poisson", False, None, 1)) or "")
+    with pytest.raises(OptionError, match="ValueCritic"):
+        ValueCritic(())
+    with pytest.raises(UnsupportedSiteError, match=r"'x'.*no critic"):
+        ExpectedCost(critic=None).loss_and_grads(None, steps_policy(QPathwise()))
+    with pytest.raises(UnsupportedSiteError, match="LAXQ"):
+        ExpectedCost().loss_and_grads(None, steps_policy(None))
+    elbo = ExpectedCost(critic=None)
+    policy = steps_policy(ScoreFunction(RunningBaseline()))
+    elbo.loss_and_grads(None, policy)
+    with pytest.raises(UnsupportedSiteError, match="QPathwise"):
+        elbo.bootstrapped_loss(None, policy)
+
+
+def test_the_advice_for_a_normal_site_serves_a_cost_without_a_gradient() -> None:
+    with pytest.raises(UnsupportedSiteError, match=r"LAXQ\(\) or ScoreFunction\(\)"):
+        ExpectedCost().loss_and_grads(None, steps_policy(QAllAction()))
+    for estimator in (LAXQ(), ScoreFunction(LeaveOneOut())):
+        pyro.clear_param_store()
+        elbo = ExpectedCost(num_particles=2)
+        for _ in range(2):
+            elbo.loss_and_grads(None, steps_policy(estimator))
+        gradient = pyro.get_param_store()._params["loc"].grad
+        assert gradient is not None and bool(gradient.isfinite()) and bool(gradient != 0)

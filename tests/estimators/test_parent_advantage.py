@@ -1,0 +1,124 @@
+"""The parents' critics as baseline: exactly unbiased with the whole return, biased by the site's own critic else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pytest
+import torch
+from models import BY_NAME, Case
+from quadrature import NodeNormal
+from test_continuous_q import largest_error, program
+
+from pyro_bpq import AllAction, CriticLearner, ExpectedCost, MomentCritic, TabularCritic, TraceBackpropQ_ELBO
+from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.estimators import ParentAdvantage, ScoreFunction
+from pyro_bpq.targets import advantages as module
+from pyro_bpq.testing import assert_unbiased, expected_moments
+
+
+def scrambled(case: Case, steps: int = 5, **options: Any) -> TraceBackpropQ_ELBO:
+    """A frozen ELBO whose critics are far from right."""
+    case.params()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(**options)
+    for _ in range(steps):
+        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in elbo.critics.weights().values():
+            weight.add_(torch.randn(weight.shape, generator=generator))
+    case.params()
+    return elbo.eval()
+
+
+PROGRAMS = ["chain", "fork", "diamond", "plate", "global_local", "discrete_above_reparam", "reparam_above_discrete"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_whole_return_is_unbiased(name: str) -> None:
+    case = BY_NAME[name]
+    assert_unbiased(scrambled(case, estimator=ParentAdvantage(1.0)), case.model, case.guide, *case.args)
+
+
+def test_without_the_whole_return_the_critics_bias_it() -> None:
+    assert not ParentAdvantage.is_unbiased
+    case = BY_NAME["chain"]
+    with pytest.raises(AssertionError, match="biased"):
+        assert_unbiased(scrambled(case, estimator=ParentAdvantage(0.9)), case.model, case.guide)
+
+
+def test_a_baseline_that_reads_the_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(network: Any, site: str, q: Any, *_: Any) -> Any:
+        return 0.5 * sum((q[node.name] for node in network.q_nodes(site) if node.name in q), torch.zeros(()))
+
+    monkeypatch.setattr(module, "_baseline", own)
+    case = BY_NAME["chain"]
+    with pytest.raises(AssertionError, match="biased"):
+        assert_unbiased(scrambled(case, estimator=ParentAdvantage(1.0)), case.model, case.guide)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5])
+def test_with_critics_that_are_right_nothing_is_off(lam: float) -> None:
+    """The sum over values with the same critics has their bias alone; so has the advantage, whatever the baseline."""
+    case = BY_NAME["chain"]
+    case.params()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(estimator=ParentAdvantage(lam), critic=TabularCritic(), lam=0.0)
+    for _ in range(20):
+        elbo.loss_and_grads(case.model, case.guide)
+    elbo.eval()
+    found = expected_moments(elbo, case.model, case.guide).mean
+    for block in elbo.critics.blocks.values():
+        # A constant added to the Q-function of the first site, which is nobody's child, moves a baseline alone.
+        if block.critic is not None and any(key.startswith("a") for key in block.keys):
+            row = next(i for i, key in enumerate(block.keys) if key.startswith("a"))
+            with torch.no_grad():
+                block.critic.table[row] += 3.0
+    other = expected_moments(elbo, case.model, case.guide).mean
+    for name in ("qb", "qc"):
+        assert float(found[name].abs().max()) > 1e-3
+        torch.testing.assert_close(other[name], found[name], rtol=0.0, atol=1e-10)
+
+
+def test_the_baseline_lowers_the_variance() -> None:
+    case, variance = BY_NAME["chain"], {}
+    for estimator in (ParentAdvantage(1.0), ScoreFunction(), AllAction()):
+        case.params()
+        pyro.set_rng_seed(0)
+        elbo = TraceBackpropQ_ELBO(estimator=estimator)
+        for _ in range(30):
+            elbo.loss_and_grads(case.model, case.guide)
+        case.params()
+        moments = expected_moments(elbo.eval(), case.model, case.guide)
+        variance[type(estimator)] = sum(float(moments.variance[name].sum()) for name in ("qa", "qb", "qc"))
+    # The first site has no parent; the sum over its values needs none.
+    assert variance[AllAction] < variance[ParentAdvantage] < 0.8 * variance[ScoreFunction]
+
+
+@pytest.mark.parametrize("critic", [MomentCritic(()), MomentCritic((4,))], ids=repr)
+def test_continuous_sites_are_unbiased_with_the_whole_return(critic: Any) -> None:
+    pyro.clear_param_store()
+    policy = program(ParentAdvantage(1.0), critic)
+    elbo = ExpectedCost(learner=CriticLearner(lr=1e-2))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        NodeNormal.nodes = iter(torch.randn(20, generator=generator).tolist())
+        elbo.loss_and_grads(None, policy)
+    assert largest_error(elbo.eval(), policy, (4 if critic.hidden == () else 40, 4)) < 1e-10
+
+
+def test_refusals_say_what_to_write() -> None:
+    with pytest.raises(OptionError, match="ParentAdvantage"):
+        ParentAdvantage(1.1)
+    case = BY_NAME["chain"]
+    case.params()
+    with pytest.raises(UnsupportedSiteError, match=r"'a'.*MLPCritic"):
+        TraceBackpropQ_ELBO(estimator=ParentAdvantage(), critic=None).loss_and_grads(case.model, case.guide)
+    case = BY_NAME["python_branch"]
+    case.params()
+    with pytest.raises(UnsupportedProgramError, match="LambdaReturn"):
+        elbo = TraceBackpropQ_ELBO(estimator=ParentAdvantage())
+        for _ in range(3):
+            elbo.loss_and_grads(case.model, case.guide)
