@@ -215,6 +215,7 @@ class StepRunner:
             components=structure.follows_components and not self.enumerates,
             sloped=sloped,
             rows=structure.follows_rows and not self.enumerates,
+            counts=track and not structure.escapes,
         )
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
@@ -319,6 +320,7 @@ class StepRunner:
             handed=structure.handed_of(runs),
             has_buffers=structure.has_buffers(runs),
             num_particles=particles.number,
+            work=structure.work_of(runs[0]),
         )
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:

@@ -188,6 +188,7 @@ class Planner:
             facts.handed,
             rules={name: choice.rule for name, choice in choices.items()},
             num_particles=facts.num_particles,
+            refused=extra.refused,
         )
 
     def _extra_run(

@@ -20,6 +20,7 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.tracing.component_costs import Patterns
 from pyro_bpq.tracing.program_graph import build_graph, dense_graph
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide
+from pyro_bpq.tracing.work import Work
 
 __all__ = ["STRUCTURES", "StructureCache"]
 
@@ -71,6 +72,7 @@ class StructureCache:
         self.varying: dict[Any, Patterns] = {}
         self.handed: dict[Any, frozenset[str]] = {}
         self.without_buffers: set[Any] = set()
+        self.work: dict[Any, tuple[Work, Work]] = {}
 
     def __repr__(self) -> str:
         return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
@@ -122,6 +124,10 @@ class StructureCache:
     def has_buffers(self, runs: Sequence[TracedRun]) -> bool:
         """Whether runs of the same structure may call modules with buffers."""
         return any(run.has_buffers and run.key not in self.without_buffers for run in runs)
+
+    def work_of(self, traced: TracedRun) -> tuple[Work, Work] | None:
+        """Returns what guide and model of that structure compute, as first counted; ``None`` if it never was."""
+        return self.work.get(traced.key, traced.work)
 
     def knows(self, traced: TracedRun) -> bool:
         """Whether the run was tracked, a run with its key was tracked, or the mode is ``"dense"``."""
@@ -204,6 +210,7 @@ class StructureCache:
             self.varying.pop(forgotten, None)
             self.handed.pop(forgotten, None)
             self.without_buffers.discard(forgotten)
+            self.work.pop(forgotten, None)
         was_unknown, self.unknown = self.unknown, self.mode == "auto" and agreements < _AGREEMENTS
         if was_unknown and not self.unknown:
             LOG.info("The structure is known after %d tracked runs.", self.tracked_runs)
@@ -228,6 +235,8 @@ class StructureCache:
             self.without_buffers.discard(traced.key)
         else:
             self.without_buffers.add(traced.key)
+        if traced.work is not None:
+            self.work.setdefault(traced.key, traced.work)
 
     def _learn_patterns(self, traced: TracedRun) -> None:
         """Keeps only the patterns that every run has shown."""
@@ -255,6 +264,7 @@ class StructureCache:
             self.graphs.clear()
             self.handed.clear()
             self.without_buffers.clear()
+            self.work.clear()
         return self._store(traced.key, dense_graph(traced))
 
     def _contradicted(
