@@ -30,6 +30,7 @@ from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated
+from pyro_bpq.step.program_order import order_step
 from pyro_bpq.step.surrogate import Step, step
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -271,12 +272,15 @@ class TraceBackpropQ_ELBO(Objective):
 
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         start = time.perf_counter()
-        seen = self.particles.observe(self.runner, program, mode)
+        seen = self.particles.observe(self.runner, program, replace(mode, may_order=self._may_order))
         ready = time.perf_counter()
         signals = [item.signals for item in seen.items]
         losses = [traced.run.loss for traced in seen.runs]
         loss = sum(losses[1:], losses[0]) / self.num_particles
-        result = step(signals, loss, self.critics, self.learning(), mode.learning)
+        if seen.ordered:
+            result = order_step(seen.ordered, loss, self.critics, self.learning(), mode.learning)
+        else:
+            result = step(signals, loss, self.critics, self.learning(), mode.learning)
         if self.analytic_kl:
             # One graph for all particles, or one for each.
             graphs = [one.layout.graph for one in signals] * (len(seen.runs) // len(signals))
@@ -286,6 +290,11 @@ class TraceBackpropQ_ELBO(Objective):
         if self.keeps_staged:
             self.trainer.keep(seen.items, result)
         return result
+
+    @property
+    def _may_order(self) -> bool:
+        """Whether nothing learns later from a step, and nothing but its costs matters."""
+        return not (self.keeps_staged or self.analytic_kl or self.trainer.ranks is not None)
 
     # More ways to learn.
 

@@ -30,6 +30,7 @@ from pyro_bpq.reruns.flipped_costs import flipped_costs
 from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.rollout.runs import Rollout
+from pyro_bpq.step.program_order import RunInOrder, in_order
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.draws import Draws
 from pyro_bpq.tracing.hidden_particles import trace_particles
@@ -60,6 +61,7 @@ class Mode:
         goes_back: Whether the step itself asks once for the gradients of its loss: slopes may be found on the way.
         has_ranks: Whether other processes learn along.
         is_checked: Whether particles that run in a hidden dimension are looked at for what they leave behind.
+        may_order: Whether the step needs nothing but costs in program order, where that is all that is known.
     """
 
     learning: bool = False
@@ -69,6 +71,7 @@ class Mode:
     goes_back: bool = False
     has_ranks: bool = False
     is_checked: bool = False
+    may_order: bool = False
 
 
 class NoiseSource:
@@ -233,6 +236,9 @@ class StepRunner:
             # Of a structure that was never tracked it is not known whether values steer it or rows meet.
             draws.again()
             runs = self._runs(programs, particles, mode, True)
+        ordered = self._ordered(runs, particles) if mode.may_order and not track else None
+        if ordered is not None:
+            return Observation(tuple(runs), (), ordered)
         graphs = [self.structure.graph(traced, mode.learning) for traced in runs]
         is_dynamic = any(self.structure.is_dynamic(traced) for traced in runs)
         scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())
@@ -263,6 +269,18 @@ class StepRunner:
             check_declared(site for trace in traces for site in samples(trace).values())
             raise
         return Observation(tuple(runs), tuple(items))
+
+    def _ordered(self, runs: Sequence[TracedRun], particles: Particles) -> tuple[RunInOrder, ...] | None:
+        """What runs of a steered program tell in program order; ``None`` where more is asked for."""
+        if not self.structure.is_ordered or particles.has_plate:
+            return None
+        found = []
+        for traced in runs:
+            estimators = self.plans.planner.order_estimators(traced)
+            if estimators is None:
+                return None
+            found.append(in_order(traced, estimators))
+        return tuple(found)
 
     def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, track: bool) -> list[TracedRun]:
         """Traces the programs of a step, with slopes where the last step's plan asked for them."""

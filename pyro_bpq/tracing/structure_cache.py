@@ -79,9 +79,16 @@ class StructureCache:
 
     def wants_tracking(self) -> bool:
         """Whether the next run must be tracked."""
+        if self.is_ordered:
+            return False
         if self.unknown or self.always_tracks or self.calm < self.patience:
             return True
         return self.mode != "dense" and self.untracked_steps >= self.next_look
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether values are known to steer the program, and every later cost is to count."""
+        return self.mode == "dense" and self.escapes
 
     @property
     def always_tracks(self) -> bool:
