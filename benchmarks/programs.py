@@ -1,8 +1,8 @@
 """Programs of many kinds, for races of the default against its own options and Pyro's ELBOs.
 
-Each program is a module with ``model`` and ``guide``; ``batch`` makes the arguments of a step and ``steered`` says whether
-sampled values decide what happens next. ``HELD_OUT`` names a third of them: they were named before the rules and weights of the choice
-by measurement were made, and are looked at for the final figures only.
+Each program is a module with ``model`` and ``guide``; ``steered`` says whether sampled values decide what happens next.
+``HELD_OUT`` names a third of them: they were named before the rules and weights of the choice by measurement were made,
+and are looked at for the final figures only.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ ORDER = (
     "plan",
     "step",
     "reruns",
+    "choice",
     "objectives",
     "svi",
     "testing",
@@ -35,7 +36,7 @@ ORDER = (
     "__init__",
 )
 TENSOR_FREE = frozenset(("errors", "snapshots", "graph"))
-MAY_IMPORT_PYRO = frozenset(("tracing", "plan", "reruns", "objectives", "svi", "testing", "diagnostics"))
+MAY_IMPORT_PYRO = frozenset(("tracing", "plan", "reruns", "choice", "objectives", "svi", "testing", "diagnostics"))
 
 # What a module may call to make a constant: the results are immutable or, as a logger, not ours.
 CONSTANT_MAKERS = frozenset(

@@ -12,6 +12,7 @@ import torch
 from pyro.util import warn_if_nan
 from torch import Tensor
 
+from pyro_bpq.choice import Candidate, MeasuredChoice
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
 from pyro_bpq.critics.replay_buffer import ReplayBuffer
@@ -20,6 +21,7 @@ from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.analytic import differentiable_cost
+from pyro_bpq.objectives.chosen import Rules, StillTrial, checked_choice
 from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
@@ -86,8 +88,14 @@ class TraceBackpropQ_ELBO(Objective):
         window: Number of most recent sites of each kind in its scope that a critic sees as they are; it sees the others
             as one sum. A :class:`~pyro_bpq.TabularCritic` sees its whole scope. ``print(elbo.plan)`` shows what each
             critic reads.
+        choice: ``"fixed"``, the rules of :mod:`pyro_bpq.plan.rules` without any measurement; ``"auto"``, other
+            estimators, particles and structures are measured beside training, and take over where they are better; or a
+            :class:`~pyro_bpq.choice.Candidate`. Measured are steps of ``loss_and_grads``, as SVI takes them, of
+            programs without costs of their own, in one process. ``estimator``, ``num_particles``, ``structure`` or
+            options about critics leave nothing to choose. ``print(elbo.choice)`` shows what was tried.
 
     Attributes:
+        choice: What was tried, what it measured and what was chosen.
         info: After each training step what is known of each site, by name; tensors are detached and on their device.
             ``estimator``: its gradient estimator. ``cost_to_go``: ``(M, plates)``, in nats; ``(M, plates, D)`` where
             each component has one of its own.
@@ -130,6 +138,7 @@ class TraceBackpropQ_ELBO(Objective):
         seed: int = 0,
         enumeration: Literal["sample", "exact"] = "sample",
         window: int = 4,
+        choice: Literal["fixed", "auto"] | Candidate = "fixed",
     ) -> None:
         is_number = isinstance(num_particles, Integral) and not isinstance(num_particles, bool)
         if num_particles is not None and not (is_number and num_particles >= 1):
@@ -161,6 +170,12 @@ class TraceBackpropQ_ELBO(Objective):
         )
         if num_particles is None and not (vectorize_particles or self._only_costs or enumerates):
             self.particles.leave_open()
+        is_open = self.particles.is_open and estimator is None and not asks and critic is not None
+        is_plain = structure == "auto" and not (analytic_kl or self.keeps_staged or learner is None)
+        self._rules = Rules(self.runner, self.particles, is_open and is_plain)
+        self.choice = MeasuredChoice(self._trial, seed, checked_choice(choice, self._rules.are_open))
+        if isinstance(choice, Candidate):
+            self._rules.apply(choice)
 
     # Whether cost statements are all that counts: an expected cost instead of an ELBO.
     _only_costs = False
@@ -296,6 +311,35 @@ class TraceBackpropQ_ELBO(Objective):
         """Whether nothing learns later from a step, and nothing but its costs matters."""
         return not (self.keeps_staged or self.analytic_kl or self.trainer.ranks is not None)
 
+    # The choice by measurement.
+
+    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Adds the gradients of the loss to ``.grad``, then lets the critics learn; see :class:`Objective`.
+
+        With ``choice="auto"`` candidates may be tried afterwards.
+        """
+        loss = super().loss_and_grads(model, guide, *args, **kwargs)
+        if self._is_learning and self.choice.is_due(self.num_steps):
+            self._look(model, guide, args, kwargs)
+        return loss
+
+    def _look(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
+        if not self.choice.candidates:
+            self.choice.begin(self._rules.facts(has_ranks=self.trainer.ranks is not None))
+        if self.choice.is_due(self.num_steps):
+            found = self.choice.look(StillTrial(self), model, guide, args, kwargs, self.num_steps)
+            if found is not None:
+                self._rules.apply(found)
+
+    def _trial(self, candidate: Candidate) -> StillTrial:
+        """An objective of its own for a candidate: it learns while it is tried."""
+        planner = self._rules.planner
+        trial = TraceBackpropQ_ELBO(
+            critic=planner.critic, lam=self.lam, gamma=self.gamma, learner=self.learner, seed=self.critics.seed
+        )
+        trial._rules.apply(candidate, self._rules)
+        return StillTrial(trial, learns=True)
+
     # More ways to learn.
 
     def loss_and_signals(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[float, LocalObjective]:
@@ -379,12 +423,16 @@ class TraceBackpropQ_ELBO(Objective):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
-        return {**super().get_extra_state(), "num_noises": self.num_noises}
+        return {**super().get_extra_state(), "num_noises": self.num_noises, "choice": self.choice.state_dict()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
         super().set_extra_state(state)
         self.num_noises = state["num_noises"]
+        # Older states measure anew.
+        if "choice" in state and self.choice.is_measured:
+            self.choice.load_state_dict(state["choice"], self.num_steps)
+            self._rules.apply(self.choice.chosen)
 
     def extra_repr(self) -> str:
         """The options."""

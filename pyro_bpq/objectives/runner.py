@@ -145,6 +145,19 @@ class StepRunner:
         """Whether the next runs are tracked."""
         return self.structure.wants_tracking()
 
+    def use(self, planner: Planner, structure: str, known: StepRunner | None = None) -> None:
+        """Plans anew, with other options.
+
+        Args:
+            planner: The options.
+            structure: When dependencies are tracked from now on.
+            known: Another runner of the same program, whose knowledge of its structure is taken over.
+        """
+        self.plans.planner = planner
+        self.plans.forget()
+        if known is not None or structure != self.structure.mode:
+            self.structure = (known or self).structure.in_mode(structure)
+
     def forget_last(self) -> None:
         """Forgets the last step: the next one is planned anew."""
         self.plans.last = None

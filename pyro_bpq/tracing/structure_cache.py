@@ -17,6 +17,7 @@ from typing import Any
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.tracing.component_costs import Patterns
 from pyro_bpq.tracing.program_graph import build_graph, dense_graph
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide
@@ -76,6 +77,12 @@ class StructureCache:
 
     def __repr__(self) -> str:
         return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
+
+    def in_mode(self, mode: str) -> StructureCache:
+        """A cache that knows the same, for another mode; what either learns from now on is its own."""
+        other = StructureCache(mode)
+        restore(other, {**snapshot(self), "mode": mode})
+        return other
 
     def wants_tracking(self) -> bool:
         """Whether the next run must be tracked."""
