@@ -275,6 +275,12 @@ class Estimator:
         return frozenset({TABLE})
 
     @property
+    def needs_costs_alone(self) -> bool:
+        """Whether the score and the cost-to-go are all that it reads."""
+        reads_more = self.needs or self.uses_critic or self.return_weight is not None
+        return not (reads_more or self.is_pathwise or self.attaches)
+
+    @property
     def by_component(self) -> bool:
         """Whether each component of a site may get its own cost-to-go, in a dimension behind the plates.
 

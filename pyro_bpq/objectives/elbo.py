@@ -12,6 +12,7 @@ import torch
 from pyro.util import warn_if_nan
 from torch import Tensor
 
+from pyro_bpq.choice import Candidate, MeasuredChoice
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
@@ -21,6 +22,7 @@ from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 from pyro_bpq.objectives.analytic import differentiable_cost
+from pyro_bpq.objectives.chosen import Rules, StillTrial, checked_choice
 from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
@@ -31,6 +33,7 @@ from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated
+from pyro_bpq.step.program_order import order_step
 from pyro_bpq.step.surrogate import Step, step
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -93,8 +96,14 @@ class TraceBackpropQ_ELBO(Objective):
             paper's form, leaves all costs to the critics; there is no extra run of the model.
         form: What a Q-function conditions on: the site and its ancestors, ``"ancestor"``, or all that was sampled so
             far, ``"history"``. Where sampled values steer the program it is always the history.
+        choice: ``"fixed"``, the rules of :mod:`pyro_bpq.plan.rules` without any measurement; ``"auto"``, other
+            estimators, particles and structures are measured beside training, and take over where they are better; or a
+            :class:`~pyro_bpq.choice.Candidate`. Measured are steps of ``loss_and_grads``, as SVI takes them, of
+            programs without costs of their own, in one process. ``estimator``, ``num_particles``, ``structure`` or
+            options about critics leave nothing to choose. ``print(elbo.choice)`` shows what was tried.
 
     Attributes:
+        choice: What was tried, what it measured and what was chosen.
         info: After each training step what is known of each site, by name; tensors are detached and on their device.
             ``estimator``: its gradient estimator. ``cost_to_go``: ``(M, plates)``, in nats; ``(M, plates, D)`` where
             each component has one of its own.
@@ -140,6 +149,7 @@ class TraceBackpropQ_ELBO(Objective):
         compile: bool | Backend | Compile = False,
         immediate: Literal["exact", "learned"] = "exact",
         form: Form = "ancestor",
+        choice: Literal["fixed", "auto"] | Candidate = "fixed",
     ) -> None:
         is_number = isinstance(num_particles, Integral) and not isinstance(num_particles, bool)
         if num_particles is not None and not (is_number and num_particles >= 1):
@@ -147,6 +157,8 @@ class TraceBackpropQ_ELBO(Objective):
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:
             raise OptionError(f"window={window!r}: write a positive integer.")
         check_options(estimator, critic, reduction, lam, gamma, learner)
+        if compile and choice != "fixed":
+            raise OptionError("choice measures eager steps: leave compile out, or write choice='fixed'.")
         check_choice("immediate", immediate, ("exact", "learned"))
         check_choice("form", form, ("ancestor", "history"))
         check_choice("enumeration", enumeration, ("sample", "exact"))
@@ -179,6 +191,12 @@ class TraceBackpropQ_ELBO(Objective):
         )
         if num_particles is None and not (vectorize_particles or self._only_costs or enumerates):
             self.particles.leave_open()
+        is_open = self.particles.is_open and estimator is None and not asks and critic is not None
+        is_plain = structure == "auto" and not (analytic_kl or self.keeps_staged or learner is None)
+        self._rules = Rules(self.runner, self.particles, is_open and is_plain)
+        self.choice = MeasuredChoice(self._trial, seed, checked_choice(choice, self._rules.are_open))
+        if isinstance(choice, Candidate):
+            self._rules.apply(choice)
 
     # Whether cost statements are all that counts: an expected cost instead of an ELBO.
     _only_costs = False
@@ -310,12 +328,15 @@ class TraceBackpropQ_ELBO(Objective):
 
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         start = time.perf_counter()
-        seen = self.particles.observe(self.runner, program, mode)
+        seen = self.particles.observe(self.runner, program, replace(mode, may_order=self._may_order))
         ready = time.perf_counter()
         signals = [item.signals for item in seen.items]
         losses = [traced.run.loss for traced in seen.runs]
         loss = sum(losses[1:], losses[0]) / self.num_particles
-        result = step(signals, loss, self.critics, self.learning(mode), mode.learning)
+        if seen.ordered:
+            result = order_step(seen.ordered, loss, self.critics, self.learning(mode), mode.learning)
+        else:
+            result = step(signals, loss, self.critics, self.learning(mode), mode.learning)
         if self.analytic_kl:
             # One graph for all particles, or one for each.
             graphs = [one.layout.graph for one in signals] * (len(seen.runs) // len(signals))
@@ -325,6 +346,40 @@ class TraceBackpropQ_ELBO(Objective):
         if self.keeps_staged:
             self.trainer.keep(seen.items, result)
         return result
+
+    @property
+    def _may_order(self) -> bool:
+        """Whether nothing learns later from a step, and nothing but its costs matters."""
+        return not (self.keeps_staged or self.analytic_kl or self.trainer.ranks is not None)
+
+    # The choice by measurement.
+
+    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Adds the gradients of the loss to ``.grad``, then lets the critics learn; see :class:`Objective`.
+
+        With ``choice="auto"`` candidates may be tried afterwards.
+        """
+        loss = super().loss_and_grads(model, guide, *args, **kwargs)
+        if self._is_learning and self.choice.is_due(self.num_steps):
+            self._look(model, guide, args, kwargs)
+        return loss
+
+    def _look(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
+        if not self.choice.candidates:
+            self.choice.begin(self._rules.facts(has_ranks=self.trainer.ranks is not None))
+        if self.choice.is_due(self.num_steps):
+            found = self.choice.look(StillTrial(self), model, guide, args, kwargs, self.num_steps)
+            if found is not None:
+                self._rules.apply(found)
+
+    def _trial(self, candidate: Candidate) -> StillTrial:
+        """An objective of its own for a candidate: it learns while it is tried."""
+        planner = self._rules.planner
+        trial = TraceBackpropQ_ELBO(
+            critic=planner.critic, lam=self.lam, gamma=self.gamma, learner=self.learner, seed=self.critics.seed
+        )
+        trial._rules.apply(candidate, self._rules)
+        return StillTrial(trial, learns=True)
 
     # More ways to learn.
 
@@ -413,12 +468,16 @@ class TraceBackpropQ_ELBO(Objective):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
-        return {**super().get_extra_state(), "num_noises": self.num_noises}
+        return {**super().get_extra_state(), "num_noises": self.num_noises, "choice": self.choice.state_dict()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
         super().set_extra_state(state)
         self.num_noises = state["num_noises"]
+        # Older states measure anew.
+        if "choice" in state and self.choice.is_measured:
+            self.choice.load_state_dict(state["choice"], self.num_steps)
+            self._rules.apply(self.choice.chosen)
 
     def extra_repr(self) -> str:
         """The options."""

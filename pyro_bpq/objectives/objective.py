@@ -214,7 +214,7 @@ class Objective(ELBO, nn.Module):
                 add_gradients(found.leaves, found.gradients)
                 return float(found.loss.item())
             mark = self.mark()
-            loss = self._differentiable_loss(model, guide, args, kwargs, goes_back=True)
+            loss = self._marked_loss(model, guide, args, kwargs, True, mark)
             self.trainer.register()
             self._backward(loss, mark)
             return float(loss.item())
@@ -278,21 +278,24 @@ class Objective(ELBO, nn.Module):
         return found
 
     def _differentiable_loss(self, model: Any, guide: Any, args: Any, kwargs: Any, goes_back: bool) -> Tensor:
-        check_not_traced()
         with self._turn:
             if self._is_learning:
                 self.trainer.learn(self)
-            mark = self.mark()
-            try:
-                program = self._program(model, guide, args, kwargs)
-                result, surrogate = self.taken(program, self._mode(self._is_learning, goes_back))
-            except BaseException:
-                self.go_back(mark)
-                raise
-            value = result.loss.detach()
-            if not result.learns:  # what is learned from is finite
-                warn_if_nan(value, "loss")
-            return value + (surrogate - surrogate.detach())
+            return self._marked_loss(model, guide, args, kwargs, goes_back, self.mark())
+
+    def _marked_loss(self, model: Any, guide: Any, args: Any, kwargs: Any, goes_back: bool, mark: Any) -> Tensor:
+        """The loss; a step that fails is undone back to a mark."""
+        check_not_traced()
+        try:
+            program = self._program(model, guide, args, kwargs)
+            result, surrogate = self.taken(program, self._mode(self._is_learning, goes_back))
+        except BaseException:
+            self.go_back(mark)
+            raise
+        value = result.loss.detach()
+        if not result.learns:  # what is learned from is finite
+            warn_if_nan(value, "loss")
+        return value + (surrogate - surrogate.detach())
 
     def learn(self) -> None:
         """Lets critics and statistics learn from the last step."""

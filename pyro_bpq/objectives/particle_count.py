@@ -116,6 +116,17 @@ class ParticleCount:
         """Leaves the number open, from one particle on."""
         self.is_open, self._given_nesting = True, self.now.nesting
 
+    def fix(self, number: int, is_vectorized: bool, nesting: float) -> None:
+        """Runs so many particles from now on; an infinite bound on nested plates is found anew."""
+        self.reopen()
+        self.now, self.is_open = Particles(number, is_vectorized, False, nesting), False
+
+    def reopen(self) -> None:
+        """Leaves the number open again."""
+        if not self.is_open:
+            self.is_open, self.now = True, self._one
+        self.open_state = None
+
     @property
     def open_state(self) -> Particles | None:
         """What was settled of an open number."""

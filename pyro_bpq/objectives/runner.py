@@ -31,6 +31,7 @@ from pyro_bpq.reruns.held_costs import HeldRun
 from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.rollout.runs import Rollout
+from pyro_bpq.step.program_order import RunInOrder, in_order
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.draws import Draws
 from pyro_bpq.tracing.hidden_particles import trace_particles
@@ -62,6 +63,7 @@ class Mode:
         has_ranks: Whether other processes learn along.
         is_checked: Whether particles that run in a hidden dimension are looked at for what they leave behind.
         is_recorded: Whether operators of the step are recorded: findings of earlier steps are then taken as they are.
+        may_order: Whether the step needs nothing but costs in program order, where that is all that is known.
     """
 
     learning: bool = False
@@ -72,6 +74,7 @@ class Mode:
     has_ranks: bool = False
     is_checked: bool = False
     is_recorded: bool = False
+    may_order: bool = False
 
 
 class NoiseSource:
@@ -162,6 +165,19 @@ class StepRunner:
             return 'structure="dynamic" tracks every step'
         return f"sampled values of {', '.join(self.structure.escaping) or 'a site'} steer Python, or leave torch"
 
+    def use(self, planner: Planner, structure: str, known: StepRunner | None = None) -> None:
+        """Plans anew, with other options.
+
+        Args:
+            planner: The options.
+            structure: When dependencies are tracked from now on.
+            known: Another runner of the same program, whose knowledge of its structure is taken over.
+        """
+        self.plans.planner = planner
+        self.plans.forget()
+        if known is not None or structure != self.structure.mode:
+            self.structure = (known or self).structure.in_mode(structure)
+
     def forget_last(self) -> None:
         """Forgets the last step: the next one is planned anew."""
         self.plans.last = None
@@ -202,6 +218,7 @@ class StepRunner:
             components=structure.follows_components and not self.enumerates,
             sloped=sloped,
             rows=structure.follows_rows and not self.enumerates,
+            counts=track and not structure.escapes,
         )
         if not self.enumerates:
             traced = trace_run(put(model), put(guide), args, kwargs, options)
@@ -236,6 +253,9 @@ class StepRunner:
             # Of a structure that was never tracked it is not known whether values steer it or rows meet.
             draws.again()
             runs = self._runs(programs, particles, mode, True)
+        ordered = self._ordered(runs, particles) if mode.may_order and not track else None
+        if ordered is not None:
+            return Observation(tuple(runs), (), ordered)
         graphs = [self.structure.graph(traced, mode.learning) for traced in runs]
         is_dynamic = any(self.structure.is_dynamic(traced) for traced in runs)
         scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())
@@ -266,6 +286,18 @@ class StepRunner:
             check_declared(site for trace in traces for site in samples(trace).values())
             raise
         return Observation(tuple(runs), tuple(items))
+
+    def _ordered(self, runs: Sequence[TracedRun], particles: Particles) -> tuple[RunInOrder, ...] | None:
+        """What runs of a steered program tell in program order; ``None`` where more is asked for."""
+        if not self.structure.is_ordered or particles.has_plate:
+            return None
+        found = []
+        for traced in runs:
+            estimators = self.plans.planner.order_estimators(traced)
+            if estimators is None:
+                return None
+            found.append(in_order(traced, estimators))
+        return tuple(found)
 
     def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, track: bool) -> list[TracedRun]:
         """Traces the programs of a step, with slopes where the last step's plan asked for them."""
@@ -319,6 +351,7 @@ class StepRunner:
             handed=structure.handed_of(runs),
             has_buffers=structure.has_buffers(runs),
             num_particles=particles.number,
+            work=structure.work_of(runs[0]),
         )
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Step
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -42,10 +43,12 @@ class Observation:
     Args:
         runs: One run for each particle, or a single one of all.
         items: One for all particles; or one for each, where sampled values steer the program.
+        ordered: In place of items, what each run tells in program order.
     """
 
     runs: tuple[TracedRun, ...]
     items: tuple[Staged, ...] = ()
+    ordered: tuple[RunInOrder, ...] = ()
 
 
 class Transient:

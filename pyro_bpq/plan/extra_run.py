@@ -18,6 +18,10 @@ from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 __all__ = ["ExtraRun", "immediate_of", "is_complete", "known_costs", "plan_extra_run"]
 
 
+# An extra run that takes so many times as long as the step without it wins less than it costs.
+DEAR = 2.0
+
+
 @dataclass(frozen=True)
 class ExtraRun:
     """The extra run of the model.
@@ -25,10 +29,12 @@ class ExtraRun:
     Args:
         flips: Which rows flip which sites; ``None`` for no extra run.
         components: Finite components of the sites that it flips.
+        refused: Why there is none, where its price speaks against it.
     """
 
     flips: FlipPlan | None = None
     components: dict[str, Components] = field(default_factory=dict)
+    refused: str = ""
 
     def costs(self, name: str) -> tuple[str, ...]:
         """The model's costs that it tells of a site."""
@@ -122,7 +128,20 @@ def plan_extra_run(
     flips = flip_plan(graph, components, costs)
     names = {cost for chosen in flips.costs.values() for cost in chosen}
     elements = flips.rows * sum(traced.run.costs[cost].numel() * _events(traced, graph, cost) for cost in names)
-    return ExtraRun() if elements > max_elements and wanted is None else ExtraRun(flips, components)
+    refused = "" if wanted is not None else _too_dear(facts, flips.rows, elements, max_elements)
+    return ExtraRun(refused=refused) if refused else ExtraRun(flips, components)
+
+
+def _too_dear(facts: StructureFacts, rows: int, elements: int, max_elements: int) -> str:
+    """Why an extra run of so many rows costs more than it is worth; empty where it does not."""
+    if elements > max_elements:
+        return f"its {rows} rows evaluate {elements} costs, more than {max_elements}"
+    if facts.work is None:
+        return ""
+    guide, model = facts.work
+    # A backward pass takes about twice as long as the run itself; the extra run has none.
+    ratio = model.of_rows(rows).seconds() / (guide + model).times(3).seconds()
+    return f"its {rows} rows take about {ratio:.1f} times as long as the rest of the step" if ratio > DEAR else ""
 
 
 def _readable(

@@ -12,6 +12,7 @@ from pyro_bpq.plan.flips import FlipPlan
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.tracing.component_costs import Pattern, Patterns
+from pyro_bpq.tracing.work import Work
 
 __all__ = ["Plan", "StructureFacts"]
 
@@ -33,6 +34,7 @@ class Plan:
         rules: For each site the rule by which it got its estimator.
         num_particles: Number of particles.
         held: The extra run of guide and model at other values while all other sites keep theirs, or ``None``.
+        refused: Why there is no extra run of the model, where its price speaks against it; else empty.
     """
 
     graph: StochasticComputationGraph
@@ -47,10 +49,12 @@ class Plan:
     rules: Mapping[str, str] = field(default_factory=dict)
     num_particles: int = 1
     held: HeldPlan | None = None
+    refused: str = ""
 
     def __str__(self) -> str:
         """A line for each site: its estimator and the rule that gave it, its critic, and what is known exactly."""
         lines = [f"{self.num_particles} particle{'s' if self.num_particles > 1 else ''}"]
+        lines += [f"no extra run of the model: {self.refused}"] if self.refused else []
         for name, spec in self.layout.specs.items():
             lines += [f"{name}: {spec.estimator}", f"    because: {self.rules.get(name, 'chosen')}"]
             if not spec.estimator.is_pathwise:
@@ -106,6 +110,7 @@ class StructureFacts:
             not show them.
         has_buffers: Whether the programs may call modules with buffers.
         num_particles: Number of particles.
+        work: What guide and model of a run compute, if that was counted. It never tells structures apart.
     """
 
     is_dynamic: bool = False
@@ -114,3 +119,4 @@ class StructureFacts:
     handed: frozenset[str] = frozenset()
     has_buffers: bool = True
     num_particles: int = 1
+    work: tuple[Work, Work] | None = field(default=None, compare=False)

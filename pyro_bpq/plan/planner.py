@@ -118,6 +118,33 @@ class Planner:
             )
         return found
 
+    def order_estimators(self, traced: TracedRun) -> dict[str, Estimator] | None:
+        """The estimators of the sites of a run that have a score, where all of them need their costs-to-go alone.
+
+        Args:
+            traced: The run.
+
+        Returns:
+            The estimators by name; ``None`` where one asks for more.
+
+        Raises:
+            UnsupportedSiteError: If a chosen estimator cannot serve its site.
+        """
+        found = {}
+        for name, record in traced.run.sites.items():
+            options = traced.options[name]
+            if options.critic:
+                return None
+            if record.score is None:
+                continue
+            facts = SiteFacts(traced.infos[name], options, self.estimator, self.max_support, is_partly_scored=True)
+            estimator = self.choice(facts).estimator
+            estimator = facts.score_function if estimator.is_pathwise else estimator
+            if not estimator.needs_costs_alone:
+                return None
+            found[name] = estimator
+        return found
+
     def attach(self, infer: Mapping[str, Any]) -> Any:
         """The estimator of a site with this ``infer``, if it attaches a gradient to the site's value."""
         options = infer.get("bpq")
@@ -203,6 +230,7 @@ class Planner:
             rules={name: choice.rule for name, choice in choices.items()},
             num_particles=facts.num_particles,
             held=held_plan(traced, graph, facts, estimators),
+            refused=extra.refused,
         )
 
     def _extra_run(

@@ -26,7 +26,7 @@ from pyro_bpq.step.regression import CriticRows, regression
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.sweep import sweep
 
-__all__ = ["Learning", "Step", "critic_loss", "critic_targets", "expected_critic_loss", "step"]
+__all__ = ["Learning", "Step", "critic_loss", "critic_targets", "estimate", "expected_critic_loss", "may_learn", "step"]
 
 # Value and target of the Q-nodes of each group.
 Pairs = Mapping[int, tuple[Tensor, Tensor]]
@@ -90,7 +90,7 @@ def step(
     """One step: surrogate, pathwise costs, critic loss and new statistics of its rollouts.
 
     It reads nothing but its arguments. The only way back to the program is ``signals.rerun``. Numbers leave the device
-    in :func:`_may_learn`, and nowhere else here; a test lists all places of a step where they do
+    in :func:`may_learn`, and nowhere else here; a test lists all places of a step where they do
     (``tests/step/test_host_reads.py``).
 
     Args:
@@ -104,7 +104,7 @@ def step(
     Returns:
         The step; nothing in the bank has changed but for newly built rows, and for critics that learn in a sweep.
     """
-    build = is_learning and _may_learn(signals, loss, learning)
+    build = is_learning and may_learn(signals, loss, learning)
     writes: list[Write] = []
     info: dict[str, dict[str, Any]] = {}
     swept: dict[str, dict[str, Tensor]] = {}
@@ -119,7 +119,7 @@ def step(
     number, terms = learning.num_steps, []
     for cls, context in _contexts(signals, learning.gamma, learning.ranks if build else None):
         start = time.perf_counter()
-        term = _estimate(cls, cls.spec.estimator.at(number), context, bank, build, writes, info)
+        term = estimate(cls, cls.spec.estimator.at(number), context, bank, build, writes, info)
         terms.append((context.names, term))
         if build:
             _add_time(info, context.names, start)
@@ -147,7 +147,7 @@ def step(
     )
 
 
-def _may_learn(signals: Sequence[Signals], loss: Tensor, learning: Learning) -> bool:
+def may_learn(signals: Sequence[Signals], loss: Tensor, learning: Learning) -> bool:
     """Whether there is something to learn from: a loss that is finite, on all ranks."""
     if learning.is_recorded:
         return True
@@ -227,7 +227,7 @@ def _joined(tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return joined
 
 
-def _estimate(
+def estimate(
     cls: SiteClass,
     present: Estimator,
     context: SiteContext,

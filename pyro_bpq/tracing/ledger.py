@@ -13,8 +13,8 @@ from torch import Tensor
 
 __all__ = ["NO_STORAGE", "OWN", "Entry", "Heard", "Ledger", "memory_of"]
 
-OWN = ("pyro_bpq.tracing.ledger", "pyro_bpq.tracing.provenance", "pyro_bpq.tracing.elements")
-"""The tracker's own modules. They look at memory only to follow it."""
+OWN = tuple(f"pyro_bpq.tracing.{name}" for name in ("ledger", "provenance", "elements", "work"))
+"""The tracker's own modules. They look at memory only to follow it, and at operators only to count them."""
 
 NO_STORAGE = (NotImplementedError, RuntimeError)  # raised for sparse tensors and inside torch.func
 

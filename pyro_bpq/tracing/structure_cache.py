@@ -17,9 +17,11 @@ from typing import Any
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.tracing.component_costs import Patterns
 from pyro_bpq.tracing.program_graph import build_graph, dense_graph
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide
+from pyro_bpq.tracing.work import Work
 
 __all__ = ["STRUCTURES", "StructureCache"]
 
@@ -72,15 +74,29 @@ class StructureCache:
         self.varying: dict[Any, Patterns] = {}
         self.handed: dict[Any, frozenset[str]] = {}
         self.without_buffers: set[Any] = set()
+        self.work: dict[Any, tuple[Work, Work]] = {}
 
     def __repr__(self) -> str:
         return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
 
+    def in_mode(self, mode: str) -> StructureCache:
+        """A cache that knows the same, for another mode; what either learns from now on is its own."""
+        other = StructureCache(mode)
+        restore(other, {**snapshot(self), "mode": mode})
+        return other
+
     def wants_tracking(self) -> bool:
         """Whether the next run must be tracked."""
+        if self.is_ordered:
+            return False
         if self.unknown or self.always_tracks or self.calm < self.patience:
             return True
         return self.mode != "dense" and self.untracked_steps >= self.next_look
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether values are known to steer the program, and every later cost is to count."""
+        return self.mode == "dense" and self.escapes
 
     @property
     def always_tracks(self) -> bool:
@@ -128,6 +144,10 @@ class StructureCache:
     def has_buffers(self, runs: Sequence[TracedRun]) -> bool:
         """Whether runs of the same structure may call modules with buffers."""
         return any(run.has_buffers and run.key not in self.without_buffers for run in runs)
+
+    def work_of(self, traced: TracedRun) -> tuple[Work, Work] | None:
+        """Returns what guide and model of that structure compute, as first counted; ``None`` if it never was."""
+        return self.work.get(traced.key, traced.work)
 
     def knows(self, traced: TracedRun) -> bool:
         """Whether the run was tracked, a run with its key was tracked, or the mode is ``"dense"``."""
@@ -211,6 +231,7 @@ class StructureCache:
             self.varying.pop(forgotten, None)
             self.handed.pop(forgotten, None)
             self.without_buffers.discard(forgotten)
+            self.work.pop(forgotten, None)
         was_unknown, self.unknown = self.unknown, self.mode == "auto" and agreements < _AGREEMENTS
         if was_unknown and not self.unknown:
             LOG.info("The structure is known after %d tracked runs.", self.tracked_runs)
@@ -235,6 +256,8 @@ class StructureCache:
             self.without_buffers.discard(traced.key)
         else:
             self.without_buffers.add(traced.key)
+        if traced.work is not None:
+            self.work.setdefault(traced.key, traced.work)
 
     def _learn_patterns(self, traced: TracedRun) -> None:
         """Keeps only the patterns that every run has shown."""
@@ -262,6 +285,7 @@ class StructureCache:
             self.graphs.clear()
             self.handed.clear()
             self.without_buffers.clear()
+            self.work.clear()
         return self._store(traced.key, dense_graph(traced))
 
     def _contradicted(

@@ -29,6 +29,7 @@ from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.sandbox import BufferedModules
 from pyro_bpq.tracing.scoring import Heard, importance_traces, program_trace
 from pyro_bpq.tracing.watch import HANDED, PARTICLES, Attach, Choose, Watch, is_enumerated, samples, site_info
+from pyro_bpq.tracing.work import Work, WorkMode
 
 __all__ = [
     "PARTICLES",
@@ -91,6 +92,7 @@ class TracedRun:
         has_buffers: Whether the run may have called modules with buffers; ``True`` if the run was not tracked.
         of_guide: Costs that are log-probabilities of the guide.
         met: Costs in whose plates rows meet, with the names of these plates. Only some tracked runs look for them.
+        work: What the guide and the model computed; ``None`` if that was not counted.
     """
 
     key: tuple[Any, ...]
@@ -118,6 +120,7 @@ class TracedRun:
     has_buffers: bool = True
     met: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     of_guide: frozenset[str] = frozenset()
+    work: tuple[Work, Work] | None = None
 
     @cached_property
     def plates(self) -> dict[str, tuple[Plate, ...]]:
@@ -146,6 +149,7 @@ class TraceOptions:
         components: Whether to also track which components of a site a cost reads.
         sloped: Sites that need the slope of the costs in their value. Their records have autograd leaves of the costs.
         rows: Whether to look for rows of a plate that meet.
+        counts: Whether to count what guide and model compute.
     """
 
     choose: Choose
@@ -159,6 +163,7 @@ class TraceOptions:
     components: bool = False
     sloped: frozenset[str] = frozenset()
     rows: bool = False
+    counts: bool = False
 
 
 def trace_run(
@@ -190,11 +195,13 @@ def trace_run(
     elements = None
     if tracker is not None and (rows or components):
         elements = ElementWatch(tracker, components, rows)
-    watch = Watch(tracker, options.choose, number, options.attach, options.noise, step, elements, options.sloped)
+    # The innermost mode: it sees the operators of the programs, not those of the other modes.
+    work = WorkMode() if options.counts else None
+    watch = Watch(tracker, options.choose, number, options.attach, options.noise, step, elements, options.sloped, work)
     ledger = None if tracker is None else tracker.ledger
     with contextlib.ExitStack() as stack:
         modules = BufferedModules() if track else None
-        for mode in (tracker, None if elements is None else elements.elements, watch, modules):
+        for mode in (tracker, None if elements is None else elements.elements, work, watch, modules):
             if mode is not None:
                 stack.enter_context(mode)
         with explain_runs(watch, tracker):
@@ -236,6 +243,7 @@ def trace_run(
         met=met,
         handed=handed,
         has_buffers=modules is None or bool(modules),
+        work=None if work is None else (watch.guide_work, work.counter.total - watch.guide_work),
     )
     return _only_costs(traced) if only_costs else traced
 

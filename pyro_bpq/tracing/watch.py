@@ -23,6 +23,7 @@ from pyro_bpq.tracing.config import SiteOptions, site_options
 from pyro_bpq.tracing.contained import ContainedCalls
 from pyro_bpq.tracing.cost_statement import Given, cost_options
 from pyro_bpq.tracing.provenance import DependencyTracker
+from pyro_bpq.tracing.work import Work, WorkMode
 
 __all__ = [
     "HANDED",
@@ -64,6 +65,7 @@ class Watch(Messenger):
         step: Number of steps taken, for estimators with a schedule.
         elements: Follows the components of sites, or ``None``.
         sloped: Sites that need the slope of the costs in their value. The value becomes an autograd leaf of the costs.
+        work: Counts what the programs compute, or ``None``.
     """
 
     def __init__(
@@ -76,10 +78,12 @@ class Watch(Messenger):
         step: int = 0,
         elements: ElementWatch | None = None,
         sloped: frozenset[str] = frozenset(),
+        work: WorkMode | None = None,
     ) -> None:
         super().__init__()
         self.sloped, self.leaves = sloped, dict[str, Tensor]()
         self.step, self.elements = step, elements
+        self.work, self.guide_work = work, Work()
         self.tracker, self.choose, self.particles = tracker, choose, particles
         self.attach, self.noise = attach, functools.lru_cache(noise)
         self.attached: dict[str, Any] = {}
@@ -256,6 +260,8 @@ def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: An
     finally:
         watch.is_guide = False
         watch.model_start = torch.get_rng_state()
+        if watch.work is not None:
+            watch.guide_work = watch.work.counter.total
 
 
 def _without_rsample(fn: Any) -> Any:

@@ -121,3 +121,25 @@ def test_the_extra_run_tells_all_of_a_flat_site_and_too_little_of_a_stack() -> N
     assert chosen(flat(), "z", 1 << 21) == AllAction()
     assert chosen(flat(faces), "z", 1 << 21) == AllAction()
     assert chosen(stack(), "z", 1 << 21) == SecondRun()
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_an_extra_run_that_is_too_dear_is_refused_and_the_plan_says_so(is_forced: bool) -> None:
+    def guide() -> None:
+        with pyro.plate("rows", 64):
+            bits("z", pyro.param("q", torch.zeros(64, 12)))
+
+    def model() -> None:
+        with pyro.plate("rows", 64):
+            hidden = bits("z", torch.zeros(12)) @ torch.zeros(12, 700)
+            pyro.sample("x", dist.Normal((hidden @ torch.zeros(700, 700)).sum(-1), 1.0), obs=torch.zeros(64))
+
+    def plan(estimator: Estimator | None) -> Any:
+        pyro.clear_param_store()
+        elbo = TraceBackpropQ_ELBO(num_particles=1, estimator=estimator)
+        elbo.loss_and_grads(model, guide)
+        return elbo.plan
+
+    found = plan(AllAction(exact=True) if is_forced else None)
+    assert (found.flips is None) is not is_forced
+    assert ("no extra run of the model: its 13 rows take about" in str(found)) is not is_forced

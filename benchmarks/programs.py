@@ -1,0 +1,421 @@
+"""Programs of many kinds, for races of the default against its own options and Pyro's ELBOs.
+
+Each program is a module with ``model`` and ``guide``; ``steered`` says whether sampled values decide what happens next.
+``HELD_OUT`` names a third of them: they were named before the rules and weights of the choice by measurement were made,
+and are looked at for the final figures only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+
+HELD_OUT = (
+    "attention VAE",
+    "walk",
+    "switch",
+    "Poisson factors",
+    "grid",
+    "mixture, 10000 rows",
+    "spike and slab",
+    "three layers",
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of the race.
+
+    Args:
+        name: Name in tables.
+        make: Makes the module, from the present seed of the global generator.
+        rows: Rows of digits in a step; 0 for programs without arguments.
+        steered: Whether sampled values steer it.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    rows: int = 0
+    steered: bool = False
+
+
+class Parts(nn.Module):
+    """A program whose parameters are those of the module."""
+
+    def start(self) -> None:
+        """Registers the parameters."""
+        pyro.module("programs", self)
+
+
+# Rows of data.
+
+
+class DigitVAE(Parts):
+    """One layer of latents and a decoder, on 8 by 8 digits."""
+
+    def __init__(self, parts: int, values: int, decoder: nn.Module, hidden: int = 64) -> None:
+        super().__init__()
+        self.parts, self.values, self.decoder = parts, values, decoder
+        width = parts * (values if values > 2 else 1)
+        self.encoder = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, width))
+
+    def law(self, logits: Tensor) -> Any:
+        """The distribution of the latents."""
+        if self.values == 2:
+            return dist.Bernoulli(logits=logits).to_event(1)
+        return dist.OneHotCategorical(logits=logits.unflatten(-1, (self.parts, self.values))).to_event(1)
+
+    def model(self, images: Tensor) -> None:
+        self.start()
+        with pyro.plate("rows", len(images)):
+            width = self.parts * (self.values if self.values > 2 else 1)
+            z = pyro.sample("z", self.law(images.new_zeros(width)))
+            logits = self.decoder(z if self.values == 2 else z.flatten(-2))
+            pyro.sample("x", dist.Bernoulli(logits=logits, validate_args=False).to_event(1), obs=images)
+
+    def guide(self, images: Tensor) -> None:
+        self.start()
+        with pyro.plate("rows", len(images)):
+            pyro.sample("z", self.law(self.encoder(images)))
+
+
+class Convolutions(nn.Module):
+    """A decoder of transposed convolutions, for any batch dimensions."""
+
+    def __init__(self, width: int, channels: int) -> None:
+        super().__init__()
+        self.channels, self.first = channels, nn.Linear(width, 4 * channels)
+        self.rest = nn.Sequential(
+            nn.ConvTranspose2d(channels, channels, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(channels, 1, 4, 2, 1)
+        )
+
+    def forward(self, z: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(z))
+        logits: Tensor = self.rest(hidden.reshape(-1, self.channels, 2, 2)).reshape(*hidden.shape[:-1], 64)
+        return logits
+
+
+class Attention(nn.Module):
+    """A decoder that attends over the latents."""
+
+    def __init__(self, parts: int, values: int, width: int = 32) -> None:
+        super().__init__()
+        self.parts, self.width = parts, width
+        self.embed, self.out = nn.Linear(values, 3 * width), nn.Linear(parts * width, 64)
+
+    def forward(self, z: Tensor) -> Tensor:
+        q, k, v = self.embed(z.unflatten(-1, (self.parts, -1))).chunk(3, -1)
+        weights = torch.softmax(q @ k.transpose(-1, -2) / self.width**0.5, -1)
+        logits: Tensor = self.out((weights @ v).flatten(-2))
+        return logits
+
+
+def mlp(width: int, hidden: int) -> nn.Module:
+    """A decoder of two hidden layers."""
+    return nn.Sequential(
+        nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 64)
+    )
+
+
+class Layers(Parts):
+    """A sigmoid belief network on digits."""
+
+    def __init__(self, depth: int, units: int) -> None:
+        super().__init__()
+        self.depth, self.units = depth, units
+        self.up = nn.ModuleList(nn.Linear(64 if i == 0 else units, units) for i in range(depth))
+        self.down = nn.ModuleList(nn.Linear(units, 64 if i == 0 else units) for i in range(depth))
+
+    def model(self, images: Tensor) -> None:
+        self.start()
+        with pyro.plate("rows", len(images)):
+            logits = images.new_zeros(self.units)
+            for i in reversed(range(self.depth)):
+                logits = self.down[i](pyro.sample(f"z_{i}", dist.Bernoulli(logits=logits).to_event(1)))
+            pyro.sample("x", dist.Bernoulli(logits=logits, validate_args=False).to_event(1), obs=images)
+
+    def guide(self, images: Tensor) -> None:
+        self.start()
+        with pyro.plate("rows", len(images)):
+            z = images
+            for i in range(self.depth):
+                z = pyro.sample(f"z_{i}", dist.Bernoulli(logits=self.up[i](z)).to_event(1))
+
+
+class PoissonFactors(Parts):
+    """Counts behind each digit: infinite support, no ``rsample``."""
+
+    def __init__(self, units: int = 10) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.units = nn.Linear(64, units), nn.Linear(units, 64), units
+
+    def model(self, images: Tensor) -> None:
+        self.start()
+        with pyro.plate("rows", len(images)):
+            z = pyro.sample("z", dist.Poisson(torch.ones(self.units)).to_event(1))
+            pyro.sample("x", dist.Bernoulli(logits=self.decoder(z), validate_args=False).to_event(1), obs=images)
+
+    def guide(self, images: Tensor) -> None:
+        self.start()
+        with pyro.plate("rows", len(images)):
+            rate = nn.functional.softplus(self.encoder(images)) + 1e-2
+            pyro.sample("z", dist.Poisson(rate).to_event(1))
+
+
+class Mixture(Parts):
+    """Rows that belong to one of ten groups; ``heavy`` adds random scales without reparameterisation."""
+
+    def __init__(self, rows: int, heavy: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        means = 4.0 * torch.randn(10, 2, generator=generator)
+        self.data = means[torch.randint(10, (rows,), generator=generator)] + torch.randn(rows, 2, generator=generator)
+        self.heavy, self.means = heavy, nn.Parameter(torch.randn(10, 2))
+        self.net, self.scale = (
+            nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 10)),
+            nn.Parameter(torch.zeros(2)),
+        )
+
+    def model(self) -> None:
+        self.start()
+        with pyro.plate("rows", len(self.data)):
+            scale = pyro.sample("s", no_rsample(dist.Gamma(2.0, 2.0))) if self.heavy else torch.ones(())
+            k = pyro.sample("k", dist.Categorical(logits=torch.zeros(10)))
+            noise = scale.reciprocal().sqrt().unsqueeze(-1)
+            pyro.sample("x", dist.Normal(self.means[k], noise).to_event(1), obs=self.data)
+
+    def guide(self) -> None:
+        self.start()
+        with pyro.plate("rows", len(self.data)):
+            if self.heavy:
+                shape = 2.0 * self.scale.exp()
+                pyro.sample("s", no_rsample(dist.Gamma(shape[0], shape[1])))
+            pyro.sample("k", dist.Categorical(logits=self.net(self.data)))
+
+
+def no_rsample(fn: Any) -> Any:
+    """A distribution without its reparameterisation."""
+    found = fn.expand(fn.batch_shape)
+    found.has_rsample = False
+    return found
+
+
+# Few rows, or one.
+
+
+class Chain(Parts):
+    """Binary sites, each conditioned on the one before; ``count`` sees only their number."""
+
+    def __init__(self, length: int, count: bool = False) -> None:
+        super().__init__()
+        self.length, self.count = length, count
+        self.q, self.p = nn.Parameter(torch.zeros(length, 2)), nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def model(self) -> None:
+        self.start()
+        z, total = torch.zeros(()), torch.zeros(())
+        for t in range(self.length):
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=self.p[0] + 1.5 * z - 0.7))
+            total = total + z
+            if not self.count:
+                pyro.sample(f"x_{t}", dist.Normal(z + self.p[1], 0.6), obs=torch.tensor(float(t % 3 == 0)))
+        if self.count:
+            pyro.sample("x", dist.Normal(total, 1.0), obs=torch.tensor(0.6 * self.length))
+
+    def guide(self) -> None:
+        self.start()
+        z = torch.zeros(())
+        for t in range(self.length):
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=self.q[t, 0] + self.q[t, 1] * z))
+
+
+class Grid(Parts):
+    """A 5 by 5 Ising model with a field, mean-field guide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.zeros(5, 5))
+
+    def model(self) -> None:
+        self.start()
+        z = {}
+        for i in range(5):
+            for j in range(5):
+                near = sum((2.0 * z[at] - 1.0 for at in ((i - 1, j), (i, j - 1)) if at in z), torch.zeros(()))
+                z[i, j] = pyro.sample(f"z_{i}_{j}", dist.Bernoulli(logits=0.8 * near))
+                pyro.sample(f"x_{i}_{j}", dist.Normal(z[i, j], 0.9), obs=torch.tensor(float((i + j) % 2 == 0 or i > 2)))
+
+    def guide(self) -> None:
+        self.start()
+        for i in range(5):
+            for j in range(5):
+                pyro.sample(f"z_{i}_{j}", dist.Bernoulli(logits=self.q[i, j]))
+
+
+class SpikeAndSlab(Parts):
+    """Regression on 12 features, each in or out, with real weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(40, 12, generator=generator)
+        self.y = self.x[:, :3].sum(-1) + 0.5 * torch.randn(40, generator=generator)
+        self.q, self.loc, self.scale = (nn.Parameter(torch.zeros(12)) for _ in range(3))
+
+    def model(self) -> None:
+        self.start()
+        z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(12)).to_event(1))
+        w = pyro.sample("w", dist.Normal(torch.zeros(12), 1.0).to_event(1))
+        with pyro.plate("rows", 40):
+            pyro.sample("y", dist.Normal(self.x @ (z * w), 0.5), obs=self.y)
+
+    def guide(self) -> None:
+        self.start()
+        pyro.sample("z", dist.Bernoulli(logits=self.q).to_event(1))
+        pyro.sample("w", dist.Normal(self.loc, self.scale.exp()).to_event(1))
+
+
+# Programs that sampled values steer.
+
+
+class Grammar(Parts):
+    """Expressions that are drawn recursively, scored at four points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split, self.op, self.leaf = (nn.Parameter(torch.zeros(6, size)) for size in (1, 3, 4))
+
+    def expression(self, path: str, depth: int, laws: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Draws an expression and evaluates it."""
+        points = torch.tensor([1.0, 2.0, -1.0, 0.5])
+        if depth < 5 and pyro.sample(f"split_{path}", dist.Bernoulli(logits=laws[0][depth, 0])).item() > 0.5:
+            op = int(pyro.sample(f"op_{path}", dist.Categorical(logits=laws[1][depth])))
+            a, b = (self.expression(path + side, depth + 1, laws) for side in "lr")
+            return (a + b, a * b, a - b)[op]
+        leaf = int(pyro.sample(f"leaf_{path}", dist.Categorical(logits=laws[2][depth])))
+        return (points, torch.ones(4), points * points, points.sin())[leaf]
+
+    def model(self) -> None:
+        self.start()
+        split = (0.2 - 0.5 * torch.arange(6.0)).unsqueeze(-1)
+        found = self.expression("", 0, (split, torch.zeros(6, 3), torch.zeros(6, 4)))
+        points = torch.tensor([1.0, 2.0, -1.0, 0.5])
+        pyro.sample("y", dist.Normal(found, 0.5).to_event(1), obs=points * points + points - 1.0)
+
+    def guide(self) -> None:
+        self.start()
+        self.expression("", 0, (self.split, self.op, self.leaf))
+
+
+class Steered(Parts):
+    """A program whose draws, by a function of laws, decide what is drawn next."""
+
+    def __init__(self, body: Callable[[Callable[[str, int], Tensor]], Tensor], seen: float, noise: float) -> None:
+        super().__init__()
+        self.body, self.seen, self.noise = body, seen, noise
+        self.weight = nn.Parameter(torch.tensor(1.0))
+        self.laws = nn.ParameterDict({name: nn.Parameter(torch.zeros(13, 4)) for name in "abc"})
+
+    def model(self) -> None:
+        self.start()
+        total = self.body(lambda name, i: torch.zeros(4))
+        pyro.sample("x", dist.Normal(self.weight * total, self.noise), obs=torch.tensor(self.seen))
+
+    def guide(self) -> None:
+        self.start()
+        self.body(lambda name, i: self.laws[name][i])
+
+
+Law = Callable[[str, int], Tensor]
+
+
+def coin(name: str, logits: Tensor) -> Tensor:
+    """A binary draw."""
+    value: Tensor = pyro.sample(name, dist.Bernoulli(logits=logits[0]))
+    return value
+
+
+def die(name: str, logits: Tensor) -> Tensor:
+    """A draw of four values."""
+    value: Tensor = pyro.sample(name, dist.Categorical(logits=logits))
+    return value
+
+
+def branch(law: Law) -> Tensor:
+    """Two branches with sites of their own."""
+    if coin("a", law("a", 0)) > 0.5:
+        return 1.5 * coin("b", law("b", 0))
+    return -die("c", law("c", 0)).float()
+
+
+def loop(law: Law) -> Tensor:
+    """Draws until a coin says stop."""
+    total, n = torch.zeros(()), 0
+    while n < 12 and coin(f"go_{n}", law("a", n) + 1.0) > 0.5:
+        total, n = total + coin(f"v_{n}", law("b", n)), n + 1
+    return total
+
+
+def number(law: Law) -> Tensor:
+    """A number of draws that is drawn."""
+    n = int(die("n", law("a", 0)))
+    return sum((coin(f"z_{i}", law("b", i)) for i in range(n + 1)), torch.zeros(()))
+
+
+def walk(law: Law) -> Tensor:
+    """A random walk that stops at a bound."""
+    x, total, t = 0, torch.zeros(()), 0
+    while t < 10 and abs(x) < 3:
+        step = coin(f"s_{t}", law("a", t))
+        x, total, t = x + 2 * int(step) - 1, total + step, t + 1
+    return total - 0.3 * t
+
+
+def switch(law: Law) -> Tensor:
+    """One of four programs."""
+    k = int(die("k", law("a", 0)))
+    return sum((coin(f"m{k}_{j}", law("b", 4 * (k > 1) + j)) * (j + 1) for j in range(k + 1)), torch.zeros(()))
+
+
+def gates(law: Law) -> Tensor:
+    """Six gates, each with a draw of its own."""
+    total = torch.zeros(())
+    for i in range(6):
+        if coin(f"on_{i}", law("a", i)) > 0.5:
+            total = total + die(f"v_{i}", law("b", i)).float()
+    return total
+
+
+PROGRAMS = (
+    Program("convolutional VAE", lambda: DigitVAE(8, 6, Convolutions(48, 32)), 64),
+    Program("small convolutional VAE", lambda: DigitVAE(8, 6, Convolutions(48, 8)), 64),
+    Program("attention VAE", lambda: DigitVAE(8, 6, Attention(8, 6)), 64),
+    Program("linear VAE", lambda: DigitVAE(20, 2, nn.Linear(20, 64)), 64),
+    Program("VAE, 400 hidden", lambda: DigitVAE(20, 2, mlp(20, 400), 400), 64),
+    Program("one-hot VAE, 200 hidden", lambda: DigitVAE(8, 6, mlp(48, 200), 200), 64),
+    Program("two layers", lambda: Layers(2, 20), 64),
+    Program("three layers", lambda: Layers(3, 50), 64),
+    Program("four layers", lambda: Layers(4, 50), 64),
+    Program("Poisson factors", PoissonFactors, 64),
+    Program("mixture, 1000 rows", lambda: Mixture(1000)),
+    Program("mixture, 10000 rows", lambda: Mixture(10000)),
+    Program("mixture, heavy tails", lambda: Mixture(200, True)),
+    Program("chain of 20", lambda: Chain(20)),
+    Program("chain of 50", lambda: Chain(50)),
+    Program("count of 20", lambda: Chain(20, True)),
+    Program("grid", Grid),
+    Program("spike and slab", SpikeAndSlab),
+    Program("grammar", Grammar, 0, True),
+    Program("branch", lambda: Steered(branch, 1.4, 0.7), 0, True),
+    Program("loop", lambda: Steered(loop, 4.0, 0.7), 0, True),
+    Program("number", lambda: Steered(number, 3.0, 0.5), 0, True),
+    Program("walk", lambda: Steered(walk, 1.0, 0.7), 0, True),
+    Program("switch", lambda: Steered(switch, 4.2, 1.0), 0, True),
+    Program("gates", lambda: Steered(gates, 7.0, 1.0), 0, True),
+)

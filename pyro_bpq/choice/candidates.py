@@ -1,0 +1,101 @@
+"""What may be tried in place of the default, and on which programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from pyro_bpq.estimators import AllAction, CrossedLeaveOneOut, Estimator, LeaveOneOut, RunningBaseline, ScoreFunction
+
+__all__ = ["BY_NAME", "FIXED", "RULES", "Candidate", "ProgramFacts", "candidates_for"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to estimate the gradients of a program; all are unbiased and have the same expectation.
+
+    Args:
+        name: How it is called where choices are printed.
+        estimator: Estimator of all sites without ``rsample``; ``None`` for the default of each.
+        num_particles: Number of particles; ``None`` leaves it open.
+        vectorized: Whether these run in one call.
+        critics: Whether sites may have critics.
+        in_order: Whether every later cost counts, without tracking.
+    """
+
+    name: str
+    estimator: Estimator | None = None
+    num_particles: int | None = None
+    vectorized: bool = False
+    critics: bool = True
+    in_order: bool = False
+
+
+FIXED = Candidate("the rules")
+"""What the rules give, without any measurement."""
+
+
+@dataclass(frozen=True)
+class ProgramFacts:
+    """What the table of candidates looks at.
+
+    Args:
+        is_steered: Whether sampled values steer the program.
+        has_extra_run: Whether the model is run once more for exact costs.
+        has_critics: Whether sites have critics.
+        num_sites: Number of sites with a score.
+        many_components: Number of those with many components.
+    """
+
+    is_steered: bool = False
+    has_extra_run: bool = False
+    has_critics: bool = False
+    num_sites: int = 0
+    many_components: int = 0
+
+
+def _compared(number: int, **options: bool) -> Candidate:
+    return Candidate(f"leave-one-out, {number} particles", ScoreFunction(LeaveOneOut()), number, **options)
+
+
+def _ordered(number: int) -> Candidate:
+    if number == 1:
+        return Candidate("program order", ScoreFunction(RunningBaseline()), 1, critics=False, in_order=True)
+    name = f"program order, {number} particles"
+    return Candidate(name, ScoreFunction(LeaveOneOut()), number, critics=False, in_order=True)
+
+
+RULES: tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]], ...] = (
+    (lambda p: p.is_steered, (_ordered(1), _ordered(2), _ordered(4))),
+    (
+        lambda p: not p.is_steered,
+        tuple(_compared(number, vectorized=True, critics=False) for number in (2, 4, 8)),
+    ),
+    (lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
+    (
+        lambda p: p.has_extra_run and not p.is_steered,
+        (Candidate("no extra run", AllAction(exact=False)),),
+    ),
+    (
+        lambda p: not p.is_steered and p.num_sites > 1 and p.many_components > 1,
+        (Candidate("crossed costs, 4 particles", CrossedLeaveOneOut(), 4, vectorized=True, critics=False),),
+    ),
+)
+"""For which programs which candidates are tried, besides the default."""
+
+BY_NAME: Mapping[str, Candidate] = MappingProxyType(
+    {candidate.name: candidate for candidate in (FIXED, *(one for _, given in RULES for one in given))}
+)
+"""All candidates by name."""
+
+
+def candidates_for(facts: ProgramFacts) -> tuple[Candidate, ...]:
+    """The candidates that are tried on a program, the default first.
+
+    Args:
+        facts: What is known of the program.
+    """
+    if not facts.num_sites:
+        return (FIXED,)
+    return (FIXED, *(candidate for holds, given in RULES if holds(facts) for candidate in given))

@@ -1,0 +1,88 @@
+r"""Compares unbiased gradient estimators of the same gradient by progress per second.
+
+With a well-chosen step size progress per second is proportional to ``1 / (t (1 + v))``: ``t`` seconds of a step, ``v``
+the variance of the gradient over its squared norm. The expected gradient is that of all candidates, so what counts is
+
+    J = t Σ_p E|g_p|² / s_p
+
+over the tensors ``p`` of model and guide, with a scale ``s_p`` that all candidates share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median, stdev
+
+__all__ = ["GAIN", "better_than", "median_of_means", "normalised", "products"]
+
+GAIN = 0.1
+"""Smallest relative gain for which a choice changes."""
+_BLOCK = 2
+_ERRORS = 2.0
+
+
+def normalised(squares: Mapping[str, Sequence[Sequence[float]]], present: str) -> dict[str, list[float]]:
+    r"""``Σ_p |g_p|² / s_p`` of each round, with ``s_p`` the mean of ``|g_p|²`` over the rounds of the present choice.
+
+    Args:
+        squares: For each candidate, by name, and each round the squared norms of the gradient of each tensor.
+        present: Name of the present choice.
+
+    Returns:
+        For each candidate its rounds. Tensors whose gradient the present choice never showed count nothing.
+    """
+    scales = [fmean(one) for one in zip(*squares[present], strict=True)]
+    weights = [1.0 / scale if scale > 0.0 else 0.0 for scale in scales]
+    return {
+        name: [sum(w * square for w, square in zip(weights, one, strict=True)) for one in rounds]
+        for name, rounds in squares.items()
+    }
+
+
+def blocks(values: Sequence[float]) -> list[float]:
+    """Means of consecutive blocks of rounds."""
+    return [fmean(values[i : i + _BLOCK]) for i in range(0, len(values), _BLOCK)]
+
+
+def median_of_means(values: Sequence[float]) -> float:
+    """A mean that single outliers do not move.
+
+    Args:
+        values: The rounds, at least one.
+    """
+    return median(blocks(values))
+
+
+def products(seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """``J`` of each candidate: less is better.
+
+    Args:
+        seconds: Seconds of a step, by candidate.
+        moments: What :func:`normalised` gives.
+    """
+    return {name: seconds[name] * median_of_means(rounds) for name, rounds in moments.items()}
+
+
+def better_than(
+    seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]], present: str, gain: float = GAIN
+) -> str:
+    """The candidate to go on with.
+
+    Args:
+        seconds: Seconds of a step, by candidate.
+        moments: What :func:`normalised` gives.
+        present: The present choice.
+        gain: Smallest relative gain.
+
+    Returns:
+        The best candidate if it gains so much, and two standard errors; else the present choice.
+    """
+    values = products(seconds, moments)
+    best = min(values, key=lambda name: values[name])
+    if not values[best] < (1.0 - gain) * values[present]:
+        return present
+    pairs = zip(blocks(moments[present]), blocks(moments[best]), strict=True)
+    gains = [seconds[present] * old - seconds[best] * new for old, new in pairs]
+    error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
+    return best if values[present] - values[best] > _ERRORS * error else present

@@ -1,0 +1,266 @@
+r"""What was tried, what it measured and what was chosen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_bpq.choice.candidates import BY_NAME, FIXED, Candidate, ProgramFacts, candidates_for
+from pyro_bpq.choice.criterion import better_than, median_of_means, normalised, products
+from pyro_bpq.reruns.shared_backward import inputs_of
+from pyro_bpq.tracing.sandbox import Sandbox
+from pyro_bpq.tracing.work import WorkMode
+
+__all__ = ["MeasuredChoice", "Measurement", "Trial"]
+
+_WARM_UP, _FIRST_STEP, _SHARE = 2, 20, 0.05
+# Numbers of rounds after which candidates are compared; where it stays in doubt, the present choice goes on.
+_ROUNDS = (8, 16, 32)
+# The next look comes when so many times as many steps have been taken.
+_LATER = 10
+# Seconds that following values adds to an operator.
+_TRACKING = 2.2e-5
+# What a candidate is taken to cost before it was tried, in steps.
+_GUESS = 3.0
+
+
+class Trial(Protocol):
+    """An objective that tries a candidate; see :class:`~pyro_bpq.TraceBackpropQ_ELBO`."""
+
+    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a step."""
+        ...
+
+    def followed_operators(self, model: Any, guide: Any, args: Any, kwargs: Any) -> int:
+        """Number of operators of a step that are followed; 0 where steps are not always tracked."""
+        ...
+
+
+@dataclass
+class Measurement:
+    """What is known of a candidate.
+
+    Args:
+        seconds: Counted seconds of a step; ``None`` before the first trial.
+        followed: Number of operators of a step that are followed.
+        tries: Number of trials.
+        squares: Squared norms of the gradient of each tensor, by trial, without the first ones.
+    """
+
+    seconds: float | None = None
+    followed: int = 0
+    tries: int = 0
+    squares: list[list[float]] = field(default_factory=list)
+
+
+class MeasuredChoice:
+    """Measures candidates beside training, and says which one is to go on.
+
+    A trial takes a step of the candidate on the arguments of the present step and asks for its gradients alone: nothing
+    is added to ``.grad``, parameters stay as they are, generators and buffers of modules are put back. Time is counted
+    and not read from a clock, so the same seed chooses the same. Trials take at most 5 % of the time so far.
+
+    Args:
+        make: Makes an objective for a candidate.
+        seed: Where the generators of trials start from.
+        pinned: The candidate that the user chose, or ``None`` to measure.
+
+    Attributes:
+        is_measured: Whether the choice is left to measurement.
+        chosen: The present choice.
+        candidates: What is tried, the default first; empty before the first look.
+        looks: Number of looks that are over.
+        dropped: Why a candidate is not tried, by name.
+        known: What was measured in this look, by name.
+        report: What the last look found, a line for each candidate.
+        share: Largest share of the time so far that trials take.
+    """
+
+    def __init__(self, make: Callable[[Candidate], Trial], seed: int, pinned: Candidate | None) -> None:
+        self._make, self._seed = make, seed
+        self.is_measured = pinned is None
+        self.chosen = FIXED if pinned is None else pinned
+        self.candidates: tuple[Candidate, ...] = ()
+        self.looks = 0
+        self.dropped: dict[str, str] = {}
+        self.known: dict[str, Measurement] = {}
+        self.report: tuple[str, ...] = ()
+        self.share = _SHARE
+        self._start, self._since, self._spent, self._tries = _FIRST_STEP, 0, 0.0, 0
+        self._trials: dict[str, Trial] = {}
+        self._leaves: list[Tensor] = []
+
+    def __str__(self) -> str:
+        if not self.is_measured:
+            return f"{self.chosen.name}, not measured"
+        number = f"{self.looks} look{'' if self.looks == 1 else 's'}"
+        dropped = [f"{name}: not tried, {reason}" for name, reason in self.dropped.items()]
+        return "\n    ".join([f"{self.chosen.name}, after {number}", *self.report, *dropped])
+
+    def __repr__(self) -> str:
+        return f"MeasuredChoice({self.chosen.name!r}, {self.looks} looks)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Trials belong to the process.
+        return {**vars(self), "_trials": {}, "_leaves": []}
+
+    # When.
+
+    def begin(self, facts: ProgramFacts) -> None:
+        """Lists what is tried, once the program is known."""
+        self.candidates = candidates_for(facts)
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether something may be tried after so many steps."""
+        if not self.is_measured or num_steps < self._start:
+            return False
+        if not self.candidates:
+            return True
+        if len(self._tried()) == 1:
+            return False
+        own = self._of(self.chosen).seconds
+        if own is None:
+            # One step in twenty.
+            return True
+        cost = sum(self._guess(candidate, own) for candidate in self._next())
+        return self._spent + cost <= self.share * own * (num_steps - self._since)
+
+    def look(self, present: Trial, model: Any, guide: Any, args: Any, kwargs: Any, num_steps: int) -> Candidate | None:
+        """Tries what is due.
+
+        Args:
+            present: The objective as it is, which learns nothing meanwhile.
+            model: The model.
+            guide: The guide.
+            args: Their arguments.
+            kwargs: Their keyword arguments.
+            num_steps: Number of steps taken.
+
+        Returns:
+            The new choice, if there is one.
+        """
+        for candidate in self._next():
+            self._try(candidate, present, model, guide, args, kwargs)
+        tried = self._tried()
+        rounds = min(len(self._of(candidate).squares) for candidate in tried)
+        if rounds not in _ROUNDS:
+            return None
+        before, moments = self.chosen, self._moments(rounds)
+        seconds = {name: self.known[name].seconds or 0.0 for name in moments}
+        self.report = _report(seconds, moments)
+        best, found = better_than(seconds, moments, before.name), products(seconds, moments)
+        if rounds < _ROUNDS[-1] and found[best] > min(found.values()):
+            return None
+        self.chosen = next(candidate for candidate in tried if candidate.name == best)
+        self.looks += 1
+        self._start, self._since, self._spent = _LATER * num_steps, num_steps, 0.0
+        self.known, self._leaves = {}, []
+        if self.looks > 1:
+            self._trials = {}
+        # What goes on is the objective itself.
+        self._trials.pop(best, None)
+        return self.chosen if self.chosen != before else None
+
+    # Trials.
+
+    def _of(self, candidate: Candidate) -> Measurement:
+        return self.known.get(candidate.name, Measurement())
+
+    def _tried(self) -> list[Candidate]:
+        """What is tried, the present choice first."""
+        found = [candidate for candidate in self.candidates if candidate.name not in self.dropped]
+        return sorted(found, key=lambda candidate: candidate.name != self.chosen.name)
+
+    def _next(self) -> list[Candidate]:
+        """What is tried next: the first time one after the other, then all together."""
+        tried = self._tried()
+        unknown = [candidate for candidate in tried if self._of(candidate).tries < _WARM_UP]
+        return unknown[:1] or tried
+
+    def _guess(self, candidate: Candidate, own: float) -> float:
+        known = self._of(candidate)
+        # The first step also finds out in which way particles run.
+        return _GUESS * own if known.seconds is None or known.tries < _WARM_UP else known.seconds
+
+    def _moments(self, rounds: int) -> dict[str, list[float]]:
+        size = len(self._leaves)
+        squares = {
+            candidate.name: [row + [0.0] * (size - len(row)) for row in self._of(candidate).squares[:rounds]]
+            for candidate in self._tried()
+        }
+        return normalised(squares, self.chosen.name)
+
+    def _try(self, candidate: Candidate, present: Trial, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
+        """A step of a candidate; the first ones only teach its critics and baselines."""
+        name, store = candidate.name, set(pyro.get_param_store().keys())
+        own = self.known.setdefault(name, Measurement())
+        self._tries += 1
+        try:
+            with Sandbox(self._seed * 1_000_003 + self._tries), warnings.catch_warnings(), WorkMode() as mode:
+                warnings.simplefilter("ignore")
+                trial = present if candidate == self.chosen else self._trials.get(name)
+                if trial is None:
+                    trial = self._trials[name] = self._make(candidate)
+                loss = trial.differentiable_loss(model, guide, *args, **kwargs)
+                leaves = inputs_of(loss)
+                gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+                work = mode.counter.total
+                if not own.tries:
+                    own.followed = trial.followed_operators(model, guide, args, kwargs)
+        except Exception as error:
+            if candidate == self.chosen:
+                raise
+            self.dropped[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self._trials.pop(name, None)
+            return
+        for created in set(pyro.get_param_store().keys()) - store:
+            del pyro.get_param_store()[created]
+        seconds = work.seconds() + own.followed * _TRACKING
+        self._spent += seconds
+        # Steps that find out the structure are tracked and take longer: they do not count.
+        own.seconds = seconds if own.seconds is None else min(seconds, own.seconds)
+        own.tries += 1
+        if own.tries > _WARM_UP:
+            own.squares.append(self._squares(leaves, gradients))
+
+    def _squares(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[float]:
+        """Squared norms of gradients, each tensor at a place of its own."""
+        places = {id(leaf): i for i, leaf in enumerate(self._leaves)}
+        for leaf in leaves:
+            if id(leaf) not in places:
+                places[id(leaf)] = len(self._leaves)
+                self._leaves.append(leaf)
+        found = [0.0] * len(self._leaves)
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None:
+                found[places[id(leaf)]] = float(gradient.detach().square().sum())
+        return found
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The choice and when it is looked at again, as plain values."""
+        return {"chosen": self.chosen.name, "looks": self.looks, "start": self._start, "report": list(self.report)}
+
+    def load_state_dict(self, state: Mapping[str, Any], num_steps: int) -> None:
+        """Inverse of :meth:`state_dict`; a choice that the user pinned stays.
+
+        Args:
+            state: What :meth:`state_dict` gave.
+            num_steps: Number of steps taken.
+        """
+        if not self.is_measured:
+            return
+        self.chosen, self.looks, self._start = BY_NAME[state["chosen"]], state["looks"], state["start"]
+        self.report, self._since = tuple(state["report"]), num_steps
+
+
+def _report(seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
+    found = {name: (1e3 * seconds[name], median_of_means(rounds)) for name, rounds in moments.items()}
+    return tuple(f"{name}: {ms:.3g} ms counted, squared gradient {m:.3g}" for name, (ms, m) in found.items())

@@ -1,0 +1,147 @@
+r"""Carries a choice out: sets what an objective does to a candidate, and lets trials run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from pyro_bpq.choice.candidates import FIXED, Candidate, ProgramFacts
+from pyro_bpq.errors import OptionError
+from pyro_bpq.objectives.particle_count import ParticleCount
+from pyro_bpq.objectives.programs import Program
+from pyro_bpq.objectives.runner import StepRunner
+from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.work import WorkMode
+
+__all__ = ["Rules", "StillTrial", "checked_choice"]
+
+
+def checked_choice(choice: Any, is_open: bool) -> Candidate | None:
+    """The candidate that is pinned; ``None`` to measure.
+
+    Args:
+        choice: The option of the user.
+        is_open: Whether the other options leave something to choose.
+
+    Raises:
+        OptionError: If the choice is unknown, or a candidate contradicts the other options.
+    """
+    if isinstance(choice, Candidate) and (is_open or choice == FIXED):
+        return choice
+    if isinstance(choice, Candidate):
+        raise OptionError(f"choice={choice.name!r} sets estimator, critics, particles and structure: write it alone.")
+    if choice not in ("fixed", "auto"):
+        raise OptionError(f"choice={choice!r} is unknown; write 'fixed', 'auto' or a Candidate.")
+    # Options that the user wrote stay.
+    return None if choice == "auto" and is_open else FIXED
+
+
+class Rules:
+    """What an objective does where nothing is measured, and how a candidate changes that.
+
+    Args:
+        runner: Runs the programs of the objective.
+        particles: Settles how its particles run.
+        are_open: Whether the user's options leave something to choose.
+    """
+
+    def __init__(self, runner: StepRunner, particles: ParticleCount, are_open: bool) -> None:
+        self.runner, self.particles, self.are_open = runner, particles, are_open
+        self.planner = runner.plans.planner
+
+    def __repr__(self) -> str:
+        return f"Rules({self.planner})"
+
+    @property
+    def nesting(self) -> float:
+        """Bound on the number of nested plates of the last step, with one for particles; infinite before the first."""
+        last = self.runner.plans.last
+        if last is None:
+            return math.inf
+        plates = [node.plates for node in last.graph.nodes] + [cost.plates for cost in last.graph.costs]
+        return 1 + max((-plate.dim for own in plates for plate in own), default=0)
+
+    def apply(self, candidate: Candidate, known: Rules | None = None) -> None:
+        """Sets the runner and the particle count; critics and statistics stay, by site.
+
+        Args:
+            candidate: What is done from now on.
+            known: Those of another objective that runs the same program.
+        """
+        nesting = (known or self).nesting if candidate.vectorized else math.inf
+        critic = self.planner.critic if candidate.critics else None
+        planner = replace(self.planner, estimator=candidate.estimator, critic=critic)
+        self.runner.use(planner, "dense" if candidate.in_order else "auto", None if known is None else known.runner)
+        if candidate.num_particles is None:
+            self.particles.reopen()
+        else:
+            self.particles.fix(candidate.num_particles, candidate.vectorized, nesting)
+
+    def facts(self, has_ranks: bool) -> ProgramFacts:
+        """What is known of the program; nothing is tried where users give costs, or several processes learn."""
+        last = self.runner.plans.last
+        if last is None or has_ranks or any(cost.name.startswith("cost(") for cost in last.graph.costs):
+            return ProgramFacts()
+        specs = [spec for spec in last.plan.layout.specs.values() if not spec.estimator.is_pathwise]
+        sizes = [1 if spec.components is None else spec.components.size for spec in specs]
+        return ProgramFacts(
+            is_steered=last.facts.is_dynamic,
+            has_extra_run=last.plan.flips is not None,
+            has_critics=any(spec.critic is not None for spec in specs),
+            num_sites=len(specs),
+            many_components=sum(size > 1 for size in sizes),
+        )
+
+
+class Tried(Protocol):
+    """An objective as trials use it."""
+
+    runner: StepRunner
+
+    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor: ...
+
+    def run_program(self, program: Program) -> TracedRun: ...
+
+    def train(self, mode: bool = True) -> Any: ...
+
+    def mark(self) -> Any: ...
+
+    def go_back(self, mark: Any) -> None: ...
+
+
+class StillTrial:
+    """Takes steps of an objective.
+
+    Args:
+        elbo: The objective.
+        learns: Whether it learns from them; else it is afterwards as it was.
+    """
+
+    def __init__(self, elbo: Tried, learns: bool = False) -> None:
+        self.elbo, self.learns = elbo, learns
+
+    def __repr__(self) -> str:
+        return f"StillTrial({self.elbo!r}, learns={self.learns})"
+
+    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a step."""
+        if self.learns:
+            return self.elbo.differentiable_loss(model, guide, *args, **kwargs)
+        mark = self.elbo.mark()
+        self.elbo.train(False)
+        try:
+            return self.elbo.differentiable_loss(model, guide, *args, **kwargs)
+        finally:
+            self.elbo.train(True)
+            self.elbo.go_back(mark)
+
+    def followed_operators(self, model: Any, guide: Any, args: Any, kwargs: Any) -> int:
+        """Number of operators of a step that are followed; 0 where steps are not always tracked."""
+        if not self.elbo.runner.structure.always_tracks:
+            return 0
+        with WorkMode() as mode:
+            self.elbo.run_program((model, guide, args, kwargs))
+        return mode.counter.total.operators

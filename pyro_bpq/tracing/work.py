@@ -1,0 +1,195 @@
+r"""What a computation costs, counted instead of timed: calls of operators, floating-point operations, bytes written.
+
+A count is the same in every run and on every machine; a clock is not. Weights turn counts into seconds. They are those
+of one CPU and one thread, see ``benchmarks/weights.py``; only ratios of such seconds are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+from functools import cache
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Weights", "Work", "WorkCounter", "WorkMode"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Seconds that things take: ratios matter, see ``benchmarks/weights.py``.
+
+    Args:
+        operator: A call of an operator, with Python's share in a Pyro program.
+        flop: A floating-point operation of a matrix product or of attention.
+        convolved: One of a convolution.
+        byte: A byte of a result.
+    """
+
+    operator: float = 1.0e-5
+    flop: float = 1.6e-11
+    convolved: float = 4.0e-11
+    byte: float = 1.7e-10
+
+
+@dataclass(frozen=True)
+class Work:
+    """The cost of a computation.
+
+    Args:
+        operators: Number of calls of operators.
+        flops: Floating-point operations of matrix products and attention; two for each multiplication and addition.
+        convolved: The same of convolutions, with channels in full blocks of 16, as CPUs compute them.
+        bytes: Bytes of the results of operators.
+    """
+
+    operators: int = 0
+    flops: int = 0
+    convolved: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def of_rows(self, rows: int) -> Work:
+        """The cost of so many rows at once: the calls are the same."""
+        return Work(self.operators, rows * self.flops, rows * self.convolved, rows * self.bytes)
+
+    def times(self, number: int) -> Work:
+        """The cost of so many computations, one after the other."""
+        return Work(*(number * a for a in astuple(self)))
+
+    def seconds(self, weights: Weights = Weights()) -> float:
+        """Estimated seconds."""
+        return sum(a * b for a, b in zip(astuple(self), astuple(weights), strict=True))
+
+
+class WorkCounter:
+    """Adds up the cost of operators.
+
+    Attributes:
+        total: The cost so far.
+    """
+
+    def __init__(self) -> None:
+        self._operators = self._flops = self._convolved = self._bytes = 0
+
+    def __repr__(self) -> str:
+        return f"WorkCounter({self.total})"
+
+    @property
+    def total(self) -> Work:
+        """The cost so far."""
+        return Work(self._operators, self._flops, self._convolved, self._bytes)
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Counts a call of an operator.
+
+        Args:
+            func: The operator.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            result: What it returned.
+        """
+        self._operators += 1
+        formula, is_view = _rule(func)
+        if formula is not None:
+            found = formula(*args, **kwargs, out_val=result)
+            self._flops, self._convolved = self._flops + found[0], self._convolved + found[1]
+        if not is_view:
+            self._bytes += _size(result)
+
+
+class WorkMode(TorchDispatchMode):
+    """Counts all operators that run inside ``with WorkMode() as mode:``, those of backward passes included.
+
+    Attributes:
+        counter: The counter.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counter = WorkCounter()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.counter.add(func, args, kwargs, result)
+        return result
+
+
+def _size(result: object) -> int:
+    if isinstance(result, Tensor):
+        return result.numel() * result.element_size()
+    return sum(map(_size, result)) if isinstance(result, (list, tuple)) else 0
+
+
+@cache
+def _rule(func: Any) -> tuple[Callable[..., tuple[int, int]] | None, bool]:
+    """The formula of an operator's floating-point operations, if it has one, and whether its result is a view."""
+    # The table comes with a module that is not needed otherwise.
+    from torch.utils.flop_counter import flop_registry
+
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return None, False
+    name = schema.name.removeprefix("aten::")
+    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+    known = flop_registry.get(func._overloadpacket)
+    table = None if known is None or name in _OWN else (lambda *args, **kwargs: (known(*args, **kwargs), 0))
+    return _OWN.get(name, table), is_view
+
+
+def _of_convolution(value: Tensor, weight: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> tuple[int, int]:
+    is_transposed = kwargs["transposed"] if "transposed" in kwargs else args[4]
+    pixels = prod((value if is_transposed else out_val).shape[2:])
+    first, second = (16 * -(-size // 16) for size in weight.shape[:2])
+    return 0, 2 * value.shape[0] * pixels * first * second * prod(weight.shape[2:])
+
+
+def _of_convolution_backward(
+    grad: Tensor, value: Tensor, weight: Tensor, *args: Any, out_val: Any, **kwargs: Any
+) -> tuple[int, int]:
+    is_transposed, wanted = args[4], kwargs["output_mask"] if "output_mask" in kwargs else args[7]
+    pixels = prod((value if is_transposed else grad).shape[2:])
+    first, second = (16 * -(-size // 16) for size in weight.shape[:2])
+    return 0, sum(wanted[:2]) * 2 * value.shape[0] * pixels * first * second * prod(weight.shape[2:])
+
+
+def _of_attention(query: Tensor, key: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> tuple[int, int]:
+    return 4 * query.numel() * key.shape[-2], 0
+
+
+def _of_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, *args: Any, out_val: Any, **kwargs: Any
+) -> tuple[int, int]:
+    return 10 * query.numel() * key.shape[-2], 0
+
+
+def _of_recurrent(value: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> tuple[int, int]:
+    return 2 * prod(value.shape[:-1]) * sum(arg.numel() for arg in args[:2]), 0
+
+
+# Operators that torch's table lacks, or for which a CPU needs another one.
+_OWN: Mapping[str, Callable[..., tuple[int, int]]] = MappingProxyType(
+    {
+        "convolution": _of_convolution,
+        "convolution_backward": _of_convolution_backward,
+        "_scaled_dot_product_flash_attention_for_cpu": _of_attention,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _of_attention_backward,
+        "mkldnn_rnn_layer": _of_recurrent,
+    }
+)

@@ -1,0 +1,46 @@
+"""The comparison of candidates, by numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyro_bpq.choice.candidates import BY_NAME, FIXED, ProgramFacts, candidates_for
+from pyro_bpq.choice.criterion import better_than, median_of_means, normalised
+
+
+def test_tensors_share_the_scale_of_the_present_choice() -> None:
+    found = normalised({"a": [[1.0, 100.0, 0.0], [3.0, 300.0, 0.0]], "b": [[4.0, 200.0, 7.0]]}, "a")
+    assert found == {"a": [0.5 + 0.5, 1.5 + 1.5], "b": [2.0 + 1.0]}
+
+
+def test_an_outlier_does_not_move_the_mean() -> None:
+    values = [1.0, 1.0, 1.0, 1e9, 1.0, 1.0]
+    assert median_of_means(values) == 1.0
+
+
+STEADY = [1.0, 1.1, 0.9, 1.0, 1.0, 1.1, 0.9, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "scale", "expected"),
+    [(0.5, 1.0, "new"), (1.0, 0.5, "new"), (0.95, 1.0, "old"), (2.0, 0.6, "old"), (2.0, 0.4, "new")],
+)
+def test_time_and_variance_weigh_alike(seconds: float, scale: float, expected: str) -> None:
+    moments = {"old": STEADY, "new": [scale * value for value in STEADY]}
+    assert better_than({"old": 1.0, "new": seconds}, moments, "old") == expected
+
+
+def test_a_gain_within_its_error_is_none() -> None:
+    moments = {"old": [0.1, 9.0, 0.1, 0.2, 8.0, 9.0, 0.3, 0.1], "new": [0.8] * 8}
+    assert median_of_means(moments["old"]) > 0.9
+    assert better_than({"old": 1.0, "new": 1.0}, moments, "old") == "old"
+
+
+def test_candidates_follow_from_the_program() -> None:
+    assert candidates_for(ProgramFacts()) == (FIXED,)
+    steered = candidates_for(ProgramFacts(is_steered=True, num_sites=3))
+    assert steered[0] == FIXED and all(candidate.in_order for candidate in steered[1:]) and len(steered) == 4
+    plain = candidates_for(ProgramFacts(num_sites=3, has_critics=True, has_extra_run=True, many_components=2))
+    assert not any(candidate.in_order for candidate in plain)
+    assert {"no critics", "no extra run", "crossed costs, 4 particles"} <= {candidate.name for candidate in plain}
+    assert all(BY_NAME[candidate.name] == candidate for candidate in (*steered, *plain))

@@ -1,0 +1,97 @@
+"""The choice by measurement: what it may not touch, that it is repeatable, kept, and unbiased whatever it chooses."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import SGD
+
+from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.choice import FIXED, Candidate
+from pyro_bpq.choice.candidates import BY_NAME
+from pyro_bpq.errors import OptionError
+from pyro_bpq.testing import assert_unbiased
+
+
+def steered(q: torch.Tensor) -> torch.Tensor:
+    a = pyro.sample("a", dist.Bernoulli(logits=q[0]))
+    return 1.5 * pyro.sample("b", dist.Bernoulli(logits=q[1])) if a > 0 else -a
+
+
+def guide() -> None:
+    steered(pyro.param("q", torch.tensor([0.3, -0.4])))
+
+
+def model() -> None:
+    mean = steered(torch.zeros(2)) + pyro.param("w", torch.tensor(0.2))
+    pyro.sample("x", dist.Normal(mean, 0.8), obs=torch.tensor(1.3))
+
+
+def trained(steps: int, choice: Any = "auto", **options: Any) -> tuple[TraceBackpropQ_ELBO, list[float]]:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(choice=choice, **options)
+    # Tests are short.
+    elbo.choice.share = 1.0
+    elbo.choice.candidates = FIXED, BY_NAME["program order"]
+    svi = SVI(model, guide, SGD({"lr": 1e-3}), elbo)
+    return elbo, [svi.step() for _ in range(steps)]
+
+
+@functools.cache
+def measured() -> tuple[TraceBackpropQ_ELBO, list[float]]:
+    return trained(100)
+
+
+def test_a_steered_program_leaves_the_rules() -> None:
+    elbo, _ = measured()
+    assert elbo.choice.looks == 1 and elbo.choice.chosen.in_order, str(elbo.choice)
+    assert elbo.runner.structure.mode == "dense"
+    for text in ("program order", "the rules", "ms counted"):
+        assert text in str(elbo.choice)
+
+
+def test_trials_touch_neither_losses_nor_parameters() -> None:
+    elbo, losses = measured()
+    # Until the choice changes, steps are those of the rules.
+    until = next(i for i in range(20, 100) if trained_fixed()[1][: i + 1] != losses[: i + 1])
+    assert until > 25
+    assert elbo.choice.dropped == {}
+
+
+@functools.cache
+def trained_fixed() -> tuple[TraceBackpropQ_ELBO, list[float]]:
+    return trained(100, "fixed")
+
+
+def test_the_choice_is_kept() -> None:
+    elbo, _ = measured()
+    other = TraceBackpropQ_ELBO(choice="auto")
+    other.load_state_dict(elbo.state_dict())
+    assert other.choice.chosen == elbo.choice.chosen and other.choice.looks == 1
+    assert other.runner.structure.mode == "dense"
+    pinned = TraceBackpropQ_ELBO(choice="fixed")
+    pinned.load_state_dict(elbo.state_dict())
+    assert pinned.choice.chosen == FIXED
+
+
+@pytest.mark.parametrize("name", ["program order", "program order, 2 particles", "no critics"])
+def test_a_pinned_candidate_is_unbiased(name: str) -> None:
+    elbo, _ = trained(6, BY_NAME[name])
+    assert elbo.choice.chosen == BY_NAME[name] and not elbo.choice.is_due(10**6)
+    assert_unbiased(elbo.eval(), model, guide)
+
+
+def test_options_of_the_user_stay() -> None:
+    elbo, _ = trained(25, estimator=ScoreFunction())
+    assert not elbo.choice.is_measured and elbo.choice.known == {}
+    with pytest.raises(OptionError, match="write it alone"):
+        TraceBackpropQ_ELBO(choice=Candidate("mine", in_order=True), num_particles=2)
+    with pytest.raises(OptionError, match="choice='best' is unknown"):
+        TraceBackpropQ_ELBO(choice="best")  # type: ignore[arg-type]
