@@ -190,9 +190,11 @@ class TraceBackpropQ_ELBO(Objective):
         return self.plan.graph
 
     @property
-    def network(self) -> BackpropQNetwork | None:
-        """The Backprop-Q network of the last step; ``None`` if no site has a critic."""
-        return None if self.plan is None else self.plan.layout.network
+    def network(self) -> BackpropQNetwork:
+        """The Backprop-Q network of the last step; it is false, and says why, if no site has a critic."""
+        if self.plan is None:
+            return BackpropQNetwork(StochasticComputationGraph.from_parents({}, {}), ())
+        return self.plan.layout.network or BackpropQNetwork(self.plan.graph, ())
 
     @property
     def num_noises(self) -> int:
@@ -377,11 +379,16 @@ class TraceBackpropQ_ELBO(Objective):
         super().set_extra_state(state)
         self.num_noises = state["num_noises"]
 
+    @property
+    def settled(self) -> tuple[str, ...]:
+        """What was settled or given up, and why: particles, the extra run, tracking. ``print(elbo)`` shows it."""
+        return tuple(filter(None, (self.particles.said, *self.runner.said)))
+
     def extra_repr(self) -> str:
-        """The options."""
+        """The options, and what was settled."""
         planner = self.planner
         return (
             f"num_particles={self.num_particles}, estimator={planner.estimator}, critic={planner.critic}, "
             f"reduction={planner.reduction!r}, lam={self.lam}, gamma={self.gamma}, learner={self.learner}, "
             f"structure={self.runner.structure.mode!r}, enumeration={self.enumeration!r}"
-        )
+        ) + "".join(f"\nsettled: {text}" for text in self.settled)

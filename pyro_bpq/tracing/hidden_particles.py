@@ -114,7 +114,6 @@ def trace_particles(
     attach: Attach | None = None,
     is_checked: bool = True,
     has_buffers: bool = True,
-    keeps_buffers: bool = True,
 ) -> list[TracedRun]:
     """Runs guide and model once for all particles, untracked, in a dimension that they do not see.
 
@@ -129,7 +128,6 @@ def trace_particles(
         attach: Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
         is_checked: Whether to check that the programs keep no tensor of the run.
         has_buffers: Whether the programs may call modules with buffers. If the run fails, buffers stay as they were.
-        keeps_buffers: Whether they keep what the run wrote.
 
     Returns:
         A run for each particle.
@@ -157,7 +155,7 @@ def trace_particles(
             traces = hidden_traces(run, num_particles)
         if is_checked and wrapped.any_alive():
             raise RuntimeError("The programs keep a tensor of a run.")
-        if lent is not None and keeps_buffers:
+        if lent is not None:
             lent.keep()
     rng = (start, torch.get_rng_state())
     return [
