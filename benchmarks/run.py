@@ -26,6 +26,7 @@ SCRIPTS = (
     "background.py",
     "multi_sample.py",
     "bias.py",
+    "gallery.py",
 )
 
 

@@ -17,6 +17,7 @@ MAX_LINES = 500
 # A folder imports from those before it; modules of one folder import each other without cycles.
 ORDER = (
     "errors",
+    "short",
     "snapshots",
     "graph",
     "rollout",
@@ -34,7 +35,7 @@ ORDER = (
     "diagnostics",
     "__init__",
 )
-TENSOR_FREE = frozenset(("errors", "snapshots", "graph"))
+TENSOR_FREE = frozenset(("errors", "short", "snapshots", "graph"))
 MAY_IMPORT_PYRO = frozenset(("tracing", "plan", "reruns", "objectives", "svi", "testing", "diagnostics"))
 
 # What a module may call to make a constant: the results are immutable or, as a logger, not ours.

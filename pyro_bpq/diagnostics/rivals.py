@@ -3,7 +3,6 @@ r"""The estimators that :func:`~pyro_bpq.diagnostics.compare_estimators` measure
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 import pyro
@@ -12,6 +11,7 @@ from pyro.infer import Trace_ELBO, TraceGraph_ELBO
 
 from pyro_bpq.estimators import LeaveOneOut, ScoreFunction
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.short import short
 
 __all__ = ["DEFAULT", "LOO", "GraphELBO", "default_rivals", "signature", "took"]
 
@@ -98,22 +98,8 @@ def took(elbo: Any) -> dict[str, str]:
     found = {}
     for name, spec in plan.layout.specs.items():
         has_critic = spec.critic is not None and any(node.is_learned for node in _nodes(plan, name))
-        found[name] = _short(spec.estimator) + (f" with {_short(spec.critic)}" if has_critic else "")
+        found[name] = short(spec.estimator) + (f" with {short(spec.critic)}" if has_critic else "")
     return found
-
-
-def _short(value: Any) -> str:
-    """An object by its options that are not the usual ones."""
-    if not is_dataclass(value) or isinstance(value, type):
-        return repr(value)
-    given = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-    changed = [f"{name}={_short(option)}" for name, option in given.items() if option != _usual(value, name)]
-    return f"{type(value).__name__}({', '.join(changed)})"
-
-
-def _usual(value: Any, name: str) -> Any:
-    field = next(field for field in fields(value) if field.name == name)
-    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def _nodes(plan: Any, site: str) -> tuple[Any, ...]:

@@ -230,7 +230,10 @@ class ParticleCount:
         self._settled, self._is_compared = Transient(program[:2]), False
         number = 1 if mode.has_ranks else runner.good_for(traced)
         if number == 1:
-            self.said = "One particle runs: no site needs others as its baseline, or values steer the program."
+            self.said = (
+                "One particle runs: more are taken only where ten rows of data or more need a baseline each, and no "
+                "value steers the program."
+            )
         if number > 1:
             # One particle may still have to be reckoned with in this step.
             nesting = 1 + (traced.batch_ndim if math.isinf(given) else given)
