@@ -18,7 +18,7 @@ from pyro_bpq.short import short
         (ScoreFunction(RunningBaseline(0.5)), "ScoreFunction(baseline=RunningBaseline(decay=0.5))"),
         (MLPCritic((8,)), "MLPCritic(hidden=(8,))"),
         (AllAction, repr(AllAction)),
-        (torch.tensor(1.0), "tensor(1.)"),
+        (torch.tensor(True), "tensor(True)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
