@@ -1,6 +1,7 @@
 """A grammar: which expression turns a planet's distance into its year? Kepler's answer is a * sqrt(a).
 
-The tree of the expression is sampled, so each run is another program.
+The tree of the expression is sampled, so each run is another program. In the time measured none finds it: the plain
+distance is a local optimum.
 """
 
 import pyro

@@ -6,7 +6,7 @@
 #
 # Everything that pyro_bpq does, in plain torch, for the simplest graph there is: a chain. No Pyro, no library.
 #
-# A chain $x_1 \to x_2 \to \dots \to x_T$ of discrete variables is drawn from $q(x_t \mid x_{t-1})$, with logits
+# A chain $x_1 \to x_2 \to \ldots \to x_T$ of discrete variables is drawn from $q(x_t \mid x_{t-1})$, with logits
 # `theta[t, x_prev]`. Each step costs $c_t(x_{t-1}, x_t)$. We want the gradient of the expected total cost with respect
 # to `theta`, from samples.
 
