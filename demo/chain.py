@@ -1,6 +1,6 @@
 """The noise of a gradient on a chain, three ways: there a site's costs lie many steps away, and critics matter.
 
-In each of 55 steps of two years the rate of British coal mining disasters has one of two levels. The states form a
+In each of 22 steps of five years the rate of British coal mining disasters has one of two levels. The states form a
 chain, so a state changes all that comes after it.
 """
 
@@ -19,7 +19,7 @@ from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 
 # Disasters by year, 1851 to 1960.
 YEARS = "45401434063340263354531441553425223421322111130010110031032201110101000210001102331121111242001400010000010010"
-CHANGES = torch.tensor([0.05, 0.95])
+CHANGES = torch.tensor([0.1, 0.9])
 MANY = {"num_particles": 20, "vectorize_particles": True, "max_plate_nesting": 0}
 METHODS: dict[str, Callable[[], ELBO]] = {
     "TraceBackpropQ_ELBO": lambda: TraceBackpropQ_ELBO(**MANY),
@@ -29,13 +29,13 @@ METHODS: dict[str, Callable[[], ELBO]] = {
 
 
 def series() -> Tensor:
-    """Disasters in steps of two years."""
-    return torch.tensor([float(count) for count in YEARS]).reshape(-1, 2).sum(-1)
+    """Disasters in steps of five years."""
+    return torch.tensor([float(count) for count in YEARS]).reshape(-1, 5).sum(-1)
 
 
 def model(counts: Tensor, baseline: bool) -> None:
     """Scores states and counts."""
-    rates = pyro.param("rates", torch.tensor([6.0, 2.0]), constraint=dist.constraints.positive)
+    rates = pyro.param("rates", torch.tensor([15.0, 5.0]), constraint=dist.constraints.positive)
     chance = torch.tensor(0.5)
     for t, count in enumerate(counts):
         state = pyro.sample(f"state_{t}", dist.Bernoulli(chance)).long()

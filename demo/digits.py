@@ -6,7 +6,7 @@ A variational autoencoder with Bernoulli latents is trained on scikit-learn's di
 - ``TraceGraph_ELBO()`` with its decaying-average baseline,
 - leave-one-out: ``TraceBackpropQ_ELBO(estimator=ScoreFunction(baseline=LeaveOneOut()), num_particles=2)``.
 
-The chain (``chain.py``) has 55 hidden states, and each changes all that come after it: there learned critics matter.
+The chain (``chain.py``) has 22 hidden states, and each changes all that come after it: there learned critics matter.
 
 The runs take turns in short slices, so that all see the same machine. Figures go to ``demo_output/``.
 """
@@ -182,7 +182,7 @@ def figures(runs: list[Run], noise: Noise, test: Tensor, output: Path) -> None:
         costs = [variance * ms for _, variance, ms in looks]
         right.plot([at for at, *_ in looks], costs, color=COLOURS[method], marker="o", label=method)
     right.set(
-        title="a chain of 55 states, change points", xlabel="steps of learning critics and baselines", yscale="log"
+        title="a chain of 22 states, change points", xlabel="steps of learning critics and baselines", yscale="log"
     )
     right.set_ylabel("variance of the gradient x ms of a step")
     right.legend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from docutils import nodes
@@ -9,10 +10,17 @@ from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.errors import ExtensionError
 
+# Docutils knows sizes with a side only, \bigl( and not \big(, and no \dots.
+_SIZE = re.compile(r"\\([bB]igg?)(?![a-zA-Z])")
+
+
+def _plain(formula: str) -> str:
+    return re.sub(r"\\dots(?![a-zA-Z])", r"\\ldots", _SIZE.sub(r"\\\1l", formula))
+
 
 def _convert(node: Any, is_block: bool) -> str:
     try:
-        return str(tex2mathml(node.astext(), as_block=is_block))
+        return str(tex2mathml(_plain(node.astext()), as_block=is_block))
     except MathError as error:
         raise ExtensionError(f"{node.source}: {error} in the formula {node.astext()!r}") from error
 
