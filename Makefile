@@ -85,7 +85,7 @@ bench-full: $(call need,bench)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -rf docs/_build docs/generated docs/tutorials docs/benchmarks.md docs/benchmark_plots demo_output
+	rm -rf docs/_build docs/generated docs/tutorials docs/benchmarks.md docs/gallery.md docs/benchmark_plots demo_output
 	find pyro_bpq tests demo benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(VENV)/.stamp-venv:

@@ -31,6 +31,7 @@ SCRIPTS = (
     "multi_sample.py",
     "bias.py",
     "paper.py",
+    "gallery.py",
 )
 
 

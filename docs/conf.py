@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conf_pages
 
 conf_pages.write_benchmarks()
+conf_pages.write_gallery()
 conf_pages.copy_tutorials()
 
 project = "pyro_bpq"
@@ -22,7 +23,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
-    "sphinx.ext.mathjax",
+    "mathml",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
@@ -32,6 +33,8 @@ default_role = "code"
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
+myst_update_mathjax = False
+html_math_renderer = "mathml"
 # `make tutorials` executes the notebooks; the pages show the outputs that it kept.
 nb_execution_mode = "off"
 
@@ -51,6 +54,7 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
+html_static_path = ["_static"]
 html_title = f"pyro_bpq {release}"
 
 _SECTION = re.compile(r"[A-Z][a-z ]+:$")

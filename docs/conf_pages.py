@@ -1,7 +1,9 @@
-"""Pages that are made when the docs are built: benchmark results, and the notebooks of ``tutorials/``."""
+"""Pages that are made when the docs are built: benchmark results, the gallery, and the notebooks of ``tutorials/``."""
 
 from __future__ import annotations
 
+import ast
+import csv
 import json
 import re
 import shutil
@@ -29,6 +31,41 @@ def write_benchmarks() -> None:
     text = "\n\n".join([first, *(_below(part) for part in rest)])
     text = re.sub(r"(?<=\]\()(?=\w+\.png\))", "benchmark_plots/", text)
     (ROOT / "docs" / "benchmarks.md").write_text(text + "\n")
+
+
+# What runs beside the default, as the columns of the result file are called.
+ELBOS = ("TraceBackpropQ_ELBO", "TraceGraph_ELBO", "Trace_ELBO")
+
+
+def write_gallery() -> None:
+    """``gallery.md``: each program of ``gallery/`` with its bound beside Pyro's, from the result file."""
+    with (ROOT / "benchmarks" / "results" / "gallery.csv").open(newline="") as file:
+        results = {row["program"]: row for row in csv.DictReader(file)}
+    told = (ROOT / "benchmarks" / "results" / "gallery.md").read_text().split("\n\n")[1]
+    programs = sorted((ROOT / "gallery").glob("*.py"))
+    titles = {path: path.stem.replace("_", " ") for path in programs}
+    head = ["program", *(f"`{elbo}`" for elbo in ELBOS)]
+    rows = [[f"[{title}](#{title.replace(' ', '-')})", *_bounds(results[title])] for title in titles.values()]
+    parts = [
+        "# Gallery",
+        "Ten programs of some thirty lines, each with real data that come with Python or scikit-learn, and the bound "
+        "that it reaches. Copy one like yours. `gallery/` holds the files, `benchmarks/gallery.py` measures them.",
+        told,
+        "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows]),
+        "Bold is the best bound. Where Pyro's `Trace_ELBO` wins, its steps are so cheap that many noisy ones beat few "
+        "good ones: the programs are small. {func}`~pyro_bpq.diagnostics.compare_estimators` says which it is for you.",
+    ]
+    for path, title in titles.items():
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        steps = ", ".join(f"{float(results[title][f'ms of {elbo}']):.1f} (`{elbo}`)" for elbo in ELBOS)
+        parts += [f"## {title.capitalize()}", text, f"Milliseconds of a step: {steps}."]
+        parts.append(f'```{{literalinclude}} ../gallery/{path.name}\n:language: python\n:start-after: \'"""\'\n```')
+    (ROOT / "docs" / "gallery.md").write_text("\n\n".join(parts) + "\n")
+
+
+def _bounds(row: dict[str, str]) -> list[str]:
+    best = max(float(row[elbo]) for elbo in ELBOS)
+    return [f"**{float(row[e]):.2f}**" if float(row[e]) == best else f"{float(row[e]):.2f}" for e in ELBOS]
 
 
 def copy_tutorials() -> None:

@@ -17,6 +17,7 @@ MAX_LINES = 500
 # A folder imports from those before it; modules of one folder import each other without cycles.
 ORDER = (
     "errors",
+    "short",
     "snapshots",
     "graph",
     "rollout",
@@ -40,6 +41,8 @@ TENSOR_FREE = frozenset(("errors", "snapshots", "graph"))
 MAY_IMPORT_PYRO = frozenset(
     ("tracing", "plan", "reruns", "compiled", "choice", "objectives", "svi", "testing", "diagnostics")
 )
+TENSOR_FREE = frozenset(("errors", "short", "snapshots", "graph"))
+MAY_IMPORT_PYRO = frozenset(("tracing", "plan", "reruns", "objectives", "svi", "testing", "diagnostics"))
 
 # What a module may call to make a constant: the results are immutable or, as a logger, not ours.
 CONSTANT_MAKERS = frozenset(

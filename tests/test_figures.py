@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [page for page in PAGES if page.name not in ("benchmarks.md", "changelog.md")]
+PAGES = [page for page in PAGES if page.name not in ("benchmarks.md", "gallery.md", "changelog.md")]
 
 MARK = re.compile(
     r"<!-- from (?P<file>[^;\s]+)(?:; also (?P<also>[^>]*?))? -->\n(?P<block>.*?)(?=\n[ \t]*\n|\Z)", re.DOTALL

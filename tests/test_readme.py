@@ -35,7 +35,7 @@ def test_program_of_the_readme() -> None:
 ROOT = README.parent
 PAGES = (README, *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md")
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
-PATH = re.compile(r"`((?:docs|tests|tutorials|benchmarks|demo)/[\w./*-]*)`")
+PATH = re.compile(r"`((?:docs|tests|tutorials|benchmarks|demo|gallery)/[\w./*-]*)`")
 
 
 def missing(page: Path) -> list[str]:
@@ -44,7 +44,9 @@ def missing(page: Path) -> list[str]:
     # The pages of the notebooks are made with the documentation, which checks links among its pages itself.
     places = (page.parent, ROOT) if page.parent.name == "docs" else (page.parent,)
     links = [link for link in LINK.findall(text) if not any((place / link).exists() for place in places)]
-    paths = [path for path in PATH.findall(text) if not list(ROOT.glob(path.rstrip("/")))]
+    # A notebook is linked to without its ending.
+    names = [(path, path.rstrip("/")) for path in PATH.findall(text)]
+    paths = [path for path, name in names if not (list(ROOT.glob(name)) or list(ROOT.glob(f"{name}.ipynb")))]
     return [dead for dead in (*links, *paths) if dead != "tutorials/index"]
 
 

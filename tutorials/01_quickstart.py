@@ -1,8 +1,13 @@
 # %% [markdown]
 # # Quickstart: the one-line change
 #
-# A time series jumps between two levels, and a hidden binary state says on which it is. States are discrete, so the
-# reparameterisation trick does not apply.
+# **What is won beside Pyro:** the same model, the same guide, one word changed, and a far better bound than that of
+# `TraceGraph_ELBO` after as many steps, in a fraction of its time. Leave-one-out over two particles, which this package
+# has, too, is a good rival on a chain as short as this one: it runs below as well.
+#
+# British coal mines had many disasters before 1890, and fewer after. A hidden binary state says which of two rates
+# holds in each five years from 1851. States are discrete, so the reparameterisation trick does not apply. The data
+# are real.
 
 # %%
 import os
@@ -12,25 +17,24 @@ import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer import SVI, TraceGraph_ELBO
+from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import Adam
 from torch import Tensor
 
-from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 
 SMOKE = bool(os.environ.get("SMOKE_TEST"))
-T, STEPS = 12, 5 if SMOKE else 800
-pyro.set_rng_seed(0)
-states = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0])
-data = 2.0 * states + 0.9 * torch.randn(T)
+YEARS = "45401434063340263354531441553425223421322111130010110031032201110101000210001102331121111242001400010000010010"
+data = torch.tensor([float(count) for count in YEARS]).reshape(-1, 5).sum(-1)
+T, STEPS = len(data), 5 if SMOKE else 400
 
 
 def model(data: Tensor) -> None:
-    level = pyro.param("level", torch.tensor([0.5, 1.0]))
+    rates = pyro.param("rates", torch.tensor([8.0, 12.0]), constraint=dist.constraints.positive)
     z = torch.tensor(0.5)
     for t in range(T):
         z = pyro.sample(f"z_{t}", dist.Bernoulli(0.1 + 0.8 * z))
-        pyro.sample(f"x_{t}", dist.Normal(level[0] + level[1] * z, 0.9), obs=data[t])
+        pyro.sample(f"x_{t}", dist.Poisson(rates[0] + (rates[1] - rates[0]) * z), obs=data[t])
 
 
 def guide(data: Tensor) -> None:
@@ -41,52 +45,53 @@ def guide(data: Tensor) -> None:
 
 
 # %% [markdown]
-# ## Train, twice
+# ## Train, three times
 #
-# The guide lets each state depend on the one before. The only difference between the two runs is the `loss` argument.
+# The guide lets each state depend on the one before. The only difference between the runs is the `loss` argument.
 
 
 # %%
-def train(elbo) -> list[float]:
+def train(elbo) -> list[tuple[float, float]]:
+    """Seconds of processor time, and the bound."""
     pyro.clear_param_store()
     pyro.set_rng_seed(1)
     svi = SVI(model, guide, Adam({"lr": 0.05}), loss=elbo)
-    return [svi.step(data) for _ in range(STEPS)]
+    judge, curve, spent = Trace_ELBO(num_particles=20), [], 0.0
+    for step in range(STEPS):
+        start = time.process_time()
+        svi.step(data)
+        spent += time.process_time() - start
+        if step % 20 == 19 or step == STEPS - 1:
+            with torch.no_grad():
+                curve.append((spent, -judge.loss(model, guide, data)))
+    return curve
 
 
-losses = {}
-for elbo in (TraceGraph_ELBO(), TraceBackpropQ_ELBO()):
-    start = time.process_time()
-    name = type(elbo).__name__
-    losses[name] = train(elbo)
-    tail = losses[name][-100:]
-    seconds = time.process_time() - start
-    print(f"{name:20s} loss of the last steps {sum(tail) / len(tail):6.2f}   {seconds:.1f} s of processor time")
-
-# %%
+elbos = {
+    "TraceGraph_ELBO": TraceGraph_ELBO(),
+    "leave-one-out, 2 particles": TraceBackpropQ_ELBO(2, estimator=ScoreFunction(LeaveOneOut())),
+    "TraceBackpropQ_ELBO": TraceBackpropQ_ELBO(),
+}
 figure, axes = plt.subplots(figsize=(5, 3))
-for name, values in losses.items():
-    smooth = torch.tensor(values).unfold(0, min(20, STEPS), 1).mean(-1)
-    axes.plot(smooth, label=name)
-axes.set(xlabel="step", ylabel="loss (nats), mean of 20 steps")
+for name, elbo in elbos.items():
+    curve = train(elbo)
+    axes.plot(*zip(*curve), label=name)
+    print(f"{name:26s} ELBO {curve[-1][1]:7.2f} nats after {STEPS} steps, {curve[-1][0]:.1f} s of processor time")
+axes.set(xlabel="seconds of processor time", ylabel="ELBO (nats)")
 axes.legend(fontsize=8)
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The loss is one sample of minus the ELBO. A better posterior shows in a lower curve; what we trained for is the state
-# path.
+# One seed: a picture, not a benchmark. What we trained for is the path of the states: when did the mines become safer?
 
 # %%
 with torch.no_grad():
-    probability = torch.zeros(T)
-    p = torch.zeros(())
-    logits = pyro.param("logits")
+    p, logits = torch.zeros(()), pyro.param("logits")
     for t in range(T):
         p = (1 - p) * torch.sigmoid(logits[t, 0]) + p * torch.sigmoid(logits[t, 0] + logits[t, 1])
-        probability[t] = p
-print("true states     ", states.tolist())
-print("q(z_t = 1)      ", [round(v, 2) for v in probability.tolist()])
+        print(f"{1851 + 5 * t} to {1855 + 5 * t}: {int(data[t]):2d} disasters, q(z_t = 1) = {p:.2f}")
+print("rates", [round(rate, 1) for rate in pyro.param("rates").tolist()])
 
 # %% [markdown]
 # ## What happened
@@ -99,7 +104,7 @@ print("q(z_t = 1)      ", [round(v, 2) for v in probability.tolist()])
 elbo.graph
 
 # %%
-for name in ("z_0", "z_5", "z_11"):
+for name in ("z_0", "z_10", "z_20"):
     info = elbo.info[name]
     scales = [round(s, 2) for s in info["scales"].tolist()]
     print(f"{name:5s} scales {scales}", "" if "td_loss" in info else "(no critic: all its costs are immediate)")
@@ -110,5 +115,10 @@ for name in ("z_0", "z_5", "z_11"):
 # - `TraceBackpropQ_ELBO(num_particles=5, vectorize_particles=True)`: several particles at once, as in Pyro.
 # - `infer={"bpq": {"estimator": ..., "critic": ...}}` at a site, `config_bpq(guide, ...)` for all sites of a guide.
 # - `elbo(model, guide)` is a `torch.nn.Module` for plain torch optimisers. Call it once before you make the optimiser.
+#
+# ## Something to try
+#
+# - Take steps of two years (`reshape(-1, 2)`): the chain is longer. Which of the three gets slower, which noisier?
+# - Give the guide no memory: `logits[t, 0]` alone. How much worse does the bound get?
 #
 # Next: `02_reading_the_graph`.

@@ -1,6 +1,9 @@
 # %% [markdown]
 # # Reading the graph
 #
+# **What is won beside Pyro.** `TraceGraph_ELBO` finds such a graph, too, and keeps it to itself. Here you can read
+# it, and see which costs a site is charged with.
+#
 # pyro_bpq turns a program into a *stochastic computation graph*: who depends on whom, and which costs lie downstream of
 # which site. This page shows how to look at it, first for a program, then for graphs written by hand.
 
@@ -96,3 +99,8 @@ render_network(BackpropQNetwork.build(graph, "merged", immediate="learned"))
 # %% [markdown]
 # Right: a rounded box is a Q-function with its scope, arrows carry what its target is made of, dashed arrows are
 # averaged over, colours tell the costs apart. Next: `03_critics_and_targets`.
+#
+# ## Something to try
+#
+# - Write `z.item()` into the model and print the graph again. What depends on what now?
+# - Take the edge from `x` to `z` out of the second graph. Which scope gets smaller?

@@ -1,6 +1,9 @@
 # %% [markdown]
 # # Programs with branches
 #
+# **What is won beside Pyro.** A gradient that is right. `TraceGraph_ELBO` is biased on these programs, `Trace_ELBO`
+# is right and noisy; leave-one-out over particles is right, too, and runs the program once more for each.
+#
 # `if z:`, `while`, `table[int(k)]`: Python looks at a sampled value and decides what happens next. No tensor carries
 # this dependence, so a tracker of tensors misses it, and `TraceGraph_ELBO` then leaves costs out. Its gradient is
 # biased, without a warning. How much? The programs below are small enough for exact answers.
@@ -119,3 +122,8 @@ elbo.network
 #
 # Where a branch can be written with tensors (`torch.where`, indexing by a tensor), do so: it is faster, and all
 # corrections apply. Next: `07_black_box_costs` or `08_attend_infer_repeat`.
+#
+# ## Something to try
+#
+# - Let the loop go on with probability 0.9. How does the bias of `TraceGraph_ELBO` change?
+# - Write the branch with `torch.where`. Compare `print(elbo.plan)` before and after.

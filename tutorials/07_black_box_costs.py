@@ -1,6 +1,10 @@
 # %% [markdown]
 # # Black-box costs
 #
+# **What is won beside Pyro.** Pyro has no loss for costs that are no log-probabilities; one would write a surrogate
+# by hand. Here the cost is a statement of the program, and critics learn from the same calls that leave-one-out, its
+# rival in the figure, makes.
+#
 # A recurrent net writes a sentence, letter by letter, and a metric says how good it was. The metric is Python code on
 # strings: it has no gradient, it comes once at the end, and calling it may be expensive. `ExpectedCost` minimises its
 # expectation; no model, no ELBO.
@@ -115,3 +119,9 @@ for name in ("token_0", "token_2", "token_4"):
 # `explained` is the share of the differences between rollouts that a critic predicts. By now the net writes the word
 # nearly always and rollouts hardly differ, so there is nothing left to predict; look at it early in training. More:
 # `docs/expected_costs`. Next: `08_attend_infer_repeat`.
+#
+# ## Something to try
+#
+# - Take a longer word. From which length on does leave-one-out stop learning?
+# - Let the metric say nothing but right or wrong. What do the critics explain then?
+# - Store rollouts: `learner=CriticLearner(replay=Replay(capacity=200))`.

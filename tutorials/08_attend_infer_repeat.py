@@ -1,6 +1,9 @@
 # %% [markdown]
 # # Attend, infer, repeat
 #
+# **What is won beside Pyro.** One ELBO for discrete and reparameterised sites, without baselines to write by hand:
+# Pyro's own example of AIR needs a network for them, and says so. Data: scikit-learn's digits, real images.
+#
 # How many digits are in a picture, where, and which? A model in the style of AIR (Eslami et al., 2016), small enough
 # for a few minutes: a canvas of 16 x 16 pixels holds zero, one or two of scikit-learn's digits, each in one of four
 # places.
@@ -161,3 +164,8 @@ for name, info in elbo.info.items():
 # %% [markdown]
 # This is AIR with the hard part taken out: places are a grid and digits do not overlap. One seed. Next:
 # `09_your_own_estimator`.
+#
+# ## Something to try
+#
+# - Run it with `TraceGraph_ELBO()` in place of the default, as long. How many digits does it find?
+# - Let digits overlap: move the four places two pixels towards the middle.

@@ -1,6 +1,9 @@
 # %% [markdown]
 # # Many processes
 #
+# **What is won beside Pyro.** Pyro's distributed training goes through `pyro.optim.HorovodOptimizer`; here plain
+# torch does, and baselines and critics are those of the joint batch.
+#
 # `elbo(model, guide)` is a `torch.nn.Module` whose call gives a loss, so `DistributedDataParallel` can wrap it: each
 # process takes its share of the data, gradients are averaged.
 #
@@ -114,3 +117,8 @@ assert "baselines []" not in printed[0]
 #
 # Processes take their training steps together: one with a batch more than the others would wait for them for ever.
 # Batches of unequal size are weighed by their rows. Evaluate with `loss.eval()`, on any one process.
+#
+# ## Something to try
+#
+# - Start four processes. Do the printed means stay the same?
+# - Give one process twice the rows of the other.

@@ -2,6 +2,7 @@
 
     python tutorials/build.py               # all: run in full, write the notebooks with their outputs
     python tutorials/build.py 03 06         # those whose names start so
+    python tutorials/build.py --text        # takes over changed text; outputs stay where no code has changed
     python tutorials/build.py --smoke       # run with SMOKE_TEST=1, which shortens training; write nothing
 
 A script is the source of its notebook: ``# %%`` starts a cell of code, ``# %% [markdown]`` a cell of text.
@@ -72,10 +73,26 @@ def kept(outputs: list[Any]) -> list[Any]:
     return found
 
 
+def with_new_text(script: Path) -> Any:
+    """The notebook of a script with the outputs that it has; ``None`` if its code has changed."""
+    import nbformat
+
+    old, new = nbformat.read(script.with_suffix(".ipynb"), as_version=4), notebook(script)
+    ran = [cell for cell in old.cells if cell.cell_type == "code"]
+    code = [cell for cell in new.cells if cell.cell_type == "code"]
+    if [cell.source for cell in ran] != [cell.source for cell in code]:
+        return None
+    for cell, before in zip(code, ran, strict=True):
+        cell.outputs, cell.execution_count = before.outputs, before.execution_count
+    new.metadata = old.metadata
+    return new
+
+
 def main() -> None:
     """Builds the tutorials named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="starts of names; all without")
+    parser.add_argument("--text", action="store_true", help="run nothing, take over text")
     parser.add_argument("--smoke", action="store_true", help="short runs, nothing is written")
     options = parser.parse_args()
     chosen = [s for s in scripts() if not options.names or s.name.startswith(tuple(options.names))]
@@ -83,6 +100,16 @@ def main() -> None:
         parser.error(f"no tutorial starts with {' or '.join(options.names)}")
     for script in chosen:
         start = time.perf_counter()
+        if options.text:
+            import nbformat
+
+            made = with_new_text(script) if script.with_suffix(".ipynb").exists() else None
+            if made is not None:
+                nbformat.write(made, script.with_suffix(".ipynb"))
+            print(
+                f"{script.stem}: {'text taken over' if made is not None else 'code has changed: build it'}", flush=True
+            )
+            continue
         made = execute(script, options.smoke)
         if not options.smoke:
             import nbformat

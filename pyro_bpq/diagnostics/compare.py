@@ -8,6 +8,7 @@ import importlib
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from pyro_bpq.diagnostics.comparison import LIMIT, Comparison, Row, recommend
 from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments
+from pyro_bpq.diagnostics.rivals import LOO, GraphELBO, default_rivals, signature, took
 from pyro_bpq.diagnostics.sampling import num_outcomes_of, seeded
-from pyro_bpq.errors import BPQError, OptionError, UnsupportedSiteError
-from pyro_bpq.estimators import Estimator, LeaveOneOut, RunningBaseline, ScoreFunction
+from pyro_bpq.errors import BPQError, BPQWarning, OptionError, UnsupportedSiteError
+from pyro_bpq.estimators import Estimator, LeaveOneOut, ScoreFunction
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.testing import exact_gradient
 from pyro_bpq.testing.expected import backward
@@ -29,6 +31,8 @@ from pyro_bpq.testing.parameters import GradientReader
 __all__ = ["compare_estimators"]
 
 Program = Callable[..., Any]
+# What this package, torch and Pyro raise where an estimator does not serve a program.
+_DOES_NOT_RUN = (BPQError, ValueError, RuntimeError, LookupError, TypeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ def compare_estimators(
     guide: Program,
     *args: Any,
     estimators: Mapping[str, Any] | None = None,
-    num_particles: int = 2,
+    num_particles: int = 4,
     num_samples: int = 200,
     num_warmup: int = 200,
     num_rounds: int = 20,
@@ -73,8 +77,10 @@ def compare_estimators(
         *args: Arguments of both.
         estimators: ELBOs (of this package or of Pyro) or estimators, by name. An estimator becomes
             ``TraceBackpropQ_ELBO(num_particles, estimator=...)``. Default: this package's default, the same without
-            critics, and score functions with and without baseline.
-        num_particles: Number of particles of estimators that are not ELBOs, and of the default ``estimators``.
+            critics, leave-one-out, and Pyro's ``Trace_ELBO`` and ``TraceGraph_ELBO``, the latter with and without
+            baselines. Of those that are the same on this program one is left out; the result says so.
+        num_particles: Number of particles of estimators that are not ELBOs, and of leave-one-out among the default
+            ``estimators``. The others have as many as they take by themselves.
         num_samples: Number of steps if outcomes are not enumerated.
         num_warmup: Number of steps that critics learn before; the result reports it. ELBOs with ``learner=None``
             are not warmed up, because the user's optimiser trains their critics.
@@ -89,7 +95,7 @@ def compare_estimators(
         **kwargs: Keyword arguments of both; the names of the options above are taken.
 
     Returns:
-        The comparison.
+        The comparison, its rows by variance times time.
 
     Raises:
         OptionError: If ``estimators`` is empty or holds another kind of object.
@@ -100,6 +106,7 @@ def compare_estimators(
     options: dict[str, Any] = {"num_outcomes": num_outcomes, "seed": seed, **kwargs}
     rows: dict[str, Any] = {}
     ready: dict[str, Any] = {}
+    same: dict[str, str] = {}
     with seeded(seed), _bar(progress, 2 * len(elbos) + 2) as advance:
         _first_run(model, guide, args, kwargs)
         truth = _reference(model, guide, args, kwargs, reference, num_particles, num_samples, num_warmup, options)
@@ -107,36 +114,59 @@ def compare_estimators(
         for name, elbo in elbos.items():
             pyro.set_rng_seed(seed + 1)
             try:
-                warm, seconds = _warm_up(elbo, model, guide, args, kwargs, num_warmup)
+                elbo, warm, seconds = _ready(name, elbo, model, guide, args, kwargs, num_warmup, estimators is None)
                 advance(name)
+                twin = _twin(elbo, ready) if estimators is None else None
+                if twin is not None:
+                    same[name] = twin
+                    continue
                 moments = gradient_moments(elbo, model, guide, *args, num_samples=num_samples, exact=exact, **options)
                 advance(name)
-            except UnsupportedSiteError as error:
-                rows[name] = Row(name, ran=False, note=str(error))
+            except _DOES_NOT_RUN as error:
+                if estimators is not None and not isinstance(error, UnsupportedSiteError):
+                    raise
+                rows[name] = Row(name, ran=False, note=str(error).split("\nTrace Shapes:")[0].strip())
                 continue
             rows[name] = {"num_warmup": warm, "warmup_s": seconds, **_figures(elbo, moments, truth)}
             ready[name] = elbo
         times = _times(ready, model, guide, args, kwargs, num_rounds, seed)
-    done = tuple(
+    done = [
         row if isinstance(row, Row) else Row(name, ms=times[name][0], ms_spread=times[name][1], **row)
         for name, row in rows.items()
-    )
-    comparison = Comparison(done, *recommend(done), truth.text)
+    ]
+    done.sort(key=lambda row: row.variance_time if row.ran else math.inf)
+    comparison = Comparison(tuple(done), *recommend(tuple(done)), truth.text, same)
     if verbose:
         print(comparison)
     return comparison
 
 
+def _ready(
+    name: str, elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, steps: int, is_default: bool
+) -> tuple[Any, int, float]:
+    """An ELBO that has learned, the number of steps and the seconds that took."""
+    if not (is_default and name == LOO):
+        return elbo, *_warm_up(elbo, model, guide, args, kwargs, steps)
+    try:
+        with warnings.catch_warnings():
+            # Where a plate of particles does not do, they run in another way.
+            warnings.simplefilter("ignore", BPQWarning)
+            return elbo, *_warm_up(elbo, model, guide, args, kwargs, steps)
+    except _DOES_NOT_RUN:
+        alone = TraceBackpropQ_ELBO(elbo.num_particles, estimator=ScoreFunction(LeaveOneOut()))
+        return alone, *_warm_up(alone, model, guide, args, kwargs, steps)
+
+
+def _twin(elbo: Any, ready: Mapping[str, Any]) -> str | None:
+    """Name of an ELBO that computes the same on this program."""
+    own = signature(elbo)
+    return None if own is None else next((name for name, other in ready.items() if signature(other) == own), None)
+
+
 def _elbos(estimators: Mapping[str, Any] | None, num_particles: int) -> dict[str, Any]:
     """Copies of the given ELBOs, and ELBOs for given estimators."""
     if estimators is None:
-        baseline = LeaveOneOut() if num_particles > 1 else RunningBaseline()
-        estimators = {
-            "default": TraceBackpropQ_ELBO(num_particles),
-            "default, no critic": TraceBackpropQ_ELBO(num_particles, critic=None),
-            f"score function, {type(baseline).__name__}": ScoreFunction(baseline),
-            "score function": ScoreFunction(),
-        }
+        return {name: make() for name, make in default_rivals(num_particles).items()}
     found = {}
     for name, given in estimators.items():
         if not isinstance(given, type) and callable(getattr(given, "loss_and_grads", None)):
@@ -158,14 +188,19 @@ def _first_run(model: Program, guide: Program, args: Any, kwargs: Any) -> None:
 
 def _warm_up(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, steps: int) -> tuple[int, float]:
     """Lets an ELBO's critics learn with fixed parameters; returns number of steps and seconds."""
-    if not isinstance(elbo, TraceBackpropQ_ELBO) or elbo.learner is None:
+    learns = isinstance(elbo, GraphELBO) and elbo.has_baselines
+    if isinstance(elbo, TraceBackpropQ_ELBO):
+        elbo.train()
+        learns = elbo.learner is not None
+    if not learns:
         return 0, 0.0
-    elbo.train()
     start = time.perf_counter()
     with torch.enable_grad(), GradientReader(model, guide, None) as reader:
         for _ in range(steps):
             reader.clear()
             _step(elbo, model, guide, args, kwargs)
+    if isinstance(elbo, GraphELBO):
+        elbo.is_learning = False
     return steps, time.perf_counter() - start
 
 
@@ -210,6 +245,8 @@ def _figures(elbo: Any, moments: GradientMoments, truth: _Reference) -> dict[str
     own = 0.0 if moments.is_exact else moments.total_variance / moments.num_samples
     bias, error = math.sqrt(square), math.sqrt(own + truth.square_error)
     return {
+        "num_particles": elbo.num_particles,
+        "took": took(elbo),
         "claims_unbiased": _claims_unbiased(elbo),
         "is_exact": moments.is_exact,
         "num_samples": moments.num_samples,
@@ -243,6 +280,8 @@ def _times(
         for elbo in elbos.values():
             if isinstance(elbo, torch.nn.Module):
                 elbo.train()
+            elif isinstance(elbo, GraphELBO):
+                elbo.is_learning = True
         for turn in range(rounds + 1):
             for name, elbo in elbos.items():
                 pyro.set_rng_seed(seed + turn)

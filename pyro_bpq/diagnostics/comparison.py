@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pyro_bpq.diagnostics.rivals import DEFAULT
 from pyro_bpq.diagnostics.text import number, table
 
 __all__ = ["Comparison", "Row", "recommend"]
@@ -22,6 +23,8 @@ class Row:
 
     Args:
         name: Name of the estimator in the comparison.
+        num_particles: Number of particles.
+        took: What serves each site, by name; empty for other libraries' ELBOs.
         ran: Whether it could be run; if not, ``note`` says why and there are no figures.
         claims_unbiased: Whether all estimators in use are declared unbiased; ``None`` for other libraries' ELBOs.
         is_exact: Whether moments are over all outcomes.
@@ -42,6 +45,8 @@ class Row:
     """
 
     name: str
+    num_particles: int = 1
+    took: dict[str, str] = field(default_factory=dict)
     ran: bool = True
     claims_unbiased: bool | None = None
     is_exact: bool = False
@@ -76,16 +81,18 @@ class Comparison:
     """Estimators side by side.
 
     Args:
-        rows: One row for each estimator, in the given order.
+        rows: One row for each estimator, the least variance times time first; last those that did not run.
         recommended: Name of the recommended estimator, or ``None``.
         reason: Reason for the recommendation, in words.
         reference: Reference that biases are measured against, in words.
+        same: Estimators that are left out, each with the one that is the same on this program.
     """
 
     rows: tuple[Row, ...]
     recommended: str | None
     reason: str
     reference: str
+    same: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Row:
         """The row of that name."""
@@ -99,6 +106,7 @@ class Comparison:
             "recommended": self.recommended,
             "reason": self.reason,
             "reference": self.reference,
+            "same": dict(self.same),
         }
 
     def to_csv(self, path: str | Path | None = None) -> str:
@@ -113,6 +121,7 @@ class Comparison:
         flat = []
         for row in self.to_dict()["rows"]:
             parts = {f"variance of {k} {name}": v for k in ("parameters", "sites") for name, v in row.pop(k).items()}
+            row["took"] = "; ".join(f"{site}: {text}" for site, text in row["took"].items())
             flat.append({**row, **parts})
         names = list(dict.fromkeys(name for row in flat for name in row))
         text = io.StringIO()
@@ -124,9 +133,13 @@ class Comparison:
         return text.getvalue()
 
     def __str__(self) -> str:
-        head = ["estimator", "variance", "bias", "bias/se", "ms/step", "variance*ms", "warm-up", "unbiased"]
+        head = ["estimator", "particles", "variance*ms", "variance", "ms/step", "bias", "warm-up"]
         rows = [_cells(row) for row in self.rows]
-        lines = [*table(head, rows), "", f"Bias is measured against {self.reference}."]
+        lines = [*table(head, rows), "", f"Bias, in standard errors (se), is measured against {self.reference}."]
+        lines += [
+            f"{name!r} is the same as {twin!r} on this program, and left out." for name, twin in self.same.items()
+        ]
+        lines += [f"{row.name!r} took {text}." for row in self.rows if row.name == DEFAULT for text in _took(row)]
         lines += self._breakdown("parameter", "parameters")
         lines += self._breakdown("site", "sites")
         lines += [f"{row.name}: {row.note}" for row in self.rows if row.note]
@@ -149,19 +162,35 @@ class Comparison:
 
 def _cells(row: Row) -> list[str]:
     if not row.ran:
-        return [row.name, *["-"] * 7]
+        return [row.name, *["-"] * 6]
     spread = "" if row.is_exact else f" ± {number(row.variance_error)}"
-    claim = {True: "declared", False: "no", None: "-"}[row.claims_unbiased]
     return [
         row.name,
-        number(row.variance) + spread,
-        f"{row.relative_bias:.2%}",
-        "exact" if row.bias_error == 0 else number(row.bias_z),
-        f"{number(row.ms)} ± {number(row.ms_spread)}",
+        str(row.num_particles),
         number(row.variance_time),
+        number(row.variance) + spread,
+        f"{number(row.ms)} ± {number(row.ms_spread)}",
+        _bias(row),
         str(row.num_warmup),
-        "BIASED" if row.is_biased and row.claims_unbiased is not False else claim,
     ]
+
+
+def _bias(row: Row) -> str:
+    """The bias in standard errors, and as a share of the gradient, where it is detected."""
+    if not row.is_biased:
+        return "none" if row.is_exact and row.bias_error == 0 else "not detected"
+    size = f"{row.relative_bias:.2%} of the gradient"
+    found = f"{size}, exactly" if row.bias_error == 0 else f"{number(row.bias_z)} se, {size}"
+    return found if row.claims_unbiased is False else f"BIASED: {found}"
+
+
+def _took(row: Row) -> list[str]:
+    """What serves the sites, those together that the same serves."""
+    sites: dict[str, list[str]] = {}
+    for site, text in row.took.items():
+        sites.setdefault(text, []).append(site)
+    more = {text: f" and {len(names) - 3} more" if len(names) > 3 else "" for text, names in sites.items()}
+    return [f"{text} at {', '.join(names[:3])}{more[text]}" for text, names in sites.items()]
 
 
 def recommend(rows: tuple[Row, ...]) -> tuple[str | None, str]:

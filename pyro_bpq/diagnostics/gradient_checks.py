@@ -16,6 +16,7 @@ from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.diagnostics.text import number
 from pyro_bpq.estimators import SecondRun
 from pyro_bpq.reruns.flipped_costs import flipped_costs
+from pyro_bpq.short import short
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
 from pyro_bpq.tracing.watch import samples
@@ -148,7 +149,7 @@ def check_variance(look: Look) -> Iterator[Finding]:
                 "dominating site",
                 "hint",
                 f"{share:.0%} of the noise (variance) of the sites' gradients comes from {site!r}, which is served by "
-                f"{estimator!r}.",
+                f"{short(estimator)}.",
                 "Spend effort there: another estimator for this site alone "
                 '(infer={"bpq": {"estimator": ...}}), a critic of its own, or more particles.',
                 (site,),

@@ -11,6 +11,7 @@ from pyro_bpq.diagnostics.look import Look, listed
 from pyro_bpq.estimators import Estimator, LeaveOneOut, ScoreFunction
 from pyro_bpq.plan.particles import num_particles_for
 from pyro_bpq.plan.plan import Plan
+from pyro_bpq.short import short
 from pyro_bpq.tracing.traced_run import TracedRun
 
 __all__ = [
@@ -127,7 +128,7 @@ def check_baseline_options(look: Look) -> Iterator[Finding]:
     gains = {name: better[name] for name in sites if _is_gain(better[name], look.specs[name].estimator)}
     for estimator in dict.fromkeys(gains.values()):
         served = [name for name, other in gains.items() if other == estimator]
-        texts.append(f"{listed(served)} would be served by {estimator!r} ({plan.rules[served[0]]})")
+        texts.append(f"{listed(served)} would be served by {short(estimator)} ({plan.rules[served[0]]})")
     if texts:
         yield Finding(
             "baseline options",

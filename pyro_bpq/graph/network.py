@@ -223,7 +223,15 @@ class BackpropQNetwork:
         terms = [f"Q_{child}" if child in self._by_name else child for child in average.children]
         return terms[0] if len(terms) == 1 else f"({' + '.join(terms)})/{len(terms)}"
 
+    def __bool__(self) -> bool:
+        """Whether any site has a Q-node."""
+        return bool(self.nodes)
+
     def __repr__(self) -> str:
+        if not self.nodes and self.graph.costs:
+            return "There is no Backprop-Q network: no site has a critic. print(elbo.plan) says what serves each site."
+        if not self.nodes:
+            return "There is no Backprop-Q network yet: take a step first."
         rows = [("Q-node", "scope", "immediate", "rule")]
         for node in self.nodes:
             rows.append((node.name, ", ".join(node.scope), ", ".join(node.immediate), self.rule_text(node)))

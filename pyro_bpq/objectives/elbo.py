@@ -227,9 +227,11 @@ class TraceBackpropQ_ELBO(Objective):
         return self.plan.graph
 
     @property
-    def network(self) -> BackpropQNetwork | None:
-        """The Backprop-Q network of the last step; ``None`` if no site has a critic."""
-        return None if self.plan is None else self.plan.layout.network
+    def network(self) -> BackpropQNetwork:
+        """The Backprop-Q network of the last step; it is false, and says why, if no site has a critic."""
+        if self.plan is None:
+            return BackpropQNetwork(StochasticComputationGraph.from_parents({}, {}), ())
+        return self.plan.layout.network or BackpropQNetwork(self.plan.graph, ())
 
     @property
     def num_noises(self) -> int:
@@ -479,8 +481,13 @@ class TraceBackpropQ_ELBO(Objective):
             self.choice.load_state_dict(state["choice"], self.num_steps)
             self._rules.apply(self.choice.chosen)
 
+    @property
+    def settled(self) -> tuple[str, ...]:
+        """What was settled or given up, and why: particles, the extra run, tracking. ``print(elbo)`` shows it."""
+        return tuple(filter(None, (self.particles.said, *self.runner.said)))
+
     def extra_repr(self) -> str:
-        """The options."""
+        """The options, and what was settled."""
         planner = self.planner
         return (
             f"num_particles={self.num_particles}, estimator={planner.estimator}, critic={planner.critic}, "
@@ -488,4 +495,4 @@ class TraceBackpropQ_ELBO(Objective):
             f"structure={self.runner.structure.mode!r}, enumeration={self.enumeration!r}, "
             f"compile={False if self.compiled is None else self.compiled.options}, "
             f"immediate={planner.immediate!r}, form={planner.form!r}"
-        )
+        ) + "".join(f"\nsettled: {text}" for text in self.settled)

@@ -36,7 +36,7 @@ class TraceBackpropQ_IWAE(Objective):
     r"""Importance-weighted bound on the evidence, with unbiased gradients for sites of any kind.
 
     .. math::
-        J = -E\Big[\log\tfrac1K\textstyle\sum_k w_k\Big],\quad
+        J = -E\Big[\log\tfrac1K\sum_k w_k\Big],\quad
         \nabla J = -E\Big[\sum_k (\hat L - \hat L_{-k})\,\nabla\log q(z_k) + \sum_k \tilde w_k\,\nabla\log w_k\Big]
 
     with ``w = exp(log p - log q - costs)``, normalised ``w̃``, ``L̂ = log mean w``. ``L̂_-k`` has ``w_k`` replaced by
@@ -48,7 +48,7 @@ class TraceBackpropQ_IWAE(Objective):
     corrects it as in :class:`~pyro_bpq.AllAction`,
 
     .. math::
-        (C_k - Q_s(z_{ks}) - \textstyle\sum_{t > s} A_t)\,\nabla\log q(z_{ks}) + \nabla E_q[Q_s],\quad
+        (C_k - Q_s(z_{ks}) - \sum_{t > s} A_t)\,\nabla\log q(z_{ks}) + \nabla E_q[Q_s],\quad
         A_t = Q_t(z_{kt}) - E_q[Q_t]
 
     with adaptive scales. Samples of one bound share their signals and are never each other's baseline; that is the

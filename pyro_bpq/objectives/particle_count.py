@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import pyro
+import torch
 
 from pyro_bpq.errors import BPQWarning, StructureChangedError
 from pyro_bpq.graph.scg import Plate
@@ -30,7 +31,7 @@ from pyro_bpq.reruns.row_runs import is_due
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.tracing.draws import Draws
-from pyro_bpq.tracing.sandbox import LentBuffers
+from pyro_bpq.tracing.sandbox import LentBuffers, Sandbox
 from pyro_bpq.tracing.traced_run import TracedRun
 
 __all__ = ["ParticleCount"]
@@ -78,6 +79,7 @@ class ParticleCount:
     Attributes:
         now: How they run at present.
         is_open: Whether their number is left open.
+        said: What was settled last, and why; empty before.
     """
 
     def __init__(self) -> None:
@@ -89,6 +91,7 @@ class ParticleCount:
         self._sizes = dict[Plate, int]()
         # Structures whose particles were proved to keep apart, where the user has asked for a plate of them.
         self._proved = Together()
+        self.said = ""
 
     def __repr__(self) -> str:
         return f"ParticleCount({self.now}, is_open={self.is_open})"
@@ -215,11 +218,14 @@ class ParticleCount:
         runner.forget_last()
         is_hidden = not (found.runs[0].user_costs or found.runs[0].enumerated)
         self.now = Particles(self.now.number, False, is_hidden, self.now.nesting - 1)
+        way = "in a dimension that the program does not see" if is_hidden else "one after the other"
+        self._say(f"{self.now.number} particles run {way}.", ["In a plate the costs of one depend on the others."])
         return self._observe_given(runner, program, replace(mode, is_checked=True))
 
     def _observe_hidden(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         draws, known, found = Draws(), set(pyro.get_param_store().keys()), None
-        mode = replace(mode, is_checked=not mode.is_recorded and (mode.is_checked or is_due(mode.num_steps)))
+        is_checked = mode.is_checked or is_due(mode.num_steps) or runner.is_looking
+        mode = replace(mode, is_checked=is_checked and not mode.is_recorded)
         try:
             found = runner.observe(program, self.now, mode)
         except StructureChangedError:
@@ -234,6 +240,7 @@ class ParticleCount:
         apart = replace(self.now, is_hidden=False)
         if not created:
             self.now = apart
+            self._say(f"{apart.number} particles run one after the other.", ["They do not run in hiding."])
         return runner.observe(program, apart, mode)
 
     # An open number.
@@ -243,6 +250,11 @@ class ParticleCount:
         given = self._given_nesting
         self._settled, self._is_compared = Transient(program[:2]), False
         number = 1 if mode.has_ranks else runner.good_for(traced)
+        if number == 1:
+            self.said = (
+                "One particle runs: more are taken only where ten rows of data or more need a baseline each, and no "
+                "value steers the program."
+            )
         if number > 1:
             # One particle may still have to be reckoned with in this step.
             nesting = 1 + (traced.batch_ndim if math.isinf(given) else given)
@@ -265,10 +277,14 @@ class ParticleCount:
         Where it has made parameters, ``None`` too, but with one particle for this step alone. Also a warning, to be
         given if it runs with one; empty where none is due.
         """
-        was_compared, settled, number = self._is_compared and bool(self._settled.items), program[:2], self.now.number
+        settled_before = bool(self._settled.items)
+        was_compared, settled, number = self._is_compared and settled_before, program[:2], self.now.number
         hidden = Particles(number, False, True, self._given_nesting)
         ways = [self.now] if self.now.is_hidden else [self.now, hidden]
-        reason, draws = "", Draws()
+        reason, refused, draws = "", list[str](), Draws()
+        if not settled_before:
+            # Copied or loaded. Parameters of modules may be missing in Pyro's store, as in a new process.
+            self._make_parameters(runner, program, mode)
         for way in ways:
             self.now = way
             is_known = was_compared and way is ways[0]
@@ -276,20 +292,21 @@ class ParticleCount:
             if found is not None:
                 if not is_known:
                     where = "a dimension that the program does not see" if way.is_hidden else "a plate of their own"
-                    LOG.info("%d particles run in one call, in %s.", number, where)
+                    self._say(f"{number} particles run in one call, in {where}.", refused)
                 self._settled, self._is_compared = Transient(settled), True
                 if mode.learning:
                     self._lower(runner, found.runs[0])
                 return found, ""
             draws.again()
             if reason:
-                LOG.info("%d particles do not run in %s: %s.", number, "hiding" if way.is_hidden else "a plate", reason)
+                first = reason.split("\n")[0].rstrip(".")
+                refused.append(f"{number} do not run in {'hiding' if way.is_hidden else 'a plate'}: {first}.")
             if not reason:
                 self._take(self._one)
                 self._settled, self._next, self._is_compared = Transient(settled), way, False
                 return None, ""
         self._take(self._one)
-        LOG.info("One particle runs from now on.")
+        self._say("One particle runs from now on.", refused)
         self._settled = Transient(settled)
         if not was_compared:
             return None, ""
@@ -297,6 +314,17 @@ class ParticleCount:
             f"The program ran with {number} particles at once so far, but {reason}. From now on one "
             "particle runs; write num_particles=1 if that is what you want."
         )
+
+    def _say(self, text: str, refused: list[str]) -> None:
+        self.said = " ".join([text, *refused])
+        LOG.info("%s", self.said)
+
+    def _make_parameters(self, runner: Runner, program: Program, mode: Mode) -> None:
+        """Runs one particle, so that no run of many makes parameters; draws and buffers stay as they are."""
+        draws = Draws()
+        with Sandbox(torch.get_rng_state(), runner.has_buffers), torch.no_grad():
+            runner.trace(program, self._one, mode.num_steps)
+        draws.again()
 
     def _attempt(
         self, runner: Runner, program: Program, mode: Mode, is_first: bool, was_compared: bool

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from pyro.infer.util import is_validation_enabled
-from pyro.util import check_if_enumerated
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
@@ -36,14 +34,14 @@ from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.draws import Draws
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plate_errors import check_declared
-from pyro_bpq.tracing.sandbox import UngraphedBuffers
+from pyro_bpq.tracing.sandbox import Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
+from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, trace_run
 from pyro_bpq.tracing.watch import samples
 
 __all__ = ["Mode", "NoiseSource", "StepRunner"]
 
-LOG = logging.getLogger("pyro_bpq")
 _NOTHING_ENUMERATED = (
     'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
     'pyro.infer.config_enumerate, or write enumeration="sample".'
@@ -143,6 +141,11 @@ class StepRunner:
         return self.structure, self.plans, self.row_runs, self.noise
 
     @property
+    def said(self) -> tuple[str, ...]:
+        """What was settled last of the extra run and of tracking; empty where nothing was."""
+        return tuple(filter(None, (self.row_runs.said, self.structure.said)))
+
+    @property
     def has_buffers(self) -> bool:
         """Whether the programs may call modules with buffers."""
         return self.plans.last is None or self.plans.last.plan.has_buffers
@@ -223,8 +226,6 @@ class StepRunner:
         if not self.enumerates:
             traced = trace_run(put(model), put(guide), args, kwargs, options)
             check_gradients(traced)
-            if is_validation_enabled():
-                check_if_enumerated(traced.guide_trace)
             return traced
         nesting = int(particles.nesting)
         with enumerated_programs(model, guide, nesting) as (summed, sampled):
@@ -249,15 +250,22 @@ class StepRunner:
         track = self.structure.wants_tracking()
         programs, draws = programs_of(program, particles), Draws()
         runs = self._runs(programs, particles, mode, track)
-        if not track and not all(self.structure.knows(run) for run in runs):
+        # The runs that show the structure: those of the step, unless they cannot be tracked.
+        shown = runs
+        if runs[0].reads is None and (track or not all(self.structure.knows(run) for run in runs)):
             # Of a structure that was never tracked it is not known whether values steer it or rows meet.
-            draws.again()
-            runs = self._runs(programs, particles, mode, True)
+            if particles.is_hidden:
+                shown = self._tracked_again(runs, programs[0], particles, mode)
+            else:
+                draws.again()
+                shown = runs = self._runs(programs, particles, mode, True)
         ordered = self._ordered(runs, particles) if mode.may_order and not track else None
         if ordered is not None:
             return Observation(tuple(runs), (), ordered)
-        graphs = [self.structure.graph(traced, mode.learning) for traced in runs]
-        is_dynamic = any(self.structure.is_dynamic(traced) for traced in runs)
+        graphs = [self.structure.graph(traced, mode.learning) for traced in shown]
+        is_dynamic = any(self.structure.is_dynamic(traced) for traced in shown)
+        if is_dynamic or [run.key for run in runs] != [run.key for run in shown]:
+            runs = shown
         scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())
         if is_dynamic and scored and particles.has_plate:
             raise UnsupportedProgramError(
@@ -265,7 +273,7 @@ class StepRunner:
                 "so that particles may steer each other; write vectorize_particles=False."
             )
         is_alike = all(run.key == runs[0].key for run in runs)
-        facts = self._facts(runs, is_dynamic, particles)
+        facts = self._facts(shown, is_dynamic, particles)
         if not is_dynamic and is_alike and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [self.structure.merge(runs[0], graphs)] * len(runs)
         # A baseline from those particles that happen to have the same structure would depend on the value of the
@@ -302,12 +310,7 @@ class StepRunner:
     def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, track: bool) -> list[TracedRun]:
         """Traces the programs of a step, with slopes where the last step's plan asked for them."""
         if particles.is_hidden and (mode.is_checked or not track):
-            draws = Draws()
-            runs = self._hidden_runs(programs[0], particles, mode.is_checked, keeps=not track)
-            if not track:
-                return runs
-            # Tracked particles run one after the other; that they can be hidden is known now.
-            draws.again()
+            return self._hidden_runs(programs[0], particles, mode.is_checked)
         trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps, track=track)
         last = None if track or not torch.is_grad_enabled() else self.plans.last
         if last is None or not last.plan.led_back:
@@ -331,14 +334,27 @@ class StepRunner:
             )
             return runs
 
-    def _hidden_runs(self, program: Program, particles: Particles, is_checked: bool, keeps: bool) -> list[TracedRun]:
+    def _tracked_again(
+        self, runs: Sequence[TracedRun], program: Program, particles: Particles, mode: Mode
+    ) -> list[TracedRun]:
+        """Tracked runs of particles one after the other, at the values that these have drawn together."""
+        found = []
+        for run in runs:
+            sites = {**samples(run.model_trace), **samples(run.guide_trace)}
+            values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+            put = functools.partial(_with_values, {**values, **run.subsamples})
+            # What the step has drawn, and written into buffers, stays as it is.
+            with Sandbox(torch.get_rng_state(), self.has_buffers):
+                found.append(self.trace(program, particles, mode.num_steps, True, put=put))
+        return found
+
+    def _hidden_runs(self, program: Program, particles: Particles, is_checked: bool) -> list[TracedRun]:
         """One run for all particles, in a dimension that the programs do not see."""
         return trace_particles(
             *program,
             self._options(particles),
             is_checked=is_checked,
             has_buffers=self.has_buffers,
-            keeps_buffers=keeps,
         )
 
     def _facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles) -> StructureFacts:
@@ -399,7 +415,7 @@ class StepRunner:
                 is_checked=not mode.is_recorded,
             )
             if found is None:
-                LOG.info("There is no extra run of the model: it does not run at other values of its sites.")
+                self.row_runs.say("There is no extra run of the model: it does not run at other values of its sites.")
                 self.plans.do_without_flips(traced[0].key)
                 plan = self.plans.plan(traced[0], graph, facts)
             tables = found or {}
@@ -436,3 +452,8 @@ class StepRunner:
             found = False
         self.plans.know_slopes(key, found)
         return found
+
+
+def _with_values(values: Mapping[str, Any], part: Any) -> Any:
+    """A program with the values of its sites put in."""
+    return Substitute(values)(part)

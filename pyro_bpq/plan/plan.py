@@ -11,6 +11,7 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.flips import FlipPlan
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.rollout.features import Components
+from pyro_bpq.short import short
 from pyro_bpq.tracing.component_costs import Pattern, Patterns
 from pyro_bpq.tracing.work import Work
 
@@ -56,10 +57,10 @@ class Plan:
         lines = [f"{self.num_particles} particle{'s' if self.num_particles > 1 else ''}"]
         lines += [f"no extra run of the model: {self.refused}"] if self.refused else []
         for name, spec in self.layout.specs.items():
-            lines += [f"{name}: {spec.estimator}", f"    because: {self.rules.get(name, 'chosen')}"]
+            lines += [f"{name}: {short(spec.estimator)}", f"    because: {self.rules.get(name, 'chosen')}"]
             if not spec.estimator.is_pathwise:
                 lines += [
-                    f"    critic: {spec.critic or 'none'}{self._reads(name)}",
+                    f"    critic: {'none' if spec.critic is None else short(spec.critic)}{self._reads(name)}",
                     f"    known at all values: {self._known(name)}",
                 ]
             if "hindsight" in spec.estimator.needs:

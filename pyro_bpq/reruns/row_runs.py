@@ -180,13 +180,22 @@ class RowRuns:
     rows must cost the same as in hidden runs, and some rows the same as in single runs. The proof is repeated after 1,
     2, 4, ... uses and then every 128. Otherwise rows are hidden. If the program cannot run hidden rows, a few rows run
     singly.
+
+    Attributes:
+        said: What was found last; empty before.
     """
 
     def __init__(self) -> None:
         self._ways: dict[Any, tuple[Way, int]] = {}
+        self.said = ""
 
     def __repr__(self) -> str:
         return f"RowRuns({len(self._ways)} structures)"
+
+    def say(self, text: str) -> None:
+        """Keeps a finding, for those who print the objective, and logs it."""
+        self.said = text
+        LOG.info("%s", text)
 
     def way(self, key: Any) -> Way | None:
         """The way chosen for a structure; ``None`` before its first run."""
@@ -233,7 +242,7 @@ class RowRuns:
         if len(self._ways) >= _CAPACITY and key not in self._ways:
             self._ways.clear()
         if found is not None and self.way(key) is not way:
-            LOG.info("The extra run of the model has %d rows: %s.", len(next(iter(rows.values()))), way.value)
+            self.say(f"The extra run of the model has {len(next(iter(rows.values())))} rows: {way.value}.")
         self._ways[key] = Way.NONE if found is None else way, uses + learning
         return found
 

@@ -60,7 +60,7 @@ class CostOptions:
 def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
     r"""Adds a cost to the objective to minimise, in user units; positive is bad.
 
-    .. math:: J = E[\textstyle\sum_c c] \quad\text{or}\quad J = -\mathrm{ELBO} + E[\textstyle\sum_c c]
+    .. math:: J = E[\sum_c c] \quad\text{or}\quad J = -\mathrm{ELBO} + E[\sum_c c]
 
     The statement may stand in a model or a guide. Inside plates the cost has their batch shape, and their scales
     apply. If the cost is a tensor with a gradient, gradients flow through it. An estimator gives the gradients of all

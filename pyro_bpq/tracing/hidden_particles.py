@@ -111,7 +111,6 @@ def trace_particles(
     options: TraceOptions,
     is_checked: bool = True,
     has_buffers: bool = True,
-    keeps_buffers: bool = True,
 ) -> list[TracedRun]:
     """Runs guide and model once for all particles, untracked, in a dimension that they do not see.
 
@@ -123,7 +122,6 @@ def trace_particles(
         options: The number of particles, the bound on nested plates, and how sites get their estimators.
         is_checked: Whether to check that the programs keep no tensor of the run.
         has_buffers: Whether the programs may call modules with buffers. If the run fails, buffers stay as they were.
-        keeps_buffers: Whether they keep what the run wrote.
 
     Returns:
         A run for each particle.
@@ -153,7 +151,7 @@ def trace_particles(
             traces = hidden_traces(run, number)
         if is_checked and wrapped.any_alive():
             raise RuntimeError("The programs keep a tensor of a run.")
-        if lent is not None and keeps_buffers:
+        if lent is not None:
             lent.keep()
     rng = (start, torch.get_rng_state())
     return [

@@ -75,6 +75,8 @@ class StructureCache:
         self.handed: dict[Any, frozenset[str]] = {}
         self.without_buffers: set[Any] = set()
         self.work: dict[Any, tuple[Work, Work]] = {}
+        # What was found last.
+        self.said = ""
 
     def __repr__(self) -> str:
         return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
@@ -198,7 +200,7 @@ class StructureCache:
         if learn:
             self.tracked_runs += 1
             if traced.escaped and not self.escapes:
-                LOG.info("Values of %s leave torch: every run is tracked.", ", ".join(sorted(traced.escaped_sites)))
+                self._say(f"Values of {', '.join(sorted(traced.escaped_sites))} leave torch: every run is tracked.")
             self.escapes |= traced.escaped
             self.escaping = tuple(sorted({*self.escaping, *traced.escaped_sites}))
             if traced.met and not self.crosses:
@@ -234,13 +236,17 @@ class StructureCache:
             self.work.pop(forgotten, None)
         was_unknown, self.unknown = self.unknown, self.mode == "auto" and agreements < _AGREEMENTS
         if was_unknown and not self.unknown:
-            LOG.info("The structure is known after %d tracked runs.", self.tracked_runs)
+            self._say(f"The structure is known after {self.tracked_runs} tracked runs.")
         if self.untracked_steps >= self.next_look:
             self.next_look = min(10 * self.next_look, 1000)
         self.untracked_steps = 0
         if changed or traced.key not in self.graphs:
             return self._store(traced.key, build_graph(traced, merged))
         return self.graphs[traced.key]
+
+    def _say(self, text: str) -> None:
+        self.said = text
+        LOG.info("%s", text)
 
     def _count(self, traced: TracedRun, is_new: bool) -> None:
         """Counts the runs since the last new structure, and marks the key as used last."""

@@ -19,6 +19,7 @@ from pyro_bpq import CriticLearner, LeaveOneOut, Pathwise, ScoreFunction, TraceB
 from pyro_bpq.diagnostics import compare_estimators, critic_fit, diagnose, gradient_moments
 from pyro_bpq.diagnostics.comparison import Row, recommend
 from pyro_bpq.diagnostics.moments import COSTS
+from pyro_bpq.diagnostics.rivals import GraphELBO
 from pyro_bpq.diagnostics.sampling import num_outcomes_of
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import DisARM, StraightThrough
@@ -166,7 +167,10 @@ def test_comparison_measures_every_estimator(capsys: pytest.CaptureFixture[str])
     )
     text = capsys.readouterr()
     assert "Use '" in text.out and "variance by site" in text.out and "compare_estimators" in text.err
-    assert [row.name for row in found.rows] == ["default", "score", "graph", "pathwise", "wrong", "admitted"]
+    names = [row.name for row in found.rows]
+    assert set(names) == {"default", "score", "graph", "pathwise", "wrong", "admitted"} and names[-1] == "pathwise"
+    times = [row.variance_time for row in found.rows[:-1]]
+    assert times == sorted(times)
     # The score function of this package is the one of TraceGraph_ELBO.
     assert found["score"].variance == pytest.approx(found["graph"].variance, rel=1e-9)
     assert found["default"].variance < found["score"].variance
@@ -178,14 +182,63 @@ def test_comparison_measures_every_estimator(capsys: pytest.CaptureFixture[str])
     # A biased estimator that calls itself unbiased is told on.
     assert found["wrong"].is_biased and found["wrong"].claims_unbiased and found["wrong"].relative_bias > 0.01
     assert "'wrong' is biased" in found.reason and "although it is declared unbiased" in found.reason
-    assert "BIASED" in str(found)
+    assert "BIASED" in str(found) and "none" in str(found)
     assert found["admitted"].is_biased and found.recommended in ("default", "score", "graph")
+
+
+ALL = ["default", "default, no critic", "leave-one-out", "Trace_ELBO", "TraceGraph_ELBO", "TraceGraph_ELBO, baselines"]
+
+
+@pytest.mark.parametrize("name", ["chain", "vector"])
+def test_rivals_are_pyros_own_and_none_is_there_twice(name: str) -> None:
+    case = BY_NAME[name]
+    case.params()
+    before = list(pyro.get_param_store().keys())
+    found = compare_estimators(case.model, case.guide, *case.args, **QUICK)
+    assert list(pyro.get_param_store().keys()) == before
+    # Of the vector nothing is left to learn.
+    same = {"default, no critic": "default"} if name == "vector" else {}
+    assert found.same == same and {row.name for row in found.rows} == set(ALL) - set(same)
+    assert all(row.ran and not row.is_biased for row in found.rows), str(found)
+    assert found["leave-one-out"].num_particles == 4 and found["default"].num_particles == 1
+    assert found["Trace_ELBO"].variance > found["TraceGraph_ELBO, baselines"].variance
+    # It is Pyro's own.
+    theirs = gradient_moments(TraceGraph_ELBO(), case.model, case.guide, *case.args)
+    assert found["TraceGraph_ELBO"].variance == pytest.approx(theirs.total_variance, rel=1e-12)
+    text = str(found)
+    assert "not detected" in text and "'default' took AllAction()" in text
+    assert ("with MLPCritic() at a, b" in text) == (name == "chain")
+    assert ("'default, no critic' is the same as 'default'" in text) == (name == "vector")
+
+
+def test_baselines_of_pyros_are_those_of_the_guide_or_averages() -> None:
+    seen, own = [], dict[str, Any]()
+
+    def guide() -> None:
+        logits = pyro.param("q", torch.tensor(0.3))
+        pyro.sample("z", dist.Bernoulli(logits=logits), infer={"baseline": own})
+
+    def model() -> None:
+        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Bernoulli(0.3)), 1.0), obs=torch.tensor(3.0))
+
+    for given in ({}, {"baseline_value": torch.tensor(-5.0)}):
+        own.update(given)
+        for has in (False, True):
+            pyro.clear_param_store()
+            pyro.set_rng_seed(0)
+            elbo = GraphELBO(has)
+            for _ in range(3):
+                elbo.loss_and_grads(model, guide)
+            seen.append(float(pyro.get_param_store()._params["q"].grad))
+            assert list(pyro.get_param_store().keys()) == ["q"]
+    without, averaged, still_without, valued = seen
+    assert without == still_without and len({without, averaged, valued}) == 3
 
 
 def test_comparison_is_data() -> None:
     CHAIN.params()
-    found = compare_estimators(CHAIN.model, CHAIN.guide, **QUICK)
-    assert len(found.rows) == 4 and found.to_dict()["recommended"] == found.recommended
+    found = compare_estimators(CHAIN.model, CHAIN.guide, **{**QUICK, "estimators": {"default": TraceBackpropQ_ELBO()}})
+    assert found.to_dict()["recommended"] == found.recommended
     rows = list(csv.DictReader(io.StringIO(found.to_csv())))
     assert [row["name"] for row in rows] == [row.name for row in found.rows]
     assert float(rows[0]["variance of sites a"]) == found.rows[0].sites["a"]

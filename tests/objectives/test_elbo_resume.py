@@ -177,6 +177,74 @@ def test_torch_optimiser_resumes_with_the_same_numbers(options: dict[str, Any], 
         assert_equal(dict(resumed.state_dict()), state)
 
 
+ROWS = torch.linspace(-1.0, 3.0, 12, dtype=torch.float64)
+
+
+class PlainModel(nn.Module):
+    """Its parameters come to Pyro's store by pyro.module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor([0.3, -0.6]))
+
+    def forward(self, data: Tensor) -> None:
+        pyro.module("model", self)
+        with pyro.plate("rows", len(data)):
+            a = pyro.sample("a", dist.Bernoulli(logits=self.logits[0]))
+            b = pyro.sample("b", dist.Bernoulli(logits=self.logits[1] + a))
+            pyro.sample("x", dist.Normal(1.3 * a + b, 0.7), obs=data)
+
+
+class PlainGuide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.tensor([0.2, 0.4]))
+
+    def forward(self, data: Tensor) -> None:
+        pyro.module("guide", self)
+        with pyro.plate("rows", len(data)):
+            a = pyro.sample("a", dist.Bernoulli(logits=self.weights[0] * data))
+            pyro.sample("b", dist.Bernoulli(logits=self.weights[1] * data - a))
+
+
+@pytest.mark.parametrize("is_called_before", [False, True], ids=["loaded at once", "called before"])
+@pytest.mark.parametrize("programs", [(Model, Guide), (PlainModel, PlainGuide)], ids=["hidden", "plate"])
+def test_plain_torch_resumes_as_in_a_new_process(programs: tuple[Any, Any], is_called_before: bool) -> None:
+    def make() -> nn.Module:
+        pyro.clear_param_store()
+        torch.manual_seed(0)
+        return TraceBackpropQ_ELBO()(*(make() for make in programs))
+
+    def train(fit: nn.Module, optimiser: torch.optim.Optimizer, number: int) -> list[float]:
+        losses = []
+        for _ in range(number):
+            optimiser.zero_grad()
+            loss = fit(ROWS)
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+        return losses
+
+    with pyro.settings.context(module_local_params=is_called_before):
+        fit = make()
+        fit(ROWS)
+        optimiser = torch.optim.Adam(fit.parameters(), lr=0.02)
+        train(fit, optimiser, 5)
+        saved = copy.deepcopy((fit.state_dict(), optimiser.state_dict(), torch.get_rng_state()))
+        # Some of the steps that follow are tracked in one of the two, and not in the other.
+        expected = train(fit, optimiser, 7)
+        resumed = make()
+        if is_called_before:
+            resumed(ROWS)
+        resumed.load_state_dict(saved[0])
+        optimiser = torch.optim.Adam(resumed.parameters(), lr=0.02)
+        optimiser.load_state_dict(saved[1])
+        torch.set_rng_state(saved[2])
+        assert_equal(train(resumed, optimiser, 7), expected)
+        for found, own in zip(resumed.parameters(), fit.parameters(), strict=False):
+            assert_equal(found.detach(), own.detach())
+
+
 def test_pickle_continues_in_a_new_process(tmp_path: Path) -> None:
     expected = []
     for name, options in (("default", {}), ("no_learner", {"learner": None})):

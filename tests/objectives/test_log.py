@@ -16,7 +16,9 @@ ROWS = 12
 DATA = torch.linspace(-1.0, 1.0, ROWS)
 
 
-def steps(read: Callable[[torch.Tensor], Any], number: int = 6, rows: bool = True, **options: Any) -> None:
+def steps(
+    read: Callable[[torch.Tensor], Any], number: int = 6, rows: bool = True, **options: Any
+) -> TraceBackpropQ_ELBO:
     def guide() -> None:
         w = pyro.param("w", lambda: torch.zeros(2))
         with pyro.plate("rows", ROWS) if rows else pyro.plate("one", 1):
@@ -32,10 +34,17 @@ def steps(read: Callable[[torch.Tensor], Any], number: int = 6, rows: bool = Tru
     elbo = TraceBackpropQ_ELBO(**options)
     for _ in range(number):
         elbo.loss_and_grads(model, guide)
+    return elbo
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "pyro_bpq"]
+
+
+def refused_in_batches(z: torch.Tensor) -> torch.Tensor:
+    if torch._C._functorch.is_batchedtensor(z):
+        raise RuntimeError("only one particle at a time.")
+    return z
 
 
 CASES: dict[str, tuple[Callable[[torch.Tensor], Any], bool, list[str]]] = {
@@ -50,7 +59,18 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], bool, list[str]]] = {
     "hidden": (
         lambda z: z.reshape(ROWS),
         True,
-        ["8 particles run in one call, in a dimension that the program does not see."],
+        [
+            "8 particles run in one call, in a dimension that the program does not see. 8 do not run in a plate: it "
+            "failed: shape '[12]' is invalid for input of size 96."
+        ],
+    ),
+    "in no way": (
+        lambda z: refused_in_batches(z.reshape(ROWS)),
+        True,
+        [
+            "One particle runs from now on. 8 do not run in a plate: it failed: shape '[12]' is invalid for input of "
+            "size 96. 8 do not run in hiding: it failed: only one particle at a time."
+        ],
     ),
     "alone": (
         lambda z: z,
@@ -69,10 +89,13 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], bool, list[str]]] = {
 def test_what_is_settled_is_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     read, rows, expected = CASES[name]
     with caplog.at_level("INFO", "pyro_bpq"):
-        steps(read, rows=rows)
+        elbo = steps(read, rows=rows)
     found = said(caplog)
     for text in expected:
         assert found.count(text) == 1, found
+        # The same is shown to those who print the objective, as far as it holds still.
+        assert f"settled: {text}\n" in repr(elbo)
+    assert "settled" not in repr(TraceBackpropQ_ELBO())
 
 
 def test_nothing_is_said_unless_asked_for(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
