@@ -37,12 +37,10 @@ ORDER = (
     "diagnostics",
     "__init__",
 )
-TENSOR_FREE = frozenset(("errors", "snapshots", "graph"))
+TENSOR_FREE = frozenset(("errors", "short", "snapshots", "graph"))
 MAY_IMPORT_PYRO = frozenset(
     ("tracing", "plan", "reruns", "compiled", "choice", "objectives", "svi", "testing", "diagnostics")
 )
-TENSOR_FREE = frozenset(("errors", "short", "snapshots", "graph"))
-MAY_IMPORT_PYRO = frozenset(("tracing", "plan", "reruns", "objectives", "svi", "testing", "diagnostics"))
 
 # What a module may call to make a constant: the results are immutable or, as a logger, not ours.
 CONSTANT_MAKERS = frozenset(
