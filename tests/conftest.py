@@ -55,7 +55,7 @@ THINNED = {
     "test_unbiased.py::test_rows_that_meet_are_not_cut": 3,
     "test_unbiased.py::test_step_is_unbiased": 3,
     "test_unbiased.py::test_step_with_two_particles_is_unbiased": 3,
-    "testing/test_testing.py::test_expected_gradient_of_two_sequential_particles": 2,
+    "testing/test_testing.py::test_expected_gradient_of_two_sequential_particles": 3,
     "testing/test_testing.py::test_expected_gradient_of_two_vectorised_particles": 2,
     "testing/test_testing.py::test_tracegraph_elbo_is_unbiased_on_static_programs": 2,
     "tracing/test_growth.py::test_sets_held_as_tuples_are_found": 2,

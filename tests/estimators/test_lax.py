@@ -58,7 +58,7 @@ def context(kind: str, rows: int, seed: int, particles: int = 1) -> tuple[SiteCo
     return SiteContext(("z",), score, stairs(value), num_particles=particles, signals={"program": program}), params
 
 
-def learned(kind: str, estimator: Any, particles: int = 1, steps: int = 200) -> dict[str, Tensor]:
+def learned(kind: str, estimator: Any, particles: int = 1, steps: int = 400) -> dict[str, Tensor]:
     return learned_statistics(estimator, lambda n: context(kind, 64, n, particles)[0], 1, steps)
 
 
@@ -66,7 +66,7 @@ def gradients(kind: str, estimator: Any, state: dict[str, Tensor], particles: in
     found = []
     for call in range(calls):
         made, params = context(kind, ROWS, 10_000 + call, particles)
-        term = estimator(next_step(made, state, 200))
+        term = estimator(next_step(made, state, 400))
         found.append(torch.stack(torch.autograd.grad(term.surrogate.sum(), params), -1).mean(0))
     return torch.cat(found)
 

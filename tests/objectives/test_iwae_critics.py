@@ -205,7 +205,7 @@ def test_critics_lower_the_variance() -> None:
     case.params()
     iwae = TraceBackpropQ_IWAE(2, critic=MLPCritic())
     pyro.set_rng_seed(0)
-    iwae.warm_up(case.model, case.guide, *case.args, steps=120)
+    iwae.warm_up(case.model, case.guide, *case.args, steps=300)
     iwae.eval()
     found, plain = (
         expected_moments(each, case.model, case.guide, *case.args) for each in (iwae, TraceBackpropQ_IWAE(2))

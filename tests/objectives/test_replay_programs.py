@@ -14,7 +14,7 @@ from lattice import Lattice
 from models import BY_NAME
 from pyro.infer import SVI
 from pyro.optim import SGD, Adam
-from test_steered import exact, guide, model, trained
+from test_steered import exact, guide, model, train
 from torch import Tensor
 
 from pyro_bpq import (
@@ -50,7 +50,7 @@ EVERYTHING = CriticLearner(
 
 @pytest.mark.parametrize("particles", [1, 2])
 def test_steered_steps_stay_unbiased(particles: int) -> None:
-    elbo = trained(40, num_particles=particles, learner=EVERYTHING)
+    elbo = train(40, num_particles=particles, learner=EVERYTHING)
     assert elbo.replay_buffer is not None and len(elbo.replay_buffer) == 16 and elbo.replay_buffer.num_dropped == 0
     critics = [block for block in elbo.critics.blocks.values() if block.critic is not None]
     assert max(float(w.detach().abs().max()) for block in critics for w in block.weights().values()) > 0.1
@@ -65,7 +65,7 @@ def target(elbo: TraceBackpropQ_ELBO, staged: Staged) -> float:
 
 def test_steered_replay_redraws_all_later_sites() -> None:
     """The mean target of a replayed site is its expectation over all that the program may do next."""
-    elbo = trained(30, learner=CriticLearner(replay=Replay(capacity=64, updates_per_step=0)))
+    elbo = train(30, learner=CriticLearner(replay=Replay(capacity=64, updates_per_step=0)))
     assert elbo.trainer.replayer is not None and elbo.replay_buffer is not None
     short = next(stored for stored in elbo.replay_buffer._rollouts if "z_2" not in stored.values[0])
     held = {"z_0": short.values[0]["z_0"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -25,7 +26,7 @@ from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, trace_run
 
 CHOOSE = TraceBackpropQ_ELBO().planner.choose
 NUMBER = 3
-OPTIONS = TraceOptions(CHOOSE, num_particles=NUMBER)
+HIDDEN = TraceOptions(CHOOSE, num_particles=NUMBER)
 Program = Callable[[], Any]
 
 
@@ -93,15 +94,15 @@ def programs_of(kind: str) -> tuple[Program, Program]:
     return model, guide
 
 
-def hidden(model: Program, guide: Program, **options: Any) -> list[TracedRun]:
-    return trace_particles(model, guide, (), {}, OPTIONS, **options)
+def hidden(model: Program, guide: Program, attach: Any = None, **options: Any) -> list[TracedRun]:
+    return trace_particles(model, guide, (), {}, replace(HIDDEN, attach=attach), **options)
 
 
 def alone(model: Program, guide: Program, run: TracedRun) -> TracedRun:
     """The same values in a run of one particle."""
     values = {name: record.value.detach() for name, record in run.run.sites.items()}
     put = Substitute({**values, **run.subsamples})
-    return trace_run(put(model), put(guide), (), {}, OPTIONS)
+    return trace_run(put(model), put(guide), (), {}, HIDDEN)
 
 
 def gradients(total: Tensor) -> list[Tensor | None]:
