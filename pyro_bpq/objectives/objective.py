@@ -256,6 +256,7 @@ class Objective(ELBO, nn.Module):
         Raises:
             BusyError: If another thread takes a step or replays.
         """
+        check_not_traced()
         with self._turn:
             if self._is_learning:
                 self.trainer.learn(self)
