@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from pyro_bpq.estimators import AllAction, CrossedLeaveOneOut, Estimator, LeaveOneOut, RunningBaseline, ScoreFunction
 
-__all__ = ["BY_NAME", "FIXED", "RULES", "Candidate", "ProgramFacts", "candidates_for"]
+__all__ = ["BY_NAME", "FIXED", "Candidate", "ProgramFacts", "candidates_for", "rules"]
 
 
 @dataclass(frozen=True)
@@ -55,37 +56,46 @@ class ProgramFacts:
     many_components: int = 0
 
 
-def _compared(number: int, **options: bool) -> Candidate:
-    return Candidate(f"leave-one-out, {number} particles", ScoreFunction(LeaveOneOut()), number, **options)
+@functools.cache
+def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]], ...]:
+    """For which programs which candidates are tried, besides the default."""
+    return (
+        (
+            lambda p: p.is_steered,
+            (
+                Candidate("program order", ScoreFunction(RunningBaseline()), 1, critics=False, in_order=True),
+                Candidate("program order, 2 particles", ScoreFunction(LeaveOneOut()), 2, critics=False, in_order=True),
+                Candidate("program order, 4 particles", ScoreFunction(LeaveOneOut()), 4, critics=False, in_order=True),
+            ),
+        ),
+        (
+            lambda p: not p.is_steered,
+            (
+                Candidate(
+                    "leave-one-out, 2 particles", ScoreFunction(LeaveOneOut()), 2, vectorized=True, critics=False
+                ),
+                Candidate(
+                    "leave-one-out, 4 particles", ScoreFunction(LeaveOneOut()), 4, vectorized=True, critics=False
+                ),
+                Candidate(
+                    "leave-one-out, 8 particles", ScoreFunction(LeaveOneOut()), 8, vectorized=True, critics=False
+                ),
+            ),
+        ),
+        (lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
+        (
+            lambda p: p.has_extra_run and not p.is_steered,
+            (Candidate("no extra run", AllAction(exact=False)),),
+        ),
+        (
+            lambda p: not p.is_steered and p.num_sites > 1 and p.many_components > 1,
+            (Candidate("crossed costs, 4 particles", CrossedLeaveOneOut(), 4, vectorized=True, critics=False),),
+        ),
+    )
 
-
-def _ordered(number: int) -> Candidate:
-    if number == 1:
-        return Candidate("program order", ScoreFunction(RunningBaseline()), 1, critics=False, in_order=True)
-    name = f"program order, {number} particles"
-    return Candidate(name, ScoreFunction(LeaveOneOut()), number, critics=False, in_order=True)
-
-
-RULES: tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]], ...] = (
-    (lambda p: p.is_steered, (_ordered(1), _ordered(2), _ordered(4))),
-    (
-        lambda p: not p.is_steered,
-        tuple(_compared(number, vectorized=True, critics=False) for number in (2, 4, 8)),
-    ),
-    (lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
-    (
-        lambda p: p.has_extra_run and not p.is_steered,
-        (Candidate("no extra run", AllAction(exact=False)),),
-    ),
-    (
-        lambda p: not p.is_steered and p.num_sites > 1 and p.many_components > 1,
-        (Candidate("crossed costs, 4 particles", CrossedLeaveOneOut(), 4, vectorized=True, critics=False),),
-    ),
-)
-"""For which programs which candidates are tried, besides the default."""
 
 BY_NAME: Mapping[str, Candidate] = MappingProxyType(
-    {candidate.name: candidate for candidate in (FIXED, *(one for _, given in RULES for one in given))}
+    {candidate.name: candidate for candidate in (FIXED, *(one for _, given in rules() for one in given))}
 )
 """All candidates by name."""
 
@@ -98,4 +108,4 @@ def candidates_for(facts: ProgramFacts) -> tuple[Candidate, ...]:
     """
     if not facts.num_sites:
         return (FIXED,)
-    return (FIXED, *(candidate for holds, given in RULES if holds(facts) for candidate in given))
+    return (FIXED, *(candidate for holds, given in rules() if holds(facts) for candidate in given))

@@ -23,6 +23,9 @@ _LEAVES_TORCH = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor
 class RecordedIndexing(TorchFunctionMode):
     """Lets programs use these functions while they are recorded."""
 
+    def __repr__(self) -> str:
+        return "RecordedIndexing()"
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)

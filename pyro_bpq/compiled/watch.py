@@ -113,6 +113,9 @@ class StepWatch(TorchDispatchMode):
         for tensor in inputs:
             self._note(tensor)
 
+    def __repr__(self) -> str:
+        return f"StepWatch({self._number} operators)"
+
     @property
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the run so far."""

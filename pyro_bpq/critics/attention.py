@@ -35,7 +35,7 @@ __all__ = ["AttentionCritic", "MemberCritic", "Members"]
 
 # Wavelengths of a member's place, in members, and number of features of a place ``r_j``.
 _WAVES = (3.0, 6.0, 12.0, 24.0, 48.0)
-_PLACE = 2 + 2 * len(_WAVES)
+_PLACE = 12
 
 
 class Members(NamedTuple):

@@ -55,6 +55,6 @@ class ParentAdvantage(Estimator):
             sites = ", ".join(map(repr, context.names))
             raise UnsupportedSiteError(
                 f"Sites {sites}: no site has a critic, so there are no advantages. Write critic=MLPCritic(), or use "
-                "ScoreFunction(RunningBaseline())."
+                "ScoreFunction()."
             )
         return SiteTerm(advantage * context.score)

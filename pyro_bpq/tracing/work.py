@@ -120,6 +120,9 @@ class WorkMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.counter = WorkCounter()
 
+    def __repr__(self) -> str:
+        return "WorkMode()"
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False

@@ -88,7 +88,7 @@ OPTIONS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", ["chain", "plate", "onehot"])
+@pytest.mark.parametrize("name", ["chain", *(pytest.param(n, marks=pytest.mark.slow) for n in ("plate", "onehot"))])
 def test_equals_the_eager_step(name: str, options: str) -> None:
     case = BY_NAME[name]
     elbo = both(OPTIONS[options], case.params, case.model, case.guide, *case.args)

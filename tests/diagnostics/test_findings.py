@@ -342,7 +342,7 @@ AVERAGE = {"use_decaying_avg_baseline": True}
     [
         (lambda q: dist.Bernoulli(logits=q), 20, AVERAGE, None, "particles would run in one call"),
         (lambda q: dist.Bernoulli(logits=q), 20, None, None, None),
-        (units, 4, AVERAGE, 1, "SecondRun(decay=0.99) (many components, one particle: a second run on the same data)"),
+        (units, 4, AVERAGE, 1, "SecondRun() (many components, one particle: a second run on the same data)"),
         (units, 4, None, 1, None),
         (lambda q: dist.Poisson(q.exp()), 4, AVERAGE, 2, "LeaveOneOut()"),
         # A running mean either way, and options that have no effect.

@@ -40,8 +40,9 @@ def serves(elbo: TraceBackpropQ_ELBO, each: Animal) -> None:
 class only_pyros:
     """Lets only the warnings through that Pyro's own ELBOs give for this animal."""
 
-    def __init__(self, each: Animal) -> None:
-        self.each, self.catcher = each, warnings.catch_warnings(record=True)
+    def __init__(self, each: Animal, repeats: bool = True) -> None:
+        # Ours warns once for an objective, Pyro's at each call.
+        self.each, self.repeats, self.catcher = each, repeats, warnings.catch_warnings(record=True)
 
     def __enter__(self) -> None:
         self.found = self.catcher.__enter__()
@@ -52,7 +53,7 @@ class only_pyros:
         texts = [str(warning.message) for warning in self.found or ()]
         wanted = self.each.warns
         assert all(wanted is not None and wanted in text for text in texts), texts
-        assert kind is not None or wanted is None or texts
+        assert kind is not None or wanted is None or texts or not self.repeats
 
 
 def assert_finite(tensors: dict[str, Tensor]) -> None:
@@ -137,7 +138,7 @@ def test_loss_and_draws_are_pyros(each: Animal, options: dict[str, Any]) -> None
     found = []
     for loss in (stock.loss, elbo.loss, elbo.loss_and_grads, elbo.loss_and_grads):
         pyro.set_rng_seed(7)
-        with only_pyros(each):
+        with only_pyros(each, repeats=loss == stock.loss):
             found.append((loss(*each.programs(), *each.calls[0]), torch.get_rng_state()))
     for value, generator in found[1:]:
         assert value == pytest.approx(found[0][0], rel=1e-9)

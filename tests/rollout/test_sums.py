@@ -119,7 +119,7 @@ def test_rules_in_blocks(seed: int) -> None:
     lam = torch.rand(size, dtype=torch.float64)
     root, immediate = (dense(part, (size, num_costs)) for part in (whole.root, whole.immediate))
     expected = lambda_return_solve(
-        whole.blocks[0].within, 0.9 * root @ costs, mean + immediate @ costs, learned, lam, 0.9
+        whole.blocks[0].within, 0.9 * root @ costs, mean + 0.9 * immediate @ costs, learned, lam, 0.9
     )
     for block in (1, 2, 3, size):
         rules = network_rules(network, order, LIKE, block)
