@@ -285,7 +285,7 @@ class CompiledSteps:
         if backend == "eager":
             return
         LOG.info("Compiling a step of %d operators.", recording.num_operators)
-        copies = [tensor.detach().clone() for tensor in examples]
+        copies = [_copy(tensor) for tensor in examples]
 
         def work() -> None:
             start = time.perf_counter()
@@ -368,6 +368,17 @@ class CompiledSteps:
 @effectful(type="param")
 def _announce(value: Tensor) -> Tensor:
     return value
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, which compiled code counts on."""
+    own = tensor.detach()
+    if own.is_contiguous():
+        return own.clone()
+    if 0 in own.stride():
+        # An expanded tensor; nothing writes into it.
+        return own
+    return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device).copy_(own)
 
 
 def _is_due(steps: int) -> bool:
