@@ -303,14 +303,17 @@ class Ours(Method):
 
     def __init__(self, policy: Policy, lr: float) -> None:
         super().__init__(policy, lr, 1)
+        self.loss, self.generator = self.objective(policy), torch.Generator().manual_seed(1)
+
+    def objective(self, policy: Policy) -> ExpectedCost:
+        """The loss with its critics."""
         learner = CriticLearner(
             lr=policy.critic_lr,
             optimizer=torch.optim.Adam,
             replay=Replay(capacity=policy.capacity, batch_size=policy.replayed, updates_per_step=0, costs="stored"),
         )
         critic = ContextCritic(hidden=(64,), advantage=policy.advantage)
-        self.loss = ExpectedCost(critic=critic, learner=learner)
-        self.generator = torch.Generator().manual_seed(1)
+        return ExpectedCost(critic=critic, learner=learner)
 
     def step(self, batch: tuple[Tensor, ...]) -> None:
         self.loss.loss_and_grads(None, self.policy, *batch)
@@ -319,11 +322,15 @@ class Ours(Method):
             self.loss.replay()
             self.optimizer.zero_grad()
             if self.loss.num_steps > self.policy.warm_up:
-                parts = [self.policy.batch(self.generator, BATCH) for _ in range(self.inputs)]
-                inputs = [torch.cat(part) for part in zip(*parts, strict=True)]
+                inputs = self.draw()
                 loss = self.loss.bootstrapped_loss(None, self.policy, *inputs, entropy=entropy)
                 (loss / len(inputs[0])).backward()
                 self.optimizer.step()
+
+    def draw(self) -> list[Tensor]:
+        """New inputs."""
+        parts = [self.policy.batch(self.generator, BATCH) for _ in range(self.inputs)]
+        return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
 class LeaveOneOut(Method):

@@ -36,6 +36,7 @@ from blackbox import (
     smooth,
     train,
 )
+from blackbox import Ours as StoredCosts
 from common import Row, arguments, median, read_csv, table, write_csv, write_markdown
 from torch import Tensor, nn
 
@@ -107,28 +108,18 @@ class Continuous(Policy):
             cost("price", self.price, pyro.sample("action", fn, infer={"bpq": options}), given)
 
 
-class Ours(Method):
+class Ours(StoredCosts):
     """Critics of the action, from all costs paid so far; the policy follows their slope, and calls no cost for it."""
 
-    inputs = 4
-
-    def __init__(self, policy: Policy, lr: float) -> None:
-        super().__init__(policy, lr, 1)
+    def objective(self, policy: Any) -> ExpectedCost:
+        """The loss with its critics."""
         replay = Replay(10_000, policy.replayed, updates_per_step=0, costs="stored")
         learner = CriticLearner(lr=policy.critic_lr, optimizer=torch.optim.Adam, replay=replay)
-        self.loss = ExpectedCost(critic=ValueCritic((64, 64)), learner=learner)
-        self.generator = torch.Generator().manual_seed(1)
+        return ExpectedCost(critic=ValueCritic((64, 64)), learner=learner)
 
-    def step(self, batch: tuple[Tensor, ...]) -> None:
-        self.loss.loss_and_grads(None, self.policy, *batch)
-        entropy = self.policy.entropy * self.policy.decay**self.loss.num_steps
-        for _ in range(self.policy.rounds):
-            self.loss.replay()
-            self.optimizer.zero_grad()
-            if self.loss.num_steps > self.policy.warm_up:
-                (given,) = self.policy.batch(self.generator, self.inputs * BATCH)
-                (self.loss.bootstrapped_loss(None, self.policy, given, entropy=entropy) / len(given)).backward()
-                self.optimizer.step()
+    def draw(self) -> list[Tensor]:
+        """New inputs."""
+        return list(self.policy.batch(self.generator, self.inputs * BATCH))
 
 
 class Unbiased(Method):

@@ -1,9 +1,13 @@
-"""Steps of an objective, errors of its gradient, and equality of nested state."""
+"""Steps of an objective, errors of its gradient, equality of nested state, and scripts of the benchmarks."""
 
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import pyro
@@ -184,3 +188,13 @@ def module(elbo: TraceBackpropQ_ELBO) -> nn.Module:
     pyro.clear_param_store()
     torch.manual_seed(0)
     return elbo(Model(), Guide())
+
+
+def benchmark(name: str) -> ModuleType:
+    """A script of ``benchmarks/`` as a module."""
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)

@@ -8,16 +8,17 @@ tensors are written in place. A step whose loss is not finite leaves them as the
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import pyro
 import torch
 from pyro import poutine
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_bpq.compiled.calls import Call, Kind, kind_of
 from pyro_bpq.compiled.indexing import RecordedIndexing
@@ -27,7 +28,7 @@ from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep, scheduled
 from pyro_bpq.tracing.sandbox import LentBuffers
 
-__all__ = ["Inputs", "Place", "RecordedResult", "Recording", "Subject", "fingerprint", "record"]
+__all__ = ["Inputs", "Place", "RecordedResult", "Recording", "Subject", "distinct", "fingerprint", "record"]
 
 Info = dict[str, dict[str, Any]]
 
@@ -133,6 +134,11 @@ class Inputs:
     num_generators: int = 0
     written: tuple[Tensor, ...] = ()
 
+    @cached_property
+    def state(self) -> tuple[Tensor, ...]:
+        """The tensors among the places."""
+        return _tensors_of(self.places)
+
 
 @dataclass(frozen=True, eq=False)
 class Recording:
@@ -183,6 +189,9 @@ def record(subject: Subject, program: Any, call: Call, number: int) -> Recording
 
 
 def _recorded(subject: Subject, program: Any, call: Call, number: int) -> Recording:
+    # It loads a compiler's worth of modules, which most programs never need.
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     inputs = _look(subject, program, call, number)
     kept: list[Any] = []
 
@@ -228,7 +237,7 @@ def _look(subject: Subject, program: Any, call: Call, number: int) -> Inputs:
     step = RecordedStep.of(number)
     watch = StepWatch((), subject.first_seed())
     messages = poutine.trace(param_only=True)
-    own = [place.value for place in places if isinstance(place.value, Tensor)]
+    own = _tensors_of(places)
     with untraced(subject, own), _quiet(), LentBuffers() as lent:
         made = subject.num_generators()
         with messages, watch, RecordedIndexing():
@@ -242,14 +251,12 @@ def _look(subject: Subject, program: Any, call: Call, number: int) -> Inputs:
     store = dict(pyro.get_param_store().named_parameters())
     announced = {name: site["value"] for name, site in messages.trace.nodes.items() if site["type"] == "param"}
     params = tuple(name for name in announced if name in store)
-    tensors: dict[int, Tensor] = {}
-    for tensor in (*call.tensors, *(store[name] for name in params), *own):
-        tensors.setdefault(id(tensor), tensor)
-    extras = tuple(leaf for leaf in leaves if id(leaf) not in tensors)
-    tensors.update((id(leaf), leaf) for leaf in extras)
+    known = distinct(call.tensors, [store[name] for name in params], own)
+    tensors = distinct(known, leaves)
+    extras = tuple(tensors[len(known) :])
     schedules = tuple(step.read)
-    everything = (*tensors.values(), *watch.drawn, *(scheduled(schedule, number) for schedule in schedules))
-    position = {key: i for i, key in enumerate(tensors)}
+    everything = (*tensors, *watch.drawn, *(scheduled(schedule, number) for schedule in schedules))
+    position = {id(tensor): i for i, tensor in enumerate(tensors)}
     return Inputs(
         call=call,
         params=params,
@@ -273,11 +280,10 @@ def _run(
     ahead = len(tensors) - len(inputs.noise) - len(inputs.schedules)
     noise, schedules = tensors[ahead : ahead + len(inputs.noise)], tensors[ahead + len(inputs.noise) :]
     leaves = [tensors[i] for i in inputs.leaves]
-    state = [place.value for place in inputs.places if isinstance(place.value, Tensor)]
     watch = StepWatch(tensors, subject.first_seed(), noise)
     with watch, RecordedIndexing():
         with torch.no_grad():
-            before = [tensor.clone() for tensor in state]
+            before = [tensor.clone() for tensor in inputs.state]
         result = subject.recorded_step(program, RecordedStep.of(number, schedules))
         found: Sequence[Tensor | None] = ()
         if leaves:
@@ -285,7 +291,7 @@ def _run(
         subject.learn()
         with torch.no_grad():
             is_finite = torch.isfinite(result.loss)
-            for tensor, old in zip(state, before, strict=True):
+            for tensor, old in zip(inputs.state, before, strict=True):
                 tensor.copy_(torch.where(is_finite, tensor, old))
     graded = tuple(i for i, gradient in zip(inputs.leaves, found, strict=True) if gradient is not None)
     info = [(site, key, value) for site, own in result.info.items() for key, value in own.items() if key != "ms"]
@@ -296,19 +302,21 @@ def _run(
     return [result.loss, *gradients, *shown], watch, plan, graded
 
 
-class _quiet:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     """Without Pyro's validation, which reads numbers, and without warnings, which eager steps have given."""
-
-    def __enter__(self) -> None:
-        self._validation = pyro.validation_enabled(False)
-        self._warnings = warnings.catch_warnings()
-        self._warnings.__enter__()
+    with pyro.validation_enabled(False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        self._validation.__enter__()
+        yield
 
-    def __exit__(self, *_: object) -> None:
-        self._validation.__exit__(None, None, None)
-        self._warnings.__exit__(None, None, None)
+
+def distinct(*groups: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors of some groups in their order, each once."""
+    return list({id(tensor): tensor for group in groups for tensor in group}.values())
+
+
+def _tensors_of(places: Iterable[Place]) -> tuple[Tensor, ...]:
+    return tuple(place.value for place in places if isinstance(place.value, Tensor))
 
 
 def _finished(

@@ -2,9 +2,10 @@ r"""Says in sentences which steps are compiled, and why others are not."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pyro_bpq.compiled.steps import CompiledSteps, Entry
+if TYPE_CHECKING:
+    from pyro_bpq.compiled.steps import CompiledSteps, Entry
 
 __all__ = ["compile_report"]
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyro_bpq.compiled.backends import compile_graph, missing
 from pyro_bpq.compiled.calls import Call, kind_of, reach
 from pyro_bpq.compiled.options import Compile
-from pyro_bpq.compiled.recorder import Recording, Subject, fingerprint, record
+from pyro_bpq.compiled.recorder import Recording, Subject, distinct, fingerprint, record
 from pyro_bpq.compiled.watch import NotYet, Unrecordable
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.rollout.schedule import scheduled
@@ -148,12 +148,8 @@ class Entry:
         store = dict(pyro.get_param_store().named_parameters())
         if not all(name in store for name in inputs.params):
             return None
-        state = (place.value for place in inputs.places if isinstance(place.value, Tensor))
-        found = {
-            id(tensor): tensor
-            for tensor in (*call.tensors, *(store[name] for name in inputs.params), *state, *inputs.extras)
-        }
-        tensors = list(found.values())
+        params = [store[name] for name in inputs.params]
+        tensors = distinct(call.tensors, params, inputs.state, inputs.extras)
         kinds = inputs.kinds[: len(inputs.kinds) - len(inputs.noise) - len(inputs.schedules)]
         return tensors if tuple(map(kind_of, tensors)) == kinds else None
 
@@ -217,10 +213,10 @@ class CompiledSteps:
                 is_due = _is_due(entry.steps) and entry.is_ready
                 if is_due and not self._is_still(subject, program, entry, tensors, number):
                     return None
-                return self._run(subject, entry, call, tensors, number)
+                return self._run(subject, entry, tensors, number)
         made = self._recorded(subject, program, roots, call, number)
         tensors = None if made is None else made.tensors(call)
-        return None if made is None or tensors is None else self._run(subject, made, call, tensors, number)
+        return None if made is None or tensors is None else self._run(subject, made, tensors, number)
 
     def _with_tensors(self, program: Any) -> Any:
         """The program with tensors in place of float arguments that change from step to step."""
@@ -334,9 +330,7 @@ class CompiledSteps:
         )
         return False
 
-    def _run(
-        self, subject: StepSubject, entry: Entry, call: Call, tensors: list[Tensor], number: int
-    ) -> Outcome | None:
+    def _run(self, subject: StepSubject, entry: Entry, tensors: list[Tensor], number: int) -> Outcome | None:
         if not entry.is_ready:
             return None
         recording = entry.recording

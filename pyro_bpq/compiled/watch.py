@@ -94,11 +94,11 @@ class StepWatch(TorchDispatchMode):
     Args:
         inputs: The tensors that are inputs of the step.
         first_seed: Seed of the first generator that the step asks its objective for.
-        seed_step: What the seeds of the following generators differ by.
         given: The step's own noise, in the order of its draws; ``None`` to let it draw.
 
     Attributes:
         noise: The step's own noise.
+        drawn: The tensors that it drew itself.
     """
 
     def __init__(self, inputs: Sequence[Tensor], first_seed: int, given: Sequence[Tensor] | None = None) -> None:

@@ -241,6 +241,7 @@ class Estimator:
         corrects: Whether that gradient is only a part of the whole, and :meth:`correction` gives the rest.
         takes_baseline: Whether Pyro's baseline options of a site may replace this estimator.
         replaces_costs: Whether Q-functions take the place of costs in it. They are then discounted as targets are.
+        takes_discount: Whether it serves with a discount below 1.
         relies_on_slopes: Whether it works badly if costs have no gradient with respect to the values of sites.
     """
 
@@ -251,6 +252,7 @@ class Estimator:
     corrects: ClassVar[bool] = False
     takes_baseline: ClassVar[bool] = False
     replaces_costs: ClassVar[bool] = False
+    takes_discount: ClassVar[bool] = True
     relies_on_slopes: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:

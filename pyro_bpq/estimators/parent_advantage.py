@@ -42,6 +42,7 @@ class ParentAdvantage(Estimator):
 
     is_unbiased: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
+    takes_discount: ClassVar[bool] = False
     needs = frozenset({"advantage"})
 
     def __post_init__(self) -> None:

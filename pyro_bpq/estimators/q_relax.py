@@ -39,8 +39,6 @@ class QRELAX(RELAXQ):
     """
 
     is_unbiased: ClassVar[bool] = False
-    uses_critic: ClassVar[bool] = True
-    needs = frozenset({"program", "table"})
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """RELAX of the critic's value."""

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro.infer import ELBO
@@ -14,24 +14,25 @@ from pyro.util import warn_if_nan
 from torch import Tensor, nn
 
 from pyro_bpq.compiled.options import Compile
-from pyro_bpq.compiled.steps import CompiledSteps, Outcome
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.options import check_not_traced
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.programs import Program
-from pyro_bpq.objectives.recordable import Recordable, add_gradients
 from pyro_bpq.objectives.runner import Mode, NoiseSource
 from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.objectives.turn import Turn
-from pyro_bpq.reruns.shared_backward import inputs_of, with_gradients
+from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.surrogate import Learning, Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
+
+if TYPE_CHECKING:
+    from pyro_bpq.compiled.steps import CompiledSteps, Outcome
 
 __all__ = ["Objective"]
 
@@ -73,8 +74,13 @@ class Objective(ELBO, nn.Module):
         self.trainer, self._turn = CriticTrainer(learner, seed), Turn()
         self.critics = self.trainer.critics
         self.keeps_staged = self.trainer.keeps_staged
+        self.compiled: CompiledSteps | None = None
         chosen = Compile.of(compile)
-        self.compiled = None if chosen is None else CompiledSteps(chosen)
+        if chosen is not None:
+            # Imported where it is asked for: import pyro_bpq stays quick.
+            from pyro_bpq.compiled.steps import CompiledSteps
+
+            self.compiled = CompiledSteps(chosen)
         self.info: Mapping[str, dict[str, Any]] = {}
         self.ms: dict[str, float] = {}
 
@@ -206,9 +212,8 @@ class Objective(ELBO, nn.Module):
         Raises:
             BusyError: If another thread takes a step or replays.
         """
+        check_not_traced()
         with self._turn:
-            if self._is_learning:
-                self.trainer.learn(self)
             found = self._compiled_step(model, guide, args, kwargs)
             if found is not None:
                 add_gradients(found.leaves, found.gradients)
@@ -258,17 +263,20 @@ class Objective(ELBO, nn.Module):
         """
         check_not_traced()
         with self._turn:
-            if self._is_learning:
-                self.trainer.learn(self)
             found = self._compiled_step(model, guide, args, kwargs)
             if found is not None:
                 return with_gradients(found.loss, found.leaves, found.gradients)
-        return self._differentiable_loss(model, guide, args, kwargs, goes_back=False)
+            return self._marked_loss(model, guide, args, kwargs, False, self.mark())
 
     def _compiled_step(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Outcome | None:
-        """A compiled step, from which critics and statistics have learned; ``None`` if the step has to run eagerly."""
-        if self.compiled is None or not self._is_learning:
+        """Applies what the last step taught, and takes a compiled step; ``None`` if the step has to run eagerly."""
+        if not self._is_learning:
             return None
+        self.trainer.learn(self)
+        if self.compiled is None:
+            return None
+        from pyro_bpq.objectives.recordable import Recordable
+
         found = self.compiled.take(Recordable(self), self._program(model, guide, args, kwargs), self.num_steps)
         if found is not None:
             self.info = found.info
@@ -278,15 +286,8 @@ class Objective(ELBO, nn.Module):
                 warn_if_nan(found.loss, "loss")
         return found
 
-    def _differentiable_loss(self, model: Any, guide: Any, args: Any, kwargs: Any, goes_back: bool) -> Tensor:
-        with self._turn:
-            if self._is_learning:
-                self.trainer.learn(self)
-            return self._marked_loss(model, guide, args, kwargs, goes_back, self.mark())
-
     def _marked_loss(self, model: Any, guide: Any, args: Any, kwargs: Any, goes_back: bool, mark: Any) -> Tensor:
         """The loss; a step that fails is undone back to a mark."""
-        check_not_traced()
         try:
             program = self._program(model, guide, args, kwargs)
             result, surrogate = self.taken(program, self._mode(self._is_learning, goes_back))

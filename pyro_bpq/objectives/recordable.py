@@ -2,7 +2,6 @@ r"""An objective as its steps are recorded and compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ from pyro_bpq.objectives.runner import Mode, NoiseSource
 from pyro_bpq.rollout.schedule import RecordedStep, Schedule
 from pyro_bpq.step.surrogate import Step
 
-__all__ = ["Owner", "Recordable", "add_gradients"]
+__all__ = ["Owner", "Recordable"]
 
 
 class Owner(Protocol):
@@ -93,7 +92,7 @@ class Recordable:
     def refuses(self) -> str:
         """Why steps are not recorded, as the end of a sentence; empty if they are."""
         trainer, own = self.objective.trainer, self.objective.trainer.optimizer
-        if trainer.replays or trainer.replayer is not None:
+        if trainer.replayer is not None:
             return "critics learn from stored rollouts (replay)"
         if trainer.ranks is not None:
             return "several processes train the critics together"
@@ -188,17 +187,3 @@ class Recordable:
     def learn(self) -> None:
         """Applies what the step taught."""
         self.objective.learn()
-
-
-def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Adds gradients to ``.grad``, as ``backward`` does."""
-    given = set[int]()
-    with torch.no_grad():
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            if leaf.grad is not None:
-                leaf.grad.add_(gradient)
-                continue
-            # Two leaves may not share a gradient, which optimisers write into.
-            is_own = gradient.is_contiguous() and gradient.data_ptr() not in given
-            leaf.grad = gradient if is_own else gradient.clone(memory_format=torch.contiguous_format)
-            given.add(leaf.grad.data_ptr())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.rollout.runs import Run
 
-__all__ = ["SharedBackward", "inputs_of", "shared_backward", "with_gradients"]
+__all__ = ["SharedBackward", "add_gradients", "inputs_of", "shared_backward", "with_gradients"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,20 @@ def with_gradients(value: Tensor, leaves: Sequence[Tensor], gradients: Sequence[
     if not leaves:
         return value
     return _Known.apply(value, gradients, 1.0, *leaves)  # type: ignore[no-untyped-call]
+
+
+def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Adds gradients to ``.grad``, as ``backward`` does."""
+    given = set[int]()
+    with torch.no_grad():
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if leaf.grad is not None:
+                leaf.grad.add_(gradient)
+                continue
+            # Two leaves may not share a gradient, which optimisers write into.
+            is_own = gradient.is_contiguous() and gradient.data_ptr() not in given
+            leaf.grad = gradient if is_own else gradient.clone(memory_format=torch.contiguous_format)
+            given.add(leaf.grad.data_ptr())
 
 
 class _Known(torch.autograd.Function):

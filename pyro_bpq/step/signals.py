@@ -136,7 +136,7 @@ class Signals:
             # An immediate cost is one level away, like every cost whose edge leads to the site.
             cost, exact = gamma * cost, None if exact is None else gamma * exact
             exact_cost = None if exact_cost is None else gamma * exact_cost
-        if gamma != 1.0 and "advantage" in estimator.needs:
+        if gamma != 1.0 and not estimator.takes_discount:
             names = ", ".join(map(repr, cls.names))
             raise OptionError(f"Sites {names}: {type(estimator).__name__} takes no discount; write gamma=1.0.")
         shift = self._bootstraps(gamma).get(c)

@@ -436,6 +436,25 @@ def test_a_callable_backend_gets_graph_and_examples() -> None:
     assert seen[0][1] == len(list(seen[0][0].graph.find_nodes(op="placeholder")))
 
 
+def test_examples_have_the_strides_of_the_inputs() -> None:
+    seen = []
+
+    def backend(graph: Any, examples: list[Tensor]) -> Any:
+        strides = [example.stride() for example in examples]
+
+        def run(*tensors: Tensor) -> Any:
+            seen.append([tensor.stride() for tensor in tensors] == strides)
+            return graph(*tensors)
+
+        return run
+
+    rows = torch.linspace(-1.0, 1.0, 6)[::2]
+    elbo = TraceBackpropQ_ELBO(compile=backend)
+    for _ in range(10):
+        elbo.loss_and_grads(slope_model, slope_guide, rows)
+    assert len(seen) > 2 and all(seen)
+
+
 def test_a_compiler_that_fails_leaves_the_recorded_operators() -> None:
     def backend(graph: Any, examples: list[Tensor]) -> Any:
         raise RuntimeError("no luck")

@@ -116,6 +116,8 @@ def test_refusals_say_what_to_write() -> None:
     case.params()
     with pytest.raises(UnsupportedSiteError, match=r"'a'.*MLPCritic"):
         TraceBackpropQ_ELBO(estimator=ParentAdvantage(), critic=None).loss_and_grads(case.model, case.guide)
+    with pytest.raises(OptionError, match=r"ParentAdvantage takes no discount; write gamma=1\.0"):
+        TraceBackpropQ_ELBO(estimator=ParentAdvantage(), gamma=0.9).loss_and_grads(case.model, case.guide)
     case = BY_NAME["python_branch"]
     case.params()
     with pytest.raises(UnsupportedProgramError, match="LambdaReturn"):

@@ -138,6 +138,18 @@ def test_svi_resumes_with_the_same_numbers(options: dict[str, Any], how: str) ->
     assert forgetful.train(8) != expected
 
 
+def train(fit: nn.Module, optimiser: torch.optim.Optimizer, data: Tensor, number: int = 6) -> list[float]:
+    """Losses of steps in plain torch."""
+    losses = []
+    for _ in range(number):
+        optimiser.zero_grad()
+        loss = fit(data)
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.parametrize("options", [OPTIONS[name] for name in PLATED], ids=PLATED)
 @pytest.mark.parametrize("how", ["pickle", "state_dict"])
 def test_torch_optimiser_resumes_with_the_same_numbers(options: dict[str, Any], how: str) -> None:
@@ -145,24 +157,14 @@ def test_torch_optimiser_resumes_with_the_same_numbers(options: dict[str, Any], 
         torch.manual_seed(0)
         return TraceBackpropQ_ELBO(**options)(Model(), Guide())
 
-    def train(fit: nn.Module, optimiser: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for _ in range(6):
-            optimiser.zero_grad()
-            loss = fit(DATA)
-            loss.backward()
-            optimiser.step()
-            losses.append(loss.item())
-        return losses
-
     with pyro.settings.context(module_local_params=True):
         fit = make()
         fit(DATA)  # the critics appear
         optimiser = torch.optim.Adam(fit.parameters(), lr=0.02)
-        train(fit, optimiser)
+        train(fit, optimiser, DATA)
         file = io.BytesIO()
         torch.save((fit if how == "pickle" else fit.state_dict(), optimiser.state_dict(), torch.get_rng_state()), file)
-        expected, state = train(fit, optimiser), copy.deepcopy(dict(fit.state_dict()))
+        expected, state = train(fit, optimiser, DATA), copy.deepcopy(dict(fit.state_dict()))
         file.seek(0)
         loaded, optimised, rng = torch.load(file, weights_only=False)
         resumed = loaded
@@ -173,7 +175,7 @@ def test_torch_optimiser_resumes_with_the_same_numbers(options: dict[str, Any], 
         optimiser = torch.optim.Adam(resumed.parameters(), lr=0.02)
         optimiser.load_state_dict(optimised)
         torch.set_rng_state(rng)
-        assert_equal(train(resumed, optimiser), expected)
+        assert_equal(train(resumed, optimiser, DATA), expected)
         assert_equal(dict(resumed.state_dict()), state)
 
 
@@ -215,24 +217,14 @@ def test_plain_torch_resumes_as_in_a_new_process(programs: tuple[Any, Any], is_c
         torch.manual_seed(0)
         return TraceBackpropQ_ELBO()(*(make() for make in programs))
 
-    def train(fit: nn.Module, optimiser: torch.optim.Optimizer, number: int) -> list[float]:
-        losses = []
-        for _ in range(number):
-            optimiser.zero_grad()
-            loss = fit(ROWS)
-            loss.backward()
-            optimiser.step()
-            losses.append(loss.item())
-        return losses
-
     with pyro.settings.context(module_local_params=is_called_before):
         fit = make()
         fit(ROWS)
         optimiser = torch.optim.Adam(fit.parameters(), lr=0.02)
-        train(fit, optimiser, 5)
+        train(fit, optimiser, ROWS, 5)
         saved = copy.deepcopy((fit.state_dict(), optimiser.state_dict(), torch.get_rng_state()))
         # Some of the steps that follow are tracked in one of the two, and not in the other.
-        expected = train(fit, optimiser, 7)
+        expected = train(fit, optimiser, ROWS, 7)
         resumed = make()
         if is_called_before:
             resumed(ROWS)
@@ -240,7 +232,7 @@ def test_plain_torch_resumes_as_in_a_new_process(programs: tuple[Any, Any], is_c
         optimiser = torch.optim.Adam(resumed.parameters(), lr=0.02)
         optimiser.load_state_dict(saved[1])
         torch.set_rng_state(saved[2])
-        assert_equal(train(resumed, optimiser, 7), expected)
+        assert_equal(train(resumed, optimiser, ROWS, 7), expected)
         for found, own in zip(resumed.parameters(), fit.parameters(), strict=False):
             assert_equal(found.detach(), own.detach())
 

@@ -288,13 +288,19 @@ def test_a_discount_means_the_same_whatever_is_exact(immediate: Any, reduction: 
     torch.testing.assert_close(gradient, p * (1 - p) * (1.5 + 2.0), rtol=0.0, atol=1e-10)
 
 
-def test_a_step_that_fails_leaves_the_critics_as_they_were() -> None:
+def started() -> tuple[Program, ExpectedCost, dict[str, Any]]:
+    """A program, an objective after one step, and its critics then."""
     program = Program("chain")
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     elbo = ExpectedCost(**paper_settings())
     elbo.loss_and_grads(None, program.policy)
     before = copy.deepcopy(dict(elbo.critics.state_dict()))
+    return program, elbo, before
+
+
+def test_a_step_that_fails_leaves_the_critics_as_they_were() -> None:
+    program, elbo, before = started()
 
     def fail(gradient: Tensor) -> None:
         raise RuntimeError("stop")
@@ -310,12 +316,7 @@ def test_a_step_that_fails_leaves_the_critics_as_they_were() -> None:
 
 
 def test_evaluation_learns_nothing() -> None:
-    program = Program("chain")
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = ExpectedCost(**paper_settings())
-    elbo.loss_and_grads(None, program.policy)
-    before = copy.deepcopy(dict(elbo.critics.state_dict()))
+    program, elbo, before = started()
     elbo.eval().loss_and_grads(None, program.policy)
     assert_equal(dict(elbo.critics.state_dict()), before)
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from steps import benchmark
 
 ROLLOUTS = (100, 300, 1000, 3000, 10_000, 30_000)
 
 
 @pytest.fixture(scope="module")
 def convergence() -> ModuleType:
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("convergence")
-    finally:
-        sys.path.remove(folder)
+    return benchmark("convergence")
 
 
 def error(

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from steps import benchmark
 
 DEPTH = 6
 
 
 @pytest.fixture(scope="module")
 def theorem2() -> ModuleType:
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("theorem2")
-    finally:
-        sys.path.remove(folder)
+    return benchmark("theorem2")
 
 
 @pytest.mark.parametrize("seed", range(5))
