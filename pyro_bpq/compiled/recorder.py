@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -22,37 +22,20 @@ from torch import Tensor, fx
 
 from pyro_bpq.compiled.calls import Call, Kind, kind_of
 from pyro_bpq.compiled.indexing import RecordedIndexing
+from pyro_bpq.compiled.places import Place, tensors_of
 from pyro_bpq.compiled.sandbox import untraced
+from pyro_bpq.compiled.updates import OptimizerUpdate, Updates, apply_all, numbers_of
 from pyro_bpq.compiled.watch import Fingerprint, Noise, NotYet, StepWatch, Unrecordable
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep, scheduled
 from pyro_bpq.tracing.sandbox import LentBuffers
 
-__all__ = ["Inputs", "Place", "RecordedResult", "Recording", "Subject", "distinct", "fingerprint", "record"]
+__all__ = ["Inputs", "RecordedResult", "Recording", "Subject", "distinct", "fingerprint", "record"]
 
 Info = dict[str, dict[str, Any]]
 
 # Stands for a tensor among the results of a graph.
 _IN_RESULTS = "in the results"
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Where a recording found something that has to be there still.
-
-    Args:
-        container: What holds it.
-        key: Under which key.
-        value: What it is.
-    """
-
-    container: MutableMapping[Any, Any]
-    key: Any
-    value: Any
-
-    def holds(self) -> bool:
-        """Whether it is still there."""
-        return self.container.get(self.key) is self.value
 
 
 @dataclass(frozen=True)
@@ -114,11 +97,13 @@ class Inputs:
         noise: What the step draws from generators of the objective's own.
         schedules: Options that change from step to step.
         messages: Names and values of the parameters that the programs announce to handlers.
-        tensors: The tensors at the recording, in this order, each once; then the noise, then the schedules.
+        updates: The updates of parameters by an optimiser; none if the step ends with gradients.
+        tensors: The tensors at the recording, in this order, each once; then the noise, then the schedules, then the
+            numbers of the optimiser, if it is part of the step.
         leaves: Positions of those that collect gradients.
         kinds: Shape and type of each tensor.
         num_generators: Number of generators that the objective makes for itself.
-        written: What the step may write: critics, statistics, and buffers of modules.
+        written: What the step may write: critics, statistics, buffers of modules, and what the optimiser updates.
     """
 
     call: Call
@@ -128,6 +113,7 @@ class Inputs:
     noise: tuple[Noise, ...]
     schedules: tuple[Callable[[int], float], ...]
     messages: tuple[tuple[str, Any], ...]
+    updates: tuple[OptimizerUpdate, ...]
     tensors: tuple[Tensor, ...]
     leaves: tuple[int, ...]
     kinds: tuple[Kind, ...]
@@ -137,7 +123,17 @@ class Inputs:
     @cached_property
     def state(self) -> tuple[Tensor, ...]:
         """The tensors among the places."""
-        return _tensors_of(self.places)
+        return tensors_of(self.places)
+
+    @cached_property
+    def optimizer_state(self) -> tuple[Tensor, ...]:
+        """The tensors of the optimiser's state."""
+        return tensors_of(place for update in self.updates for place in update.places)
+
+    @cached_property
+    def num_found(self) -> int:
+        """Number of tensors that stand before noise, schedules and the optimiser's numbers."""
+        return len(self.tensors) - len(self.noise) - len(self.schedules) - bool(self.updates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,9 +144,8 @@ class Recording:
         inputs: What it reads.
         used: Positions of the inputs that the graph takes.
         constants: Further tensors that it takes, which were found in no other way. They are those of the recording.
-        graph: A function of these tensors. Its results are the loss, the gradients of the leaves, and tensors of
-            ``info``.
-        graded: Positions of the leaves that have a gradient.
+        graph: A function of these tensors. Its results are the loss, the gradients of leaves, and tensors of ``info``.
+        graded: Positions of these leaves: they have a gradient, and no optimiser in the graph updates them.
         info: Builds what is known of each site from the last results.
         print: Tells this step from others.
     """
@@ -169,7 +164,7 @@ class Recording:
         return sum(node.op == "call_function" for node in self.graph.graph.nodes)
 
 
-def record(subject: Subject, program: Any, call: Call, number: int) -> Recording:
+def record(subject: Subject, program: Any, call: Call, number: int, updates: Updates | None = None) -> Recording:
     """Records a step.
 
     Args:
@@ -177,22 +172,23 @@ def record(subject: Subject, program: Any, call: Call, number: int) -> Recording
         program: Model and guide for one particle, and their arguments.
         call: What the call looks like.
         number: Number of steps taken.
+        updates: The optimiser whose update is part of the step; ``None`` if the step ends with gradients.
 
     Raises:
         Unrecordable: If the step cannot be recorded.
     """
     try:
-        return _recorded(subject, program, call, number)
+        return _recorded(subject, program, call, number, updates)
     except Unrecordable as error:
         # Pyro adds the shapes of the sites to the errors of a program.
         raise type(error)(_first_line(error)) from error
 
 
-def _recorded(subject: Subject, program: Any, call: Call, number: int) -> Recording:
+def _recorded(subject: Subject, program: Any, call: Call, number: int, updates: Updates | None) -> Recording:
     # It loads a compiler's worth of modules, which most programs never need.
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    inputs = _look(subject, program, call, number)
+    inputs = _look(subject, program, call, number, updates)
     kept: list[Any] = []
 
     def body(*tensors: Tensor) -> list[Tensor]:
@@ -231,13 +227,13 @@ def fingerprint(subject: Subject, program: Any, inputs: Inputs, number: int) -> 
         return _run(subject, program, inputs, inputs.tensors, number)[1].fingerprint
 
 
-def _look(subject: Subject, program: Any, call: Call, number: int) -> Inputs:
+def _look(subject: Subject, program: Any, call: Call, number: int, updates: Updates | None) -> Inputs:
     """Finds what a step reads."""
     places = subject.places()
     step = RecordedStep.of(number)
     watch = StepWatch((), subject.first_seed())
     messages = poutine.trace(param_only=True)
-    own = _tensors_of(places)
+    own = tensors_of(places)
     with untraced(subject, own), _quiet(), LentBuffers() as lent:
         made = subject.num_generators()
         with messages, watch, RecordedIndexing():
@@ -249,13 +245,20 @@ def _look(subject: Subject, program: Any, call: Call, number: int) -> Inputs:
     if len(now) != len(places) or any(a.value is not b.value for a, b in zip(now, places, strict=True)):
         raise NotYet("its critics are not built yet")
     store = dict(pyro.get_param_store().named_parameters())
-    announced = {name: site["value"] for name, site in messages.trace.nodes.items() if site["type"] == "param"}
+    sites: Any = messages.trace.nodes
+    announced = {name: site["value"] for name, site in sites.items() if site["type"] == "param"}
     params = tuple(name for name in announced if name in store)
-    known = distinct(call.tensors, [store[name] for name in params], own)
+    updated: tuple[OptimizerUpdate, ...] = ()
+    if updates is not None:
+        updated = updates.of(distinct(value.unconstrained() for value in announced.values()))
+    of_optimizer = tensors_of(place for update in updated for place in update.places)
+    known = distinct(call.tensors, [store[name] for name in params], own, of_optimizer)
     tensors = distinct(known, leaves)
     extras = tuple(tensors[len(known) :])
     schedules = tuple(step.read)
-    everything = (*tensors, *watch.drawn, *(scheduled(schedule, number) for schedule in schedules))
+    everything = [*tensors, *watch.drawn, *(scheduled(schedule, number) for schedule in schedules)]
+    if updated:
+        everything.append(torch.tensor(numbers_of(updated), dtype=torch.float64))
     position = {id(tensor): i for i, tensor in enumerate(tensors)}
     return Inputs(
         call=call,
@@ -265,20 +268,21 @@ def _look(subject: Subject, program: Any, call: Call, number: int) -> Inputs:
         noise=tuple(watch.noise),
         schedules=schedules,
         messages=tuple(announced.items()),
-        tensors=everything,
+        updates=updated,
+        tensors=tuple(everything),
         leaves=tuple(position[id(leaf)] for leaf in leaves),
         kinds=tuple(map(kind_of, everything)),
         num_generators=made,
-        written=(*own, *lent.originals),
+        written=(*own, *lent.originals, *of_optimizer, *(update.parameter for update in updated)),
     )
 
 
 def _run(
     subject: Subject, program: Any, inputs: Inputs, tensors: Sequence[Tensor], number: int
 ) -> tuple[list[Tensor], StepWatch, list[tuple[str, str, Any]], tuple[int, ...]]:
-    """Takes a step whose own noise and schedules are inputs, and lets critics and statistics learn from it."""
-    ahead = len(tensors) - len(inputs.noise) - len(inputs.schedules)
-    noise, schedules = tensors[ahead : ahead + len(inputs.noise)], tensors[ahead + len(inputs.noise) :]
+    """Takes a step whose own noise and schedules are inputs; critics, statistics and parameters learn from it."""
+    rest = iter(tensors[inputs.num_found :])
+    noise, schedules = [next(rest) for _ in inputs.noise], [next(rest) for _ in inputs.schedules]
     leaves = [tensors[i] for i in inputs.leaves]
     watch = StepWatch(tensors, subject.first_seed(), noise)
     with watch, RecordedIndexing():
@@ -293,9 +297,13 @@ def _run(
             is_finite = torch.isfinite(result.loss)
             for tensor, old in zip(inputs.state, before, strict=True):
                 tensor.copy_(torch.where(is_finite, tensor, old))
-    graded = tuple(i for i, gradient in zip(inputs.leaves, found, strict=True) if gradient is not None)
+        of_leaves = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
+        apply_all(inputs.updates, of_leaves, rest)
+    for update in inputs.updates:
+        of_leaves.pop(id(update.parameter), None)
+    graded = tuple(i for i in inputs.leaves if id(tensors[i]) in of_leaves)
     info = [(site, key, value) for site, own in result.info.items() for key, value in own.items() if key != "ms"]
-    gradients = [gradient for gradient in found if gradient is not None]
+    gradients = list(of_leaves.values())
     shown = [value for _, _, value in info if isinstance(value, Tensor)]
     # What is no tensor stays; tensors stand behind the gradients in this order.
     plan = [(site, key, _IN_RESULTS if isinstance(value, Tensor) else value) for site, key, value in info]
@@ -313,10 +321,6 @@ def _quiet() -> Iterator[None]:
 def distinct(*groups: Iterable[Tensor]) -> list[Tensor]:
     """The tensors of some groups in their order, each once."""
     return list({id(tensor): tensor for group in groups for tensor in group}.values())
-
-
-def _tensors_of(places: Iterable[Place]) -> tuple[Tensor, ...]:
-    return tuple(place.value for place in places if isinstance(place.value, Tensor))
 
 
 def _finished(

@@ -24,6 +24,8 @@ def compile_report(objective: Any) -> str:
         return "Steps run eagerly: write compile=True to record and compile them."
     lines = [_of_entry(entry) for entry in steps.entries]
     lines += [f"Some steps run eagerly, because {reason}." for reason in steps.reasons]
+    if steps.outside:
+        lines.append(f"The optimiser runs after each step, not within it, because {steps.outside}.")
     if not lines:
         return (
             "Nothing is recorded yet: the first steps run eagerly, until structure, particles and critics are settled."

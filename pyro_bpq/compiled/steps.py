@@ -26,6 +26,7 @@ from pyro_bpq.compiled.backends import compile_graph, missing
 from pyro_bpq.compiled.calls import Call, kind_of, reach
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.compiled.recorder import Recording, Subject, distinct, fingerprint, record
+from pyro_bpq.compiled.updates import Updates, numbers_of
 from pyro_bpq.compiled.watch import NotYet, Unrecordable
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.rollout.schedule import scheduled
@@ -117,6 +118,7 @@ class Entry:
     Args:
         recording: The recording.
         run: The compiled function.
+        updates: The optimiser that is part of the step; ``None`` if there is none.
         steps: Number of steps it has taken.
         seconds: Seconds to record, and to compile.
         note: What went wrong when it was compiled.
@@ -125,6 +127,7 @@ class Entry:
 
     recording: Recording
     run: Callable[..., Sequence[Tensor]]
+    updates: Updates | None = None
     steps: int = 0
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
     note: str = ""
@@ -137,8 +140,9 @@ class Entry:
 
     @property
     def holds(self) -> bool:
-        """Whether critics and statistics are where they were."""
-        return all(place.holds() for place in self.recording.inputs.places)
+        """Whether critics, statistics and the optimiser's state are where they were."""
+        inputs = self.recording.inputs
+        return all(place.holds() for place in inputs.places) and all(update.holds for update in inputs.updates)
 
     def tensors(self, call: Call) -> list[Tensor] | None:
         """The inputs of a call, without noise and schedules; ``None`` if the recording does not serve it."""
@@ -149,9 +153,8 @@ class Entry:
         if not all(name in store for name in inputs.params):
             return None
         params = [store[name] for name in inputs.params]
-        tensors = distinct(call.tensors, params, inputs.state, inputs.extras)
-        kinds = inputs.kinds[: len(inputs.kinds) - len(inputs.noise) - len(inputs.schedules)]
-        return tensors if tuple(map(kind_of, tensors)) == kinds else None
+        tensors = distinct(call.tensors, params, inputs.state, inputs.optimizer_state, inputs.extras)
+        return tensors if tuple(map(kind_of, tensors)) == inputs.kinds[: inputs.num_found] else None
 
 
 class CompiledSteps:
@@ -163,10 +166,12 @@ class CompiledSteps:
     Attributes:
         entries: The recordings, the oldest first.
         reasons: Why kinds of calls run eagerly.
+        outside: Why the optimiser's update is no part of the recordings; empty if it is, or if there is none.
     """
 
     def __init__(self, options: Compile) -> None:
         self.options = options
+        self.outside = ""
         self.forget()
 
     def __repr__(self) -> str:
@@ -189,13 +194,14 @@ class CompiledSteps:
         self._floats: dict[int, float] = {}
         self._varying: set[int] = set()
 
-    def take(self, subject: StepSubject, program: Any, number: int) -> Outcome | None:
+    def take(self, subject: StepSubject, program: Any, number: int, updates: Updates | None = None) -> Outcome | None:
         """Takes a compiled step; ``None`` if the step has to run eagerly.
 
         Args:
             subject: The objective.
             program: Model and guide for one particle, their arguments and keyword arguments.
             number: Number of steps taken.
+            updates: The optimiser whose update is part of the step; ``None`` if the step ends with gradients.
         """
         refusal = subject.refuses()
         if refusal:
@@ -208,13 +214,13 @@ class CompiledSteps:
         roots = {"model": model, "guide": guide, "args": args, "kwargs": kwargs, "the objective": subject.options()}
         call = reach(roots)
         for entry in self.entries:
-            tensors = entry.tensors(call)
+            tensors = entry.tensors(call) if entry.updates is updates else None
             if tensors is not None:
                 is_due = _is_due(entry.steps) and entry.is_ready
                 if is_due and not self._is_still(subject, program, entry, tensors, number):
                     return None
                 return self._run(subject, entry, tensors, number)
-        made = self._recorded(subject, program, roots, call, number)
+        made = self._recorded(subject, program, roots, call, number, updates)
         tensors = None if made is None else made.tensors(call)
         return None if made is None or tensors is None else self._run(subject, made, tensors, number)
 
@@ -232,9 +238,11 @@ class CompiledSteps:
         args, kwargs = tree_unflatten(leaves, tree)
         return model, guide, args, kwargs
 
-    def _recorded(self, subject: StepSubject, program: Any, roots: Any, call: Call, number: int) -> Entry | None:
+    def _recorded(
+        self, subject: StepSubject, program: Any, roots: Any, call: Call, number: int, updates: Updates | None
+    ) -> Entry | None:
         """A new recording, if it is time for one."""
-        kind = hash((tuple(call.spec), *map(kind_of, call.tensors)))
+        kind = hash((tuple(call.spec), *map(kind_of, call.tensors), id(updates)))
         if len(self._seen) >= _MOST_KINDS:
             self._seen.clear()
         self._seen[kind] = self._seen.get(kind, 0) + 1
@@ -245,7 +253,7 @@ class CompiledSteps:
             return None
         start = time.perf_counter()
         try:
-            recording = record(subject, program, reach(roots, explains=True), number)
+            recording = record(subject, program, reach(roots, explains=True), number, updates)
         except NotYet:
             self._seen[kind] = 0
             return None
@@ -256,7 +264,7 @@ class CompiledSteps:
             return None
         self._made += 1
         self.entries = [entry for entry in self.entries if entry.holds]
-        entry = Entry(recording, recording.graph)
+        entry = Entry(recording, recording.graph, updates)
         entry.seconds[0] = time.perf_counter() - start
         self._compile(entry)
         self.entries.append(entry)
@@ -339,6 +347,8 @@ class CompiledSteps:
             generators = subject.generators(inputs.num_generators)
             tensors += [noise.draw(generators[noise.source]) for noise in inputs.noise]
         tensors += [scheduled(schedule, number) for schedule in inputs.schedules]
+        if inputs.updates:
+            tensors.append(torch.tensor(numbers_of(inputs.updates), dtype=torch.float64))
         if am_i_wrapped():
             # SVI learns from these messages which parameters there are.
             store = pyro.get_param_store()
@@ -347,6 +357,8 @@ class CompiledSteps:
         with torch.no_grad():
             results = entry.run(*[tensors[i] for i in recording.used], *recording.constants)
         entry.steps += 1
+        for update in inputs.updates:
+            update.count()
         ahead = 1 + len(recording.graded)
         leaves = [tensors[i] for i in recording.graded]
         rest = results[ahead:]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_bpq.critics.bank import MAX_IDLE, CriticBank, Write
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
-from pyro_bpq.objectives.registration import register_critics
+from pyro_bpq.objectives.registration import are_registered, register_critics
 from pyro_bpq.objectives.replayer import Host, Replayer
 from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.rollout.distributed import Ranks
@@ -196,6 +196,11 @@ class CriticTrainer:
     def register(self) -> None:
         """Shows the critics to SVI where the user's optimiser trains them: those of the first step too."""
         if self.learner is None and torch.is_grad_enabled():
+            register_critics(self.critics)
+
+    def announce(self) -> None:
+        """Shows critics to SVI that it knows already."""
+        if self.learner is None and are_registered(self.critics):
             register_critics(self.critics)
 
     # Going back.

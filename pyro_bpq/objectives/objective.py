@@ -33,6 +33,7 @@ from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
     from pyro_bpq.compiled.steps import CompiledSteps, Outcome
+    from pyro_bpq.compiled.updates import Updates
 
 __all__ = ["Objective"]
 
@@ -75,16 +76,26 @@ class Objective(ELBO, nn.Module):
         self.critics = self.trainer.critics
         self.keeps_staged = self.trainer.keeps_staged
         self.compiled: CompiledSteps | None = None
-        chosen = Compile.of(compile)
-        if chosen is not None:
-            # Imported where it is asked for: import pyro_bpq stays quick.
-            from pyro_bpq.compiled.steps import CompiledSteps
-
-            self.compiled = CompiledSteps(chosen)
+        self.compile_steps(compile)
         self.info: Mapping[str, dict[str, Any]] = {}
         self.ms: dict[str, float] = {}
 
     __call__ = ELBO.__call__
+
+    def compile_steps(self, compile: Any) -> None:
+        """Sets whether, and how, steps are compiled from now on; recordings are forgotten.
+
+        Args:
+            compile: As at the construction.
+        """
+        chosen = Compile.of(compile)
+        if chosen is None:
+            self.compiled = None
+            return
+        # Imported where it is asked for: import pyro_bpq stays quick.
+        from pyro_bpq.compiled.steps import CompiledSteps
+
+        self.compiled = CompiledSteps(chosen)
 
     # What subclasses are made of.
 
@@ -218,11 +229,44 @@ class Objective(ELBO, nn.Module):
             if found is not None:
                 add_gradients(found.leaves, found.gradients)
                 return float(found.loss.item())
-            mark = self.mark()
-            loss = self._marked_loss(model, guide, args, kwargs, True, mark)
-            self.trainer.register()
-            self._backward(loss, mark)
-            return float(loss.item())
+            return self._eager_loss(model, guide, args, kwargs)
+
+    def _eager_loss(self, model: Any, guide: Any, args: Any, kwargs: Any) -> float:
+        mark = self.mark()
+        loss = self._marked_loss(model, guide, args, kwargs, True, mark)
+        self.trainer.register()
+        self._backward(loss, mark)
+        return float(loss.item())
+
+    def eager_loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """The same as :meth:`loss_and_grads`; the step runs eagerly."""
+        check_not_traced()
+        with self._turn:
+            return self._eager_loss(model, guide, args, kwargs)
+
+    def compiled_update(self, updates: Updates, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Takes a compiled step that ends with the update of an optimiser.
+
+        Args:
+            updates: The optimiser.
+            model: The model.
+            guide: The guide.
+            *args: Their arguments.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The loss, in nats; ``None`` if the step has to run eagerly, and nothing was done.
+
+        Raises:
+            BusyError: If another thread takes a step or replays.
+        """
+        check_not_traced()
+        with self._turn:
+            found = self._compiled_step(model, guide, args, kwargs, updates)
+            if found is None:
+                return None
+            add_gradients(found.leaves, found.gradients)
+            return found.loss
 
     def _backward(self, loss: Tensor, mark: Any) -> None:
         """Adds the gradients of a loss to ``.grad``, then lets the critics learn; undoes the step where that fails."""
@@ -268,7 +312,9 @@ class Objective(ELBO, nn.Module):
                 return with_gradients(found.loss, found.leaves, found.gradients)
             return self._marked_loss(model, guide, args, kwargs, False, self.mark())
 
-    def _compiled_step(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Outcome | None:
+    def _compiled_step(
+        self, model: Any, guide: Any, args: Any, kwargs: Any, updates: Updates | None = None
+    ) -> Outcome | None:
         """Applies what the last step taught, and takes a compiled step; ``None`` if the step has to run eagerly."""
         if not self._is_learning:
             return None
@@ -277,7 +323,8 @@ class Objective(ELBO, nn.Module):
             return None
         from pyro_bpq.objectives.recordable import Recordable
 
-        found = self.compiled.take(Recordable(self), self._program(model, guide, args, kwargs), self.num_steps)
+        program = self._program(model, guide, args, kwargs)
+        found = self.compiled.take(Recordable(self), program, self.num_steps, updates)
         if found is not None:
             self.info = found.info
             if math.isfinite(found.loss):

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pyro_bpq.compiled.recorder import Place, RecordedResult
+from pyro_bpq.compiled.places import Place
+from pyro_bpq.compiled.recorder import RecordedResult
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.learner import AveragedAdam, CriticLearner
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
@@ -182,6 +183,7 @@ class Recordable:
         """Takes a step; what it teaches is noted, not applied."""
         mode = replace(self.objective.mode_of_steps(), num_steps=number, is_recorded=True)
         result, surrogate = self.objective.taken(program, mode)
+        self.objective.trainer.announce()
         return RecordedResult(result.loss.detach(), surrogate, result.info if result.learns else {})
 
     def learn(self) -> None:

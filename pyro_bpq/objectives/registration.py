@@ -10,7 +10,7 @@ import torch
 from pyro.params.param_store import ParamStoreDict
 from torch import Tensor, nn
 
-__all__ = ["register_critics"]
+__all__ = ["are_registered", "register_critics"]
 
 
 def register_critics(critics: nn.Module) -> str | None:
@@ -39,6 +39,17 @@ def register_critics(critics: nn.Module) -> str | None:
             del store[key]
     pyro.module(module, critics)
     return module
+
+
+def are_registered(critics: nn.Module) -> bool:
+    """Whether Pyro's param store holds the parameters of some critics.
+
+    Args:
+        critics: Holds the parameters.
+    """
+    stored = {id(value) for _, value in pyro.get_param_store().named_parameters()}
+    weights = list(critics.parameters())
+    return bool(weights) and all(id(weight) in stored for weight in weights)
 
 
 def _names() -> Iterator[str]:

@@ -1,0 +1,210 @@
+r"""The update of an optimiser as a part of a recorded step.
+
+Torch's Adam, AdamW and SGD run by their own code, with the step size as a scalar input; Pyro's ClippedAdam reads
+numbers, so its equations stand here. State and step size stay those of the optimiser: the recording writes its
+tensors, and numbers that are no tensors are counted after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.optim import PyroLRScheduler, PyroOptim
+from pyro.optim.clipped_adam import ClippedAdam
+from pyro.optim.optim import is_scheduler
+from torch import Tensor
+
+from pyro_bpq.compiled.places import Place
+
+__all__ = ["OptimizerUpdate", "Updates", "apply_all", "numbers_of"]
+
+# Those of torch whose own code takes the step size as a tensor.
+_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+# How a recorded update differs from an eager one: no number is read, no kernel is fused by hand.
+_RECORDED = {"differentiable": True, "foreach": False, "fused": False}
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerUpdate:
+    """The update of one parameter.
+
+    Args:
+        parameter: The parameter.
+        optimizer: Its optimiser.
+        clip: Clips its gradient in place; ``None`` if nothing is clipped.
+        settings: The optimiser's settings but for the step size.
+        places: Where parameter, optimiser and state were found.
+    """
+
+    parameter: Tensor
+    optimizer: torch.optim.Optimizer
+    clip: Callable[[Tensor], None] | None
+    settings: dict[str, Any]
+    places: tuple[Place, ...]
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The optimiser's settings."""
+        return self.optimizer.param_groups[0]
+
+    @property
+    def holds(self) -> bool:
+        """Whether settings and state are where they were."""
+        group, settings = self.group, self.settings
+        settings["lr"] = group["lr"]
+        return group == settings and all(place.holds() for place in self.places)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The step size of the next update; for ClippedAdam also its number."""
+        group = self.group
+        if isinstance(self.optimizer, ClippedAdam):
+            return group["lr"] * group["lrd"], self.optimizer.state[self.parameter]["step"] + 1
+        return (float(group["lr"]),)
+
+    def count(self) -> None:
+        """Counts an update where the optimiser counts in numbers."""
+        if isinstance(self.optimizer, ClippedAdam):
+            self.group["lr"] *= self.group["lrd"]
+            self.optimizer.state[self.parameter]["step"] += 1
+
+    def apply(self, gradient: Tensor, numbers: Sequence[Tensor]) -> None:
+        """Updates the parameter.
+
+        Args:
+            gradient: Its gradient.
+            numbers: The step size, and what else :attr:`numbers` holds.
+        """
+        kept = self.parameter.grad
+        try:
+            # Clipping writes into the gradient.
+            self.parameter.grad = gradient if self.clip is None else gradient.clone()
+            if self.clip is not None:
+                self.clip(self.parameter)
+            assert self.parameter.grad is not None
+            if isinstance(self.optimizer, ClippedAdam):
+                _clipped_adam(self.parameter, self.parameter.grad, self.optimizer, *numbers)
+            else:
+                self._step_of_torch(numbers[0])
+        finally:
+            self.parameter.grad = kept
+
+    def _step_of_torch(self, step_size: Tensor) -> None:
+        group = self.group
+        kept = {name: group[name] for name in ("lr", *_RECORDED) if name in group}
+        try:
+            # Torch multiplies by a step size that asks for a gradient, where it would read another one.
+            size = step_size.to(self.parameter.dtype).detach().requires_grad_()
+            group.update({name: value for name, value in _RECORDED.items() if name in group}, lr=size)
+            self.optimizer.step()
+        finally:
+            group.update(kept)
+
+
+def _clipped_adam(
+    parameter: Tensor, gradient: Tensor, optimizer: torch.optim.Optimizer, step_size: Tensor, number: Tensor
+) -> None:
+    """Pyro's ClippedAdam; the step size has decayed already.
+
+    m ← β₁ m + (1 - β₁) g        v ← β₂ v + (1 - β₂) (g - c m)²        c: 1 if the variance is centred, else 0
+    x ← x - lr √(1 - β₂ⁿ) / (1 - β₁ⁿ) · m / (√v + ε)
+    """
+    (group,), state = optimizer.param_groups, optimizer.state[parameter]
+    first, second = group["betas"]
+    gradient = gradient.clamp(-group["clip_norm"], group["clip_norm"])
+    if group["weight_decay"] != 0:
+        gradient = gradient.add(parameter, alpha=group["weight_decay"])
+    mean, square = state["exp_avg"], state["exp_avg_sq"]
+    mean.mul_(first).add_(gradient, alpha=1 - first)
+    spread = gradient - mean if group["centered_variance"] else gradient
+    square.mul_(second).addcmul_(spread, spread, value=1 - second)
+    scale = step_size * (1 - second**number).sqrt() / (1 - first**number)
+    parameter.sub_(scale.to(parameter.dtype) * mean / square.sqrt().add_(group["eps"]))
+
+
+class Updates:
+    """The updates of one of Pyro's optimisers.
+
+    Args:
+        optim: The optimiser.
+    """
+
+    def __init__(self, optim: PyroOptim) -> None:
+        self.optim = optim
+
+    def __repr__(self) -> str:
+        return f"Updates({type(self.optim).__name__})"
+
+    def refuses(self) -> str:
+        """Why no update is recorded, as the end of a sentence; empty if they are.
+
+        It looks at the optimisers that are there already.
+        """
+        if type(self.optim) not in (PyroOptim, PyroLRScheduler):
+            return f"{type(self.optim).__name__} updates parameters by code of its own"
+        kinds = {type(_without_schedule(each)) for each in self.optim.optim_objs.values()}
+        strange = sorted(kind.__name__ for kind in kinds if kind not in (*_OF_TORCH, ClippedAdam))
+        if strange:
+            return f"the update of {', '.join(strange)} reads numbers of tensors"
+        if any(_is_capturable(each) for each in self.optim.optim_objs.values()):
+            return "an optimiser has the option capturable=True or differentiable=True"
+        return ""
+
+    def of(self, parameters: Iterable[Tensor]) -> tuple[OptimizerUpdate, ...]:
+        """The updates of some parameters, those without a gradient and a state left out.
+
+        Args:
+            parameters: Unconstrained parameters.
+        """
+        return tuple(
+            self._of(parameter)
+            for parameter in parameters
+            if parameter.grad is not None and parameter in self.optim.optim_objs
+        )
+
+    def _of(self, parameter: Tensor) -> OptimizerUpdate:
+        owner = self.optim.optim_objs[parameter]
+        optimizer = _without_schedule(owner)
+        state = optimizer.state.get(parameter)
+        places = [Place(self.optim.optim_objs, parameter, owner), Place(vars(optimizer), "state", optimizer.state)]
+        if state is not None:
+            places.append(Place(optimizer.state, parameter, state))
+            places += [Place(state, name, value) for name, value in state.items() if isinstance(value, Tensor)]
+        settings = {**optimizer.param_groups[0]}
+        clip = self.optim.grad_clip[parameter]
+        return OptimizerUpdate(parameter, optimizer, clip, settings, tuple(places))
+
+
+def numbers_of(updates: Iterable[OptimizerUpdate]) -> list[float]:
+    """The numbers of some updates, one after the other."""
+    return [number for update in updates for number in update.numbers]
+
+
+def apply_all(updates: Sequence[OptimizerUpdate], gradients: Mapping[int, Tensor], numbers: Iterator[Tensor]) -> None:
+    """Updates parameters.
+
+    Args:
+        updates: The updates.
+        gradients: Gradients by the identity of their parameter; zero where there is none.
+        numbers: Yields what :func:`numbers_of` gives, as a tensor, if there are updates.
+    """
+    of_all = iter(next(numbers)) if updates else iter(())
+    with torch.no_grad():
+        for update in updates:
+            gradient = gradients.get(id(update.parameter))
+            if gradient is None:
+                gradient = torch.zeros_like(update.parameter)
+            update.apply(gradient, [next(of_all) for _ in update.numbers])
+
+
+def _without_schedule(owner: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = owner.optimizer if is_scheduler(owner) else owner
+    return optimizer
+
+
+def _is_capturable(owner: Any) -> bool:
+    group = _without_schedule(owner).param_groups[0]
+    return bool(group.get("capturable") or group.get("differentiable"))

@@ -1,0 +1,161 @@
+r"""``CompiledSVI``: takes the place of ``pyro.infer.SVI``; a whole step is compiled, with the optimiser's update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.infer.util import zero_grads
+from pyro.optim import PyroOptim
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from pyro_bpq.compiled.updates import Updates
+from pyro_bpq.errors import OptionError
+from pyro_bpq.objectives.objective import Objective
+
+__all__ = ["CompiledSVI"]
+
+# Seconds between two losses that the progress bar shows.
+_SHOWS_EVERY = 0.5
+
+
+class CompiledSVI(SVI):
+    r"""SVI whose steps are compiled as wholes: guide, model, estimators, critics, gradients and the update.
+
+    The first steps run eagerly, as in ``SVI``. When structure, particles and critics are settled, a step is recorded
+    and compiled, see :class:`~pyro_bpq.Compile`. From then on a step runs no Python of the programs, and no Python of
+    the optimiser. Parameters and the optimiser's state are written in place, so ``optim.get_state()``, schedulers and
+    the parameter store show them at any moment. Step sizes are read before each step.
+
+    Recorded updates: Adam, AdamW, SGD and ClippedAdam of ``pyro.optim``, with or without ``clip_args``, alone or in a
+    ``PyroLRScheduler``. Other optimisers update the parameters after a compiled step of the loss;
+    :func:`~pyro_bpq.compile_report` says so. Gradients of parameters that a recorded update moves are not in ``.grad``.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        optim: One of Pyro's optimisers.
+        loss: A :class:`~pyro_bpq.TraceBackpropQ_ELBO`, :class:`~pyro_bpq.ExpectedCost` or
+            :class:`~pyro_bpq.TraceBackpropQ_IWAE`. It needs no ``compile=True``.
+        compile: As the option of the loss; ``None`` for that of the loss, or ``True`` where it has none.
+
+    Raises:
+        OptionError: If the loss or the optimiser is of another kind.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any] | None,
+        guide: Callable[..., Any],
+        optim: PyroOptim,
+        loss: Objective,
+        *,
+        compile: Any = None,
+    ) -> None:
+        if not isinstance(loss, Objective):
+            raise OptionError(
+                f"CompiledSVI(loss={loss!r}): write loss=TraceBackpropQ_ELBO(), or another objective of pyro_bpq; "
+                "TraceBackpropQ_ELBO(ScoreFunction(), critic=None) is the estimator of Trace_ELBO."
+            )
+        if not isinstance(optim, PyroOptim):
+            raise OptionError(
+                f"CompiledSVI(optim={type(optim).__name__}): write an optimiser of pyro.optim, such as "
+                'pyro.optim.Adam({"lr": 1e-3}).'
+            )
+        if compile is not None or loss.compiled is None:
+            loss.compile_steps(True if compile is None else compile)
+        super().__init__(model, guide, optim, loss)  # type: ignore[no-untyped-call]
+        self.objective = loss
+        self._updates = Updates(optim)
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Takes a step: the gradient of the loss, the critics' learning, the update of the parameters.
+
+        Args:
+            *args: Arguments of model and guide.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The loss, in nats: minus the bound.
+        """
+        return float(self._step(args, kwargs))
+
+    def run(self, steps: int | Iterable[Any], *args: Any, progress: bool = True, **kwargs: Any) -> Tensor:
+        """Takes many steps with a progress bar, which reads the loss twice a second.
+
+        Args:
+            steps: Number of steps, each with the same arguments; or batches, one a step. A batch that is a tuple or a
+                list gives the first arguments, anything else gives the first one.
+            *args: Further arguments of model and guide.
+            progress: Whether to show the bar.
+            **kwargs: Their keyword arguments.
+
+        Returns:
+            The losses, ``(steps,)``, in nats, detached.
+        """
+        losses: list[Tensor] = []
+        shown = time.perf_counter()
+        with tqdm(_batches(steps), disable=not progress, desc="loss") as bar:
+            for batch in bar:
+                losses.append(self._step((*batch, *args), kwargs))
+                if progress and time.perf_counter() - shown > _SHOWS_EVERY:
+                    bar.set_description(f"loss {losses[-1].item():.4g}", refresh=False)
+                    shown = time.perf_counter()
+        return torch.stack(losses) if losses else torch.zeros(0)
+
+    def _step(self, args: Any, kwargs: Any) -> Tensor:
+        if self._updates.optim is not self.optim:
+            self._updates = Updates(self.optim)
+        refusal = self._updates.refuses()
+        if self.objective.compiled is not None:
+            self.objective.compiled.outside = refusal
+        if not refusal:
+            loss = self.objective.compiled_update(self._updates, self.model, self.guide, *args, **kwargs)
+            if loss is not None:
+                return loss
+        run = self.objective.loss_and_grads if refusal else self.objective.eager_loss_and_grads
+        with poutine.trace(param_only=True) as capture:
+            value = run(self.model, self.guide, *args, **kwargs)
+        sites: Any = capture.trace.nodes
+        parameters = {site["value"].unconstrained() for site in sites.values()}
+        self.optim(parameters)
+        zero_grads(parameters)
+        return torch.tensor(value)
+
+
+def _batches(steps: int | Iterable[Any]) -> Any:
+    if isinstance(steps, int):
+        return _Repeated(steps)
+    return _Arguments(steps)
+
+
+class _Repeated:
+    """A number of steps without arguments of their own."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return (() for _ in range(self._number))
+
+
+class _Arguments:
+    """Batches as arguments."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        for batch in self._batches:
+            yield tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
