@@ -33,7 +33,7 @@ from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE as TraceBackpropQ_IWAE
 from pyro_bpq.objectives.paper import paper_settings as paper_settings
 from pyro_bpq.rollout.distributed import Ranks as Ranks
 from pyro_bpq.svi.actor_critic import ActorCriticSVI as ActorCriticSVI
-from pyro_bpq.svi.compiled import CompiledSVI as CompiledSVI
+from pyro_bpq.svi.compiled_svi import CompiledSVI as CompiledSVI
 from pyro_bpq.svi.controlled import ProximalSVI as ProximalSVI
 from pyro_bpq.svi.controlled import TrustRegionSVI as TrustRegionSVI
 from pyro_bpq.tracing.config import config_bpq as config_bpq
