@@ -2,6 +2,7 @@ r"""Turns a recorded graph into a function of its inputs."""
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,6 +51,8 @@ def compile_graph(graph: fx.GraphModule, backend: Backend, examples: Sequence[Te
     if callable(backend):
         return backend(graph, list(examples))
     if backend == "inductor":
+        if torch._inductor.config.fallback_random:
+            graph = _with_eager_bernoulli(graph)
         # Ahead of time: torch.compile would take the graph apart once more, which doubles the time.
         return torch._inductor.compile(graph, list(examples))
     compiled: Any = torch.compile(graph, backend=backend, dynamic=False, fullgraph=True)
@@ -59,3 +62,17 @@ def compile_graph(graph: fx.GraphModule, backend: Backend, examples: Sequence[Te
         return [result.clone() for result in compiled(*tensors)]
 
     return kept
+
+
+def _with_eager_bernoulli(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy that draws coins by the kernel of eager steps, where Inductor would compare other uniform draws."""
+    copied = copy.deepcopy(graph)
+    for node in copied.graph.nodes:
+        if node.target is torch.ops.aten.bernoulli.default:
+            with copied.graph.inserting_before(node):
+                room = copied.graph.call_function(torch.ops.aten.empty_like.default, (node.args[0],))
+                drawn = copied.graph.call_function(torch.ops.aten.bernoulli.Tensor, (room, node.args[0]))
+            node.replace_all_uses_with(drawn)
+            copied.graph.erase_node(node)
+    copied.recompile()
+    return copied

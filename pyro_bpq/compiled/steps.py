@@ -30,6 +30,7 @@ from pyro_bpq.compiled.updates import Updates, numbers_of
 from pyro_bpq.compiled.watch import NotYet, Unrecordable
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.rollout.schedule import scheduled
+from pyro_bpq.tracing.draws import Draws
 
 __all__ = ["CompiledSteps", "Entry", "Outcome", "SiteInfo", "StepSubject"]
 
@@ -293,6 +294,8 @@ class CompiledSteps:
 
         def work() -> None:
             start = time.perf_counter()
+            # Its first run draws. A thread cannot take that back: the main one draws meanwhile.
+            draws = None if self.options.background else Draws()
             try:
                 with torch.no_grad():
                     compiled = compile_graph(recording.graph, backend, copies)
@@ -305,6 +308,9 @@ class CompiledSteps:
                 )
             else:
                 entry.run = compiled
+            finally:
+                if draws is not None:
+                    draws.again()
             entry.seconds[1] = time.perf_counter() - start
 
         if self.options.background:

@@ -1,0 +1,90 @@
+"""Steps compiled by Inductor: number for number those of eager steps, and unbiased with draws of their own."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pyro
+import pytest
+import torch
+from models import BY_NAME, CASES
+from pyro.infer import SVI
+from pyro.optim import ClippedAdam
+from torch import Tensor
+
+from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
+from pyro_bpq.testing import exact_gradient, z_scores
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture
+def eager_draws() -> Any:
+    from torch._inductor import config
+
+    with config.patch(fallback_random=True):
+        yield
+
+
+def train(kind: Any, case: Any, steps: int) -> tuple[list[Tensor], TraceBackpropQ_ELBO]:
+    """Losses, parameters, critics and statistics after some steps."""
+    case.params()
+    pyro.set_rng_seed(3)
+    elbo = TraceBackpropQ_ELBO()
+    svi = kind(case.model, case.guide, ClippedAdam({"lr": 0.01, "lrd": 0.99}), elbo)
+    losses = [svi.step(*case.args) for _ in range(steps)]
+    state = [value.double().nan_to_num() for value in elbo.state_dict().values() if isinstance(value, Tensor)]
+    params = [value.detach() for _, value in pyro.get_param_store().named_parameters()]
+    return [torch.tensor(losses), *params, *state], elbo
+
+
+@pytest.mark.usefixtures("eager_draws")
+@pytest.mark.parametrize(
+    "name",
+    [case.name if case.name == "chain" else pytest.param(case.name, marks=pytest.mark.slow) for case in CASES],
+)
+def test_a_hundred_whole_steps_are_those_of_svi(name: str) -> None:
+    case = BY_NAME[name]
+    expected, _ = train(SVI, case, 100)
+    found, elbo = train(CompiledSVI, case, 100)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    assert elbo.compiled is not None
+    if not elbo.compiled.entries:
+        assert "run eagerly" in compile_report(elbo)
+    else:
+        assert elbo.compiled.entries[0].steps > 50
+
+
+def gradients(elbo: TraceBackpropQ_ELBO, case: Any, number: int) -> dict[str, Tensor]:
+    """Gradients of steps at the same parameters, ``(number, *shape)``."""
+    store = dict(pyro.get_param_store().named_parameters())
+    found: dict[str, list[Tensor]] = {name: [] for name in store}
+    for _ in range(number):
+        elbo.loss_and_grads(case.model, case.guide, *case.args)
+        for name, value in store.items():
+            found[name].append(torch.zeros_like(value) if value.grad is None else value.grad)
+            value.grad = None
+    return {name: torch.stack(own) for name, own in found.items()}
+
+
+@pytest.mark.slow
+def test_the_mean_gradient_is_exact_with_draws_of_its_own() -> None:
+    case = BY_NAME["chain"]
+    case.params()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(compile=True)
+    for _ in range(20):
+        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    assert elbo.compiled is not None and elbo.compiled.entries[0].steps > 5
+    for value in dict(pyro.get_param_store().named_parameters()).values():
+        value.grad = None
+    exact = {name: g for name, g in exact_gradient(case.model, case.guide, *case.args).items() if g.any()}
+    drawn = gradients(elbo, case, 4000)
+    largest = max(float(z.abs().max()) for z in z_scores(drawn, exact, max_relative_error=0.1).values())
+    assert largest < 5.0
+    planted = {name: 1.3 * value for name, value in drawn.items()}
+    assert max(float(z.abs().max()) for z in z_scores(planted, exact, max_relative_error=0.2).values()) > 5.0
