@@ -346,6 +346,28 @@ class Sentence(Parts):
         self.phrase("", 0, (self.rule, self.word))
 
 
+class Table(Parts):
+    """A chain of three states that are looked up by ``int(z)``, each with an observation."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.q = length, nn.Parameter(torch.zeros(length, 3, 3))
+        self.p, self.loc = nn.Parameter(torch.eye(3)), nn.Parameter(torch.tensor([-1.0, 0.0, 1.0]))
+
+    def model(self) -> None:
+        self.start()
+        z = 0
+        for t in range(self.length):
+            z = int(pyro.sample(f"z_{t}", dist.Categorical(logits=self.p[z])))
+            pyro.sample(f"x_{t}", dist.Normal(self.loc[z], 0.7), obs=torch.tensor(float(t % 3) - 1.0))
+
+    def guide(self) -> None:
+        self.start()
+        z = 0
+        for t in range(self.length):
+            z = int(pyro.sample(f"z_{t}", dist.Categorical(logits=self.q[t, z])))
+
+
 class Failures(Parts):
     """Repairs until something works: a geometric loop with a cost for every turn."""
 
@@ -533,5 +555,6 @@ PROGRAMS = (
     Program("gates", lambda: Steered(gates, 7.0, 1.0), 0, True),
     Program("sentence", Sentence, 0, True),
     Program("failures", Failures, 0, True),
+    Program("table of 20", lambda: Table(20), 0, True),
     Program("models", Models, 0, True),
 )
