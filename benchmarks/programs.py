@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 HELD_OUT = (
     "attention VAE",
-    "walk",
-    "switch",
+    "search",
+    "machine",
     "Poisson factors",
     "grid",
     "mixture, 10000 rows",
@@ -313,6 +313,126 @@ class Grammar(Parts):
         self.expression("", 0, (self.split, self.op, self.leaf))
 
 
+class Sentence(Parts):
+    """A recursive grammar of words, scored by the letters of a sentence, word by word."""
+
+    LETTERS = (0, 2, 1, 3, 0, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rule, self.word = nn.Parameter(torch.zeros(5, 3)), nn.Parameter(torch.zeros(5, 4))
+        self.emit = nn.Parameter(torch.eye(4))
+
+    def phrase(self, path: str, depth: int, laws: tuple[Tensor, Tensor]) -> list[int]:
+        """Draws a phrase: a word, two phrases, or a word between two phrases."""
+        rule = int(pyro.sample(f"rule{path}", dist.Categorical(logits=laws[0][depth]))) if depth < 4 else 0
+        word = [] if rule == 1 else [int(pyro.sample(f"word{path}", dist.Categorical(logits=laws[1][depth])))]
+        if rule == 0:
+            return word
+        left, right = (self.phrase(path + side, depth + 1, laws) for side in "lr")
+        return left + word + right
+
+    def model(self) -> None:
+        self.start()
+        found = self.phrase("", 0, (torch.tensor([0.8, 0.0, -0.5]).expand(5, 3), torch.zeros(5, 4)))
+        letters = self.LETTERS[: len(found)]
+        for i, (word, letter) in enumerate(zip(found, letters, strict=False)):
+            pyro.sample(f"x_{i}", dist.Categorical(logits=self.emit[word]), obs=torch.tensor(letter))
+        # Letters without a word, and words without a letter.
+        pyro.factor("rest", torch.tensor(-1.5 * abs(len(found) - len(self.LETTERS))))
+
+    def guide(self) -> None:
+        self.start()
+        self.phrase("", 0, (self.rule, self.word))
+
+
+class Table(Parts):
+    """A chain of three states that are looked up by ``int(z)``, each with an observation."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.q = length, nn.Parameter(torch.zeros(length, 3, 3))
+        self.p, self.loc = nn.Parameter(torch.eye(3)), nn.Parameter(torch.tensor([-1.0, 0.0, 1.0]))
+
+    def model(self) -> None:
+        self.start()
+        z = 0
+        for t in range(self.length):
+            z = int(pyro.sample(f"z_{t}", dist.Categorical(logits=self.p[z])))
+            pyro.sample(f"x_{t}", dist.Normal(self.loc[z], 0.7), obs=torch.tensor(float(t % 3) - 1.0))
+
+    def guide(self) -> None:
+        self.start()
+        z = 0
+        for t in range(self.length):
+            z = int(pyro.sample(f"z_{t}", dist.Categorical(logits=self.q[t, z])))
+
+
+class Failures(Parts):
+    """Repairs until something works: a geometric loop with a cost for every turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stop, self.tool = nn.Parameter(torch.zeros(15)), nn.Parameter(torch.zeros(15, 3))
+        self.wear = nn.Parameter(torch.tensor([0.2, 0.5, 1.0]))
+
+    def turns(self, stop: Tensor, tool: Tensor, is_model: bool) -> None:
+        """Draws tools until one helps."""
+        for t in range(15):
+            used = pyro.sample(f"tool_{t}", dist.Categorical(logits=tool[t]))
+            if is_model:
+                pyro.sample(f"wear_{t}", dist.Normal(self.wear[used], 0.5), obs=torch.tensor(0.3 + 0.1 * t))
+            works = pyro.sample(f"works_{t}", dist.Bernoulli(logits=stop[t] + 0.4 * used))
+            if works > 0.5:
+                return
+
+    def model(self) -> None:
+        self.start()
+        self.turns(torch.full((15,), -1.5), torch.zeros(15, 3), True)
+
+    def guide(self) -> None:
+        self.start()
+        self.turns(self.stop, self.tool, False)
+
+
+class Models(Parts):
+    """Chooses among three models of some data, which have sites of their own, discrete and continuous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.degree, self.knot = (nn.Parameter(torch.zeros(size)) for size in (3, 4, 6))
+        self.loc, self.scale = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.full((3, 4), -1.0))
+        self.t = torch.linspace(-1.0, 1.0, 12)
+        self.y = 0.8 * self.t - 0.4 + 0.9 * (self.t > 0.2)
+
+    def curve(self, laws: tuple[Tensor, Tensor, Tensor], loc: Tensor, scale: Tensor) -> Tensor:
+        """Draws a model and its parameters, and evaluates it."""
+        kind = int(pyro.sample("kind", dist.Categorical(logits=laws[0])))
+
+        def weight(i: int) -> Tensor:
+            found: Tensor = pyro.sample(f"w{kind}_{i}", dist.Normal(loc[kind, i], scale[kind, i].exp()))
+            return found
+
+        if kind == 0:
+            degree = int(pyro.sample("degree", dist.Categorical(logits=laws[1])))
+            return sum((weight(i) * self.t**i for i in range(degree + 1)), torch.zeros(12))
+        if kind == 1:
+            knot = pyro.sample("knot", dist.Categorical(logits=laws[2]))
+            step = (self.t > 0.3 * knot - 0.8).float()
+            return weight(0) + weight(1) * self.t + weight(2) * step
+        return weight(0) * torch.sin(2.0 * self.t + weight(1))
+
+    def model(self) -> None:
+        self.start()
+        mean = self.curve((torch.zeros(3), torch.zeros(4), torch.zeros(6)), torch.zeros(3, 4), torch.zeros(3, 4))
+        with pyro.plate("rows", 12):
+            pyro.sample("y", dist.Normal(mean, 0.4), obs=self.y)
+
+    def guide(self) -> None:
+        self.start()
+        self.curve((self.kind, self.degree, self.knot), self.loc, self.scale)
+
+
 class Steered(Parts):
     """A program whose draws, by a function of laws, decide what is drawn next."""
 
@@ -368,19 +488,34 @@ def number(law: Law) -> Tensor:
     return sum((coin(f"z_{i}", law("b", i)) for i in range(n + 1)), torch.zeros(()))
 
 
-def walk(law: Law) -> Tensor:
-    """A random walk that stops at a bound."""
-    x, total, t = 0, torch.zeros(()), 0
-    while t < 10 and abs(x) < 3:
-        step = coin(f"s_{t}", law("a", t))
-        x, total, t = x + 2 * int(step) - 1, total + step, t + 1
-    return total - 0.3 * t
+def search(law: Law) -> Tensor:
+    """Depth-first search of a tree that is drawn on the way, with a fee for every node."""
+
+    def visit(path: str, depth: int) -> Tensor:
+        found = 1.0 + die(f"n{path}", law("a", depth)).float()
+        pyro.factor(f"fee{path}", torch.tensor(-0.3), has_rsample=False)
+        for side in "lr":
+            if depth < 3 and coin(f"go{path}{side}", law("b", 2 * depth + (side == "r"))) > 0.5:
+                found = found + 0.5 * visit(path + side, depth + 1)
+        return found
+
+    return visit("", 0)
 
 
-def switch(law: Law) -> Tensor:
-    """One of four programs."""
-    k = int(die("k", law("a", 0)))
-    return sum((coin(f"m{k}_{j}", law("b", 4 * (k > 1) + j)) * (j + 1) for j in range(k + 1)), torch.zeros(()))
+def counter(law: Law) -> Tensor:
+    """Instructions for a counter, drawn until one of them halts."""
+    value = torch.ones(())
+    for t in range(8):
+        op = int(die(f"op_{t}", law("a", t)))
+        if op == 0:
+            break
+        if op == 1:
+            value = value + 1.0 + coin(f"add_{t}", law("b", t))
+        elif op == 2:
+            value = 1.5 * value
+        else:
+            value = value - die(f"sub_{t}", law("c", t)).float()
+    return value
 
 
 def gates(law: Law) -> Tensor:
@@ -415,7 +550,11 @@ PROGRAMS = (
     Program("branch", lambda: Steered(branch, 1.4, 0.7), 0, True),
     Program("loop", lambda: Steered(loop, 4.0, 0.7), 0, True),
     Program("number", lambda: Steered(number, 3.0, 0.5), 0, True),
-    Program("walk", lambda: Steered(walk, 1.0, 0.7), 0, True),
-    Program("switch", lambda: Steered(switch, 4.2, 1.0), 0, True),
+    Program("search", lambda: Steered(search, 6.0, 1.0), 0, True),
+    Program("machine", lambda: Steered(counter, 7.0, 1.0), 0, True),
     Program("gates", lambda: Steered(gates, 7.0, 1.0), 0, True),
+    Program("sentence", Sentence, 0, True),
+    Program("failures", Failures, 0, True),
+    Program("table of 20", lambda: Table(20), 0, True),
+    Program("models", Models, 0, True),
 )

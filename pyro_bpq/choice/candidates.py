@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from pyro_bpq.estimators import AllAction, CrossedLeaveOneOut, Estimator, LeaveOneOut, RunningBaseline, ScoreFunction
+from pyro_bpq.estimators import AllAction, CrossedLeaveOneOut, Estimator, LeaveOneOut, ScoreFunction
 
 __all__ = ["BY_NAME", "FIXED", "Candidate", "ProgramFacts", "candidates_for", "rules"]
 
@@ -22,7 +22,8 @@ class Candidate:
         num_particles: Number of particles; ``None`` leaves it open.
         vectorized: Whether these run in one call.
         critics: Whether sites may have critics.
-        in_order: Whether every later cost counts, without tracking.
+        in_order: Whether every cost counts, without tracking.
+        tracked: Whether every step is tracked.
     """
 
     name: str
@@ -31,6 +32,12 @@ class Candidate:
     vectorized: bool = False
     critics: bool = True
     in_order: bool = False
+    tracked: bool = False
+
+    @property
+    def structure(self) -> str:
+        """When dependencies are tracked, as the option of that name."""
+        return "dense" if self.in_order else "dynamic" if self.tracked else "auto"
 
 
 FIXED = Candidate("the rules")
@@ -63,7 +70,7 @@ def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]
         (
             lambda p: p.is_steered,
             (
-                Candidate("program order", ScoreFunction(RunningBaseline()), 1, critics=False, in_order=True),
+                Candidate("tracked", tracked=True),
                 Candidate("program order, 2 particles", ScoreFunction(LeaveOneOut()), 2, critics=False, in_order=True),
                 Candidate("program order, 4 particles", ScoreFunction(LeaveOneOut()), 4, critics=False, in_order=True),
             ),

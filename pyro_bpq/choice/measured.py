@@ -249,13 +249,13 @@ class MeasuredChoice:
         return {"chosen": self.chosen.name, "looks": self.looks, "start": self._start, "report": list(self.report)}
 
     def load_state_dict(self, state: Mapping[str, Any], num_steps: int) -> None:
-        """Inverse of :meth:`state_dict`; a choice that the user pinned stays.
+        """Inverse of :meth:`state_dict`; a choice that the user pinned stays, and one that is unknown is measured anew.
 
         Args:
             state: What :meth:`state_dict` gave.
             num_steps: Number of steps taken.
         """
-        if not self.is_measured:
+        if not self.is_measured or state["chosen"] not in BY_NAME:
             return
         self.chosen, self.looks, self._start = BY_NAME[state["chosen"]], state["looks"], state["start"]
         self.report, self._since = tuple(state["report"]), num_steps

@@ -74,7 +74,7 @@ class Rules:
         nesting = (known or self).nesting if candidate.vectorized else math.inf
         critic = self.planner.critic if candidate.critics else None
         planner = replace(self.planner, estimator=candidate.estimator, critic=critic)
-        self.runner.use(planner, "dense" if candidate.in_order else "auto", None if known is None else known.runner)
+        self.runner.use(planner, candidate.structure, None if known is None else known.runner)
         if candidate.num_particles is None:
             self.particles.reopen()
         else:
@@ -140,7 +140,8 @@ class StillTrial:
 
     def followed_operators(self, model: Any, guide: Any, args: Any, kwargs: Any) -> int:
         """Number of operators of a step that are followed; 0 where steps are not always tracked."""
-        if not self.elbo.runner.structure.always_tracks:
+        structure = self.elbo.runner.structure
+        if not structure.always_tracks or structure.is_ordered:
             return 0
         with WorkMode() as mode:
             self.elbo.run_program((model, guide, args, kwargs))

@@ -184,6 +184,7 @@ class TraceBackpropQ_ELBO(Objective):
             immediate=immediate,
             form=form,
             discounted=callable(gamma) or gamma != 1.0,
+            may_order=not self._only_costs and enumeration == "sample",
         )
         enumerates = enumeration == "exact"
         self.runner = StepRunner(
@@ -257,7 +258,9 @@ class TraceBackpropQ_ELBO(Objective):
         return self.vectorize_particles or self.enumeration == "exact"
 
     def _mode(self, learning: bool, goes_back: bool = False) -> Mode:
-        return super()._mode(learning, goes_back and not self.analytic_kl)
+        # Nothing may learn later from a step in program order, and nothing but its costs may matter.
+        may_order = not (self.keeps_staged or self.analytic_kl or self.trainer.ranks is not None)
+        return replace(super()._mode(learning, goes_back and not self.analytic_kl), may_order=may_order)
 
     # What compiled steps ask.
 
@@ -288,7 +291,7 @@ class TraceBackpropQ_ELBO(Objective):
 
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
         """Prepares runs of a known structure as a step does; nothing learns."""
-        return self.runner.stage(traced, programs, self.particles.now, self._mode(False))
+        return self.runner.stage(traced, programs, self.particles.now, replace(self._mode(False), shows=True))
 
     def observe(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None) -> Observation:
         """The runs of a step, and what their sites are told; nothing learns. For diagnostics.
@@ -300,7 +303,7 @@ class TraceBackpropQ_ELBO(Objective):
             kwargs: Their keyword arguments.
         """
         program = self._program(model, guide, args, kwargs or {})
-        return self.particles.observe(self.runner, program, self._mode(False))
+        return self.particles.observe(self.runner, program, replace(self._mode(False), shows=True))
 
     def tracked_runs(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None) -> list[TracedRun]:
         """The same runs, tracked: they show what leaves torch. For diagnostics."""
@@ -330,7 +333,7 @@ class TraceBackpropQ_ELBO(Objective):
 
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         start = time.perf_counter()
-        seen = self.particles.observe(self.runner, program, replace(mode, may_order=self._may_order))
+        seen = self.particles.observe(self.runner, program, mode)
         ready = time.perf_counter()
         signals = [item.signals for item in seen.items]
         losses = [traced.run.loss for traced in seen.runs]
@@ -348,11 +351,6 @@ class TraceBackpropQ_ELBO(Objective):
         if self.keeps_staged:
             self.trainer.keep(seen.items, result)
         return result
-
-    @property
-    def _may_order(self) -> bool:
-        """Whether nothing learns later from a step, and nothing but its costs matters."""
-        return not (self.keeps_staged or self.analytic_kl or self.trainer.ranks is not None)
 
     # The choice by measurement.
 

@@ -62,6 +62,7 @@ class Mode:
         is_checked: Whether particles that run in a hidden dimension are looked at for what they leave behind.
         is_recorded: Whether operators of the step are recorded: findings of earlier steps are then taken as they are.
         may_order: Whether the step needs nothing but costs in program order, where that is all that is known.
+        shows: Whether it is asked what sites are told, so that a graph is needed in any case.
     """
 
     learning: bool = False
@@ -73,6 +74,7 @@ class Mode:
     is_checked: bool = False
     is_recorded: bool = False
     may_order: bool = False
+    shows: bool = False
 
 
 class NoiseSource:
@@ -178,8 +180,9 @@ class StepRunner:
         """
         self.plans.planner = planner
         self.plans.forget()
-        if known is not None or structure != self.structure.mode:
-            self.structure = (known or self).structure.in_mode(structure)
+        # What is done in program order is settled anew.
+        self.structure = (known or self).structure.in_mode(structure)
+        self.structure.in_order = False
 
     def forget_last(self) -> None:
         """Forgets the last step: the next one is planned anew."""
@@ -247,9 +250,13 @@ class StepRunner:
             particles: How the particles run.
             mode: What the step is for.
         """
-        track = self.structure.wants_tracking()
+        is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
+        track = self.structure.wants_tracking() or (self.structure.always_tracks and not is_ordered)
         programs, draws = programs_of(program, particles), Draws()
         runs = self._runs(programs, particles, mode, track)
+        ordered = self._ordered(runs, mode) if is_ordered else None
+        if ordered is not None:
+            return Observation(tuple(runs), (), ordered)
         # The runs that show the structure: those of the step, unless they cannot be tracked.
         shown = runs
         if runs[0].reads is None and (track or not all(self.structure.knows(run) for run in runs)):
@@ -259,9 +266,6 @@ class StepRunner:
             else:
                 draws.again()
                 shown = runs = self._runs(programs, particles, mode, True)
-        ordered = self._ordered(runs, particles) if mode.may_order and not track else None
-        if ordered is not None:
-            return Observation(tuple(runs), (), ordered)
         graphs = [self.structure.graph(traced, mode.learning) for traced in shown]
         is_dynamic = any(self.structure.is_dynamic(traced) for traced in shown)
         if is_dynamic or [run.key for run in runs] != [run.key for run in shown]:
@@ -273,7 +277,9 @@ class StepRunner:
                 "so that particles may steer each other; write vectorize_particles=False."
             )
         is_alike = all(run.key == runs[0].key for run in runs)
-        facts = self._facts(shown, is_dynamic, particles)
+        facts = self._facts(shown, is_dynamic, particles, mode)
+        if mode.learning and mode.may_order and self.plans.planner.orders:
+            self.structure.settle_order(all(self.plans.planner.fits_order(traced) for traced in shown))
         if not is_dynamic and is_alike and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [self.structure.merge(runs[0], graphs)] * len(runs)
         # A baseline from those particles that happen to have the same structure would depend on the value of the
@@ -295,17 +301,21 @@ class StepRunner:
             raise
         return Observation(tuple(runs), tuple(items))
 
-    def _ordered(self, runs: Sequence[TracedRun], particles: Particles) -> tuple[RunInOrder, ...] | None:
-        """What runs of a steered program tell in program order; ``None`` where more is asked for."""
-        if not self.structure.is_ordered or particles.has_plate:
-            return None
-        found = []
-        for traced in runs:
-            estimators = self.plans.planner.order_estimators(traced)
-            if estimators is None:
-                return None
-            found.append(in_order(traced, estimators))
-        return tuple(found)
+    def _ordered(self, runs: Sequence[TracedRun], mode: Mode) -> tuple[RunInOrder, ...] | None:
+        """What runs of a steered program tell in program order; ``None`` where more is asked for.
+
+        Where program order is the default's choice, a run that it does not serve well changes the steps after this
+        one: what a step does must not follow from the values that it has drawn.
+        """
+        planner = self.plans.planner
+        if self.structure.mode == "auto":
+            if mode.learning:
+                self.structure.settle_order(all(planner.fits_order(traced) for traced in runs))
+            return tuple(in_order(traced, planner.plain_estimators(traced)) for traced in runs)
+        estimators = [planner.order_estimators(traced) for traced in runs]
+        pairs = zip(runs, estimators, strict=True)
+        found = tuple(in_order(traced, own) for traced, own in pairs if own is not None)
+        return found if len(found) == len(runs) else None
 
     def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, track: bool) -> list[TracedRun]:
         """Traces the programs of a step, with slopes where the last step's plan asked for them."""
@@ -357,7 +367,9 @@ class StepRunner:
             has_buffers=self.has_buffers,
         )
 
-    def _facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles) -> StructureFacts:
+    def _facts(
+        self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode
+    ) -> StructureFacts:
         """What is known of the structure of runs besides their graph."""
         structure = self.structure
         return StructureFacts(
@@ -367,6 +379,11 @@ class StepRunner:
             handed=structure.handed_of(runs),
             has_buffers=structure.has_buffers(runs),
             num_particles=particles.number,
+            is_ordered=is_dynamic
+            and structure.mode == "auto"
+            and mode.may_order
+            and self.plans.planner.orders
+            and not structure.needs_graphs,
             work=structure.work_of(runs[0]),
         )
 
@@ -380,7 +397,7 @@ class StepRunner:
             mode: What the step is for.
         """
         last, graph = self.plans.last, self.structure.graph(runs[0], False)
-        facts = self._facts(runs, self.structure.is_dynamic(runs[0]), particles)
+        facts = self._facts(runs, self.structure.is_dynamic(runs[0]), particles, mode)
         staged = self._stage(list(runs), graph, list(programs), particles, mode, facts, False)
         self.plans.last = last
         return staged

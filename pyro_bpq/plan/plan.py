@@ -111,6 +111,7 @@ class StructureFacts:
             not show them.
         has_buffers: Whether the programs may call modules with buffers.
         num_particles: Number of particles.
+        is_ordered: Whether steps on the structure are to go in program order.
         work: What guide and model of a run compute, if that was counted. It never tells structures apart.
     """
 
@@ -120,4 +121,5 @@ class StructureFacts:
     handed: frozenset[str] = frozenset()
     has_buffers: bool = True
     num_particles: int = 1
+    is_ordered: bool = False
     work: tuple[Work, Work] | None = field(default=None, compare=False)

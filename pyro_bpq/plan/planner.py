@@ -75,6 +75,7 @@ class Planner:
         immediate: ``"exact"``, or ``"learned"`` for no cost that is known at other values than the sampled one.
         form: What a Q-function conditions on, see :meth:`BackpropQNetwork.build`.
         discounted: Whether targets may have a discount below 1.
+        may_order: Whether nothing else is chosen that needs the graph of a run.
     """
 
     estimator: Estimator | None
@@ -87,6 +88,12 @@ class Planner:
     immediate: Literal["exact", "learned"] = "exact"
     form: Form = "ancestor"
     discounted: bool = False
+    may_order: bool = False
+
+    @property
+    def orders(self) -> bool:
+        """Whether steps of programs that values steer go in program order without being asked to."""
+        return self.may_order and self.estimator is None and not self.asks_for_critics
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site, as its options and its distribution have it.
@@ -145,6 +152,19 @@ class Planner:
             found[name] = estimator
         return found
 
+    def fits_order(self, traced: TracedRun) -> bool:
+        """Whether program order serves a run well: rows of plates, choices at sites and dear costs need the graph."""
+        scored = [name for name, record in traced.run.sites.items() if record.score is not None]
+        return not traced.user_costs and all(traced.options[n].is_open and not traced.plates[n] for n in scored)
+
+    def plain_estimators(self, traced: TracedRun) -> dict[str, Estimator]:
+        """The estimators of the default in program order, whatever is chosen at sites."""
+        return {
+            name: SiteFacts(traced.infos[name], traced.options[name]).plain_score
+            for name, record in traced.run.sites.items()
+            if record.score is not None
+        }
+
     def attach(self, infer: Mapping[str, Any]) -> Any:
         """The estimator of a site with this ``infer``, if it attaches a gradient to the site's value."""
         options = infer.get("bpq")
@@ -178,7 +198,11 @@ class Planner:
             The plan.
         """
         sites = {
-            name: SiteFacts(info, traced.options[name], self.estimator, self.max_support, has_slopes=has_slopes)
+            name: SiteFacts(
+                *(info, traced.options[name], self.estimator, self.max_support),
+                has_slopes=has_slopes,
+                is_ordered=facts.is_ordered,
+            )
             for name, info in traced.infos.items()
         }
         choices = {name: self.choice(sites[name]) for name in traced.run.sites}

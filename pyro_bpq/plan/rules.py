@@ -57,6 +57,7 @@ class SiteFacts:
         can_compare: Whether other runs of the program may serve it.
         is_alone: Whether it is the last and the only site of its kind, with plates whose rows stay apart.
         has_slopes: Whether costs may have gradients to its values.
+        is_ordered: Whether sampled values steer the program, and nobody chose anything that needs its graph.
     """
 
     info: SiteInfo
@@ -69,6 +70,7 @@ class SiteFacts:
     can_compare: bool = False
     is_alone: bool = False
     has_slopes: bool = True
+    is_ordered: bool = False
 
     @property
     def score_function(self) -> Estimator:
@@ -120,6 +122,11 @@ BY_OPTIONS = (
 BY_STRUCTURE = (
     Rule(
         "partly reparameterised: score function for the rest", lambda s: s.is_partly_scored, lambda s: s.score_function
+    ),
+    Rule(
+        "sampled values steer the program: every cost counts, and nothing is tracked",
+        lambda s: s.is_ordered and s.options.is_open and not s.info.has_rsample,
+        lambda s: s.plain_score,
     ),
     Rule("rows of data: other particles know the row", lambda s: s.is_by_row, lambda s: s.score_function),
     Rule(

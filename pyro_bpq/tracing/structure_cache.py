@@ -63,6 +63,8 @@ class StructureCache:
         self.escapes = False
         self.escaping: tuple[str, ...] = ()
         self.crosses = False
+        # Whether steps of a steered program may go in program order; and whether a run has shown that they may not.
+        self.in_order = self.needs_graphs = False
         self.unknown = True
         self.untracked_steps = 0
         self.next_look = 10
@@ -97,12 +99,12 @@ class StructureCache:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether values are known to steer the program, and every later cost is to count."""
-        return self.mode == "dense" and self.escapes
+        """Whether values are known to steer the program, and every cost is to count."""
+        return self.escapes and (self.mode == "dense" or (self.mode == "auto" and self.in_order))
 
     @property
     def always_tracks(self) -> bool:
-        """Whether every run is tracked, also the runs of stored rollouts."""
+        """Whether every run whose graph is asked for is tracked, also the runs of stored rollouts."""
         return self.mode == "dynamic" or (self.escapes and self.mode == "auto")
 
     @property
@@ -243,6 +245,21 @@ class StructureCache:
         if changed or traced.key not in self.graphs:
             return self._store(traced.key, build_graph(traced, merged))
         return self.graphs[traced.key]
+
+    def settle_order(self, fits: bool) -> None:
+        """Settles whether steps of a program that values steer go in program order; once refused, they never do.
+
+        Args:
+            fits: Whether the runs of the present step could be served in program order.
+        """
+        self.needs_graphs |= not fits
+        if not self.escapes or self.mode != "auto" or self.in_order is not self.needs_graphs:
+            return
+        self.in_order = not self.needs_graphs
+        if self.in_order:
+            self._say(f"Values of {', '.join(self.escaping)} steer the program: steps go in program order, untracked.")
+        else:
+            self._say("A site in a plate, a choice at a site or a cost statement needs the graph: every run is tracked.")
 
     def _say(self, text: str) -> None:
         self.said = text

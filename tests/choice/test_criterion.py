@@ -39,7 +39,8 @@ def test_a_gain_within_its_error_is_none() -> None:
 def test_candidates_follow_from_the_program() -> None:
     assert candidates_for(ProgramFacts()) == (FIXED,)
     steered = candidates_for(ProgramFacts(is_steered=True, num_sites=3))
-    assert steered[0] == FIXED and all(candidate.in_order for candidate in steered[1:]) and len(steered) == 4
+    assert steered[0] == FIXED and all(candidate.in_order or candidate.tracked for candidate in steered[1:])
+    assert len(steered) == 4
     plain = candidates_for(ProgramFacts(num_sites=3, has_critics=True, has_extra_run=True, many_components=2))
     assert not any(candidate.in_order for candidate in plain)
     assert {"no critics", "no extra run", "crossed costs, 4 particles"} <= {candidate.name for candidate in plain}

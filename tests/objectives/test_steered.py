@@ -49,8 +49,8 @@ shared = config_bpq(guide, share="z")
 
 
 def train(steps: int, program: Callable[..., Any] = guide, **options: Any) -> TraceBackpropQ_ELBO:
-    """An ELBO whose critics saw the initial parameters only."""
-    return trained(TraceBackpropQ_ELBO(**options), model, program, steps=steps).eval()
+    """An ELBO whose critics saw the initial parameters only; with the default's structure there are none."""
+    return trained(TraceBackpropQ_ELBO(structure="dynamic", **options), model, program, steps=steps).eval()
 
 
 @functools.cache

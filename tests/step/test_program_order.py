@@ -1,4 +1,4 @@
-"""Steps in program order: unbiased, untracked, and the same as the dense graph would give."""
+"""Steps in program order: unbiased, untracked, and each site is charged with the loss of its run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
 
-from pyro_bpq import CriticLearner, LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
+from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.testing import assert_unbiased
 
@@ -77,26 +77,30 @@ def test_a_step_is_unbiased(estimator: Estimator, particles: int) -> None:
     assert_unbiased(elbo.eval(), model, guide)
 
 
-# The graph of a run without plates has other shapes: there it compares fewer particles.
-@pytest.mark.parametrize(("particles", "has_plate"), [(1, True), (1, False), (3, False)])
-def test_it_gives_what_the_dense_graph_gives(particles: int, has_plate: bool) -> None:
-    def gradients(**options: Any) -> list[torch.Tensor]:
-        elbo = trained(ScoreFunction(LeaveOneOut() if particles > 1 else RunningBaseline()), 1, **options)
-        found = []
-        for seed in range(20):
-            pyro.set_rng_seed(seed)
-            elbo.loss_and_grads(model, guide, has_plate)
-            params = pyro.get_param_store()._params
-            found += [params[name].grad.clone() for name in ("p", "q")]
-            for name in params:
-                params[name].grad = None
-        return found
+def test_particles_are_compared_that_have_the_site() -> None:
+    elbo = trained(ScoreFunction(LeaveOneOut()), num_particles=3)
 
-    # Whatever learns later from a step needs its graph.
-    slow = gradients(num_particles=particles, learner=CriticLearner(steps=2))
-    fast = gradients(num_particles=particles)
-    for one, other in zip(fast, slow, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-10)
+    def short() -> None:
+        if pyro.sample("a", dist.Bernoulli(logits=logits("q", 0.2, 5)[0])) > 0:
+            pyro.sample("b", dist.Bernoulli(logits=logits("q", 0.2, 5)[1]))
+
+    def seen() -> None:
+        short()
+        pyro.sample("x", dist.Normal(logits("p", -0.1, 5)[0], 1.0), obs=torch.tensor(1.0, dtype=torch.float64))
+
+    assert_unbiased(elbo.eval(), seen, short)
+
+
+@pytest.mark.parametrize("particles", [1, 3])
+def test_each_site_is_charged_with_the_loss_of_its_run(particles: int) -> None:
+    elbo = trained(ScoreFunction(LeaveOneOut() if particles > 1 else RunningBaseline()), num_particles=particles)
+    for seed in range(5):
+        pyro.set_rng_seed(seed)
+        loss = elbo.loss_and_grads(model, guide)
+        charged = elbo.info["a"]["cost_to_go"]
+        torch.testing.assert_close(float(charged.mean()), loss)
+        for entry in elbo.info.values():
+            assert all((charged == cost).any() for cost in entry["cost_to_go"])
 
 
 def test_it_tells_of_its_sites_what_any_step_tells() -> None:

@@ -1,0 +1,94 @@
+"""The default on programs that sampled values steer: program order, unbiased before, during and after it is settled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from steps import trained
+
+from pyro_bpq import RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.estimators import AllAction
+from pyro_bpq.testing import assert_unbiased
+
+
+def tree(q: torch.Tensor, kind: str) -> torch.Tensor:
+    """Draws that depend on one another; one branch may have a plate, or a choice of its own."""
+    if pyro.sample("a", dist.Bernoulli(logits=q[0])) > 0:
+        b = pyro.sample("b", dist.Categorical(logits=q[1:4]))
+        return 0.5 * b + (pyro.sample("c", dist.Bernoulli(logits=q[4])) if b > 0 else 0.0)
+    if kind == "plate":
+        with pyro.plate("rows", 2):
+            return -pyro.sample("d", dist.Bernoulli(logits=q[5])).sum()
+    chosen = {"bpq": {"estimator": AllAction()}} if kind == "choice" else {}
+    return -1.5 * pyro.sample("d", dist.Bernoulli(logits=q[5]), infer=chosen)
+
+
+def guide(kind: str = "") -> None:
+    tree(pyro.param("q", torch.tensor([0.2, -0.3, 0.4, 0.1, 0.5, -0.6], dtype=torch.float64)), kind)
+
+
+def model(kind: str = "") -> None:
+    w = pyro.param("w", torch.tensor([0.3, -0.1], dtype=torch.float64))
+    total = tree(w[0] * torch.arange(6.0, dtype=torch.float64), kind)
+    pyro.sample("x", dist.Normal(total + w[1], 0.8), obs=torch.tensor(1.1, dtype=torch.float64))
+
+
+def after(steps: int, kind: str = "", **options: Any) -> TraceBackpropQ_ELBO:
+    """The default after some steps that change no parameter."""
+    elbo = TraceBackpropQ_ELBO(**options)
+    return trained(elbo, lambda: model(kind), lambda: guide(kind), steps=steps)
+
+
+@pytest.mark.parametrize(("steps", "particles"), [(1, None), (1, 2), (12, None), (12, 2)])
+def test_a_step_is_unbiased(steps: int, particles: int | None) -> None:
+    elbo = after(steps, num_particles=particles)
+    assert elbo.runner.structure.is_ordered and elbo.runner.structure.tracked_runs == elbo.num_particles
+    assert_unbiased(elbo.eval(), model, guide)
+
+
+def test_the_first_step_is_unbiased() -> None:
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO()
+    assert_unbiased(elbo.eval(), model, guide)
+    assert not elbo.runner.structure.is_ordered
+
+
+@pytest.mark.parametrize("kind", ["plate", "choice"])
+def test_what_a_branch_shows_counts_from_the_next_step_on(kind: str) -> None:
+    # Without the plate or the choice it settles; then a branch shows them.
+    elbo = after(3)
+    structure = elbo.runner.structure
+    assert structure.in_order
+    # Every branch is served alike until then, that one included.
+    assert_unbiased(elbo.eval(), model, guide, kind)
+    elbo.train()
+    for seed in range(20):
+        pyro.set_rng_seed(seed)
+        elbo.loss_and_grads(model, guide, kind)
+    assert structure.needs_graphs and not structure.in_order
+    assert_unbiased(elbo.eval(), model, guide, kind)
+
+
+def test_the_plan_says_why() -> None:
+    elbo = after(3)
+    assert elbo.plan is not None and "sampled values steer the program" in str(elbo.plan)
+    assert elbo.plan.layout.specs["a"].estimator == ScoreFunction(RunningBaseline())
+    assert "go in program order" in str(elbo)
+    assert elbo.refuses_recording()
+
+
+@pytest.mark.parametrize("options", [{"structure": "dynamic"}, {"estimator": AllAction()}, {"window": 2}])
+def test_what_is_chosen_stays(options: dict[str, Any]) -> None:
+    elbo = after(3, **options)
+    assert not elbo.runner.structure.is_ordered and elbo.runner.structure.tracked_runs == 3
+    assert isinstance(elbo.info["a"]["estimator"], AllAction)
+
+
+def test_what_sites_are_told_can_be_asked_for() -> None:
+    elbo = after(3)
+    seen = elbo.observe(model, guide)
+    assert seen.items and elbo.runner.structure.is_ordered
