@@ -3,8 +3,8 @@
 #
 # From a first run to a diagnosis to a better bound. **What is won beside Pyro:** the same ELBO and the same one line,
 # a gradient with less noise, tools that say what is wrong with *this* program, and in the end a step that is compiled.
-# The way is the same for every model; here it is a hidden Markov model that reads real handwritten digits row by row, and in which two mistakes are
-# planted.
+# The way is the same for every model; here it is a hidden Markov model that reads real handwritten digits row by row,
+# and in which two mistakes are planted.
 #
 # Data: scikit-learn's digits, 8 rows of 8 pixels. Each row is explained by one of six hidden states.
 
