@@ -11,7 +11,7 @@
 # %%
 import os
 
-import matplotlib.pyplot as plt  # noqa: F401 (shows figures)
+import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
@@ -78,7 +78,9 @@ elbo.network
 rows = torch.tensor([0.3, 2.1, 2.6])
 quick = {"num_warmup": 3, "num_samples": 4, "num_rounds": 1} if SMOKE else {"num_warmup": 100, "num_samples": 100}
 comparison = compare_estimators(model, guide, rows, progress=False, verbose=False, **quick)
-plot_comparison(comparison)
+figure, axes = plt.subplots(figsize=(6.5, 2.8), layout="constrained")
+plot_comparison(comparison, axes)
+plt.show()
 
 # %% [markdown]
 # The rows of the plate have costs of their own, and `style` those of all rows. *Default* sums the immediate costs over

@@ -11,7 +11,7 @@
 # %%
 import os
 
-import matplotlib.pyplot as plt  # noqa: F401 (shows figures)
+import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
@@ -128,7 +128,9 @@ elbo.network
 pyro.clear_param_store()
 quick = {"num_warmup": 3, "num_samples": 4, "num_rounds": 1} if SMOKE else {"num_warmup": 100, "num_samples": 100}
 comparison = compare_estimators(loop_model, loop_guide, progress=False, verbose=False, **quick)
-plot_comparison(comparison)
+figure, axes = plt.subplots(figsize=(6.5, 2.8), layout="constrained")
+plot_comparison(comparison, axes)
+plt.show()
 
 # %% [markdown]
 # If the steps of a loop are alike, let them share a critic, which then also sees the number in the site's name:

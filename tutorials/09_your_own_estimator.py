@@ -18,7 +18,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-import matplotlib.pyplot as plt  # noqa: F401 (shows figures)
+import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
@@ -157,7 +157,9 @@ rivals = {
 }
 pyro.clear_param_store()
 comparison = compare_estimators(model, guide, estimators=rivals, progress=False, verbose=False, **quick)
-plot_comparison(comparison)
+figure, axes = plt.subplots(figsize=(6.5, 2.8), layout="constrained")
+plot_comparison(comparison, axes)
+plt.show()
 
 # %% [markdown]
 # On this program at these parameters, and there is no more to it than that: measure on yours. The default has the least

@@ -11,7 +11,7 @@
 # %%
 import os
 
-import matplotlib.pyplot as plt  # noqa: F401 (shows figures)
+import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
@@ -134,7 +134,9 @@ comparison = compare_estimators(
     num_rounds=3 if SMOKE else 20,
     progress=False,
 )
-plot_comparison(comparison)
+figure, axes = plt.subplots(figsize=(6.5, 2.8), layout="constrained")
+plot_comparison(comparison, axes)
+plt.show()
 
 # %% [markdown]
 # ## Train with the merged Q

@@ -60,16 +60,17 @@ def plot_diagnostics(history: History, sites: Sequence[str] | None = None, windo
     return figure
 
 
-def plot_comparison(comparison: Comparison) -> Any:
+def plot_comparison(comparison: Comparison, axes: Any = None) -> Any:
     """Plots variance times time of each estimator, a bar each, on a logarithmic axis; the least stands on top.
 
     Bars of estimators that were found to be biased are hollow, and say so. Those that did not run have no bar.
 
     Args:
         comparison: What :func:`~pyro_bpq.diagnostics.compare_estimators` returned.
+        axes: Axes of matplotlib to draw in; ``None`` for a new figure.
 
     Returns:
-        A figure of matplotlib with one pair of axes.
+        The figure.
 
     Raises:
         OptionError: If no estimator ran.
@@ -78,8 +79,8 @@ def plot_comparison(comparison: Comparison) -> Any:
     rows = [row for row in comparison.rows if row.ran]
     if not rows:
         raise OptionError("No estimator ran, so there is nothing to plot: print(comparison) says why.")
-    figure = _figure("plot_comparison", (6.5, 0.8 + 0.35 * len(rows)))
-    axes = figure.subplots()
+    if axes is None:
+        axes = _figure("plot_comparison", (6.5, 0.8 + 0.35 * len(rows))).subplots()
     # A variance of zero, which an exact sum may have, gets a short bar.
     seen = [row.variance_time for row in rows if row.variance_time > 0.0]
     least = 0.3 * min(seen, default=1.0)
@@ -92,7 +93,7 @@ def plot_comparison(comparison: Comparison) -> Any:
     axes.set_xlim(0.7 * least, 4.0 * max(seen, default=1.0))
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     axes.invert_yaxis()
-    return figure
+    return axes.figure
 
 
 def _figure(owner: str, size: tuple[float, float]) -> Any:

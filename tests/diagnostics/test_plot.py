@@ -25,6 +25,7 @@ def test_each_estimator_that_ran_has_a_bar() -> None:
     assert [bar.get_facecolor()[-1] for bar in axes.patches] == [1.0, 1.0, 0.0]
     assert [text.get_text().strip() for text in axes.texts] == ["biased"]
     figure.canvas.draw()
+    assert plot_comparison(Comparison(ROWS, "best", "", ""), figure.add_subplot()) is figure
 
 
 def test_nothing_to_plot_is_said() -> None:
