@@ -16,7 +16,15 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyro_bpq import CriticLearner, Replay, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import (
+    CriticLearner,
+    MLPCritic,
+    Replay,
+    RunningBaseline,
+    ScoreFunction,
+    TraceBackpropQ_ELBO,
+    paper_settings,
+)
 from pyro_bpq.critics.slow import SlowTracking
 
 PROCESSES, LENGTH, EXACT_STEPS, RANDOM_STEPS = 2, 4, 6, 10
@@ -80,6 +88,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "baseline": ({"estimator": ScoreFunction(RunningBaseline()), "critic": None}, (5, 3)),
     "no_learner": ({"learner": None}, (5, 3)),
     "two particles": ({"num_particles": 2}, (5, 3)),
+    "sweep": (paper_settings("chain", 0.5), (5, 3)),
+    "sweep of nets": (paper_settings("chain", critic=MLPCritic((4,)), rate=0.01), (5, 3)),
 }
 RANDOM_CASES: dict[str, dict[str, Any]] = {
     **{name: options for name, (options, _) in CASES.items()},

@@ -320,6 +320,27 @@ def test_the_advice_for_missing_data_runs() -> None:
     assert TraceBackpropQ_ELBO().loss_and_grads(masked, guide) > 0.0
 
 
+def test_missing_data_of_an_event_are_masked_within_it() -> None:
+    data = torch.tensor([[3.0, float("nan")], [1.0, 0.0]])
+
+    def missing() -> None:
+        z = coin()
+        with pyro.plate("rows", 2):
+            pyro.sample("y", dist.Poisson(1.0 + z).expand([2, 2]).to_event(1), obs=data)
+
+    def masked() -> None:
+        z = coin()
+        with pyro.plate("rows", 2):
+            fn = dist.Poisson(1.0 + z).expand([2, 2]).mask(~data.isnan()).to_event(1)
+            pyro.sample("y", fn, obs=data.nan_to_num())
+
+    text = text_of(missing, guide, UnsupportedSiteError)
+    # What to do comes before the data, which may be long.
+    assert text.startswith("The observed data of site 'y' has NaN in 1 of 4 elements.")
+    assert 'pyro.sample("y", dist.Poisson(...).mask(~data.isnan()).to_event(1), obs=data.nan_to_num())' in text
+    assert TraceBackpropQ_ELBO().loss_and_grads(masked, guide) > 0.0
+
+
 # Costs
 
 

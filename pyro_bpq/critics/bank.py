@@ -99,10 +99,10 @@ class Block(nn.Module):
             module._buffers[name] = getattr(module, name).detach().requires_grad_()
         return self
 
-    def extra_repr(self) -> str:
-        """Kind and keys."""
+    def __repr__(self) -> str:
+        # One line: a program of many sites has many blocks, whose shapes are in their kinds.
         keys = list(self.keys) if len(self.keys) < 5 else [*self.keys[:2], "...", self.keys[-1]]
-        return f"{self.kind}: {', '.join(keys)}"
+        return f"Block({self.kind}: {', '.join(keys)})"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.infer import TraceGraph_ELBO
 from torch import Tensor
 
 from pyro_bpq.diagnostics.comparison import LIMIT, Comparison, Row, recommend
@@ -108,7 +109,7 @@ def compare_estimators(
     ready: dict[str, Any] = {}
     same: dict[str, str] = {}
     with seeded(seed), _bar(progress, 2 * len(elbos) + 2) as advance:
-        _first_run(model, guide, args, kwargs)
+        escapes = _first_run(model, guide, args, kwargs)
         truth = _reference(model, guide, args, kwargs, reference, num_particles, num_samples, num_warmup, options)
         advance("reference")
         for name, elbo in elbos.items():
@@ -129,6 +130,9 @@ def compare_estimators(
                 continue
             rows[name] = {"num_warmup": warm, "warmup_s": seconds, **_figures(elbo, moments, truth)}
             ready[name] = elbo
+        escapes = escapes or any(_escapes(elbo) for elbo in ready.values())
+        for name, elbo in ready.items():
+            rows[name]["is_blind"] = escapes and isinstance(elbo, TraceGraph_ELBO)
         times = _times(ready, model, guide, args, kwargs, num_rounds, seed)
     done = [
         row if isinstance(row, Row) else Row(name, ms=times[name][0], ms_spread=times[name][1], **row)
@@ -180,10 +184,20 @@ def _elbos(estimators: Mapping[str, Any] | None, num_particles: int) -> dict[str
     return found
 
 
-def _first_run(model: Program, guide: Program, args: Any, kwargs: Any) -> None:
-    """Runs once to create the parameters, so that no estimator's first step draws their initial values."""
+def _first_run(model: Program, guide: Program, args: Any, kwargs: Any) -> bool:
+    """Runs once to create the parameters, so that no estimator's first step draws their initial values.
+
+    Returns whether sampled values left torch.
+    """
+    elbo = TraceBackpropQ_ELBO()
     with torch.no_grad():
-        TraceBackpropQ_ELBO().loss(model, guide, *args, **kwargs)
+        elbo.loss(model, guide, *args, **kwargs)
+    return _escapes(elbo)
+
+
+def _escapes(elbo: Any) -> bool:
+    """Whether an ELBO saw values leave torch; ELBOs of other libraries do not look."""
+    return isinstance(elbo, TraceBackpropQ_ELBO) and bool(elbo.runner.structure.escapes)
 
 
 def _warm_up(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, steps: int) -> tuple[int, float]:

@@ -42,6 +42,8 @@ class Row:
         parameters: Variance by parameter.
         sites: Variance of each site's summand, if there are summands.
         note: Further remark, or the reason why the estimator did not run.
+        is_blind: Whether it does not see which costs depend on values that Python looked at, and there are such values.
+            It is never recommended then: what few samples do not show is biased all the same.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Row:
     parameters: dict[str, float] = field(default_factory=dict)
     sites: dict[str, float] = field(default_factory=dict)
     note: str = ""
+    is_blind: bool = False
 
     @property
     def variance_time(self) -> float:
@@ -196,7 +199,7 @@ def _took(row: Row) -> list[str]:
 def recommend(rows: tuple[Row, ...]) -> tuple[str | None, str]:
     """The unbiased estimator with the smallest variance times time, and why."""
     ran = [row for row in rows if row.ran]
-    sound = [row for row in ran if not row.is_biased and row.claims_unbiased is not False]
+    sound = [row for row in ran if not (row.is_biased or row.is_blind) and row.claims_unbiased is not False]
     if not sound:
         return None, "Nothing to recommend: no estimator that ran is unbiased here."
     sound.sort(key=lambda row: row.variance_time)
@@ -221,6 +224,11 @@ def _about_bias(row: Row) -> str:
     if row.is_biased:
         claim = "although it is declared unbiased" if row.claims_unbiased else "so it is left out"
         return f"{row.name!r} is biased by {row.relative_bias:.1%} of the gradient, {claim}."
+    if row.is_blind:
+        return (
+            f"{row.name!r} is left out: Python decides by sampled values what this program does next, and it does not "
+            "see which costs depend on these; the bias found is within its error."
+        )
     if row.claims_unbiased is False:
         return f"{row.name!r} is declared biased and left out; the bias found is within its error."
     return ""

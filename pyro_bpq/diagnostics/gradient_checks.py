@@ -14,7 +14,7 @@ from pyro_bpq.diagnostics.look import Look, listed
 from pyro_bpq.diagnostics.moments import COSTS, site_gradients
 from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.diagnostics.text import number
-from pyro_bpq.estimators import SecondRun
+from pyro_bpq.estimators import AllAction, SecondRun
 from pyro_bpq.reruns.flipped_costs import flipped_costs
 from pyro_bpq.short import short
 from pyro_bpq.testing.expected import backward
@@ -164,6 +164,15 @@ def check_variance(look: Look) -> Iterator[Finding]:
         )
 
 
+def _is_summed(look: Look, name: str) -> bool:
+    """Whether all costs of a site are known at all of its values: their sum has no noise that a baseline could take."""
+    spec = look.specs[name]
+    if not isinstance(spec.estimator, AllAction) or spec.components is None or spec.components.size > 1:
+        return False
+    layouts = [one.layout for one in look.signals if name in one.layout.specs]
+    return all({*one.tabled.get(name, ())}.issuperset(one.graph.downstream_costs(name)) for one in layouts)
+
+
 def check_particles(look: Look) -> Iterator[Finding]:
     """What a second particle would give."""
     if look.elbo.num_particles > 1:
@@ -180,6 +189,7 @@ def check_particles(look: Look) -> Iterator[Finding]:
         )
     specs = look.specs
     sites = [n for n, spec in specs.items() if not (spec.estimator.is_pathwise or "program" in spec.estimator.needs)]
+    sites = [name for name in sites if not _is_summed(look, name)]
     if sites:
         cheap = "vectorize_particles=True makes them cheap."
         if look.against_one_call:

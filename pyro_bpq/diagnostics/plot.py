@@ -1,4 +1,4 @@
-"""Plots a history of training."""
+"""Plots a history of training, and a comparison of estimators."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from pyro_bpq.diagnostics.comparison import Comparison
 from pyro_bpq.diagnostics.history import SCALES, History
 from pyro_bpq.errors import BPQError, OptionError
 
-__all__ = ["plot_diagnostics"]
+__all__ = ["plot_comparison", "plot_diagnostics"]
 
 _MOST = 8
 _STYLES = ("-", "--", ":", "-.")
@@ -38,12 +39,8 @@ def plot_diagnostics(history: History, sites: Sequence[str] | None = None, windo
     unknown = [site for site in chosen if site not in history.sites]
     if unknown:
         raise OptionError(f"The history has no sites {unknown}; it has {list(history.sites)}.")
-    try:
-        figure_module: Any = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise BPQError("plot_diagnostics() needs matplotlib (pip install matplotlib).") from error
     window = max(1, len(history) // 20) if window is None else window
-    figure = figure_module.Figure(figsize=(11, 7), layout="constrained")
+    figure = _figure("plot_diagnostics", (11.0, 7.0))
     axes = figure.subplots(2, 2)
     colours = {site: f"C{i % 10}" for i, site in enumerate(chosen)}
     _explained(axes[0, 0], history, colours, window)
@@ -61,6 +58,51 @@ def plot_diagnostics(history: History, sites: Sequence[str] | None = None, windo
     if title:
         figure.text(0.995, 0.02, title, ha="right", fontsize=9, color="gray")
     return figure
+
+
+def plot_comparison(comparison: Comparison, axes: Any = None) -> Any:
+    """Plots variance times time of each estimator, a bar each, on a logarithmic axis; the least stands on top.
+
+    Bars of estimators that were found to be biased are hollow, and say so. Those that did not run have no bar.
+
+    Args:
+        comparison: What :func:`~pyro_bpq.diagnostics.compare_estimators` returned.
+        axes: Axes of matplotlib to draw in; ``None`` for a new figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        OptionError: If no estimator ran.
+        BPQError: If matplotlib is missing.
+    """
+    rows = [row for row in comparison.rows if row.ran]
+    if not rows:
+        raise OptionError("No estimator ran, so there is nothing to plot: print(comparison) says why.")
+    if axes is None:
+        axes = _figure("plot_comparison", (6.5, 0.8 + 0.35 * len(rows))).subplots()
+    # A variance of zero, which an exact sum may have, gets a short bar.
+    seen = [row.variance_time for row in rows if row.variance_time > 0.0]
+    least = 0.3 * min(seen, default=1.0)
+    for place, row in enumerate(rows):
+        filled = {"color": "none", "edgecolor": "C3"} if row.is_biased else {"color": "C0"}
+        axes.barh(place, max(row.variance_time, least), **filled)
+        if row.is_biased:
+            axes.annotate(" biased", (max(row.variance_time, least), place), va="center", fontsize=8, color="C3")
+    axes.set(xscale="log", xlabel="variance × milliseconds per step (less is better)")
+    axes.set_xlim(0.7 * least, 4.0 * max(seen, default=1.0))
+    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    return axes.figure
+
+
+def _figure(owner: str, size: tuple[float, float]) -> Any:
+    """An empty figure."""
+    try:
+        figure_module: Any = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise BPQError(f"{owner}() needs matplotlib (pip install matplotlib).") from error
+    return figure_module.Figure(figsize=size, layout="constrained")
 
 
 def _chosen(history: History) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ class QPathwise(Estimator):
 
     is_unbiased: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
+    replaces_costs: ClassVar[bool] = True
     needs = frozenset({"moved_value", "q_slope", "q_value"})
 
     def unsupported(self, site: SiteInfo) -> str | None:

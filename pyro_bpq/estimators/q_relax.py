@@ -39,6 +39,7 @@ class QRELAX(RELAXQ):
     """
 
     is_unbiased: ClassVar[bool] = False
+    replaces_costs: ClassVar[bool] = True
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """RELAX of the critic's value."""

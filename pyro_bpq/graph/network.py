@@ -89,6 +89,8 @@ class BackpropQNetwork:
         form: The set that a Q-function conditions on: its site and the ancestors, or all sites sampled so far.
         immediate: The immediate costs that are used exactly: all, none, or the named ones.
         discounted: Whether it was built for a discount below 1.
+        reads: For learned Q-nodes what their critics really read of the scope and besides, in words; empty if the
+            network is not that of a step. Two networks that differ in this alone are equal.
 
     Example:
         >>> graph = StochasticComputationGraph.from_parents(
@@ -108,6 +110,7 @@ class BackpropQNetwork:
     form: Form = "ancestor"
     immediate: Immediate = "exact"
     discounted: bool = False
+    reads: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     @classmethod
     def build(
@@ -127,8 +130,8 @@ class BackpropQNetwork:
         - ``"merged"``: these networks, with Q-functions summed where the merging theorem allows it.
         - ``"tree"``: a spanning tree of shortest paths per cost, then merging.
         - ``"chain"``: for each cost, the first child in program order on a way to it, then merging.
-        - ``"single"``: all costs summed into one. Each stochastic node has one Q-node, with the longest scopes.
-          Where immediate costs are exact, a Q-node leaves out the costs that are known before its site is sampled.
+        - ``"single"``: all costs summed into one. Each stochastic node has one Q-node, with the longest scopes. It
+          leaves out the costs that are known before its site is sampled: they are the same for all its values.
 
         Args:
             graph: The stochastic computation graph.
@@ -232,10 +235,12 @@ class BackpropQNetwork:
             return "There is no Backprop-Q network: no site has a critic. print(elbo.plan) says what serves each site."
         if not self.nodes:
             return "There is no Backprop-Q network yet: take a step first."
-        rows = [("Q-node", "scope", "immediate", "rule")]
+        reads, rows = dict(self.reads), [["Q-node", "scope", "immediate", "rule", "critic reads"]]
         for node in self.nodes:
-            rows.append((node.name, ", ".join(node.scope), ", ".join(node.immediate), self.rule_text(node)))
-        widths = [max(len(row[k]) for row in rows) for k in range(4)]
+            cells = [node.name, ", ".join(node.scope), ", ".join(node.immediate), self.rule_text(node)]
+            rows.append([*cells, reads.get(node.name, "")])
+        rows = rows if reads else [row[:-1] for row in rows]
+        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(line.rstrip() for line in lines)
 

@@ -160,14 +160,15 @@ def _first_child(graph: StochasticComputationGraph, remote: list[int]) -> list[E
 
 
 def _wrap_all(graph: StochasticComputationGraph, immediate: list[int], exact: int, form: Form) -> Reduced:
-    """Reduces to one virtual cost: the sum of all costs, without exact costs that are known before."""
+    """Reduces to one virtual cost: the sum of all costs, without those that are known before the site is sampled."""
     every = _known_costs(graph, (1 << len(graph.nodes)) - 1)
-    sources = [every if downstream else 0 for downstream in graph.downstream_bits]
-    remote = list(sources)
-    if exact:
-        for i, own in enumerate(immediate):
-            remote[i] &= ~(exact & _known_costs(graph, graph.known_bits(i, form)))
-            sources[i] = remote[i] | own
+    sources, remote = [], []
+    for i, (downstream, own) in enumerate(zip(graph.downstream_bits, immediate, strict=True)):
+        known = graph.known_bits(i, form)
+        # A cost that is known before is the same for all values of the site.
+        learned = every & ~_known_costs(graph, known & ~(1 << i)) & ~(exact & _known_costs(graph, known))
+        remote.append(learned if downstream else 0)
+        sources.append(learned | own if downstream else 0)
     edges = [_first_of_one(graph, i, costs, sources) for i, costs in enumerate(remote)]
     return Reduced(edges, [{costs: None} if costs else {} for costs in sources], immediate)
 

@@ -12,6 +12,7 @@ import torch
 from pyro.util import warn_if_nan
 from torch import Tensor
 
+from pyro_bpq.batching.reads import described
 from pyro_bpq.choice import Candidate, MeasuredChoice
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
@@ -229,10 +230,10 @@ class TraceBackpropQ_ELBO(Objective):
 
     @property
     def network(self) -> BackpropQNetwork:
-        """The Backprop-Q network of the last step; it is false, and says why, if no site has a critic."""
+        """The Backprop-Q network of the last step, and what its critics read; false, with a reason, without any."""
         if self.plan is None:
             return BackpropQNetwork(StochasticComputationGraph.from_parents({}, {}), ())
-        return self.plan.layout.network or BackpropQNetwork(self.plan.graph, ())
+        return described(self.plan.layout) or BackpropQNetwork(self.plan.graph, ())
 
     @property
     def num_noises(self) -> int:

@@ -111,6 +111,11 @@ class TraceBackpropQ_IWAE(Objective):
             raise OptionError(
                 f"learner={learner}: critics of a bound learn from their own steps; leave replay and first_order out."
             )
+        if learner is not None and learner.sweep is not None:
+            raise OptionError(
+                f"learner={learner}: critics of a bound learn after its gradient; leave sweep out. The paper's "
+                "algorithm is for one sample: write TraceBackpropQ_ELBO(**paper_settings())."
+            )
         super().__init__(
             *(learner, seed, lam, 1.0, compile),
             num_particles=num_particles * num_outer,

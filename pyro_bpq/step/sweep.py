@@ -15,7 +15,7 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.bank import CriticBank, Write
 from pyro_bpq.estimators.base import site_mean
 from pyro_bpq.graph.network import QNode
-from pyro_bpq.rollout.distributed import Ranks
+from pyro_bpq.rollout.distributed import Ranks, average_writes
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.targets.lambda_return import Backups
@@ -79,7 +79,7 @@ def sweep(
             for node, target, own, error in zip(critic.group.nodes, targets, learned.detach(), loss, strict=True):
                 backups.put(node, target, own)
                 info.setdefault(node.site, {})["td_loss"] = error
-            writes += critic.writes
+            writes += average_writes(ranks, critic.writes, value[0].numel())
             writes += critic.selection.write("count", critic.selection.read("count") + 1)
     return writes, info
 
@@ -101,14 +101,16 @@ def _descend(
     error = (value - target).square()
     loss = 0.5 * (error.sum() if is_table else site_mean(error).sum())
     found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=is_table)
-    # The derivative of a sum of entries with respect to an entry is the number of samples that read it.
-    seen = torch.autograd.grad(value.sum(), leaves, allow_unused=True) if is_table else found
-    gradients = {
-        name: g / number.clamp(min=1.0) if is_table else g
-        for name, g, number in zip(weights, found, seen, strict=True)
-        if g is not None and number is not None
-    }
-    gradients = gradients if ranks is None else ranks.average(gradients)
+    gradients = {name: g for name, g in zip(weights, found, strict=True) if g is not None}
+    if is_table:
+        # The derivative of a sum of entries with respect to an entry is the number of samples that read it.
+        seen = torch.autograd.grad(value.sum(), [weights[name] for name in gradients])
+        numbers = dict(zip(gradients, seen, strict=True))
+        if ranks is not None:
+            gradients, numbers = ranks.average(gradients), ranks.average(numbers)
+        gradients = {name: g / torch.where(numbers[name] > 0.0, numbers[name], 1.0) for name, g in gradients.items()}
+    elif ranks is not None:
+        gradients = ranks.average(gradients, value[0].numel())
     with torch.no_grad():
         for name, gradient in gradients.items():
             weights[name].sub_(gradient, alpha=rate)

@@ -163,7 +163,7 @@ def _support_error(error: Exception, model: Mapping[str, Any], guide: Mapping[st
     if site is None or not site["is_observed"] or "within the support" not in text:
         return None
     found = _missing(site["value"])
-    return None if found is None else UnsupportedSiteError(f"{text}\n{_nan_line(name, *found)}")
+    return None if found is None else UnsupportedSiteError(f"{_nan_line(site, *found)}\n{text}")
 
 
 def _mismatch(text: str, model: Any, guide: Any) -> UnsupportedSiteError:
@@ -205,11 +205,15 @@ def _missing(value: Any) -> tuple[int, int] | None:
     return (number, value.numel()) if number else None
 
 
-def _nan_line(name: str, number: int, total: int) -> str:
-    return (
-        f"The observed data of site {name!r} has NaN in {number} of {total} elements. Leave these out, as by "
-        f'with pyro.poutine.mask(mask=~data.isnan()): pyro.sample("{name}", fn, obs=data.nan_to_num()).'
-    )
+def _nan_line(site: Any, number: int, total: int) -> str:
+    name, events = site["name"], site["fn"].event_dim
+    base = getattr(site["fn"], "base_dist", None)
+    how = f'with pyro.poutine.mask(mask=~data.isnan()): pyro.sample("{name}", fn, obs=data.nan_to_num())'
+    if events and base is not None and not base.event_dim:
+        # A mask of the elements of an event belongs inside of to_event.
+        fn = f"dist.{distribution_name(base)}(...).mask(~data.isnan()).to_event({events})"
+        how = f'pyro.sample("{name}", {fn}, obs=data.nan_to_num())'
+    return f"The observed data of site {name!r} has NaN in {number} of {total} elements. Leave these out, as by {how}."
 
 
 def warn_of_program(
@@ -231,8 +235,8 @@ def warn_of_program(
         texts += [_unlike(site, model_sites.get(name)) for name, site in guide_sites.items()]
         texts.append("" if is_enumerating else _marked([s["name"] for s in guide_sites.values() if _is_marked(s)]))
     if bool(loss.isnan()):
-        missing = {s["name"]: _missing(s["value"]) for s in everything if s["is_observed"] and cost_options(s) is None}
-        texts += [_nan_line(name, *found) for name, found in missing.items() if found is not None]
+        data = [(s, _missing(s["value"])) for s in everything if s["is_observed"] and cost_options(s) is None]
+        texts += [_nan_line(site, *found) for site, found in data if found is not None]
     for text in texts:
         if text:
             warnings.warn(text, BPQWarning, stacklevel=3)

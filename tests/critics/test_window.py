@@ -10,8 +10,20 @@ import pytest
 import torch
 from steps import trained
 
-from pyro_bpq import TabularCritic, TraceBackpropQ_ELBO
+from pyro_bpq import (
+    AttentionCritic,
+    ExpectedCost,
+    MLPCritic,
+    TabularCritic,
+    TraceBackpropQ_ELBO,
+    ValueCritic,
+    config_bpq,
+    cost,
+)
+from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators import LAXQ, Estimator, QProp
+from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.testing import assert_unbiased
 
 SITES = 7
@@ -67,3 +79,72 @@ def test_a_window_is_a_positive_integer(window: Any) -> None:
 
 def test_the_plan_says_what_a_critic_reads() -> None:
     assert "reads z2, z3, z4, z5, the sum of 2 more" in str(train(2).plan)
+
+
+def printed(elbo: TraceBackpropQ_ELBO, site: str) -> str:
+    """What the network prints of a site's critic."""
+    title, *lines = str(elbo.network).splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{site} "))
+    return line[title.index("critic reads") :]
+
+
+@pytest.mark.parametrize(
+    ("critic", "window", "text"),
+    [
+        (MLPCritic(), 2, "z6's value; z4, z5, the sum of 4 more"),
+        (MLPCritic(), 6, "z6's value; all 6 others"),
+        (TabularCritic(), 2, "table of z6's value; all 6 others"),
+        (AttentionCritic(), 2, "z6's value; all 6 others one by one"),
+    ],
+    ids=repr,
+)
+def test_the_network_says_what_a_critic_reads(critic: Critic, window: int, text: str) -> None:
+    elbo = train(2, critic=critic, window=window)
+    assert printed(elbo, "z6") == text
+    assert printed(elbo, "z0").endswith("z0's value")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "critic", "text"),
+    [
+        (LAXQ(), ValueCritic(), "b's value as it is; a"),
+        (QProp(), None, "b's value by its first two powers; a"),
+    ],
+    ids=repr,
+)
+def test_the_network_says_how_a_continuous_value_is_read(estimator: Estimator, critic: Any, text: str) -> None:
+    def policy() -> None:
+        m = pyro.param("m", torch.tensor(0.1))
+        a = pyro.sample("a", dist.Normal(m, 1.0))
+        b = pyro.sample("b", dist.Normal(m + a, 1.0))
+        cost("f", (3.0 * a.detach()).round() * b.detach().round())
+
+    pyro.clear_param_store()
+    elbo = ExpectedCost() if critic is None else ExpectedCost(critic=critic)
+    elbo.loss_and_grads(None, config_bpq(policy, estimator=estimator))
+    assert printed(elbo, "b") == text
+
+
+def test_context_and_distribution_are_named() -> None:
+    def rows() -> None:
+        q, features = pyro.param("q", torch.linspace(-1.0, 1.0, 3)), torch.ones(3, 2)
+        with pyro.plate("rows", 3):
+            a = pyro.sample("a", dist.Bernoulli(logits=q), infer={"bpq": {"context": features}})
+            pyro.sample("b", dist.Bernoulli(logits=q * a), infer={"bpq": {"context": features}})
+
+    def prior() -> None:
+        with pyro.plate("rows", 3):
+            a, b = (pyro.sample(name, dist.Bernoulli(torch.tensor(0.5))) for name in "ab")
+            pyro.factor("f", a * b)
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(immediate="learned")
+    elbo.loss_and_grads(prior, rows)
+    assert printed(elbo, "b") == "b's value; a; b's distribution; 2 features of context"
+
+
+def test_networks_are_equal_whatever_their_critics_read() -> None:
+    network = train(2).network
+    again = BackpropQNetwork.build(network.graph, immediate=network.immediate)
+    assert network.reads and not again.reads and network == again
+    assert "critic reads" not in str(again)

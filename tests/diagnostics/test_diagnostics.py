@@ -265,9 +265,30 @@ def test_recommendation_weighs_variance_and_time() -> None:
     name, reason = recommend((calm, row, wrong, straight))
     assert name == "a" and "5.00 times less than 'b'" in reason and "'b' has less variance" in reason
     assert "'c' is biased by 30.0%" in reason and "'d' is declared biased" in reason
+    blind = replace(row, name="e", variance=0.1, claims_unbiased=None, is_blind=True)
+    name, reason = recommend((row, blind))
+    assert name == "a" and "'e' is left out: Python decides by sampled values" in reason
     tie = replace(row, name="t", ms=3.1, ms_spread=0.5)
     assert "a tie" in recommend((row, tie))[1]
     assert recommend((wrong,))[0] is None
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_pyros_graph_elbo_is_not_recommended_where_python_decides(reads: bool) -> None:
+    # Too few samples to show its bias.
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
+        loc = torch.tensor(1.0 if z.item() > 0 else 0.0) if reads else z
+        pyro.sample("x", dist.Normal(loc, 1.0), obs=torch.tensor(0.6))
+
+    rivals = {"pyro": TraceGraph_ELBO(), "ours": ScoreFunction(), "plain": Trace_ELBO()}
+    options = {**QUICK, "num_warmup": 1, "num_samples": 2, "exact": False}
+    found = compare_estimators(model, guide, estimators=rivals, **options)
+    assert [row.name for row in found.rows if row.is_blind] == (["pyro"] if reads else [])
+    assert not reads or found.recommended != "pyro"
 
 
 def test_things_that_are_no_estimators_are_refused() -> None:

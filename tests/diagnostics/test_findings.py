@@ -183,6 +183,26 @@ def test_particles_in_one_call_are_advised_only_where_they_run(total: Any, reaso
     assert reason in found.advice
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_second_particle_is_not_advised_where_all_costs_are_summed(is_known: bool) -> None:
+    def guide() -> None:
+        with pyro.plate("rows", 3):
+            y = pyro.sample("y", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))))
+            if not is_known:
+                pyro.sample("w", dist.Bernoulli(logits=pyro.param("r", torch.zeros(3)) + y))
+
+    def model() -> None:
+        with pyro.plate("rows", 3):
+            y = pyro.sample("y", dist.Bernoulli(torch.tensor(0.4)))
+            if not is_known:
+                y = y + pyro.sample("w", dist.Bernoulli(torch.tensor(0.4)))
+            pyro.sample("x", dist.Normal(y, 1.0), obs=torch.ones(3))
+
+    found = of_kind(look(model, guide, num_particles=1), "one particle")
+    assert (found is None) == is_known
+    assert found is None or found.sites == ("y",)
+
+
 def vector_guide() -> None:
     z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(30))).to_event(1))
     pyro.sample("y", dist.Bernoulli(logits=pyro.param("r", torch.zeros(30)) + z).to_event(1))

@@ -22,13 +22,27 @@ from pyro_bpq import (
     ExpectedCost,
     LambdaReturn,
     MLPCritic,
+    MomentCritic,
+    ScoreFunction,
     TraceBackpropQ_ELBO,
+    TraceBackpropQ_IWAE,
     cost,
+    estimators,
     paper_settings,
 )
 from pyro_bpq.critics.backward_sweep import BackwardSweep
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators import RELAXQ, QAdvantage, QAllAction, QControlVariate, QRelaxation
+from pyro_bpq.estimators import (
+    QRELAX,
+    RELAXQ,
+    Estimator,
+    QAdvantage,
+    QAllAction,
+    QControlVariate,
+    QPathwise,
+    QRelaxation,
+    QScoreFunction,
+)
 from pyro_bpq.targets.algorithm1 import backpropq_algorithm1
 from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient
 from pyro_bpq.tracing.traced_run import cost_of_guide, cost_of_model
@@ -288,6 +302,80 @@ def test_a_discount_means_the_same_whatever_is_exact(immediate: Any, reduction: 
     torch.testing.assert_close(gradient, p * (1 - p) * (1.5 + 2.0), rtol=0.0, atol=1e-10)
 
 
+def own_costs_guide() -> None:
+    x = pyro.sample("x", dist.Bernoulli(logits=pyro.param("t", torch.tensor(0.4))))
+    pyro.sample("y", dist.Bernoulli(logits=200.0 * x - 100.0))
+
+
+def own_costs_model() -> None:
+    """log q and -log p of x are known at both of its values; those of y cancel."""
+    x = pyro.sample("x", dist.Bernoulli(logits=torch.tensor(-0.7)))
+    y = pyro.sample("y", dist.Bernoulli(logits=200.0 * x - 100.0))
+    pyro.factor("f", -3.0 * x)
+    pyro.factor("g", -8.0 * y * x)
+
+
+FOLLOWERS = [QAllAction(), QScoreFunction(), QAdvantage(), LambdaReturn(0.3), QRELAX(scale=0.0)]
+
+
+@pytest.mark.parametrize("estimator", FOLLOWERS, ids=repr)
+@pytest.mark.parametrize("immediate", ["exact", "learned"])
+def test_costs_that_are_added_to_a_critic_are_discounted_like_it(immediate: Any, estimator: Any) -> None:
+    # By hand: log q(1) - log q(0) = 0.4, log p(1) - log p(0) = -0.7, and f: one edge; g: two.
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    options = paper_settings("chain", 0.0, 0.5, estimator=estimator, rate=1.0)
+    elbo = TraceBackpropQ_ELBO(**{**options, "immediate": immediate})
+    for _ in range(12):
+        elbo.loss_and_grads(own_costs_model, own_costs_guide)
+    assert ("-log p" in str(elbo.plan)) == (immediate == "exact")
+    gradient = expected_gradient(elbo.eval(), own_costs_model, own_costs_guide)["t"]
+    p = torch.tensor(0.4).sigmoid()
+    truth = p * (1 - p) * (0.5 * (0.4 + 0.7 + 3.0) + 0.25 * 8.0)
+    torch.testing.assert_close(gradient, truth, rtol=0.0, atol=1e-10)
+
+
+def continuous(estimator: Any) -> Callable[[], None]:
+    """f is one edge from x, g two, on the way over y; both are linear in x, so that a critic can fit them exactly."""
+
+    def policy() -> None:
+        m = pyro.param("m", torch.tensor(0.3))
+        x = pyro.sample("x", dist.Normal(m, 0.8), infer={"bpq": {"estimator": estimator}})
+        y = pyro.sample("y", dist.Normal(x, 1.0), infer={"bpq": {"estimator": ScoreFunction()}})
+        cost("f", 3.0 * x)
+        cost("g", 8.0 * x + 0.0 * y)
+
+    return policy
+
+
+@pytest.mark.parametrize("gamma", [0.5, 1.0])
+@pytest.mark.parametrize("immediate", ["exact", "learned"])
+def test_a_discount_of_a_critic_that_is_followed_by_its_slope(immediate: Any, gamma: float) -> None:
+    # By hand: Q(x) = γ 3 x + γ² 8 x, so dQ/dx = 1.5 + 2 at γ = 0.5 and 11 at 1, wherever x falls; dx/dm = 1.
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    learner = CriticLearner(sweep=BackwardSweep(0.5))
+    options: dict[str, Any] = {"critic": MomentCritic(()), "learner": learner, "lam": 1.0, "gamma": gamma}
+    elbo = ExpectedCost(100, vectorize_particles=True, max_plate_nesting=0, immediate=immediate, **options)
+    policy = continuous(QPathwise())
+    for _ in range(60):
+        elbo.loss_and_grads(None, policy)
+    pyro.get_param_store()._params["m"].grad = None
+    elbo.eval().loss_and_grads(None, policy)
+    gradient = pyro.get_param_store()._params["m"].grad
+    torch.testing.assert_close(gradient, torch.tensor(3.0 * gamma + 8.0 * gamma**2), rtol=0.0, atol=1e-6)
+
+
+def test_whatever_puts_q_in_the_place_of_costs_says_so() -> None:
+    # These take Q for the cost, so the costs that they add to it have to be discounted as Q is, or gamma is refused.
+    for name in estimators.__all__:
+        made = getattr(estimators, name)
+        is_one = isinstance(made, type) and issubclass(made, Estimator) and name.startswith("Q")
+        if is_one and not made.is_unbiased:
+            assert made.replaces_costs, name
+    assert not estimators.ParentAdvantage.takes_discount
+
+
 def started() -> tuple[Program, ExpectedCost, dict[str, Any]]:
     """A program, an objective after one step, and its critics then."""
     program = Program("chain")
@@ -325,6 +413,10 @@ def test_evaluation_learns_nothing() -> None:
     ("make", "message"),
     [
         (lambda: BackwardSweep(rate=0.0), "positive"),
+        (
+            lambda: TraceBackpropQ_IWAE(critic=MLPCritic(), learner=CriticLearner(sweep=BackwardSweep())),
+            r"leave sweep out.*write TraceBackpropQ_ELBO\(\*\*paper_settings\(\)\)",
+        ),
         (lambda: CriticLearner(sweep=0.1), r"BackwardSweep\(rate="),  # type: ignore[arg-type]
         (lambda: CriticLearner(sweep=BackwardSweep(), lr=0.1, steps=2), "does not use lr, steps"),
         (lambda: TraceBackpropQ_ELBO(form="other"), "'ancestor', 'history'"),  # type: ignore[arg-type]
