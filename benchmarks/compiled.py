@@ -1,16 +1,21 @@
 r"""Whole steps, eager and compiled: ours, Pyro's, and a hand-written loop.
 
-A step is ``SVI.step`` with Pyro's Adam. The ways take turns within one process, on parameters of their own:
+A step is ``SVI.step`` with Pyro's Adam, or ``CompiledSVI.step`` where it is recorded or compiled. The ways take turns
+within one process, on parameters of their own:
 
 - ``Trace_ELBO`` and ``JitTrace_ELBO`` (``torch.jit.trace``);
 - our default, eager, as a recorded graph (``compile="eager"``), and compiled (``compile=True``);
-- leave-one-out of 32 particles in a plate, eager and compiled;
+- leave-one-out of 32 particles in a plate, eager and compiled; on the chain of 50 sites also of 1000, compiled;
 - on the chain ``by hand``: a plain torch loop of the score function with Adam, compiled by ``torch.compile``, and ours
   with the same estimator.
 
-Milliseconds are the median of CPU time, with one thread. Seconds to make are wall-clock time to record and compile.
+With ``--numpyro PYTHON``, an interpreter that has NumPyro, its jitted ``TraceGraph_ELBO`` joins on that chain, with one
+particle and with 1000, in a process of its own.
 
-    python benchmarks/compiled.py [--full] [--only BEGINNING] [--output DIRECTORY]
+Milliseconds are the median of CPU time, with one thread. Seconds to make are wall-clock time to record and compile;
+caches on disk are off, so that each compilation is a cold one.
+
+    python benchmarks/compiled.py [--full] [--only BEGINNING] [--numpyro PYTHON] [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -33,33 +38,37 @@ from pyro.optim import Adam
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, compile_report
+from pyro_bpq import CompiledSVI, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, compile_report
 
 Step = Callable[[], object]
 
 
-def leave_one_out(compile: bool) -> ELBO:
-    """Leave-one-out of 32 particles, no critics."""
+def leave_one_out(particles: int = 32) -> ELBO:
+    """Leave-one-out, no critics."""
     estimator = ScoreFunction(LeaveOneOut())
-    return TraceBackpropQ_ELBO(32, 3, vectorize_particles=True, estimator=estimator, critic=None, compile=compile)
+    return TraceBackpropQ_ELBO(particles, 3, vectorize_particles=True, estimator=estimator, critic=None)
 
 
-def score(compile: bool) -> ELBO:
+def score() -> ELBO:
     """The plain score function of one particle."""
-    return TraceBackpropQ_ELBO(1, estimator=ScoreFunction(), critic=None, compile=compile)
+    return TraceBackpropQ_ELBO(1, estimator=ScoreFunction(), critic=None)
 
 
 ELBOS: Mapping[str, Callable[[], ELBO]] = {
     "Trace_ELBO": Trace_ELBO,
     "JitTrace_ELBO": lambda: JitTrace_ELBO(ignore_jit_warnings=True),
     "default, eager": TraceBackpropQ_ELBO,
-    "default, recorded": lambda: TraceBackpropQ_ELBO(compile="eager"),
-    "default, compiled": lambda: TraceBackpropQ_ELBO(compile=True),
-    "32 leave-one-out, eager": lambda: leave_one_out(False),
-    "32 leave-one-out, compiled": lambda: leave_one_out(True),
-    "score, eager": lambda: score(False),
-    "score, compiled": lambda: score(True),
+    "default, recorded": TraceBackpropQ_ELBO,
+    "default, compiled": TraceBackpropQ_ELBO,
+    "32 leave-one-out, eager": leave_one_out,
+    "32 leave-one-out, compiled": leave_one_out,
+    "1000 leave-one-out, compiled": lambda: leave_one_out(1000),
+    "score, eager": score,
+    "score, compiled": score,
 }
+# How ``CompiledSVI`` makes the steps; the others are those of ``SVI``.
+BACKENDS = {"recorded": "eager", "compiled": "inductor"}
+OF_ONE_CHAIN = "chain, 50 sites"
 OBSERVED, LOG_SCALE = 0.7, 0.9189385332046727
 BY_HAND = "score, by hand, compiled"
 PROGRAMS: Mapping[str, Callable[[], Program]] = {
@@ -78,7 +87,7 @@ def by_hand(sites: int) -> Step:
     """The score function on the chain of ``overhead.py``: a loop over sites, compiled by ``torch.compile``; Adam."""
     start, step, means, posterior = (torch.zeros(n, requires_grad=True) for n in (2, 2, 2, sites))
     slope = torch.tensor(0.5, requires_grad=True)
-    optimiser = torch.optim.Adam([start, step, means, posterior, slope], lr=1e-3)
+    optimiser = torch.optim.Adam([start, step, means, posterior, slope], lr=1e-3, fused=True)
 
     def log_prob(logit: Tensor, z: Tensor) -> Tensor:
         return -binary_cross_entropy_with_logits(logit, z)
@@ -106,17 +115,26 @@ def by_hand(sites: int) -> Step:
 
 def measure(program: str, rounds: int) -> list[Row]:
     """All ways on one program, for a process of its own."""
+    from torch._inductor import config
+
+    config.force_disable_caches = True
     torch.set_num_threads(1)
     steps: dict[str, Step] = {}
     rows = []
     model, guide = PROGRAMS[program]()
     store = pyro.get_param_store()
     for way, make in ELBOS.items():
+        if way.startswith("1000") and program != OF_ONE_CHAIN:
+            continue
         row: Row = {"program": program, "way": way, "milliseconds": "", "seconds to make": "", "operators": ""}
         rows.append(row)
         pyro.set_rng_seed(0)
         elbo = make()
-        svi, start = SVI(model, guide, Adam({"lr": 1e-3}), elbo), time.perf_counter()
+        backend, start = BACKENDS.get(way.split(", ")[-1]), time.perf_counter()
+        if backend is None:
+            svi = SVI(model, guide, Adam({"lr": 1e-3}), elbo)
+        else:
+            svi = CompiledSVI(model, guide, Adam({"lr": 1e-3}), elbo, compile=backend)
         with store.scope() as own:
             for _ in range(40):
                 svi.step()
@@ -162,11 +180,23 @@ def in_new_process(*case: object) -> list[Row]:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
+def by_numpyro(python: str) -> list[Row]:
+    """NumPyro's jitted steps on the chain of 50 sites."""
+    command = [python, "-W", "ignore", str(Path(__file__).with_name("numpyro_steps.py"))]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    return [
+        {"program": OF_ONE_CHAIN, "way": f"NumPyro's TraceGraph_ELBO, jitted, {row.pop('particles')}", **row}
+        for row in found
+    ]
+
+
 def main() -> None:
     """Measures, prints, and writes CSV and Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="longer chains, and more rounds")
     parser.add_argument("--only", default="", help="beginning of the programs to measure")
+    parser.add_argument("--numpyro", default="", help="an interpreter that has NumPyro")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -174,8 +204,12 @@ def main() -> None:
         print(json.dumps(measure(*options.one)))
         return
     names = [name for name in list(PROGRAMS)[: None if options.full else QUICK] if name.startswith(options.only)]
-    rows = [row for name in names for row in in_new_process(name, 40 if options.full else 12)]
-    write(options.output, rows)
+    rows = []
+    for name in names:
+        rows += in_new_process(name, 40 if options.full else 12)
+        if options.numpyro and name == OF_ONE_CHAIN:
+            rows += by_numpyro(options.numpyro)
+        write(options.output, rows)
 
 
 def write(output: Path, rows: list[Row]) -> None:

@@ -1,0 +1,80 @@
+r"""NumPyro's score function on the chain of ``overhead.py``: milliseconds of jitted steps, for ``compiled.py``.
+
+It needs ``numpyro`` and nothing of this project, so it may run in an environment of its own. A step is
+``svi.update`` under ``jax.jit``, with Adam; its ``TraceGraph_ELBO`` charges a site with the costs downstream of it and
+has no baselines. It prints one JSON object a line.
+
+    python benchmarks/numpyro_steps.py [--sites 50] [--particles 1 1000] [--rounds 12]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import SVI, TraceGraph_ELBO
+from numpyro.optim import Adam
+
+OBSERVED = 0.7
+
+
+def program(sites: int) -> tuple[object, object]:
+    """Model and guide: binary sites, each conditioned on the one before, and an observation at the end."""
+
+    def model() -> None:
+        start, step, means = (numpyro.param(name, jnp.zeros(2)) for name in ("prior", "next", "means"))
+        z = numpyro.sample("z_0", dist.BernoulliLogits(start[0]))
+        for t in range(1, sites):
+            z = numpyro.sample(f"z_{t}", dist.BernoulliLogits(step[0] + step[1] * z))
+        numpyro.sample("x", dist.Normal(means[0] + means[1] * z, 1.0), obs=OBSERVED)
+
+    def guide() -> None:
+        logits, slope = numpyro.param("posterior", jnp.zeros(sites)), numpyro.param("slope", jnp.asarray(0.5))
+        z = 0.0
+        for t in range(sites):
+            z = numpyro.sample(f"z_{t}", dist.BernoulliLogits(logits[t] + slope * z))
+
+    return model, guide
+
+
+def measure(sites: int, particles: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of a step, and seconds until the first compiled one."""
+    svi = SVI(*program(sites), Adam(1e-3), TraceGraph_ELBO(num_particles=particles))
+    start = time.perf_counter()
+    state = svi.init(jax.random.PRNGKey(0))
+    update = jax.jit(svi.update, donate_argnums=0)
+    state, loss = update(state)
+    loss.block_until_ready()
+    made = time.perf_counter() - start
+    times = []
+    for _ in range(rounds):
+        start = time.process_time()
+        for _ in range(20):
+            state, loss = update(state)
+            float(loss)
+        times.append((time.process_time() - start) / 20)
+    return {"seconds to make": made, "milliseconds": 1000 * statistics.median(times), "least": 1000 * min(times)}
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sites", type=int, default=50)
+    parser.add_argument("--particles", type=int, nargs="+", default=[1, 1000])
+    parser.add_argument("--rounds", type=int, default=12)
+    options = parser.parse_args()
+    for particles in options.particles:
+        print(json.dumps({"particles": particles, **measure(options.sites, particles, options.rounds)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
