@@ -47,7 +47,8 @@ def check_structure(look: Look) -> Iterator[Finding]:
     escaped = sorted(frozenset().union(*(run.escaped_sites for run in look.tracked)))
     if not escaped:
         return
-    cached = look.elbo.runner.structure.mode in ("static", "dense")
+    structure = look.elbo.runner.structure
+    cached = structure.mode in ("static", "dense") or structure.is_ordered
     crossing = (
         " Rows of a plate may have met, so that each row is charged with the costs of all rows."
         if any(run.crosses for run in look.tracked)

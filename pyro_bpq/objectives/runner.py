@@ -367,9 +367,7 @@ class StepRunner:
             has_buffers=self.has_buffers,
         )
 
-    def _facts(
-        self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode
-    ) -> StructureFacts:
+    def _facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode) -> StructureFacts:
         """What is known of the structure of runs besides their graph."""
         structure = self.structure
         return StructureFacts(

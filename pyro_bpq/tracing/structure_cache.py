@@ -259,7 +259,9 @@ class StructureCache:
         if self.in_order:
             self._say(f"Values of {', '.join(self.escaping)} steer the program: steps go in program order, untracked.")
         else:
-            self._say("A site in a plate, a choice at a site or a cost statement needs the graph: every run is tracked.")
+            self._say(
+                "A site in a plate, a choice at a site or a cost statement needs the graph: every run is tracked."
+            )
 
     def _say(self, text: str) -> None:
         self.said = text
