@@ -3,8 +3,8 @@ r"""Steps on programs that sampled values steer: milliseconds and variance of th
 Methods take turns, gradient by gradient. *ms*: mean CPU time of ``loss_and_grads``. *variance*: of the gradient of
 all parameters, summed. Weights are the initial ones and those after 1,000 steps of Adam. Critics, scales and baselines
 learn at these weights before they are measured. ``tracked`` follows dependencies at every step, with critics
-(``structure="dynamic"``). *z*: squared distance of the mean from that of leave-one-out with 8 particles, in units of its
-expectation: 1 if unbiased. The programs that ``programs.HELD_OUT`` names are left out unless asked for.
+(``structure="dynamic"``). *z*: squared distance of the mean from that of leave-one-out with 8 particles, in units of
+its expectation: 1 if unbiased. The programs that ``programs.HELD_OUT`` names are left out unless asked for.
 
     python benchmarks/steered.py [--draws 400] [--only NAME;NAME] [--held-out] [--output DIRECTORY]
 """

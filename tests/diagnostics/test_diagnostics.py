@@ -358,7 +358,7 @@ def test_value_that_leaves_torch_is_named() -> None:
     case = BY_NAME["python_branch"]
     found = diagnose(settled(case, 5), case.model, case.guide, num_samples=10)
     (finding,) = [finding for finding in found if finding.kind == "structure not cached"]
-    assert finding.sites == ("z",) and finding.severity == "warning" and "torch.where" in finding.advice
+    assert finding.sites == ("z",) and finding.severity == "hint" and "torch.where" in finding.advice
     assert "structure not cached" not in kinds_of(settled(CHAIN, 5), CHAIN)
 
 
