@@ -175,7 +175,9 @@ plot_comparison(comparison)
 
 # %% [markdown]
 # With batches of this size the default is leave-one-out over four particles, which is why it has no bar of its own;
-# `print(elbo.plan)` says so. This is AIR with the hard part taken out: places are a grid and digits do not overlap. One seed. Next:
+# `print(elbo.plan)` says so.
+#
+# This is AIR with the hard part taken out: places are a grid and digits do not overlap. One seed. Next:
 # `09_your_own_estimator`.
 #
 # ## Something to try
