@@ -254,7 +254,7 @@ def summary(rows: list[Row]) -> list[Row]:
         steps = sorted({row["step"] for row in mine})
         at = {step: [row for row in mine if row["step"] == step] for step in steps}
         early, last = at[steps[0]], at[steps[-1]]
-        shown = steps[:: max(len(steps) // 5, 1)]
+        shown = steps[:-1][:: max(len(steps) // 5, 1)]
         found.append(
             {
                 "graph": graph,

@@ -2,8 +2,8 @@
 # # Attend, infer, repeat
 #
 # **What is won beside Pyro.** One ELBO for discrete and reparameterised sites, without baselines to write by hand:
-# Pyro's own example of AIR needs a network for them, and says so. A figure at the end sets the gradient beside those
-# of `TraceGraph_ELBO` and of leave-one-out. Data: scikit-learn's digits, real images.
+# Pyro's own example of AIR needs a network for them, and says so. A figure at the end sets the gradient beside that
+# of `TraceGraph_ELBO`; leave-one-out is what the default takes here. Data: scikit-learn's digits, real images.
 #
 # How many digits are in a picture, where, and which? A model in the style of AIR (Eslami et al., 2016), small enough
 # for a few minutes: a canvas of 16 x 16 pixels holds zero, one or two of scikit-learn's digits, each in one of four
@@ -174,6 +174,9 @@ comparison = compare_estimators(air.model, air.guide, train[:BATCH], progress=Fa
 plot_comparison(comparison)
 
 # %% [markdown]
+# With batches of this size the default is leave-one-out over four particles, which is why it has no bar of its own;
+# `print(elbo.plan)` says so.
+#
 # This is AIR with the hard part taken out: places are a grid and digits do not overlap. One seed. Next:
 # `09_your_own_estimator`.
 #

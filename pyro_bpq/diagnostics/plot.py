@@ -63,7 +63,8 @@ def plot_diagnostics(history: History, sites: Sequence[str] | None = None, windo
 def plot_comparison(comparison: Comparison, axes: Any = None) -> Any:
     """Plots variance times time of each estimator, a bar each, on a logarithmic axis; the least stands on top.
 
-    Bars of estimators that were found to be biased are hollow, and say so. Those that did not run have no bar.
+    Bars of estimators that were found to be biased, or miss costs that they cannot see, are hollow, and say so. Those
+    that did not run have no bar.
 
     Args:
         comparison: What :func:`~pyro_bpq.diagnostics.compare_estimators` returned.
@@ -85,10 +86,11 @@ def plot_comparison(comparison: Comparison, axes: Any = None) -> Any:
     seen = [row.variance_time for row in rows if row.variance_time > 0.0]
     least = 0.3 * min(seen, default=1.0)
     for place, row in enumerate(rows):
-        filled = {"color": "none", "edgecolor": "C3"} if row.is_biased else {"color": "C0"}
+        word = " biased" if row.is_biased else " misses costs" if row.is_blind else ""
+        filled = {"color": "none", "edgecolor": "C3"} if word else {"color": "C0"}
         axes.barh(place, max(row.variance_time, least), **filled)
-        if row.is_biased:
-            axes.annotate(" biased", (max(row.variance_time, least), place), va="center", fontsize=8, color="C3")
+        if word:
+            axes.annotate(word, (max(row.variance_time, least), place), va="center", fontsize=8, color="C3")
     axes.set(xscale="log", xlabel="variance × milliseconds per step (less is better)")
     axes.set_xlim(0.7 * least, 4.0 * max(seen, default=1.0))
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)

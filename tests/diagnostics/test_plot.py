@@ -11,6 +11,7 @@ ROWS = (
     Row("best", variance=2.0, ms=3.0),
     Row("next", variance=8.0, ms=1.0),
     Row("wrong", variance=0.0, ms=1.0, is_biased=True),
+    Row("blind", variance=9.0, ms=1.0, is_blind=True),
     Row("absent", ran=False, note="why"),
 )
 
@@ -19,11 +20,11 @@ def test_each_estimator_that_ran_has_a_bar() -> None:
     pytest.importorskip("matplotlib")
     figure = plot_comparison(Comparison(ROWS, "best", "", ""))
     (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["best", "next", "wrong"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["best", "next", "wrong", "blind"]
     # The bar of a variance of zero is shorter than all others, for it has no place on a logarithmic axis.
-    assert [bar.get_width() for bar in axes.patches] == pytest.approx([6.0, 8.0, 0.3 * 6.0])
-    assert [bar.get_facecolor()[-1] for bar in axes.patches] == [1.0, 1.0, 0.0]
-    assert [text.get_text().strip() for text in axes.texts] == ["biased"]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([6.0, 8.0, 0.3 * 6.0, 9.0])
+    assert [bar.get_facecolor()[-1] for bar in axes.patches] == [1.0, 1.0, 0.0, 0.0]
+    assert [text.get_text().strip() for text in axes.texts] == ["biased", "misses costs"]
     figure.canvas.draw()
     assert plot_comparison(Comparison(ROWS, "best", "", ""), figure.add_subplot()) is figure
 
