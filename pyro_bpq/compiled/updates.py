@@ -24,7 +24,7 @@ __all__ = ["OptimizerUpdate", "Updates", "apply_all", "numbers_of"]
 # Those of torch whose own code takes the step size as a tensor.
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 # How a recorded update differs from an eager one: no number is read, no kernel is fused by hand.
-_RECORDED = {"differentiable": True, "foreach": False, "fused": False}
+_RECORDED = (("differentiable", True), ("foreach", False), ("fused", False))
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +94,11 @@ class OptimizerUpdate:
 
     def _step_of_torch(self, step_size: Tensor) -> None:
         group = self.group
-        kept = {name: group[name] for name in ("lr", *_RECORDED) if name in group}
+        kept = {name: group[name] for name in ("lr", *dict(_RECORDED)) if name in group}
         try:
             # Torch multiplies by a step size that asks for a gradient, where it would read another one.
             size = step_size.to(self.parameter.dtype).detach().requires_grad_()
-            group.update({name: value for name, value in _RECORDED.items() if name in group}, lr=size)
+            group.update({name: value for name, value in _RECORDED if name in group}, lr=size)
             self.optimizer.step()
         finally:
             group.update(kept)

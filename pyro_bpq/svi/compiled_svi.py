@@ -73,6 +73,9 @@ class CompiledSVI(SVI):
         self.objective = loss
         self._updates = Updates(optim)
 
+    def __repr__(self) -> str:
+        return f"CompiledSVI({type(self.optim).__name__}, {type(self.objective).__name__})"
+
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes a step: the gradient of the loss, the critics' learning, the update of the parameters.
 
@@ -140,6 +143,9 @@ class _Repeated:
     def __init__(self, number: int) -> None:
         self._number = number
 
+    def __repr__(self) -> str:
+        return f"_Repeated({self._number})"
+
     def __len__(self) -> int:
         return self._number
 
@@ -152,6 +158,9 @@ class _Arguments:
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
+
+    def __repr__(self) -> str:
+        return f"_Arguments({type(self._batches).__name__})"
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
