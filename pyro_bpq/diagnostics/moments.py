@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_bpq.diagnostics.sampling import Accumulated, accumulate, num_outcomes_of, untouched
 from pyro_bpq.diagnostics.text import number, table
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.step.program_order import order_step
 from pyro_bpq.step.surrogate import step as surrogate_step
 from pyro_bpq.testing import Moments
 from pyro_bpq.testing.expected import backward
@@ -192,9 +193,12 @@ def site_gradients(
     Returns:
         Gradients, detached.
     """
-    seen = elbo.observe(model, guide, args, kwargs)
+    seen = elbo.observe(model, guide, args, kwargs, shows=False)
     runs, signals = seen.runs, [item.signals for item in seen.items]
-    result = surrogate_step(signals, torch.zeros(()), elbo.critics, elbo.learning())
+    if seen.ordered:
+        result = order_step(seen.ordered, torch.zeros(()), elbo.critics, elbo.learning(), False)
+    else:
+        result = surrogate_step(signals, torch.zeros(()), elbo.critics, elbo.learning())
     summands: dict[Any, Tensor] = {COSTS: sum((run.run.differentiable for run in runs), torch.zeros(()))}
     for names, term in result.terms:
         if term.dim() and term.shape[0] == len(names):
@@ -204,7 +208,7 @@ def site_gradients(
         for name, row in rows:
             summands[name] = summands[name] + row if name in summands else row
     leaves, found = reader.tensors, {}
-    for part, scalars in ((True, summands), (False, more(signals))):
+    for part, scalars in ((True, summands), (False, more(signals) if signals else {})):
         for key, scalar in scalars.items():
             if not scalar.requires_grad:
                 continue

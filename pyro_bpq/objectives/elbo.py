@@ -294,7 +294,7 @@ class TraceBackpropQ_ELBO(Objective):
         """Prepares runs of a known structure as a step does; nothing learns."""
         return self.runner.stage(traced, programs, self.particles.now, replace(self._mode(False), shows=True))
 
-    def observe(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None) -> Observation:
+    def observe(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None, shows: bool = True) -> Observation:
         """The runs of a step, and what their sites are told; nothing learns. For diagnostics.
 
         Args:
@@ -302,9 +302,10 @@ class TraceBackpropQ_ELBO(Objective):
             guide: The guide.
             args: Their arguments.
             kwargs: Their keyword arguments.
+            shows: Whether sites are told what the graph tells, also where a step goes in program order.
         """
         program = self._program(model, guide, args, kwargs or {})
-        return self.particles.observe(self.runner, program, replace(self._mode(False), shows=True))
+        return self.particles.observe(self.runner, program, replace(self._mode(False), shows=shows))
 
     def tracked_runs(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None) -> list[TracedRun]:
         """The same runs, tracked: they show what leaves torch. For diagnostics."""

@@ -45,7 +45,7 @@ def train(kind: Any, case: Any, steps: int) -> tuple[list[Tensor], TraceBackprop
 @pytest.mark.usefixtures("eager_draws")
 @pytest.mark.parametrize(
     "name",
-    [case.name if case.name == "chain" else pytest.param(case.name, marks=pytest.mark.slow) for case in CASES],
+    [case.name if case.name == "guide_factor" else pytest.param(case.name, marks=pytest.mark.slow) for case in CASES],
 )
 def test_a_hundred_whole_steps_are_those_of_svi(name: str) -> None:
     case = BY_NAME[name]

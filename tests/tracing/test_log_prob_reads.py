@@ -230,7 +230,7 @@ def test_without_listening_it_is_a_bias_that_is_caught(name: str, monkeypatch: p
     monkeypatch.setattr("pyro_bpq.tracing.traced_run._heard_by", lambda *_: 0)
     model, guide = PROGRAMS[name]
     with pytest.raises(AssertionError, match="is biased"):
-        assert_unbiased(train(model, guide), model, guide)
+        assert_unbiased(train(model, guide, structure="dynamic"), model, guide)
 
 
 def test_a_prior_of_ones_own_is_not_tabled_by_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
