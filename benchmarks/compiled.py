@@ -221,8 +221,18 @@ def main() -> None:
         write(options.output, rows)
 
 
+def compare(rows: list[Row]) -> None:
+    """Adds what a step takes as a multiple of the same step run eagerly, and the inverse."""
+    times = {(row["program"], row["way"]): row["milliseconds"] for row in rows}
+    for row in rows:
+        eager = times.get((row["program"], f"{row['way'].rpartition(', ')[0]}, eager"))
+        row["over eager"] = "" if eager is None else row["milliseconds"] / eager
+        row["times faster"] = "" if eager is None else eager / row["milliseconds"]
+
+
 def write(output: Path, rows: list[Row]) -> None:
     """Writes and prints the table."""
+    compare(rows)
     write_csv(output / "compiled.csv", rows)
     text = table(rows)
     write_markdown(output / "compiled.md", "Eager and compiled steps", [machine(), "", text])

@@ -16,13 +16,13 @@ from pyro_bpq.critics.nets import TabularCritic as TabularCritic
 from pyro_bpq.critics.replay_buffer import Replay as Replay
 from pyro_bpq.critics.slow import SlowTracking as SlowTracking
 from pyro_bpq.critics.value_critic import ValueCritic as ValueCritic
-from pyro_bpq.estimators import AllAction as AllAction
-from pyro_bpq.estimators import LambdaReturn as LambdaReturn
-from pyro_bpq.estimators import LeaveOneOut as LeaveOneOut
-from pyro_bpq.estimators import Pathwise as Pathwise
-from pyro_bpq.estimators import QProp as QProp
-from pyro_bpq.estimators import RunningBaseline as RunningBaseline
-from pyro_bpq.estimators import ScoreFunction as ScoreFunction
+from pyro_bpq.estimators.all_action import AllAction as AllAction
+from pyro_bpq.estimators.baselines import LeaveOneOut as LeaveOneOut
+from pyro_bpq.estimators.baselines import RunningBaseline as RunningBaseline
+from pyro_bpq.estimators.lambda_return import LambdaReturn as LambdaReturn
+from pyro_bpq.estimators.pathwise import Pathwise as Pathwise
+from pyro_bpq.estimators.q_prop import QProp as QProp
+from pyro_bpq.estimators.score_function import ScoreFunction as ScoreFunction
 from pyro_bpq.graph.network import BackpropQNetwork as BackpropQNetwork
 from pyro_bpq.graph.scg import CostNode as CostNode
 from pyro_bpq.graph.scg import StochasticComputationGraph as StochasticComputationGraph
@@ -49,6 +49,7 @@ __all__ = [
     "BackpropQNetwork",
     "BackwardSweep",
     "Compile",
+    "CompiledSVI",
     "ContextCritic",
     "CostCounter",
     "CostNode",

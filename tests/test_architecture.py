@@ -115,8 +115,15 @@ def import_faults(name: str, tree: ast.Module, known: frozenset[str]) -> Iterato
         if root in ("torch", "numpy") and head in TENSOR_FREE:
             yield f"line {line}: imports {root} into the structure layers"
     for node in ast.walk(tree):
-        if is_import_by_name(node) and not isinstance(node.args[0], ast.Constant):
+        if is_import_by_name(node) and not (
+            isinstance(node.args[0], ast.Constant) or is_own_module(name, node.args[0])
+        ):
             yield f"line {node.lineno}: imports a module whose name is computed"
+
+
+def is_own_module(name: str, path: ast.expr) -> bool:
+    """Whether a folder's ``__init__`` imports one of its own modules, as in ``f"{__name__}.{module}"``."""
+    return name.endswith(".__init__") and ast.unparse(path).startswith("f'{__name__}.{")
 
 
 def called(node: ast.expr) -> str:
@@ -266,6 +273,8 @@ KNOWN = frozenset(
         ("critics.learner", "def f():\n    from pyro.infer import ELBO", "imports pyro"),
         ("critics.learner", "f = lambda: __import__('pyro')", "imports pyro"),
         ("critics.learner", "f = lambda x: importlib.import_module(x)", "name is computed"),
+        ("estimators.pathwise", "f = lambda x: importlib.import_module(f'{__name__}.{x}')", "name is computed"),
+        ("estimators.__init__", "f = lambda x: importlib.import_module(f'{x}')", "name is computed"),
         ("__init__", "import pyro", "imports pyro"),
         ("graph.network", "import torch", "imports torch into"),
         ("unheard_of", "", "has no place"),
