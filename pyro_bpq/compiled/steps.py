@@ -154,6 +154,10 @@ class Entry:
         if not all(name in store for name in inputs.params):
             return None
         params = [store[name] for name in inputs.params]
+        present = set(map(id, params))
+        if not all(id(update.parameter) in present for update in inputs.updates):
+            # The store was cleared: an optimiser keeps its state by parameter, not by name.
+            return None
         tensors = distinct(call.tensors, params, inputs.state, inputs.optimizer_state, inputs.extras)
         return tensors if tuple(map(kind_of, tensors)) == inputs.kinds[: inputs.num_found] else None
 

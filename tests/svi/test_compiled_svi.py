@@ -269,3 +269,55 @@ def test_an_optimiser_of_torch_is_refused() -> None:
     weight = torch.zeros(1, requires_grad=True)
     with pytest.raises(OptionError, match=r"pyro\.optim"):
         CompiledSVI(model, guide, torch.optim.Adam([weight]), TraceBackpropQ_ELBO())  # type: ignore[arg-type]
+
+
+def test_new_parameters_and_a_cleared_store_start_anew() -> None:
+    found = []
+    for kind, options in ((SVI, {}), (CompiledSVI, {"compile": "eager"})):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(1)
+        wants = {"more": False}
+
+        def grown(x: Tensor = ROWS, wants: dict[str, bool] = wants) -> None:
+            model(x + pyro.param("shift", torch.tensor(0.2)) if wants["more"] else x)
+
+        svi = kind(grown, guide, Adam({"lr": 0.02}), plain(), **options)
+        losses = [svi.step() for _ in range(9)]
+        wants["more"] = True
+        losses += [svi.step() for _ in range(9)]
+        assert pyro.param("shift").item() != 0.2
+        pyro.clear_param_store()
+        losses += [svi.step() for _ in range(9)]
+        found.append([*losses, pyro.param("shift").item()])
+    assert found[1] == pytest.approx(found[0], abs=1e-9)
+
+
+def test_two_loops_on_one_objective_keep_apart() -> None:
+    found = []
+    for kind, options in ((SVI, {}), (CompiledSVI, {})):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(1)
+        elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None, compile="eager" if kind is not SVI else None)
+        loops = [kind(model, guide, optim, elbo, **options) for optim in (Adam({"lr": 0.1}), SGD({"lr": 0.01}))]
+        losses = [loop.step() for _ in range(12) for loop in loops]
+        found.append([*losses, *pyro.param("q").tolist()])
+    assert len(loops[1].objective.compiled.entries) == 2
+    assert found[1] == pytest.approx(found[0], abs=1e-9)
+
+
+def test_an_error_of_the_program_leaves_everything_as_it_was() -> None:
+    def breaks(x: Tensor) -> None:
+        if len(x) == 2:
+            raise RuntimeError("planted")
+        model(x)
+
+    pyro.set_rng_seed(1)
+    svi = CompiledSVI(breaks, guide, Adam({"lr": 0.1}), plain(), compile="eager")
+    for _ in range(8):
+        svi.step(ROWS)
+    before = pyro.param("q").tolist()
+    with pytest.raises(RuntimeError, match="planted"):
+        svi.step(ROWS[:2])
+    assert pyro.param("q").tolist() == before
+    assert torch.isfinite(torch.tensor(svi.step(ROWS)))
+    assert len(svi.objective.compiled.entries) == 1
