@@ -72,11 +72,7 @@ class Work:
 
 
 class WorkCounter:
-    """Adds up the cost of operators.
-
-    Attributes:
-        total: The cost so far.
-    """
+    """Adds up the cost of operators."""
 
     def __init__(self) -> None:
         self._operators = self._flops = self._convolved = self._bytes = 0
