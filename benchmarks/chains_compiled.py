@@ -20,7 +20,7 @@ from pathlib import Path
 import pyro
 import torch
 from chains import LEARNING_RATE, VECTORIZED, Chain, Count, Error, LeaveOneOutELBO, Markov
-from common import RESULTS, Row, machine, median, progress, table, write_csv, write_markdown
+from common import RESULTS, Row, median, progress, table, write_csv, write_markdown
 from pyro.optim import Adam
 
 from pyro_bpq import CompiledSVI, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, compile_report
@@ -113,7 +113,7 @@ def main() -> None:
             rows.append(measure(name, particles, seed, rivals))
             write_csv(options.output / "chains_compiled.csv", rows)
     text = table(rows)
-    write_markdown(options.output / "chains_compiled.md", "Chains, compiled", [machine(), "", text])
+    write_markdown(options.output / "chains_compiled.md", "Chains, compiled", [text])
     print(text)
 
 

@@ -144,7 +144,10 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 def table(rows: Sequence[Row]) -> str:
     """A Markdown table with the columns of the first row."""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
-    lines += [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    lines += [
+        [f"{v:.3g}" if isinstance(v, float) else str(v) for v in (row.get(name, "") for name in rows[0])]
+        for row in rows
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import pyro
 import torch
-from common import RESULTS, Row, machine, median, table, write_csv, write_markdown
+from common import RESULTS, Row, median, table, write_csv, write_markdown
 from overhead import Program, belief_network, chain, cpu_seconds
 from pyro.infer import ELBO, SVI, JitTrace_ELBO, Trace_ELBO
 from pyro.optim import Adam
@@ -149,8 +149,7 @@ def measure(program: str, rounds: int) -> list[Row]:
     if program.startswith("chain"):
         start, step = time.perf_counter(), by_hand(int(program.split()[1]))
         step()
-        made = time.perf_counter() - start
-        rows.append({"program": program, "way": BY_HAND, "milliseconds": "", "seconds to make": made, "operators": ""})
+        rows.append({"program": program, "way": BY_HAND, "seconds to make": time.perf_counter() - start})
         steps[BY_HAND] = Turn(step, None)
     times = cpu_seconds(steps, rounds, 60.0)
     for row in rows:
@@ -187,17 +186,7 @@ def by_numpyro(python: str) -> list[Row]:
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     found = [json.loads(line) for line in lines if line.startswith("{")]
     way = "NumPyro's TraceGraph_ELBO, jitted, particles:"
-    return [
-        {
-            "program": OF_ONE_CHAIN,
-            "way": f"{way} {row['particles']}",
-            "milliseconds": row["milliseconds"],
-            "seconds to make": row["seconds to make"],
-            "operators": "",
-            "least": row["least"],
-        }
-        for row in found
-    ]
+    return [{"program": OF_ONE_CHAIN, "way": f"{way} {row.pop('particles')}", **row} for row in found]
 
 
 def main() -> None:
@@ -235,7 +224,7 @@ def write(output: Path, rows: list[Row]) -> None:
     compare(rows)
     write_csv(output / "compiled.csv", rows)
     text = table(rows)
-    write_markdown(output / "compiled.md", "Eager and compiled steps", [machine(), "", text])
+    write_markdown(output / "compiled.md", "Eager and compiled steps", [text])
     print(text)
 
 

@@ -66,38 +66,19 @@ class ProgramFacts:
 @functools.cache
 def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]], ...]:
     """For which programs which candidates are tried, besides the default."""
+
+    def several(text: str, number: int, **options: bool) -> Candidate:
+        return Candidate(f"{text}, {number} particles", ScoreFunction(LeaveOneOut()), number, critics=False, **options)
+
+    ordered = tuple(several("program order", number, in_order=True) for number in (2, 4))
+    compared = tuple(several("leave-one-out", number, vectorized=True) for number in (2, 4, 8))
+    crossed = Candidate("crossed costs, 4 particles", CrossedLeaveOneOut(), 4, vectorized=True, critics=False)
     return (
-        (
-            lambda p: p.is_steered,
-            (
-                Candidate("tracked", tracked=True),
-                Candidate("program order, 2 particles", ScoreFunction(LeaveOneOut()), 2, critics=False, in_order=True),
-                Candidate("program order, 4 particles", ScoreFunction(LeaveOneOut()), 4, critics=False, in_order=True),
-            ),
-        ),
-        (
-            lambda p: not p.is_steered,
-            (
-                Candidate(
-                    "leave-one-out, 2 particles", ScoreFunction(LeaveOneOut()), 2, vectorized=True, critics=False
-                ),
-                Candidate(
-                    "leave-one-out, 4 particles", ScoreFunction(LeaveOneOut()), 4, vectorized=True, critics=False
-                ),
-                Candidate(
-                    "leave-one-out, 8 particles", ScoreFunction(LeaveOneOut()), 8, vectorized=True, critics=False
-                ),
-            ),
-        ),
+        (lambda p: p.is_steered, (Candidate("tracked", tracked=True), *ordered)),
+        (lambda p: not p.is_steered, compared),
         (lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
-        (
-            lambda p: p.has_extra_run and not p.is_steered,
-            (Candidate("no extra run", AllAction(exact=False)),),
-        ),
-        (
-            lambda p: not p.is_steered and p.num_sites > 1 and p.many_components > 1,
-            (Candidate("crossed costs, 4 particles", CrossedLeaveOneOut(), 4, vectorized=True, critics=False),),
-        ),
+        (lambda p: p.has_extra_run and not p.is_steered, (Candidate("no extra run", AllAction(exact=False)),)),
+        (lambda p: not p.is_steered and p.num_sites > 1 and p.many_components > 1, (crossed,)),
     )
 
 

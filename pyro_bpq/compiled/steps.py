@@ -208,6 +208,10 @@ class CompiledSteps:
             number: Number of steps taken.
             updates: The optimiser whose update is part of the step; ``None`` if the step ends with gradients.
         """
+        if updates is not None:
+            self.outside = updates.refuses()
+            if self.outside:
+                return None
         refusal = subject.refuses()
         if refusal:
             self._tell(refusal)

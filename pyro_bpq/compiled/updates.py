@@ -134,6 +134,9 @@ class Updates:
 
     def __init__(self, optim: PyroOptim) -> None:
         self.optim = optim
+        # The optimisers that were looked at last, and what was found.
+        self._seen: list[Any] = []
+        self._refusal = ""
 
     def __repr__(self) -> str:
         return f"Updates({type(self.optim).__name__})"
@@ -145,11 +148,17 @@ class Updates:
         """
         if type(self.optim) not in (PyroOptim, PyroLRScheduler):
             return f"{type(self.optim).__name__} updates parameters by code of its own"
-        kinds = {type(_without_schedule(each)) for each in self.optim.optim_objs.values()}
+        owners = list(self.optim.optim_objs.values())
+        if owners != self._seen:
+            self._seen, self._refusal = owners, self._look(owners)
+        return self._refusal
+
+    def _look(self, owners: Sequence[Any]) -> str:
+        kinds = {type(_without_schedule(each)) for each in owners}
         strange = sorted(kind.__name__ for kind in kinds if kind not in (*_OF_TORCH, ClippedAdam))
         if strange:
             return f"the update of {', '.join(strange)} reads numbers of tensors"
-        if any(_is_capturable(each) for each in self.optim.optim_objs.values()):
+        if any(map(_is_capturable, owners)):
             return "an optimiser has the option capturable=True or differentiable=True"
         return ""
 

@@ -33,9 +33,8 @@ from pyro_bpq.errors import OptionError
 
 __all__ = ["AttentionCritic", "MemberCritic", "Members"]
 
-# Wavelengths of a member's place, in members, and number of features of a place ``r_j``.
+# Wavelengths of a member's place ``r_j``, in members: two features each, beside two more.
 _WAVES = (3.0, 6.0, 12.0, 24.0, 48.0)
-_PLACE = 12
 
 
 class Members(NamedTuple):
@@ -117,7 +116,8 @@ class _Attention(nn.Module):
             tensor = torch.empty(shape.sites, rows, columns, device="cpu")
             return nn.Parameter(tensor.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / max(rows, 1))))
 
-        self.embeddings = nn.ParameterList(weight(width + _PLACE, critic.width) for width in shape.members)
+        place = 2 + 2 * len(_WAVES)
+        self.embeddings = nn.ParameterList(weight(width + place, critic.width) for width in shape.members)
         self.biases = nn.ParameterList(nn.Parameter(torch.zeros(shape.sites, 1, critic.width)) for _ in shape.members)
         pooled = 0
         if shape.members:
@@ -154,6 +154,6 @@ class _Attention(nn.Module):
         at = torch.arange(values.shape[2], device=values.device, dtype=values.dtype)
         angles = [2.0 * math.pi * at / wave for wave in _WAVES]
         waves = [wave for angle in angles for wave in (angle.cos(), angle.sin())]
-        place = torch.stack([torch.log1p(at), 1.0 / (1.0 + at), *waves], -1).expand(*values.shape[:3], _PLACE)
+        place = torch.stack([torch.log1p(at), 1.0 / (1.0 + at), *waves], -1).expand(*values.shape[:3], -1)
         joined = torch.cat((values, place), -1).flatten(1, 2)
         return silu(torch.baddbmm(self.biases[k], joined, self.embeddings[k])).unflatten(1, values.shape[1:3])

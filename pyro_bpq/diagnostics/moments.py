@@ -13,8 +13,6 @@ from torch import Tensor
 from pyro_bpq.diagnostics.sampling import Accumulated, accumulate, num_outcomes_of, untouched
 from pyro_bpq.diagnostics.text import number, table
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
-from pyro_bpq.step.program_order import order_step
-from pyro_bpq.step.surrogate import step as surrogate_step
 from pyro_bpq.testing import Moments
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
@@ -195,10 +193,7 @@ def site_gradients(
     """
     seen = elbo.observe(model, guide, args, kwargs, shows=False)
     runs, signals = seen.runs, [item.signals for item in seen.items]
-    if seen.ordered:
-        result = order_step(seen.ordered, torch.zeros(()), elbo.critics, elbo.learning(), False)
-    else:
-        result = surrogate_step(signals, torch.zeros(()), elbo.critics, elbo.learning())
+    result = seen.step(torch.zeros(()), elbo.critics, elbo.learning())
     summands: dict[Any, Tensor] = {COSTS: sum((run.run.differentiable for run in runs), torch.zeros(()))}
     for names, term in result.terms:
         if term.dim() and term.shape[0] == len(names):

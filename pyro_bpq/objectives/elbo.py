@@ -34,8 +34,7 @@ from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated
-from pyro_bpq.step.program_order import order_step
-from pyro_bpq.step.surrogate import Step, step
+from pyro_bpq.step.surrogate import Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
 
@@ -337,16 +336,12 @@ class TraceBackpropQ_ELBO(Objective):
         start = time.perf_counter()
         seen = self.particles.observe(self.runner, program, mode)
         ready = time.perf_counter()
-        signals = [item.signals for item in seen.items]
         losses = [traced.run.loss for traced in seen.runs]
         loss = sum(losses[1:], losses[0]) / self.num_particles
-        if seen.ordered:
-            result = order_step(seen.ordered, loss, self.critics, self.learning(mode), mode.learning)
-        else:
-            result = step(signals, loss, self.critics, self.learning(mode), mode.learning)
+        result = seen.step(loss, self.critics, self.learning(mode), mode.learning)
         if self.analytic_kl:
             # One graph for all particles, or one for each.
-            graphs = [one.layout.graph for one in signals] * (len(seen.runs) // len(signals))
+            graphs = [item.signals.layout.graph for item in seen.items] * (len(seen.runs) // len(seen.items))
             costs = [differentiable_cost(*pair) for pair in zip(seen.runs, graphs, strict=True)]
             result = replace(result, paths=sum(costs, torch.zeros(())))
         self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.step.program_order import RunInOrder
+from pyro_bpq.step.program_order import RunInOrder, order_step
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.surrogate import Step
+from pyro_bpq.step.surrogate import Learning, Step, step
 from pyro_bpq.tracing.traced_run import TracedRun
 
 __all__ = ["Observation", "Staged", "Transient"]
@@ -49,6 +51,19 @@ class Observation:
     runs: tuple[TracedRun, ...]
     items: tuple[Staged, ...] = ()
     ordered: tuple[RunInOrder, ...] = ()
+
+    def step(self, loss: Tensor, bank: CriticBank, learning: Learning, is_learning: bool = False) -> Step:
+        """The step on these runs, with the graph or in program order.
+
+        Args:
+            loss: The loss of the runs, a scalar in nats.
+            bank: Critics and running statistics.
+            learning: How targets are formed.
+            is_learning: Whether something is learned, unless the loss is not finite.
+        """
+        if self.ordered:
+            return order_step(self.ordered, loss, bank, learning, is_learning)
+        return step([item.signals for item in self.items], loss, bank, learning, is_learning)
 
 
 class Transient:

@@ -2,14 +2,14 @@ r"""``CompiledSVI``: takes the place of ``pyro.infer.SVI``; a whole step is comp
 
 from __future__ import annotations
 
+import itertools
+import operator
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from pyro import poutine
 from pyro.infer import SVI
-from pyro.infer.util import zero_grads
 from pyro.optim import PyroOptim
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -103,7 +103,9 @@ class CompiledSVI(SVI):
         """
         losses: list[Tensor] = []
         shown = time.perf_counter()
-        with tqdm(_batches(steps), disable=not progress, desc="loss") as bar:
+        batches = itertools.repeat((), steps) if isinstance(steps, int) else map(_arguments, steps)
+        total = steps if isinstance(steps, int) else operator.length_hint(steps) or None
+        with tqdm(batches, total=total, disable=not progress, desc="loss") as bar:
             for batch in bar:
                 losses.append(self._step((*batch, *args), kwargs))
                 if progress and time.perf_counter() - shown > _SHOWS_EVERY:
@@ -114,57 +116,14 @@ class CompiledSVI(SVI):
     def _step(self, args: Any, kwargs: Any) -> Tensor:
         if self._updates.optim is not self.optim:
             self._updates = Updates(self.optim)
-        refusal = self._updates.refuses()
-        if self.objective.compiled is not None:
-            self.objective.compiled.outside = refusal
-        if not refusal:
-            loss = self.objective.compiled_update(self._updates, self.model, self.guide, *args, **kwargs)
-            if loss is not None:
-                return loss
-        run = self.objective.loss_and_grads if refusal else self.objective.eager_loss_and_grads
-        with poutine.trace(param_only=True) as capture:
-            value = run(self.model, self.guide, *args, **kwargs)
-        sites: Any = capture.trace.nodes
-        parameters = {site["value"].unconstrained() for site in sites.values()}
-        self.optim(parameters)
-        zero_grads(parameters)
-        return torch.tensor(value)
+        loss = self.objective.compiled_update(self._updates, self.model, self.guide, *args, **kwargs)
+        if loss is not None:
+            return loss
+        # Where the optimiser stays outside, the loss alone may be compiled.
+        runs_alone = bool(self._updates.refuses())
+        self.loss_and_grads = self.objective.loss_and_grads if runs_alone else self.objective.eager_loss_and_grads
+        return torch.tensor(super().step(*args, **kwargs))  # type: ignore[no-untyped-call]
 
 
-def _batches(steps: int | Iterable[Any]) -> Any:
-    if isinstance(steps, int):
-        return _Repeated(steps)
-    return _Arguments(steps)
-
-
-class _Repeated:
-    """A number of steps without arguments of their own."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __repr__(self) -> str:
-        return f"_Repeated({self._number})"
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        return (() for _ in range(self._number))
-
-
-class _Arguments:
-    """Batches as arguments."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = batches
-
-    def __repr__(self) -> str:
-        return f"_Arguments({type(self._batches).__name__})"
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        for batch in self._batches:
-            yield tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+def _arguments(batch: Any) -> tuple[Any, ...]:
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)

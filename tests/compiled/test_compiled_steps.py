@@ -36,15 +36,6 @@ from pyro_bpq.estimators import Concrete, GumbelStraightThrough
 STEPS = 12
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Any:
-    torch.set_default_dtype(torch.float64)
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def run(elbo: Any, model: Any, guide: Any, *args: Any, steps: int = STEPS) -> list[float]:
     """Losses and sums of gradients, along gradient steps."""
     found = []

@@ -14,7 +14,7 @@ from pyro.optim import ClippedAdam
 from torch import Tensor
 
 from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO, compile_report
-from pyro_bpq.testing import exact_gradient, z_scores
+from pyro_bpq.testing import exact_gradient, sample_gradients, z_scores
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
@@ -59,18 +59,6 @@ def test_a_hundred_whole_steps_are_those_of_svi(name: str) -> None:
         assert elbo.compiled.entries[0].steps > 50
 
 
-def gradients(elbo: TraceBackpropQ_ELBO, case: Any, number: int) -> dict[str, Tensor]:
-    """Gradients of steps at the same parameters, ``(number, *shape)``."""
-    store = dict(pyro.get_param_store().named_parameters())
-    found: dict[str, list[Tensor]] = {name: [] for name in store}
-    for _ in range(number):
-        elbo.loss_and_grads(case.model, case.guide, *case.args)
-        for name, value in store.items():
-            found[name].append(torch.zeros_like(value) if value.grad is None else value.grad)
-            value.grad = None
-    return {name: torch.stack(own) for name, own in found.items()}
-
-
 @pytest.mark.slow
 def test_the_mean_gradient_is_exact_with_draws_of_its_own() -> None:
     case = BY_NAME["chain"]
@@ -80,10 +68,8 @@ def test_the_mean_gradient_is_exact_with_draws_of_its_own() -> None:
     for _ in range(20):
         elbo.loss_and_grads(case.model, case.guide, *case.args)
     assert elbo.compiled is not None and elbo.compiled.entries[0].steps > 5
-    for value in dict(pyro.get_param_store().named_parameters()).values():
-        value.grad = None
     exact = {name: g for name, g in exact_gradient(case.model, case.guide, *case.args).items() if g.any()}
-    drawn = gradients(elbo, case, 4000)
+    drawn = sample_gradients(elbo, case.model, case.guide, *case.args, num_samples=4000)
     largest = max(float(z.abs().max()) for z in z_scores(drawn, exact, max_relative_error=0.1).values())
     assert largest < 5.0
     planted = {name: 1.3 * value for name, value in drawn.items()}

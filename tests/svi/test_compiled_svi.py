@@ -20,14 +20,6 @@ from pyro_bpq.errors import BPQWarning, OptionError
 ROWS = torch.tensor([-0.4, 0.9, 1.7])
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Any:
-    torch.set_default_dtype(torch.float64)
-    pyro.clear_param_store()
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def model(x: Tensor = ROWS) -> None:
     loc = pyro.param("loc", torch.tensor(0.3))
     scale = pyro.param("scale", torch.tensor(0.8), constraint=dist.constraints.positive)
