@@ -8,6 +8,7 @@ import csv
 import gc
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -139,6 +140,15 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def read_tables(path: Path) -> list[list[dict[str, str]]]:
+    """The Markdown tables of a page, as rows of text by column."""
+    found = []
+    for text in re.findall(r"(?:^\|.*\n)+", path.read_text(), flags=re.MULTILINE):
+        names, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+        found.append([dict(zip(names, line, strict=True)) for line in lines])
+    return found
 
 
 def table(rows: Sequence[Row]) -> str:

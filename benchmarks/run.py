@@ -32,6 +32,7 @@ SCRIPTS = (
     "bias.py",
     "paper.py",
     "gallery.py",
+    "summary.py",
 )
 
 

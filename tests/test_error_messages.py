@@ -284,6 +284,35 @@ def test_other_support_in_the_guide_names_both_distributions(fn: Callable[[], An
     assert "write Bernoulli" in text
 
 
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "Categorical": lambda: dist.Categorical(logits=logits(3)),
+    "OneHotCategorical": lambda: dist.OneHotCategorical(logits=logits(3)),
+}
+
+
+@pytest.mark.parametrize("ours", FAMILIES)
+@pytest.mark.parametrize("reads", [False, True], ids=["scores", "fails in the model's own lines"])
+def test_one_hot_against_categorical_names_both(ours: str, reads: bool) -> None:
+    (theirs,) = FAMILIES.keys() - {ours}
+
+    def model() -> None:
+        z = coin(FAMILIES[theirs]())
+        if reads:
+            see(torch.arange(3.0)[z] if theirs == "Categorical" else z @ torch.arange(3.0))
+
+    text = text_of(model, lambda: coin(FAMILIES[ours]()), PlateError)
+    assert f"Site 'z' is drawn from {ours} in the guide" in text and f"scored under {theirs} in the model" in text
+    assert f"Write {theirs} in the guide, or {ours} in the model." in text
+
+
+def test_to_event_in_the_guide_alone_says_where_it_is_missing() -> None:
+    def model() -> None:
+        with pyro.plate("rows", 2):
+            coin(dist.Bernoulli(0.4))
+
+    assert "Write .to_event(1) in the model too." in text_of(model, pair_guide, PlateError)
+
+
 def test_probability_against_a_density_warns_once() -> None:
     def density() -> None:
         see(coin(dist.Normal(0.0, 1.0)))

@@ -6,7 +6,10 @@ stands in that file, rounded; ``; also 3, 100`` in the comment lists numbers tha
 
 from __future__ import annotations
 
+import csv
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +75,14 @@ def test_a_wrong_figure_is_found() -> None:
     assert wrong_figures(planted)
     assert wrong_figures("<!-- from benchmarks/results/none.csv -->\n1.5\n")
     assert unmarked_tables("| a |\n| --- |\n| 1.5 |\n") == ["| a |"]
+
+
+def test_the_table_of_the_readme_follows_from_the_other_results() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        summary = importlib.import_module("summary")
+    finally:
+        sys.path.pop(0)
+    with (ROOT / "benchmarks" / "results" / "summary.csv").open(newline="") as file:
+        kept = list(csv.DictReader(file))
+    assert kept == [{name: str(value) for name, value in row.items()} for row in summary.summary()]

@@ -10,11 +10,12 @@ from pyro.poutine.subsample_messenger import _Subsample
 
 from pyro_bpq.errors import PlateError
 from pyro_bpq.tracing.cost_statement import cost_options
-from pyro_bpq.tracing.watch import PARTICLES, samples
+from pyro_bpq.tracing.watch import PARTICLES, distribution_name, samples
 
 __all__ = [
     "Frames",
     "check_declared",
+    "event_line",
     "nesting_error",
     "particle_advice",
     "plate_error",
@@ -70,11 +71,32 @@ def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) 
         sites = [site for site in (model.get(name), guide.get(name)) if site is not None]
         if cost_options(sites[0]) is not None and (loose := _loose(sites[0])) is not None:
             lines.append(_cost_line(name, sites[0], loose))
+        elif len(sites) == 2 and sites[0]["fn"].event_dim != sites[1]["fn"].event_dim:
+            lines.append(event_line(name, sites[0]["fn"], sites[1]["fn"]))
         elif len(sites) == 2:
             lines.append(_both_line(name, _frames(sites[0]), _frames(sites[1])))
         else:
             lines.append(f"Site {name!r} is in the plates {_listed(_frames(sites[0]))} (name, dim, size).")
     return PlateError("\n".join([text, *lines, *particle_advice(frames)]))
+
+
+def event_line(name: str, model: Any, guide: Any) -> str:
+    """Says that a value has more event dimensions in one of guide and model, and what to write.
+
+    Args:
+        name: The site.
+        model: Its distribution in the model.
+        guide: Its distribution in the guide.
+    """
+    theirs, ours = distribution_name(model), distribution_name(guide)
+    advice = f"Write {theirs} in the guide, or {ours} in the model."
+    if theirs == ours:
+        less = "model" if model.event_dim < guide.event_dim else "guide"
+        advice = f"Write .to_event({abs(model.event_dim - guide.event_dim)}) in the {less} too."
+    return (
+        f"Site {name!r} is drawn from {ours} in the guide, whose values have {guide.event_dim} event dimension(s), and "
+        f"scored under {theirs} in the model, whose values have {model.event_dim}. {advice}"
+    )
 
 
 def nesting_error(error: Exception, plates: Iterable[Frames]) -> PlateError | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.tracing.cost_statement import cost_options
 from pyro_bpq.tracing.plate_errors import (
+    event_line,
     nesting_error,
     particle_advice,
     plate_error,
@@ -79,6 +80,10 @@ def explain_scores(model_trace: Any, guide_trace: Any) -> Iterator[None]:
 def _of_run(error: Exception, watch: Watch, tracker: DependencyTracker | None) -> BPQError | None:
     """The error to raise instead of one that came while guide or model ran; ``None`` to leave it."""
     text, plates = _own_text(error), watch.plates.values()
+    if watch.unlike:
+        # The program goes on with a value of a shape that it does not expect, and fails somewhere else.
+        lines = [event_line(name, model, watch.laws[name]) for name, model in watch.unlike.items()]
+        return PlateError("\n".join([str(error), *lines]))
     found = nesting_error(error, plates) or _name_error(error, watch.costs) or plate_error(error, watch.plates)
     # Values that carry gradients make torch refuse what it does otherwise: the caller tries again without.
     if found is not None or watch.sloped or type(error) not in _EXPLAINED or not particle_advice(plates):

@@ -94,6 +94,8 @@ class Watch(Messenger):
         self.subsamples: dict[str, Any] = {}
         self.model_start = torch.get_rng_state()
         self.plates: dict[str, tuple[Any, ...]] = {}
+        self.laws: dict[str, Any] = {}
+        self.unlike: dict[str, Any] = {}
         self.costs: set[str] = set()
         self.drawn: list[str] = []
         self.untraced: dict[str, dict[str, Any]] = {}
@@ -141,6 +143,11 @@ class Watch(Messenger):
         self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
         if cost_options(msg) is not None:
             self.costs.add(msg["name"])
+        if self.is_guide:
+            self.laws[msg["name"]] = msg["fn"]
+        elif not msg["is_observed"] and msg["name"] in self.laws:
+            if _event_dim(self.laws[msg["name"]]) != _event_dim(msg["fn"]):
+                self.unlike[msg["name"]] = msg["fn"]
         if is_enumerated(msg):
             self._enumerate(msg)
         if not self.is_guide:
@@ -271,6 +278,11 @@ def _without_rsample(fn: Any) -> Any:
     else:
         fn.has_rsample = False
     return fn
+
+
+def _event_dim(fn: Any) -> int:
+    """Number of event dimensions; a user's own distribution may not say."""
+    return getattr(fn, "event_dim", 0)
 
 
 def is_enumerated(site: Any) -> bool:
