@@ -12,6 +12,8 @@ within one process, on parameters of their own:
 With ``--numpyro PYTHON``, an interpreter that has NumPyro, its jitted ``TraceGraph_ELBO`` joins on that chain, with one
 particle and with 1000, in a process of its own.
 
+Long chains (``--full``) are measured with Pyro's and our default only, and give the picture ``compiled.png``.
+
 Milliseconds are the median of CPU time, with one thread. Seconds to make are wall-clock time to record and compile;
 caches on disk are off, so that each compilation is a cold one.
 
@@ -77,10 +79,16 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "observed chain, 50 sites": lambda: chain(50, True),
     "belief network 64-20-20": lambda: belief_network(64, 20),
     "belief network 784-200-200": lambda: belief_network(784, 200),
+    "chain, 100 sites": lambda: chain(100, False),
     "chain, 200 sites": lambda: chain(200, False),
+    "chain, 500 sites": lambda: chain(500, False),
 }
 # Programs of the quick run.
 QUICK = 5
+# What the long chains are measured with: nothing that takes minutes to make and is known from the short ones.
+ON_LONG = ("Trace_ELBO", "JitTrace_ELBO", "default, eager", "default, compiled")
+# The lines of the picture.
+SHOWN = (*ON_LONG, "score, by hand, compiled")
 
 
 def by_hand(sites: int) -> Step:
@@ -126,6 +134,8 @@ def measure(program: str, rounds: int) -> list[Row]:
     for way, make in ELBOS.items():
         if way.startswith("1000") and program != OF_ONE_CHAIN:
             continue
+        if is_long(program) and way not in ON_LONG:
+            continue
         row: Row = {"program": program, "way": way, "milliseconds": "", "seconds to make": "", "operators": ""}
         rows.append(row)
         pyro.set_rng_seed(0)
@@ -146,7 +156,7 @@ def measure(program: str, rounds: int) -> list[Row]:
             row["seconds to make"] = sum(entries[0].seconds)
             row["operators"] = entries[0].recording.num_operators
         steps[way] = Turn(svi.step, own)
-    if program.startswith("chain"):
+    if program.startswith("chain") and not is_long(program):
         start, step = time.perf_counter(), by_hand(int(program.split()[1]))
         step()
         rows.append({"program": program, "way": BY_HAND, "seconds to make": time.perf_counter() - start})
@@ -156,6 +166,11 @@ def measure(program: str, rounds: int) -> list[Row]:
         row["milliseconds"] = 1000 * median(times[row["way"]])
         row["least"] = 1000 * min(times[row["way"]])
     return rows
+
+
+def is_long(program: str) -> bool:
+    """Whether a program is a long chain."""
+    return program in list(PROGRAMS)[QUICK:]
 
 
 class Turn:
@@ -225,7 +240,33 @@ def write(output: Path, rows: list[Row]) -> None:
     write_csv(output / "compiled.csv", rows)
     text = table(rows)
     write_markdown(output / "compiled.md", "Eager and compiled steps", [text])
+    plot(rows, output / "compiled.png")
     print(text)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Time of a step by length of the chain, on logarithmic axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6.0, 3.6))
+    for way in SHOWN:
+        chains = [row for row in rows if row["way"] == way and row["program"].startswith("chain,")]
+        points = sorted((int(row["program"].split()[1]), row["milliseconds"]) for row in chains)
+        if points:
+            axis.loglog(
+                *zip(*points, strict=True), "o-", label=way, linewidth=2.5 if way.startswith("default") else 1.2
+            )
+    axis.set(xlabel="sites of the chain", ylabel="milliseconds of a step")
+    ticks = sorted({int(row["program"].split()[1]) for row in rows if row["program"].startswith("chain,")})
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.minorticks_off()
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def _options(graph: fx.GraphModule) -> dict[str, Any]:
     """
     values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
     elements = sum(value.numel() for value in values if isinstance(value, Tensor))
-    options: dict[str, Any] = {"max_fusion_size": _FUSED}
+    # The shapes of inputs are compared before each step.
+    options: dict[str, Any] = {"max_fusion_size": _FUSED, "size_asserts": False}
     if elements <= _FEW_ELEMENTS and all(v.device.type == "cpu" for v in values if isinstance(v, Tensor)):
         # No instruction set is asked for, so that none needs a trial compilation.
         options |= {"cpp.simdlen": 1, "cpp.vec_isa_ok": True, "reorder_for_peak_memory": False}
