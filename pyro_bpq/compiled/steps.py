@@ -21,6 +21,7 @@ import torch
 from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from tqdm import tqdm
 
 from pyro_bpq.compiled.backends import compile_graph, missing
 from pyro_bpq.compiled.calls import Call, kind_of, reach
@@ -305,7 +306,7 @@ class CompiledSteps:
             # Its first run draws. A thread cannot take that back: the main one draws meanwhile.
             draws = None if self.options.background else Draws()
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self._line(recording.num_operators):
                     compiled = compile_graph(recording.graph, backend, copies)
                     compiled(*copies)
             except Exception as error:  # A compiler may raise anything.
@@ -326,6 +327,13 @@ class CompiledSteps:
             entry.thread.start()
         else:
             work()
+
+    def _line(self, operators: int) -> tqdm[Any]:
+        """A line on the terminal that says what the step waits for; it goes when the wait is over."""
+        text = f"Compiling a step of {operators} operators, once for all calls like this one"
+        # tqdm writes to terminals only.
+        hidden = True if self.options.background else None
+        return tqdm(total=1, desc=text, bar_format="{desc} ...", leave=False, disable=hidden)
 
     def _is_still(
         self, subject: StepSubject, program: Any, entry: Entry, tensors: Sequence[Tensor], number: int

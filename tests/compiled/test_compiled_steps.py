@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import random
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -455,6 +457,31 @@ def test_a_compiler_that_fails_leaves_the_recorded_operators() -> None:
         for _ in range(10):
             elbo.loss_and_grads(slope_model, slope_guide, ROWS)
     assert entries(elbo)[0].steps > 3
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [Terminal, io.StringIO])
+def test_a_line_on_terminals_says_what_the_first_compiled_step_waits_for(
+    monkeypatch: pytest.MonkeyPatch, terminal: type[io.StringIO]
+) -> None:
+    shown = terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+
+    def backend(graph: Any, examples: list[Tensor]) -> Any:
+        shown.write("<compiles>")
+        return graph
+
+    elbo = TraceBackpropQ_ELBO(compile=backend)
+    for _ in range(10):
+        elbo.loss_and_grads(slope_model, slope_guide, ROWS)
+    before, after = shown.getvalue().split("<compiles>")
+    assert ("Compiling a step of" in before) is shown.isatty()
+    # The line is cleared.
+    assert not after.strip()
 
 
 def test_without_a_compiler_the_recorded_operators_run(monkeypatch: pytest.MonkeyPatch) -> None:
