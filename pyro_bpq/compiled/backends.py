@@ -3,7 +3,6 @@ r"""Turns a recorded graph into a function of its inputs."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pyro_bpq.compiled.draws import eager_draws, fused_draws
 from pyro_bpq.compiled.options import Backend
 
 __all__ = ["compile_graph", "missing"]
@@ -58,8 +58,7 @@ def compile_graph(graph: fx.GraphModule, backend: Backend, examples: Sequence[Te
     if callable(backend):
         return backend(graph, list(examples))
     if backend == "inductor":
-        if torch._inductor.config.fallback_random:
-            graph = _with_eager_bernoulli(graph)
+        graph = eager_draws(graph) if torch._inductor.config.fallback_random else fused_draws(graph)
         # Ahead of time: torch.compile would take the graph apart once more, which doubles the time.
         with _uncollected():
             return torch._inductor.compile(graph, list(examples), options=_options(graph))
@@ -98,17 +97,3 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _with_eager_bernoulli(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy that draws coins by the kernel of eager steps, where Inductor would compare other uniform draws."""
-    copied = copy.deepcopy(graph)
-    for node in copied.graph.nodes:
-        if node.target is torch.ops.aten.bernoulli.default:
-            with copied.graph.inserting_before(node):
-                room = copied.graph.call_function(torch.ops.aten.empty_like.default, (node.args[0],))
-                drawn = copied.graph.call_function(torch.ops.aten.bernoulli.Tensor, (room, node.args[0]))
-            node.replace_all_uses_with(drawn)
-            copied.graph.erase_node(node)
-    copied.recompile()
-    return copied

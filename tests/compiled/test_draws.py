@@ -1,0 +1,61 @@
+"""Draws that stand in for others in a compiled graph have the same distribution, or the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pyro_bpq.compiled.draws import eager_draws, fused_draws
+
+WEIGHTS = torch.tensor([[0.1, 0.2, 0.0, 0.7], [0.5, 0.1, 0.4, 0.0], [3.0, 1.0, 0.0, 0.0]])
+NUMBER = 40_000
+
+
+def graph_of(draw: Callable[[Tensor], Tensor], weights: Tensor) -> fx.GraphModule:
+    return make_fx(draw)(weights)
+
+
+def largest_z(draw: Callable[[Tensor], Tensor]) -> float:
+    """Largest deviation of frequencies from probabilities, in standard errors; infinite if a value cannot occur."""
+    torch.manual_seed(0)
+    drawn = draw(WEIGHTS.repeat(NUMBER, 1)).view(NUMBER, len(WEIGHTS))
+    expected = WEIGHTS / WEIGHTS.sum(-1, keepdim=True)
+    found = torch.stack([(drawn == v).float().mean(0) for v in range(WEIGHTS.shape[-1])], -1)
+    if (found[expected == 0.0] > 0.0).any():
+        return float("inf")
+    error = (expected * (1.0 - expected) / NUMBER).sqrt()
+    return float(((found - expected).abs() / error)[expected > 0.0].max())
+
+
+def test_the_race_has_the_probabilities_of_multinomial() -> None:
+    graph = fused_draws(graph_of(lambda weights: torch.multinomial(weights, 1, True), WEIGHTS.repeat(NUMBER, 1)))
+    assert not any("multinomial" in str(node.target) for node in graph.graph.nodes)
+    assert largest_z(graph) < 4.0
+
+
+@pytest.mark.parametrize("wrong", ["add", "uniform"])
+def test_a_wrong_race_is_seen(wrong: str) -> None:
+    def race(weights: Tensor) -> Tensor:
+        uniform = torch.rand_like(weights)
+        times = uniform if wrong == "uniform" else -torch.log1p(-uniform)
+        return ((weights + 0.01) / times if wrong == "add" else weights / times).argmax(-1)
+
+    assert largest_z(race) > 4.0
+
+
+def test_several_draws_at_once_stay_as_they_are() -> None:
+    graph = fused_draws(graph_of(lambda weights: torch.multinomial(weights, 3, True), WEIGHTS))
+    assert any("multinomial" in str(node.target) for node in graph.graph.nodes)
+
+
+def test_coins_are_those_of_eager_steps() -> None:
+    probabilities = torch.linspace(0.0, 1.0, 50)
+    graph = eager_draws(graph_of(torch.bernoulli, probabilities))
+    torch.manual_seed(3)
+    expected = torch.bernoulli(probabilities)
+    torch.manual_seed(3)
+    assert torch.equal(graph(probabilities), expected)
