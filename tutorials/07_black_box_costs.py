@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Black-box costs
 #
-# **What is won beside Pyro.** Pyro has no loss for costs that are no log-probabilities; one would write a surrogate
-# by hand. Here the cost is a statement of the program, and critics learn from the same calls that leave-one-out, its
-# rival in the figure, makes.
+# **What is won beside Pyro.** Pyro has no loss for costs that are no log-probabilities. `TraceGraph_ELBO` can be brought
+# to minimise one, by a model that scores what the guide has drawn under the guide's own, frozen distributions. Here the
+# cost is a statement of the program, and critics learn from the same calls that the two rivals in the figure make.
 #
 # A recurrent net writes a sentence, letter by letter, and a metric says how good it was. The metric is Python code on
 # strings: it has no gradient, it comes once at the end, and calling it may be expensive. `ExpectedCost` minimises its
@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer import SVI
+from pyro.infer import SVI, TraceGraph_ELBO
 from pyro.optim import Adam
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -58,25 +58,49 @@ class Writer(nn.Module):
         super().__init__()
         self.cell, self.out = nn.GRUCell(len(LETTERS), 16), nn.Linear(16, len(LETTERS))
 
-    def policy(self) -> None:
+    def write(self, **infer: object) -> Tensor:
         pyro.module("writer", self)
         state, letter, written = torch.zeros(1, 16), torch.zeros(1, len(LETTERS)), []
         for t in range(len(WORD)):
             state = self.cell(letter, state)
-            token = pyro.sample(f"token_{t}", dist.Categorical(logits=self.out(state)[0]))
+            token = pyro.sample(f"token_{t}", dist.Categorical(logits=self.out(state)[0]), infer=infer)
             letter = nn.functional.one_hot(token, len(LETTERS)).float().unsqueeze(0)
             written.append(token)
-        cost("edits", metric, torch.stack(written))
+        return torch.stack(written)
+
+    def policy(self) -> None:
+        cost("edits", metric, self.write())
+
+
+# %% [markdown]
+# ## The same for Pyro
+#
+# Guide and model draw the same letters, and the model's parameters are frozen: `log q - log p` is 0, and so is its
+# expected gradient. What is left of the ELBO is minus the expected cost. `TraceGraph_ELBO` follows values through torch
+# only: without `0.0 * tokens.sum()` it would take the metric for a constant, and the gradient would be 0 without a word.
+
+
+# %%
+class ForPyro(Writer):
+    def guide(self) -> None:
+        self.write(baseline={"use_decaying_avg_baseline": True})
+
+    def model(self) -> None:
+        with torch.no_grad():
+            tokens = self.write()
+            pyro.factor("edits", 0.0 * tokens.sum() - metric(tokens))
 
 
 # %% [markdown]
 # ## Train
 #
-# Four rollouts a step. The rival is the score function with leave-one-out, the usual choice for such tasks.
+# Four rollouts a step. The rivals are `TraceGraph_ELBO` with its baseline, and the score function with leave-one-out, the
+# usual choice for such tasks.
 
 # %%
 figure, axes = plt.subplots(figsize=(5, 3.2))
 makers = {
+    "TraceGraph_ELBO": lambda: TraceGraph_ELBO(num_particles=4),
     "leave-one-out": lambda: ExpectedCost(num_particles=4, estimator=ScoreFunction(LeaveOneOut())),
     "default": lambda: ExpectedCost(num_particles=4),
 }
@@ -87,13 +111,16 @@ for name, make in makers.items():
         for seed in range(seeds):
             pyro.clear_param_store()
             pyro.set_rng_seed(seed)
-            writer, elbo = Writer(), make()
-            svi = SVI(None, writer.policy, Adam({"lr": 0.01}), loss=elbo)
+            writer, elbo = ForPyro(), make()
+            is_pyros = isinstance(elbo, TraceGraph_ELBO)
+            model, guide = (writer.model, writer.guide) if is_pyros else (None, writer.policy)
+            svi = SVI(model, guide, Adam({"lr": 0.01}), loss=elbo)
             for step in range(STEPS):
                 curve[step] += svi.step() / seeds
                 bar.update()
     last = curve[-50:].mean().item()
-    print(f"{name:14s} edits, mean of the last steps {last:.2f}   calls of the metric {counter.total}")
+    calls = counter.total or 4 * seeds * STEPS
+    print(f"{name:15s} edits, mean of the last steps {last:.2f}   calls of the metric {calls}")
     axes.plot(curve.unfold(0, min(20, STEPS), 1).mean(-1), label=name)
 axes.set(xlabel="step", ylabel="edits, mean of 20 steps")
 axes.legend(fontsize=8)
@@ -101,7 +128,7 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Three seeds. Both call the metric exactly once per rollout: critics learn from the same calls, and nothing is
+# Three seeds. All call the metric exactly once per rollout: critics learn from the same calls, and nothing is
 # evaluated behind your back.
 #
 # ## What the critics know

@@ -20,8 +20,8 @@ Compiled = Callable[..., Sequence[Tensor]]
 
 # Number of operators that Inductor may join in a kernel. Its own number, 64, is for larger tensors.
 _FUSED = 512
-# Elements of all results of a graph, up to which plain loops are as fast as vectorised ones: about 0.1 ms of work.
-_FEW_ELEMENTS = 200_000
+# Elements of an operator's result, in the mean over a graph, up to which plain loops are as fast as vectorised ones.
+_FEW_ELEMENTS = 128
 
 
 def missing(backend: Backend, device: torch.device) -> str:
@@ -77,13 +77,16 @@ def _options(graph: fx.GraphModule) -> dict[str, Any]:
     A long program of small tensors spends its compilation on vectorised loops that never run: there the plain ones
     are as fast, and made in two thirds of the time. Its many small kernels run faster as few large ones.
     """
-    values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
-    elements = sum(value.numel() for value in values if isinstance(value, Tensor))
+    found = [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
+    values = [value for value in found if isinstance(value, Tensor)]
+    elements = sum(value.numel() for value in values)
     # The shapes of inputs are compared before each step.
     options: dict[str, Any] = {"max_fusion_size": _FUSED, "size_asserts": False}
-    if elements <= _FEW_ELEMENTS and all(v.device.type == "cpu" for v in values if isinstance(v, Tensor)):
+    if elements <= _FEW_ELEMENTS * len(values) and all(value.device.type == "cpu" for value in values):
         # No instruction set is asked for, so that none needs a trial compilation.
         options |= {"cpp.simdlen": 1, "cpp.vec_isa_ok": True, "reorder_for_peak_memory": False}
+        # Of the operators that read the same tensor, neighbours are joined; all pairs would take a third of the time.
+        options["max_fusion_buffer_group_pairwise_attempts"] = 16
     return options
 
 
