@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Black-box costs
 #
-# **What is won beside Pyro.** Pyro has no loss for costs that are no log-probabilities. `TraceGraph_ELBO` can be brought
+# **What is won beside Pyro.** Pyro has no loss for costs that are no log-probabilities. `TraceGraph_ELBO` can be made
 # to minimise one, by a model that scores what the guide has drawn under the guide's own, frozen distributions. Here the
 # cost is a statement of the program, and critics learn from the same calls that the two rivals in the figure make.
 #
@@ -76,8 +76,9 @@ class Writer(nn.Module):
 # ## The same for Pyro
 #
 # Guide and model draw the same letters, and the model's parameters are frozen: `log q - log p` is 0, and so is its
-# expected gradient. What is left of the ELBO is minus the expected cost. `TraceGraph_ELBO` follows values through torch
-# only: without `0.0 * tokens.sum()` it would take the metric for a constant, and the gradient would be 0 without a word.
+# expected gradient. What is left of the ELBO is minus the expected cost. `TraceGraph_ELBO` follows values through
+# torch only: without `0.0 * tokens.sum()` it would take the metric for a constant, and the gradient would be 0 without
+# a word.
 
 
 # %%
@@ -94,8 +95,8 @@ class ForPyro(Writer):
 # %% [markdown]
 # ## Train
 #
-# Four rollouts a step. The rivals are `TraceGraph_ELBO` with its baseline, and the score function with leave-one-out, the
-# usual choice for such tasks.
+# Four rollouts a step. The rivals are `TraceGraph_ELBO` with its baseline, and the score function with leave-one-out,
+# the usual choice for such tasks.
 
 # %%
 figure, axes = plt.subplots(figsize=(5, 3.2))
