@@ -25,7 +25,8 @@ class Entry(weakref.ref[torch.UntypedStorage]):
     """The record of one storage. It vanishes with the storage, so that a reused address starts clean.
 
     ``views`` is filled once a source has chosen a view (``table[z]``). It holds the sources that chose each view. If
-    the tracker did not see the making of a view, the view depends on all of ``chosen``.
+    the tracker did not see the making of a view, the view depends on all of ``chosen``; but what covers the whole
+    storage was not chosen from it.
     """
 
     key: int
@@ -40,7 +41,9 @@ class Entry(weakref.ref[torch.UntypedStorage]):
         if self.views is None:
             return self.mask
         known = self.views.get(id(view))
-        return self.mask | (known[1] if known is not None and known[0]() is view else self.chosen)
+        if known is not None and known[0]() is view:
+            return self.mask | known[1]
+        return self.mask if _is_whole(view) else self.mask | self.chosen
 
     def add(self, view: Tensor, mask: int) -> None:
         """Records that the choice of ``view`` depends on ``mask``."""
@@ -146,6 +149,15 @@ class Ledger:
         entry.add(base, before)
         entry.add(result, before | mask)  # type: ignore[arg-type]
 
+    def place(self, base: object, result: object, mask: int) -> None:
+        """Records the same of the tensor that a program gets; torch wraps a view of a tensor with a gradient anew."""
+        if not isinstance(base, Tensor) or not isinstance(result, Tensor):
+            return
+        storages = memory_of(result)
+        entry = self.entries.get(id(storages[0])) if len(storages) == 1 else None
+        if entry is not None and entry.views is not None and storages == memory_of(base):
+            entry.add(result, (entry.mask_of(base) | mask) & ~entry.mask)
+
     def read(self, mask: int, *, check: bool) -> None:
         """Records that a value left torch, unless ``check`` is set and a library only checks an argument."""
         known = self.escaped if self.heard is None else self.escaped & self.heard
@@ -179,6 +191,14 @@ class Ledger:
             if module != "torch" and module not in OWN and not module.startswith("torch."):
                 return False
             frame = frame.f_back
+        return False
+
+
+def _is_whole(view: Tensor) -> bool:
+    """Whether a tensor covers its storage."""
+    try:
+        return view.is_contiguous() and view.numel() * view.element_size() == _storage(view).nbytes()
+    except NO_STORAGE:
         return False
 
 

@@ -317,7 +317,10 @@ class _Calls(TorchFunctionMode):
         before, ledger.deferred = ledger.deferred, mask
         ledger.positions |= mask
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if ledger.positions:
+                ledger.place(next(iter(args), None), result, ledger.deferred)
+            return result
         finally:
             ledger.deferred = before
 

@@ -962,12 +962,13 @@ def test_other_modes_inside_do_no_harm() -> None:
 
 def test_view_made_before_a_choice_counts_with_it() -> None:
     table = torch.ones(2, 2)
-    old_view = table.view(4)
+    old_view, whole = table.view(4)[:2], table.view(4)
     with DependencyTracker() as tracker:
         z = tracker.source("z", torch.tensor(1))
         assert tracker.sources_of(table[z] * 2) == {"z"}
         assert tracker.sources_of(table * 2) == frozenset()
         assert tracker.sources_of(old_view) == {"z"}  # a superset: it was not seen to be made
+        assert tracker.sources_of(whole) == frozenset()  # nothing was chosen for it
 
 
 def test_buffers_that_outlive_a_run_start_clean() -> None:
@@ -1051,3 +1052,33 @@ def test_compiled_functions_with_the_eager_backend() -> None:
     with DependencyTracker() as tracker:
         z = tracker.source("z", torch.ones(3))
         assert tracker.sources_of(torch.compile(lambda x: x.sin() + 1, backend="eager")(z)) == {"z"}
+
+
+READS: dict[str, Callable[[Tensor, int, Tensor], Tensor]] = {
+    "table[t, z]": lambda table, t, z: table[t, z],
+    "table[t][z]": lambda table, t, z: table[t][z],
+    "table[..., z, :]": lambda table, t, z: table[t, ..., z, :],
+    "scaled": lambda table, t, z: (2.0 * table)[t, z],
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_one_table_for_all_steps_of_a_chain(read: Callable[[Tensor, int, Tensor], Tensor], grad: bool) -> None:
+    table = torch.randn(6, 3, 3, requires_grad=grad)
+    with DependencyTracker() as tracker:
+        z = tracker.source("z0", torch.tensor(1))
+        for t in range(1, 5):
+            assert tracker.sources_of(read(table, t, z).exp()) == {f"z{t - 1}"}
+            z = tracker.source(f"z{t}", torch.tensor(1))
+        # A view that nobody saw the making of may be any of those that were chosen.
+        assert tracker.sources_of(table) == set() and not tracker.escaped
+
+
+def test_a_view_that_covers_its_memory_but_was_chosen_depends_on_the_choice() -> None:
+    with DependencyTracker() as tracker:
+        z = tracker.source("z", torch.tensor(1))
+        table = torch.arange(4.0).view(2, 2)
+        chosen = table[z]
+        assert tracker.sources_of(chosen.expand(2, 2) + 0.0) == {"z"}
+        assert tracker.sources_of(chosen.as_strided((2, 2), (0, 1), 2) + 0.0) == {"z"}
