@@ -310,7 +310,52 @@ def test_to_event_in_the_guide_alone_says_where_it_is_missing() -> None:
         with pyro.plate("rows", 2):
             coin(dist.Bernoulli(0.4))
 
-    assert "Write .to_event(1) in the model too." in text_of(model, pair_guide, PlateError)
+    advice = 'In the guide write with pyro.plate("rows", 2, dim=-1) in place of .to_event(1).'
+    assert advice in text_of(model, pair_guide, PlateError)
+    assert "Write .to_event(1) in the model too." in text_of(lambda: coin(dist.Bernoulli(0.4)), pair_guide, PlateError)
+
+
+def test_more_values_in_the_guide_are_told() -> None:
+    def model() -> None:
+        see(torch.arange(3.0)[coin(dist.Categorical(torch.ones(3)))])
+
+    def four() -> None:
+        coin(dist.Categorical(torch.tensor([0.0, 0.0, 0.0, 1.0]) + logits(4)))
+
+    text = text_of(model, four, PlateError)
+    assert "Site 'z' has 4 values in the guide, Categorical, and 3 in the model, Categorical." in text
+
+
+def test_plates_with_other_names_in_the_guide_warn_once() -> None:
+    def program(name: str, fn: Any) -> None:
+        with pyro.plate(name, 3):
+            coin(fn)
+
+    def model() -> None:
+        program("rows", dist.Bernoulli(0.4))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert warnings_of(model, lambda: program("rows", dist.Bernoulli(logits=logits())), steps=4) == []
+        (text,) = warnings_of(model, lambda: program("row", dist.Bernoulli(logits=logits())), steps=4)
+    assert "is 'row' in the guide, and 'rows' in the model" in text and "Write 'rows' in the guide" in text
+
+
+@pytest.mark.parametrize("value", [lambda z: torch.tensor(-1.0), lambda z: -z.sum()], ids=["constant", "sum"])
+def test_a_single_factor_in_a_plate_warns_once(value: Callable[[Tensor], Tensor]) -> None:
+    def model(rows: bool) -> None:
+        with pyro.plate("rows", 4):
+            z = coin()
+            pyro.factor("f", -z if rows else value(z))
+
+    def guide() -> None:
+        with pyro.plate("rows", 4):
+            coin(dist.Bernoulli(logits=logits()))
+
+    texts = warnings_of(lambda: model(False), guide, steps=4)
+    assert sum("The factor 'f' is a single number in the plate 'rows'" in text for text in texts) == 1
+    assert any("4 times" in text and "pyro.factor('f', ...) outside of the plate" in text for text in texts)
+    assert not any("factor" in text for text in warnings_of(lambda: model(True), guide, steps=4))
 
 
 def test_probability_against_a_density_warns_once() -> None:

@@ -10,17 +10,17 @@ from pyro.poutine.subsample_messenger import _Subsample
 
 from pyro_bpq.errors import PlateError
 from pyro_bpq.tracing.cost_statement import cost_options
-from pyro_bpq.tracing.watch import PARTICLES, distribution_name, samples
+from pyro_bpq.tracing.watch import PARTICLES, distribution_name, number_of_values, samples
 
 __all__ = [
     "Frames",
     "check_declared",
-    "event_line",
     "nesting_error",
     "particle_advice",
     "plate_error",
     "plate_error_of_traces",
     "statements",
+    "unlike_line",
 ]
 
 Frames = tuple[Any, ...]
@@ -72,7 +72,7 @@ def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) 
         if cost_options(sites[0]) is not None and (loose := _loose(sites[0])) is not None:
             lines.append(_cost_line(name, sites[0], loose))
         elif len(sites) == 2 and sites[0]["fn"].event_dim != sites[1]["fn"].event_dim:
-            lines.append(event_line(name, sites[0]["fn"], sites[1]["fn"]))
+            lines.append(unlike_line(name, *((site["fn"], _frames(site)) for site in sites)))
         elif len(sites) == 2:
             lines.append(_both_line(name, _frames(sites[0]), _frames(sites[1])))
         else:
@@ -80,22 +80,35 @@ def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) 
     return PlateError("\n".join([text, *lines, *particle_advice(frames)]))
 
 
-def event_line(name: str, model: Any, guide: Any) -> str:
-    """Says that a value has more event dimensions in one of guide and model, and what to write.
+def unlike_line(name: str, model: tuple[Any, Frames], guide: tuple[Any, Frames]) -> str:
+    """Says how the values of a site differ between guide and model, and what to write.
 
     Args:
         name: The site.
-        model: Its distribution in the model.
-        guide: Its distribution in the guide.
+        model: Its distribution and its plates in the model.
+        guide: The same in the guide.
     """
-    theirs, ours = distribution_name(model), distribution_name(guide)
-    advice = f"Write {theirs} in the guide, or {ours} in the model."
-    if theirs == ours:
-        less = "model" if model.event_dim < guide.event_dim else "guide"
-        advice = f"Write .to_event({abs(model.event_dim - guide.event_dim)}) in the {less} too."
+    (theirs, their_frames), (ours, our_frames) = model, guide
+    known, given = distribution_name(theirs), distribution_name(ours)
+    more = ours.event_dim - theirs.event_dim
+    if not more:
+        numbers = number_of_values(ours), number_of_values(theirs)
+        return (
+            f"Site {name!r} has {numbers[0]} values in the guide, {given}, and {numbers[1]} in the model, {known}. "
+            "Give it the same number in both."
+        )
+    own = {frame.name for frame in _own(our_frames)}
+    lacking = [frame for frame in _own(their_frames) if frame.name not in own]
+    if known == given and more > 0 and lacking:
+        plates = " and ".join(f'with pyro.plate("{f.name}", {f.size}, dim={f.dim})' for f in lacking)
+        advice = f"In the guide write {plates} in place of .to_event({ours.event_dim})."
+    elif known == given:
+        advice = f"Write .to_event({abs(more)}) in the {'model' if more > 0 else 'guide'} too."
+    else:
+        advice = f"Write {known} in the guide, or {given} in the model."
     return (
-        f"Site {name!r} is drawn from {ours} in the guide, whose values have {guide.event_dim} event dimension(s), and "
-        f"scored under {theirs} in the model, whose values have {model.event_dim}. {advice}"
+        f"Site {name!r} is drawn from {given} in the guide, whose values have {ours.event_dim} event dimension(s), and "
+        f"scored under {known} in the model, whose values have {theirs.event_dim}. {advice}"
     )
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.tracing.cost_statement import cost_options
 from pyro_bpq.tracing.plate_errors import (
-    event_line,
     nesting_error,
     particle_advice,
     plate_error,
     plate_error_of_traces,
     statements,
+    unlike_line,
 )
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name, is_enumerated
@@ -80,9 +80,10 @@ def explain_scores(model_trace: Any, guide_trace: Any) -> Iterator[None]:
 def _of_run(error: Exception, watch: Watch, tracker: DependencyTracker | None) -> BPQError | None:
     """The error to raise instead of one that came while guide or model ran; ``None`` to leave it."""
     text, plates = _own_text(error), watch.plates.values()
-    if watch.unlike:
+    unlike = watch.unlike()
+    if unlike:
         # The program goes on with a value of a shape that it does not expect, and fails somewhere else.
-        lines = [event_line(name, model, watch.laws[name]) for name, model in watch.unlike.items()]
+        lines = [unlike_line(name, watch.scored_as[name], watch.drawn_as[name]) for name in unlike]
         return PlateError("\n".join([str(error), *lines]))
     found = nesting_error(error, plates) or _name_error(error, watch.costs) or plate_error(error, watch.plates)
     # Values that carry gradients make torch refuse what it does otherwise: the caller tries again without.
@@ -237,7 +238,9 @@ def warn_of_program(
     if is_first:
         texts += [_repeated(site) for site in everything if cost_options(site) is not None]
     if is_first and is_validation_enabled():
+        texts += [_repeated_factor(site) for site in everything]
         texts += [_unlike(site, model_sites.get(name)) for name, site in guide_sites.items()]
+        texts.append(_other_names(model_sites, guide_sites))
         texts.append("" if is_enumerating else _marked([s["name"] for s in guide_sites.values() if _is_marked(s)]))
     if bool(loss.isnan()):
         data = [(s, _missing(s["value"])) for s in everything if s["is_observed"] and cost_options(s) is None]
@@ -249,22 +252,58 @@ def warn_of_program(
 
 def _repeated(site: Any) -> str:
     """Of a cost without rows of its own in a plate of rows."""
-    options, frames = cost_options(site), [f for f in site["cond_indep_stack"] if f.vectorized and f.size > 1]
-    own = [frame for frame in frames if frame.name != PARTICLES]
+    options, own = cost_options(site), _rows_around(site)
     if options is None or not options.size or not own:
         return ""
     shape = options.shape
     if any(-frame.dim <= len(shape) and shape[frame.dim] > 1 for frame in own):
         return ""
-    name, number, names = site["name"], math.prod(frame.size for frame in own), [frame.name for frame in own]
+    return _counted(site["name"], own, "cost", "pyro_bpq.cost")
+
+
+def _repeated_factor(site: Any) -> str:
+    """Of a ``pyro.factor`` without rows of its own in a plate of rows."""
+    own, factor = _rows_around(site), getattr(site["fn"], "log_factor", None)
+    if cost_options(site) is not None or not own or not isinstance(factor, Tensor):
+        return ""
+    # Plates expand a single number.
+    if any(-frame.dim <= factor.dim() and factor.shape[frame.dim] > 1 and factor.stride(frame.dim) for frame in own):
+        return ""
+    return _counted(site["name"], own, "factor", "pyro.factor")
+
+
+def _rows_around(site: Any) -> list[Any]:
+    frames = [frame for frame in site["cond_indep_stack"] if frame.vectorized and frame.size > 1]
+    return [frame for frame in frames if frame.name != PARTICLES]
+
+
+def _counted(name: str, own: list[Any], kind: str, function: str) -> str:
+    number, names = math.prod(frame.size for frame in own), [frame.name for frame in own]
     rows = [1] * max(-frame.dim for frame in own)
     for frame in own:
         rows[frame.dim] = frame.size
     return (
-        f"The cost {name!r} is a single number in the plate {', '.join(map(repr, names))}, and is counted once per "
-        f"row, {number} times. To count it once, write pyro_bpq.cost({name!r}, ...) outside of the plate; if each row "
+        f"The {kind} {name!r} is a single number in the plate {', '.join(map(repr, names))}, and is counted once per "
+        f"row, {number} times. To count it once, write {function}({name!r}, ...) outside of the plate; if each row "
         f"is meant to cost that much, say so: value + torch.zeros({', '.join(map(str, rows))})."
     )
+
+
+def _other_names(model: Mapping[str, Any], guide: Mapping[str, Any]) -> str:
+    """Of plates that guide and model call by different names: their rows are not known to be the same."""
+    known = {frame.name for site in model.values() for frame in site["cond_indep_stack"]}
+    for name, site in guide.items():
+        if name not in model:
+            continue
+        there = {frame.dim: frame for frame in _rows_around(model[name])}
+        for frame in _rows_around(site):
+            other = there.get(frame.dim)
+            if other is not None and other.size == frame.size and other.name != frame.name and frame.name not in known:
+                return (
+                    f"The plate of site {name!r} is {frame.name!r} in the guide, and {other.name!r} in the model. So "
+                    f"each row gets the costs of all rows, which is noisy. Write {other.name!r} in the guide."
+                )
+    return ""
 
 
 def _unlike(guide: Any, model: Any) -> str:

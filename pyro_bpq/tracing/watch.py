@@ -33,6 +33,7 @@ __all__ = [
     "Watch",
     "distribution_name",
     "is_enumerated",
+    "number_of_values",
     "samples",
     "site_info",
 ]
@@ -94,8 +95,8 @@ class Watch(Messenger):
         self.subsamples: dict[str, Any] = {}
         self.model_start = torch.get_rng_state()
         self.plates: dict[str, tuple[Any, ...]] = {}
-        self.laws: dict[str, Any] = {}
-        self.unlike: dict[str, Any] = {}
+        self.drawn_as: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+        self.scored_as: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self.costs: set[str] = set()
         self.drawn: list[str] = []
         self.untraced: dict[str, dict[str, Any]] = {}
@@ -107,6 +108,11 @@ class Watch(Messenger):
 
     def __repr__(self) -> str:
         return f"Watch({self.particles} particles, tracked={self.tracker is not None})"
+
+    def unlike(self) -> list[str]:
+        """Sites whose values have another form in the model than in the guide."""
+        both = [name for name in self.scored_as if name in self.drawn_as]
+        return [name for name in both if _form(self.scored_as[name][0]) != _form(self.drawn_as[name][0])]
 
     def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the guide, so that its draws become sources."""
@@ -143,11 +149,9 @@ class Watch(Messenger):
         self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
         if cost_options(msg) is not None:
             self.costs.add(msg["name"])
-        if self.is_guide:
-            self.laws[msg["name"]] = msg["fn"]
-        elif not msg["is_observed"] and msg["name"] in self.laws:
-            if _event_dim(self.laws[msg["name"]]) != _event_dim(msg["fn"]):
-                self.unlike[msg["name"]] = msg["fn"]
+        if not msg["is_observed"]:
+            laws = self.drawn_as if self.is_guide else self.scored_as
+            laws[msg["name"]] = msg["fn"], self.plates[msg["name"]]
         if is_enumerated(msg):
             self._enumerate(msg)
         if not self.is_guide:
@@ -280,9 +284,19 @@ def _without_rsample(fn: Any) -> Any:
     return fn
 
 
-def _event_dim(fn: Any) -> int:
-    """Number of event dimensions; a user's own distribution may not say."""
-    return getattr(fn, "event_dim", 0)
+def _form(fn: Any) -> tuple[int, int | None]:
+    """Number of event dimensions, and of values where the distribution has a list of them; users' own may not say."""
+    return getattr(fn, "event_dim", 0), number_of_values(fn)
+
+
+def number_of_values(fn: Any) -> int | None:
+    """How many values a categorical site takes; ``None`` for other distributions."""
+    name = distribution_name(fn)
+    if name not in ("Categorical", "OneHotCategorical"):
+        return None
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return int(fn.logits.shape[-1] if "logits" in vars(fn) else fn.probs.shape[-1])
 
 
 def is_enumerated(site: Any) -> bool:
