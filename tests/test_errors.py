@@ -378,3 +378,9 @@ def test_dimensions_without_a_plate_name_the_site_without_validation_too() -> No
 def test_numbers_of_particles_are_positive_integers(number: Any) -> None:
     with pytest.raises(OptionError, match=f"num_particles={number!r}"):
         TraceBackpropQ_ELBO(num_particles=number)
+
+
+def test_the_class_in_place_of_an_elbo_is_told() -> None:
+    svi: Any = SVI(coin_model, guide_with(coin), SGD({"lr": 0.1}), loss=TraceBackpropQ_ELBO)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"SVI takes an instance: loss=TraceBackpropQ_ELBO\(\)\."):
+        svi.step()

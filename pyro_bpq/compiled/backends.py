@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -60,7 +61,9 @@ def compile_graph(graph: fx.GraphModule, backend: Backend, examples: Sequence[Te
     if backend == "inductor":
         graph = eager_draws(graph) if torch._inductor.config.fallback_random else fused_draws(graph)
         # Ahead of time: torch.compile would take the graph apart once more, which doubles the time.
-        with _uncollected():
+        with _uncollected(), warnings.catch_warnings():
+            # Those are of torch's own modules.
+            warnings.simplefilter("ignore", FutureWarning)
             return torch._inductor.compile(graph, list(examples), options=_options(graph))
     compiled: Any = torch.compile(graph, backend=backend, dynamic=False, fullgraph=True)
 

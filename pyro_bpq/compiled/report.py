@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pyro_bpq.compiled.recorder import Recording
     from pyro_bpq.compiled.steps import CompiledSteps, Entry
 
 __all__ = ["compile_report"]
@@ -38,7 +39,7 @@ def _of_entry(entry: Entry) -> str:
     arguments = [str(tuple(kind[0])) for kind in recording.inputs.kinds[: len(recording.inputs.call.tensors)]]
     text = (
         f"Recorded: {recording.num_operators} operators, {len(recording.used) + len(recording.constants)} input "
-        f"tensors, {len(recording.graded)} gradients, in {record:.1f} s"
+        f"tensors, in {record:.1f} s; {_of_gradients(recording)}"
     )
     if entry.note:
         text += f"; {entry.note}"
@@ -51,3 +52,12 @@ def _of_entry(entry: Entry) -> str:
         shown = ", ".join(arguments[:6]) + (", ..." if len(arguments) > 6 else "")
         text += f" It serves tensors of the shapes {shown}."
     return text
+
+
+def _of_gradients(recording: Recording) -> str:
+    """What the step does with its gradients."""
+    updated, handed = len(recording.inputs.updates), len(recording.graded)
+    does = [f"it updates {updated} parameters"] if updated else []
+    if handed or not updated:
+        does.append(f"it gives {handed} gradients to the optimiser")
+    return " and ".join(does)

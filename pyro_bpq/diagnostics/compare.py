@@ -20,10 +20,10 @@ from torch import Tensor
 
 from pyro_bpq.diagnostics.comparison import LIMIT, Comparison, Row, recommend
 from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments
-from pyro_bpq.diagnostics.rivals import LOO, GraphELBO, default_rivals, signature, took
+from pyro_bpq.diagnostics.rivals import GraphELBO, default_rivals, in_turn, signature, took, written
 from pyro_bpq.diagnostics.sampling import num_outcomes_of, seeded
 from pyro_bpq.errors import BPQError, BPQWarning, OptionError, UnsupportedSiteError
-from pyro_bpq.estimators import Estimator, LeaveOneOut, ScoreFunction
+from pyro_bpq.estimators import Estimator
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.testing import exact_gradient
 from pyro_bpq.testing.expected import backward
@@ -77,18 +77,19 @@ def compare_estimators(
         guide: Guide.
         *args: Arguments of both.
         estimators: ELBOs (of this package or of Pyro) or estimators, by name. An estimator becomes
-            ``TraceBackpropQ_ELBO(num_particles, estimator=...)``. Default: this package's default, the same without
-            critics, leave-one-out, and Pyro's ``Trace_ELBO`` and ``TraceGraph_ELBO``, the latter with and without
-            baselines. Of those that are the same on this program one is left out; the result says so.
-        num_particles: Number of particles of estimators that are not ELBOs, and of leave-one-out among the default
-            ``estimators``. The others have as many as they take by themselves.
+            ``TraceBackpropQ_ELBO(num_particles, estimator=...)``. Default: this package's default, the same with
+            ``num_particles``, the same without critics, leave-one-out, and Pyro's ``Trace_ELBO`` and
+            ``TraceGraph_ELBO``, the latter with and without baselines. Of those that are the same on this program one
+            is left out; the result says so.
+        num_particles: Number of particles of estimators that are not ELBOs, and of two of the default ``estimators``:
+            leave-one-out, and this package's default with so many. The others have as many as they take by themselves.
         num_samples: Number of steps if outcomes are not enumerated.
         num_warmup: Number of steps that critics learn before; the result reports it. ELBOs with ``learner=None``
             are not warmed up, because the user's optimiser trains their critics.
         num_rounds: Number of timed steps of each estimator.
         num_outcomes: Largest number of outcomes that are enumerated.
         exact: As in :func:`gradient_moments`.
-        reference: An unbiased ELBO for the long run of ``10 * num_samples`` steps; default
+        reference: An unbiased ELBO for the long run of ``4 * num_samples`` steps; default
             ``TraceBackpropQ_ELBO`` with two particles or more.
         seed: Seed of the samples; global generators and ``.grad`` are restored.
         progress: Whether to show a bar.
@@ -129,6 +130,7 @@ def compare_estimators(
                 rows[name] = Row(name, ran=False, note=str(error).split("\nTrace Shapes:")[0].strip())
                 continue
             rows[name] = {"num_warmup": warm, "warmup_s": seconds, **_figures(elbo, moments, truth)}
+            rows[name]["write"] = written(name, elbo) if estimators is None else ""
             ready[name] = elbo
         escapes = escapes or any(_escapes(elbo) for elbo in ready.values())
         for name, elbo in ready.items():
@@ -149,7 +151,8 @@ def _ready(
     name: str, elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, steps: int, is_default: bool
 ) -> tuple[Any, int, float]:
     """An ELBO that has learned, the number of steps and the seconds that took."""
-    if not (is_default and name == LOO):
+    alone = in_turn(name, elbo) if is_default else None
+    if alone is None:
         return elbo, *_warm_up(elbo, model, guide, args, kwargs, steps)
     try:
         with warnings.catch_warnings():
@@ -157,7 +160,6 @@ def _ready(
             warnings.simplefilter("ignore", BPQWarning)
             return elbo, *_warm_up(elbo, model, guide, args, kwargs, steps)
     except _DOES_NOT_RUN:
-        alone = TraceBackpropQ_ELBO(elbo.num_particles, estimator=ScoreFunction(LeaveOneOut()))
         return alone, *_warm_up(alone, model, guide, args, kwargs, steps)
 
 
@@ -245,9 +247,9 @@ def _reference(
     _warm_up(elbo, model, guide, args, kwargs, num_warmup)
     settings = {**options, "seed": options["seed"] + 2}
     found = gradient_moments(
-        elbo, model, guide, *args, num_samples=10 * num_samples, exact=False, by_site=False, **settings
+        elbo, model, guide, *args, num_samples=4 * num_samples, exact=False, by_site=False, **settings
     )
-    text = f"a run of {10 * num_samples} steps of {type(elbo).__name__}"
+    text = f"a run of {4 * num_samples} steps of {type(elbo).__name__}"
     return _Reference(found.mean, found.total_variance / found.num_samples, text)
 
 

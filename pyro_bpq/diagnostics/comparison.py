@@ -42,6 +42,7 @@ class Row:
         parameters: Variance by parameter.
         sites: Variance of each site's summand, if there are summands.
         note: Further remark, or the reason why the estimator did not run.
+        write: What to write to get it; empty if the user has named it.
         is_blind: Whether it does not see which costs depend on values that Python looked at, and there are such values.
             It is never recommended then: what few samples do not show is biased all the same.
     """
@@ -66,6 +67,7 @@ class Row:
     parameters: dict[str, float] = field(default_factory=dict)
     sites: dict[str, float] = field(default_factory=dict)
     note: str = ""
+    write: str = ""
     is_blind: bool = False
 
     @property
@@ -214,6 +216,7 @@ def recommend(rows: tuple[Row, ...]) -> tuple[str | None, str]:
         if ratio - 1 < noise:
             text += ", which is within the error of measurement: a tie, so take the simpler one"
     text += f" (variance {number(best.variance)}, {number(best.ms)} ms a step)."
+    text += f" Write {best.write}." if best.write and best.name != DEFAULT else ""
     calm = min(sound, key=lambda row: row.variance)
     if calm is not best and calm.variance < best.variance:
         text += f" {calm.name!r} has less variance, {number(calm.variance)}, but needs {number(calm.ms)} ms a step."

@@ -15,6 +15,7 @@ from pyro_bpq.diagnostics.gradient_checks import (
     check_finite,
     check_parameters,
     check_particles,
+    check_steps,
     check_time,
     check_variance,
 )
@@ -36,6 +37,7 @@ __all__ = ["diagnose"]
 # Findings of the same severity are listed in this order.
 _CHECKS = (
     check_finite,
+    check_steps,
     check_parameters,
     check_bias,
     check_hidden_rsample,

@@ -26,6 +26,7 @@ __all__ = [
     "check_finite",
     "check_parameters",
     "check_particles",
+    "check_steps",
     "check_time",
     "check_variance",
 ]
@@ -47,6 +48,18 @@ def check_finite(look: Look) -> Iterator[Finding]:
             f"The loss or the gradient of {listed(bad) or 'some parameter'} is not finite.",
             "Look for a value outside a support, a logarithm of zero, or a too large learning rate; "
             "pyro.enable_validation(True) names the site.",
+        )
+
+
+def check_steps(look: Look) -> Iterator[Finding]:
+    """An ELBO that has not learned anything."""
+    if not look.elbo.num_steps:
+        yield Finding(
+            "untrained",
+            "hint",
+            "This ELBO has taken no step of training, so its critics and running means know nothing.",
+            "Train first, and hand over the ELBO that was trained. It keeps what it has learned: make it once, not in "
+            "each step.",
         )
 
 

@@ -13,7 +13,7 @@ from pyro_bpq.estimators import LeaveOneOut, ScoreFunction
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.short import short
 
-__all__ = ["DEFAULT", "LOO", "GraphELBO", "default_rivals", "signature", "took"]
+__all__ = ["DEFAULT", "LOO", "GraphELBO", "default_rivals", "in_turn", "signature", "took", "written"]
 
 DEFAULT, LOO = "default", "leave-one-out"
 _STORED = "__baseline_avg_downstream_cost_"
@@ -77,17 +77,50 @@ def default_rivals(num_particles: int) -> dict[str, Callable[[], Any]]:
     """What makes each ELBO, by name.
 
     Args:
-        num_particles: Number of particles of leave-one-out.
+        num_particles: Number of particles of leave-one-out, and of the default with several.
     """
     several = max(2, num_particles)
     return {
         DEFAULT: TraceBackpropQ_ELBO,
+        f"{DEFAULT}, {several} particles": lambda: TraceBackpropQ_ELBO(several, vectorize_particles=True),
         "default, no critic": lambda: TraceBackpropQ_ELBO(critic=None),
         LOO: lambda: TraceBackpropQ_ELBO(several, vectorize_particles=True, estimator=ScoreFunction(LeaveOneOut())),
         "Trace_ELBO": Trace_ELBO,
         "TraceGraph_ELBO": lambda: GraphELBO(False),
         "TraceGraph_ELBO, baselines": lambda: GraphELBO(True),
     }
+
+
+def in_turn(name: str, elbo: Any) -> Any:
+    """The same ELBO with its particles one after the other; ``None`` if it has no plate of particles.
+
+    Args:
+        name: Its name among the default rivals.
+        elbo: The ELBO.
+    """
+    if not (isinstance(elbo, TraceBackpropQ_ELBO) and elbo.vectorize_particles):
+        return None
+    number = elbo.num_particles
+    if name == LOO:
+        return TraceBackpropQ_ELBO(number, estimator=ScoreFunction(LeaveOneOut()))
+    return TraceBackpropQ_ELBO(number)
+
+
+def written(name: str, elbo: Any) -> str:
+    """What to write for a default rival.
+
+    Args:
+        name: Its name.
+        elbo: The ELBO.
+    """
+    if not isinstance(elbo, TraceBackpropQ_ELBO):
+        return f"{name}()" if name == "Trace_ELBO" else ""
+    options = [str(elbo.num_particles), "vectorize_particles=True"] if elbo.vectorize_particles else []
+    if not options and name != DEFAULT and elbo.num_particles > 1:
+        options = [str(elbo.num_particles)]
+    options += ["estimator=ScoreFunction(LeaveOneOut())"] * (name == LOO)
+    options += ["critic=None"] * ("no critic" in name)
+    return f"TraceBackpropQ_ELBO({', '.join(options)})"
 
 
 def took(elbo: Any) -> dict[str, str]:

@@ -153,7 +153,10 @@ class TraceBackpropQ_ELBO(Objective):
     ) -> None:
         is_number = isinstance(num_particles, Integral) and not isinstance(num_particles, bool)
         if num_particles is not None and not (is_number and num_particles >= 1):
-            raise OptionError(f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.")
+            hint = " SVI takes an instance: loss=TraceBackpropQ_ELBO()." if callable(num_particles) else ""
+            raise OptionError(
+                f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.{hint}"
+            )
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:
             raise OptionError(f"window={window!r}: write a positive integer.")
         check_options(estimator, critic, reduction, lam, gamma, learner)

@@ -2,6 +2,7 @@ r"""What a step does on a structure, and what is known of the structure besides 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,9 @@ from pyro_bpq.tracing.component_costs import Pattern, Patterns
 from pyro_bpq.tracing.work import Work
 
 __all__ = ["Plan", "StructureFacts"]
+
+# Stands for a site's own name, and the number of sites from which on those that are alike are printed together.
+_OWN, _ALIKE = "\0", 3
 
 
 @dataclass(frozen=True)
@@ -53,19 +57,36 @@ class Plan:
     refused: str = ""
 
     def __str__(self) -> str:
-        """A line for each site: its estimator and the rule that gave it, its critic, and what is known exactly."""
+        """What each site got and why, its critic, and what is known exactly; sites that are alike together."""
         lines = [f"{self.num_particles} particle{'s' if self.num_particles > 1 else ''}"]
         lines += [f"no extra run of the model: {self.refused}"] if self.refused else []
-        for name, spec in self.layout.specs.items():
-            lines += [f"{name}: {short(spec.estimator)}", f"    because: {self.rules.get(name, 'chosen')}"]
-            if not spec.estimator.is_pathwise:
-                lines += [
-                    f"    critic: {'none' if spec.critic is None else short(spec.critic)}{self._reads(name)}",
-                    f"    known at all values: {self._known(name)}",
-                ]
-            if "hindsight" in spec.estimator.needs:
-                lines.append(f"    known with all other sites held: {self._held(name)}")
+        alike: dict[str, list[str]] = {}
+        for name in self.layout.specs:
+            own = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+            alike.setdefault(own.sub(_OWN, self._about(name)), []).append(name)
+        for text, names in alike.items():
+            if len(names) < _ALIKE:
+                lines += [f"{name}: {text.replace(_OWN, name)}" for name in names]
+            else:
+                lines.append(f"{names[0]} to {names[-1]}, {len(names)} sites: {text.replace(_OWN, 'the site')}")
         return "\n".join(lines)
+
+    def _about(self, name: str) -> str:
+        spec = self.layout.specs[name]
+        lines = [short(spec.estimator), f"    because: {self.rules.get(name, 'chosen')}"]
+        if not spec.estimator.is_pathwise:
+            lines += [f"    critic: {self._critic(name)}", f"    known at all values: {self._known(name)}"]
+        if "hindsight" in spec.estimator.needs:
+            lines.append(f"    known with all other sites held: {self._held(name)}")
+        return "\n".join(lines)
+
+    def _critic(self, name: str) -> str:
+        critic, network = self.layout.specs[name].critic, self.layout.network
+        if critic is None:
+            return "none"
+        if network is None or not any(node.is_learned for node in network.q_nodes(name)):
+            return "none, as nothing is left to learn"
+        return f"{short(critic)}{self._reads(name)}"
 
     def _reads(self, name: str) -> str:
         """What the critics of a site see of their scopes."""

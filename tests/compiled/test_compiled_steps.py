@@ -534,4 +534,4 @@ def test_reports() -> None:
     assert "Nothing is recorded yet" in compile_report(elbo)
     for _ in range(10):
         elbo.loss_and_grads(slope_model, slope_guide, ROWS)
-    assert "operators" in compile_report(elbo)
+    assert "operators" in compile_report(elbo) and "it gives 1 gradients to the optimiser" in compile_report(elbo)

@@ -15,11 +15,12 @@ from models import BY_NAME, CASES, Case
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
 from steps import CHAIN, assert_equal, settled, state_of, trained
 
+import pyro_bpq
 from pyro_bpq import CriticLearner, LeaveOneOut, Pathwise, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import compare_estimators, critic_fit, diagnose, gradient_moments
 from pyro_bpq.diagnostics.comparison import Row, recommend
 from pyro_bpq.diagnostics.moments import COSTS
-from pyro_bpq.diagnostics.rivals import GraphELBO
+from pyro_bpq.diagnostics.rivals import GraphELBO, default_rivals, written
 from pyro_bpq.diagnostics.sampling import num_outcomes_of
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import DisARM, StraightThrough
@@ -186,7 +187,8 @@ def test_comparison_measures_every_estimator(capsys: pytest.CaptureFixture[str])
     assert found["admitted"].is_biased and found.recommended in ("default", "score", "graph")
 
 
-ALL = ["default", "default, no critic", "leave-one-out", "Trace_ELBO", "TraceGraph_ELBO", "TraceGraph_ELBO, baselines"]
+OURS = ["default", "default, 4 particles", "default, no critic", "leave-one-out"]
+ALL = [*OURS, "Trace_ELBO", "TraceGraph_ELBO", "TraceGraph_ELBO, baselines"]
 
 
 @pytest.mark.parametrize("name", ["chain", "vector"])
@@ -206,9 +208,32 @@ def test_rivals_are_pyros_own_and_none_is_there_twice(name: str) -> None:
     theirs = gradient_moments(TraceGraph_ELBO(), case.model, case.guide, *case.args)
     assert found["TraceGraph_ELBO"].variance == pytest.approx(theirs.total_variance, rel=1e-12)
     text = str(found)
+    assert found["default, 4 particles"].num_particles == 4
+    assert found["leave-one-out"].write.startswith("TraceBackpropQ_ELBO(4, vectorize_particles=True, estimator=Score")
+    # What it names can be written as it stands.
+    assert found.recommended is None or f" Write {found[found.recommended].write}." in text or name == "vector"
     assert "not detected" in text and "'default' took AllAction()" in text
     assert ("with MLPCritic() at a, b" in text) == (name == "chain")
     assert ("'default, no critic' is the same as 'default'" in text) == (name == "vector")
+
+
+def test_what_a_comparison_tells_to_write_is_the_rival() -> None:
+    for name, make in default_rivals(4).items():
+        elbo = make()
+        text = written(name, elbo)
+        again = eval(text, vars(pyro_bpq) | vars(pyro.infer)) if text else elbo
+        assert type(again) is type(elbo) and again.num_particles == elbo.num_particles
+        if isinstance(elbo, TraceBackpropQ_ELBO):
+            assert repr(again) == repr(elbo) and again.vectorize_particles is elbo.vectorize_particles
+
+
+def test_an_elbo_that_has_learned_nothing_is_told() -> None:
+    case = BY_NAME["chain"]
+    case.params()
+    elbo = TraceBackpropQ_ELBO()
+    assert "untrained" in diagnose(elbo, case.model, case.guide, num_samples=4).kinds()
+    elbo.loss_and_grads(case.model, case.guide)
+    assert "untrained" not in diagnose(elbo, case.model, case.guide, num_samples=4).kinds()
 
 
 def test_baselines_of_pyros_are_those_of_the_guide_or_averages() -> None:

@@ -80,10 +80,25 @@ def test_a_plan_tells_particles_critics_and_exact_costs() -> None:
         "1 particle",
         "z: AllAction()",
         "    because: few values: a sum over all of them",
-        "    critic: MLPCritic()",
+        "    critic: none, as nothing is left to learn",
         "    known at all values: -log p(x), -log p(z), log q(z), by 2 rows of an extra run",
     ]
     assert str(after(lambda r: dist.Bernoulli(logits=r), rows=True).plan).startswith("8 particles\n")
+
+
+def test_a_plan_tells_sites_that_are_alike_together() -> None:
+    def chain(length: int) -> TraceBackpropQ_ELBO:
+        def program() -> None:
+            z = torch.tensor(0.0)
+            for t in range(length):
+                z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3)) + z))
+
+        elbo = TraceBackpropQ_ELBO()
+        elbo.loss_and_grads(program, program)
+        return elbo
+
+    assert str(chain(12).plan).count("\n") < str(chain(4).plan).count("\n") + 10
+    assert "z_0 to " in str(chain(12).plan) and "z_1: " in str(chain(2).plan)
 
 
 def test_the_last_rule_by_options_serves_every_site() -> None:
