@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pyro_bpq.compiled.watch import refuse_read
+from pyro_bpq.compiled.watch import draws_seed, refuse_read
 
 __all__ = ["RecordedIndexing", "selected"]
 
@@ -33,6 +33,9 @@ class RecordedIndexing(TorchFunctionMode):
                 return selected(args[0], index)
         if func in _LEAVES_TORCH:
             refuse_read()
+        if func is torch.randint and draws_seed():
+            # Of a further run that draws nothing, or else the step is not recorded: any seed will do.
+            return 0
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_bpq.errors import UnsupportedProgramError
 
-__all__ = ["Fingerprint", "Noise", "NotYet", "StepWatch", "Unrecordable", "refuse_read"]
+__all__ = ["Fingerprint", "Noise", "NotYet", "StepWatch", "Unrecordable", "draws_seed", "refuse_read"]
 
 # Operators that hand numbers to Python, or make tensors whose size depends on them.
 _READS = frozenset(
@@ -168,8 +168,6 @@ class StepWatch(TorchDispatchMode):
                 raise Unrecordable("it draws values in further runs of the programs")
             return None
         source = generator.initial_seed() - self._first_seed
-        if _is_in("_seed", function=True):
-            return None
         if name not in ("aten.rand", "aten.randn") or not 0 <= source < 1 << 20:
             raise Unrecordable(f"it draws from a generator that is not torch's own, by {name}")
         self.noise.append(Noise(source, name, tuple(args[0]), kwargs["dtype"]))
@@ -202,8 +200,13 @@ def refuse_read() -> None:
     raise Unrecordable("Python reads a number of a tensor")
 
 
-# Functions of this package that read the state of a generator or draw a seed from one of their own.
-_OWN_READS = frozenset({"_seed", "_has_drawn"})
+# Functions of this package that read the state of a generator.
+_OWN_READS = frozenset({"_has_drawn"})
+
+
+def draws_seed() -> bool:
+    """Whether this package draws the seed of a further run."""
+    return _is_in("_seed", function=True)
 
 
 def _is_masked(name: str, args: Any) -> bool:

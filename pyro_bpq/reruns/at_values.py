@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import pyro
@@ -216,7 +217,12 @@ class Reruns:
 
     def _seed(self) -> int:
         self.num_runs += 1
-        return int(torch.randint(1 << 62, (), generator=self.generator, device="cpu"))
+        return int(torch.randint(1 << 62, (), generator=self._seeds, device="cpu"))
+
+    @cached_property
+    def _seeds(self) -> torch.Generator:
+        """Seeds of further runs: some are for checks, after which estimators are to draw what they would draw else."""
+        return torch.Generator().manual_seed(0xBF58476D1CE4E5B9 * (self.generator.initial_seed() + 1) % (1 << 63))
 
     def _is_last(self, name: str, traced: TracedRun) -> bool:
         """Whether a run of the model alone gives all costs at another value of a site without descendants."""

@@ -33,7 +33,7 @@ from pyro_bpq import (
     compile_report,
 )
 from pyro_bpq.errors import BPQWarning, OptionError
-from pyro_bpq.estimators import Concrete, GumbelStraightThrough
+from pyro_bpq.estimators import Concrete, DebiasedStraightThrough, DisARM, GumbelStraightThrough
 
 STEPS = 12
 
@@ -457,6 +457,16 @@ def test_a_compiler_that_fails_leaves_the_recorded_operators() -> None:
         for _ in range(10):
             elbo.loss_and_grads(slope_model, slope_guide, ROWS)
     assert entries(elbo)[0].steps > 3
+
+
+@pytest.mark.parametrize("estimator", [DebiasedStraightThrough(), DisARM()], ids=repr)
+def test_estimators_that_run_the_model_at_other_values_are_recorded(estimator: Any) -> None:
+    def make(**own: Any) -> TraceBackpropQ_ELBO:
+        return TraceBackpropQ_ELBO(2, estimator=estimator, **own)
+
+    # Eager steps look for slopes again after 8 steps; what the estimators draw does not depend on it.
+    elbo = both(make, lambda: None, slope_model, slope_guide, ROWS, steps=14)
+    assert elbo.compiled.entries and elbo.compiled.entries[0].steps > 4, compile_report(elbo)
 
 
 class Terminal(io.StringIO):
