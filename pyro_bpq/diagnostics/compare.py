@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyro_bpq.diagnostics.comparison import LIMIT, Comparison, Row, recommend
 from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments
-from pyro_bpq.diagnostics.rivals import GraphELBO, default_rivals, in_turn, signature, took, written
+from pyro_bpq.diagnostics.rivals import GraphELBO, Rival, default_rivals, signature, took
 from pyro_bpq.diagnostics.sampling import num_outcomes_of, seeded
 from pyro_bpq.errors import BPQError, BPQWarning, OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import Estimator
@@ -102,7 +102,10 @@ def compare_estimators(
     Raises:
         OptionError: If ``estimators`` is empty or holds another kind of object.
     """
-    elbos = _elbos(estimators, num_particles)
+    rivals = default_rivals(num_particles) if estimators is None else {}
+    elbos = {name: rival.build() for name, rival in rivals.items()}
+    if estimators is not None:
+        elbos = _elbos(estimators, num_particles)
     if num_rounds < 1:
         raise OptionError(f"num_rounds={num_rounds!r}: write a positive number.")
     options: dict[str, Any] = {"num_outcomes": num_outcomes, "seed": seed, **kwargs}
@@ -116,7 +119,7 @@ def compare_estimators(
         for name, elbo in elbos.items():
             pyro.set_rng_seed(seed + 1)
             try:
-                elbo, warm, seconds = _ready(name, elbo, model, guide, args, kwargs, num_warmup, estimators is None)
+                elbo, write, warm, seconds = _ready(elbo, rivals.get(name), model, guide, args, kwargs, num_warmup)
                 advance(name)
                 twin = _twin(elbo, ready) if estimators is None else None
                 if twin is not None:
@@ -129,8 +132,7 @@ def compare_estimators(
                     raise
                 rows[name] = Row(name, ran=False, note=str(error).split("\nTrace Shapes:")[0].strip())
                 continue
-            rows[name] = {"num_warmup": warm, "warmup_s": seconds, **_figures(elbo, moments, truth)}
-            rows[name]["write"] = written(name, elbo) if estimators is None else ""
+            rows[name] = {"num_warmup": warm, "warmup_s": seconds, "write": write, **_figures(elbo, moments, truth)}
             ready[name] = elbo
         escapes = escapes or any(_escapes(elbo) for elbo in ready.values())
         for name, elbo in ready.items():
@@ -148,19 +150,21 @@ def compare_estimators(
 
 
 def _ready(
-    name: str, elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, steps: int, is_default: bool
-) -> tuple[Any, int, float]:
-    """An ELBO that has learned, the number of steps and the seconds that took."""
-    alone = in_turn(name, elbo) if is_default else None
+    elbo: Any, rival: Rival | None, model: Program, guide: Program, args: Any, kwargs: Any, steps: int
+) -> tuple[Any, str, int, float]:
+    """An ELBO that has learned, what to write for it, the number of steps and the seconds that took."""
+    text = "" if rival is None else rival.written
+    alone = None if rival is None else rival.in_turn
     if alone is None:
-        return elbo, *_warm_up(elbo, model, guide, args, kwargs, steps)
+        return elbo, text, *_warm_up(elbo, model, guide, args, kwargs, steps)
     try:
         with warnings.catch_warnings():
             # Where a plate of particles does not do, they run in another way.
             warnings.simplefilter("ignore", BPQWarning)
-            return elbo, *_warm_up(elbo, model, guide, args, kwargs, steps)
+            return elbo, text, *_warm_up(elbo, model, guide, args, kwargs, steps)
     except _DOES_NOT_RUN:
-        return alone, *_warm_up(alone, model, guide, args, kwargs, steps)
+        elbo = alone.build()
+        return elbo, alone.written, *_warm_up(elbo, model, guide, args, kwargs, steps)
 
 
 def _twin(elbo: Any, ready: Mapping[str, Any]) -> str | None:
@@ -169,10 +173,8 @@ def _twin(elbo: Any, ready: Mapping[str, Any]) -> str | None:
     return None if own is None else next((name for name, other in ready.items() if signature(other) == own), None)
 
 
-def _elbos(estimators: Mapping[str, Any] | None, num_particles: int) -> dict[str, Any]:
+def _elbos(estimators: Mapping[str, Any], num_particles: int) -> dict[str, Any]:
     """Copies of the given ELBOs, and ELBOs for given estimators."""
-    if estimators is None:
-        return {name: make() for name, make in default_rivals(num_particles).items()}
     found = {}
     for name, given in estimators.items():
         if not isinstance(given, type) and callable(getattr(given, "loss_and_grads", None)):

@@ -158,13 +158,21 @@ def check_variance(look: Look) -> Iterator[Finding]:
         share, fair = variance / total, 1.0 / len(summands)
         if share > max(0.5, 2.0 * fair) or (len(summands) == 2 and share > 0.8):
             estimator = look.specs[site].estimator if site in look.specs else None
+            advice = (
+                "Spend effort there: another estimator for this site alone "
+                '(infer={"bpq": {"estimator": ...}}), a critic of its own, or more particles.'
+            )
+            if site in look.specs and _is_summed(look, site):
+                advice = (
+                    "All that it costs is summed over its values. What is left comes from the sites before it: "
+                    "more particles or a larger batch average over those."
+                )
             yield Finding(
                 "dominating site",
                 "hint",
                 f"{share:.0%} of the noise (variance) of the sites' gradients comes from {site!r}, which is served by "
                 f"{short(estimator)}.",
-                "Spend effort there: another estimator for this site alone "
-                '(infer={"bpq": {"estimator": ...}}), a critic of its own, or more particles.',
+                advice,
                 (site,),
             )
     if not moments.is_exact and moments.num_samples >= _NOISE_SAMPLES and moments.signal_to_noise == 0.0:
@@ -202,7 +210,9 @@ def check_particles(look: Look) -> Iterator[Finding]:
         )
     specs = look.specs
     sites = [n for n, spec in specs.items() if not (spec.estimator.is_pathwise or "program" in spec.estimator.needs)]
-    sites = [name for name in sites if not _is_summed(look, name)]
+    # Outside of plates there is one data point, and a running mean knows it as well as another particle does.
+    infos = {name: info for run in look.tracked for name, info in run.infos.items()}
+    sites = [name for name in sites if name in infos and infos[name].plates and not _is_summed(look, name)]
     if sites:
         cheap = "vectorize_particles=True makes them cheap."
         if look.against_one_call:

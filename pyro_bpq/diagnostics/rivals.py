@@ -2,7 +2,8 @@ r"""The estimators that :func:`~pyro_bpq.diagnostics.compare_estimators` measure
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyro
@@ -13,7 +14,7 @@ from pyro_bpq.estimators import LeaveOneOut, ScoreFunction
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.short import short
 
-__all__ = ["DEFAULT", "LOO", "GraphELBO", "default_rivals", "in_turn", "signature", "took", "written"]
+__all__ = ["DEFAULT", "GraphELBO", "Rival", "default_rivals", "signature", "took"]
 
 DEFAULT, LOO = "default", "leave-one-out"
 _STORED = "__baseline_avg_downstream_cost_"
@@ -73,54 +74,53 @@ def _is_average(message: Any) -> bool:
     return message["type"] == "param" and str(message["name"]).startswith(_STORED)
 
 
-def default_rivals(num_particles: int) -> dict[str, Callable[[], Any]]:
-    """What makes each ELBO, by name.
+@dataclass(frozen=True)
+class Rival:
+    """An ELBO to be built.
+
+    Args:
+        kind: Its class.
+        options: What the class is called with.
+    """
+
+    kind: Callable[..., Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Any:
+        """The ELBO."""
+        return self.kind(**self.options)
+
+    @property
+    def in_turn(self) -> Rival | None:
+        """The same with its particles one after the other; ``None`` if it does not ask for a plate of particles."""
+        if "vectorize_particles" not in self.options:
+            return None
+        return Rival(self.kind, {name: v for name, v in self.options.items() if name != "vectorize_particles"})
+
+    @property
+    def written(self) -> str:
+        """What to write for it; empty for a class of this module, which is not to be imported."""
+        if self.kind is GraphELBO:
+            return ""
+        return f"{self.kind.__name__}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+
+def default_rivals(num_particles: int) -> dict[str, Rival]:
+    """The ELBOs, by name.
 
     Args:
         num_particles: Number of particles of leave-one-out, and of the default with several.
     """
-    several = max(2, num_particles)
+    several = {"num_particles": max(2, num_particles), "vectorize_particles": True}
     return {
-        DEFAULT: TraceBackpropQ_ELBO,
-        f"{DEFAULT}, {several} particles": lambda: TraceBackpropQ_ELBO(several, vectorize_particles=True),
-        "default, no critic": lambda: TraceBackpropQ_ELBO(critic=None),
-        LOO: lambda: TraceBackpropQ_ELBO(several, vectorize_particles=True, estimator=ScoreFunction(LeaveOneOut())),
-        "Trace_ELBO": Trace_ELBO,
-        "TraceGraph_ELBO": lambda: GraphELBO(False),
-        "TraceGraph_ELBO, baselines": lambda: GraphELBO(True),
+        DEFAULT: Rival(TraceBackpropQ_ELBO),
+        f"{DEFAULT}, {several['num_particles']} particles": Rival(TraceBackpropQ_ELBO, several),
+        f"{DEFAULT}, no critic": Rival(TraceBackpropQ_ELBO, {"critic": None}),
+        LOO: Rival(TraceBackpropQ_ELBO, {**several, "estimator": ScoreFunction(LeaveOneOut())}),
+        "Trace_ELBO": Rival(Trace_ELBO),
+        "TraceGraph_ELBO": Rival(GraphELBO, {"has_baselines": False}),
+        "TraceGraph_ELBO, baselines": Rival(GraphELBO, {"has_baselines": True}),
     }
-
-
-def in_turn(name: str, elbo: Any) -> Any:
-    """The same ELBO with its particles one after the other; ``None`` if it has no plate of particles.
-
-    Args:
-        name: Its name among the default rivals.
-        elbo: The ELBO.
-    """
-    if not (isinstance(elbo, TraceBackpropQ_ELBO) and elbo.vectorize_particles):
-        return None
-    number = elbo.num_particles
-    if name == LOO:
-        return TraceBackpropQ_ELBO(number, estimator=ScoreFunction(LeaveOneOut()))
-    return TraceBackpropQ_ELBO(number)
-
-
-def written(name: str, elbo: Any) -> str:
-    """What to write for a default rival.
-
-    Args:
-        name: Its name.
-        elbo: The ELBO.
-    """
-    if not isinstance(elbo, TraceBackpropQ_ELBO):
-        return f"{name}()" if name == "Trace_ELBO" else ""
-    options = [str(elbo.num_particles), "vectorize_particles=True"] if elbo.vectorize_particles else []
-    if not options and name != DEFAULT and elbo.num_particles > 1:
-        options = [str(elbo.num_particles)]
-    options += ["estimator=ScoreFunction(LeaveOneOut())"] * (name == LOO)
-    options += ["critic=None"] * ("no critic" in name)
-    return f"TraceBackpropQ_ELBO({', '.join(options)})"
 
 
 def took(elbo: Any) -> dict[str, str]:

@@ -20,6 +20,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import zip_longest
+from textwrap import wrap
 from typing import Literal, get_args
 
 from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
@@ -28,6 +30,9 @@ from pyro_bpq.graph.reductions import Reduced, levels_below, reduce_graph, split
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 
 __all__ = ["Average", "BackpropQNetwork", "Immediate", "QNode", "Reduction", "check_discounted"]
+
+# Widest cell of the printed table, in characters.
+_WIDEST = 32
 
 Reduction = Literal["per_cost", "merged", "tree", "chain", "single"]
 Immediate = Literal["exact", "learned"] | frozenset[str]
@@ -240,9 +245,10 @@ class BackpropQNetwork:
             cells = [node.name, ", ".join(node.scope), ", ".join(node.immediate), self.rule_text(node)]
             rows.append([*cells, reads.get(node.name, "")])
         rows = rows if reads else [row[:-1] for row in rows]
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join(line.rstrip() for line in lines)
+        lines = [line for row in rows for line in zip_longest(*map(_wrapped, row), fillvalue="")]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        texts = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join(text.rstrip() for text in texts)
 
 
 @dataclass
@@ -321,6 +327,11 @@ class _Assembly:
         for _, part in split(costs, self.reduced.blocks[j]):
             bits |= self.known[j][_low(part)]
         return bits
+
+
+def _wrapped(cell: str) -> list[str]:
+    """The lines of a table's cell."""
+    return wrap(cell, _WIDEST, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _exact_costs(graph: StochasticComputationGraph, immediate: Immediate) -> int:

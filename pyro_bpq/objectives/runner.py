@@ -31,6 +31,7 @@ from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.step.program_order import RunInOrder, in_order
 from pyro_bpq.step.signals import Signals
+from pyro_bpq.tracing.described import left_torch
 from pyro_bpq.tracing.draws import Draws
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plate_errors import check_declared
@@ -272,10 +273,8 @@ class StepRunner:
             runs = shown
         scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())
         if is_dynamic and scored and particles.has_plate:
-            raise UnsupportedProgramError(
-                "A sampled value left torch (as by .item(), int(), if, .numpy()) while several particles ran at once, "
-                "so that particles may steer each other; write vectorize_particles=False."
-            )
+            sites = frozenset().union(*(traced.escaped_sites for traced in shown))
+            raise UnsupportedProgramError(left_torch(sites, particles.number))
         is_alike = all(run.key == runs[0].key for run in runs)
         facts = self._facts(shown, is_dynamic, particles, mode)
         if mode.learning and mode.may_order and self.plans.planner.orders:

@@ -40,6 +40,7 @@ class Plan:
         num_particles: Number of particles.
         held: The extra run of guide and model at other values while all other sites keep theirs, or ``None``.
         refused: Why there is no extra run of the model, where its price speaks against it; else empty.
+        is_dynamic: Whether sampled values may steer the program, so that another run may have another plan.
     """
 
     graph: StochasticComputationGraph
@@ -55,10 +56,12 @@ class Plan:
     num_particles: int = 1
     held: HeldPlan | None = None
     refused: str = ""
+    is_dynamic: bool = False
 
     def __str__(self) -> str:
         """What each site got and why, its critic, and what is known exactly; sites that are alike together."""
         lines = [f"{self.num_particles} particle{'s' if self.num_particles > 1 else ''}"]
+        lines += ["the last run: sampled values steer this program, so others have other sites"] * self.is_dynamic
         lines += [f"no extra run of the model: {self.refused}"] if self.refused else []
         alike: dict[str, list[str]] = {}
         for name in self.layout.specs:

@@ -255,6 +255,7 @@ class Planner:
             num_particles=facts.num_particles,
             held=held_plan(traced, graph, facts, estimators),
             refused=extra.refused,
+            is_dynamic=facts.is_dynamic,
         )
 
     def _extra_run(

@@ -10,15 +10,19 @@ from pyro.poutine.subsample_messenger import _Subsample
 
 from pyro_bpq.errors import PlateError
 from pyro_bpq.tracing.cost_statement import cost_options
+from pyro_bpq.tracing.described import data_line, told
 from pyro_bpq.tracing.watch import PARTICLES, distribution_name, number_of_values, samples
 
 __all__ = [
     "Frames",
     "check_declared",
     "nesting_error",
+    "own_plates",
     "particle_advice",
     "plate_error",
     "plate_error_of_traces",
+    "plates_of",
+    "rows_of",
     "statements",
     "unlike_line",
 ]
@@ -27,6 +31,7 @@ Frames = tuple[Any, ...]
 """The plates around a statement, as Pyro's frames."""
 
 _COLLISION = re.compile(rf'at plates "(.*)" and "{PARTICLES}", collide at dim=-(\d+)')
+_AMONG_PARTICLES = re.compile(rf"Shape mismatch inside plate\('{PARTICLES}'\) at site (.*) dim -(\d+)")
 
 
 def plate_error(error: Exception, plates: Mapping[str, Frames]) -> PlateError | None:
@@ -44,7 +49,7 @@ def plate_error(error: Exception, plates: Mapping[str, Frames]) -> PlateError | 
         return None
     named = {site: frames for site, frames in plates.items() if _names(text, site)}
     lines = [f"Site {site!r} is in the plates {_listed(frames)} (name, dim, size)." for site, frames in named.items()]
-    return PlateError("\n".join([text, *lines, *particle_advice(plates.values())]))
+    return PlateError(told(error, *lines, *particle_advice(plates.values())))
 
 
 def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) -> PlateError | None:
@@ -59,7 +64,7 @@ def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) 
         The error to raise instead; ``None`` if Pyro's error is not about shapes or plates.
     """
     text, model, guide = str(error), statements(model_trace), statements(guide_trace)
-    frames = [_frames(site) for site in (*model.values(), *guide.values())]
+    frames = [plates_of(site) for site in (*model.values(), *guide.values())]
     if "plate stack overflow" in text:
         return nesting_error(error, frames)
     if not (isinstance(error, ValueError) and _is_about_shapes(text)):
@@ -72,12 +77,14 @@ def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) 
         if cost_options(sites[0]) is not None and (loose := _loose(sites[0])) is not None:
             lines.append(_cost_line(name, sites[0], loose))
         elif len(sites) == 2 and sites[0]["fn"].event_dim != sites[1]["fn"].event_dim:
-            lines.append(unlike_line(name, *((site["fn"], _frames(site)) for site in sites)))
+            lines.append(unlike_line(name, *((site["fn"], plates_of(site)) for site in sites)))
+        elif line := data_line(sites[0], rows_of(sites[0])):
+            lines.append(line)
         elif len(sites) == 2:
-            lines.append(_both_line(name, _frames(sites[0]), _frames(sites[1])))
+            lines.append(_both_line(name, plates_of(sites[0]), plates_of(sites[1])))
         else:
-            lines.append(f"Site {name!r} is in the plates {_listed(_frames(sites[0]))} (name, dim, size).")
-    return PlateError("\n".join([text, *lines, *particle_advice(frames)]))
+            lines.append(f"Site {name!r} is in the plates {_listed(plates_of(sites[0]))} (name, dim, size).")
+    return PlateError(told(error, *lines, *particle_advice(frames)))
 
 
 def unlike_line(name: str, model: tuple[Any, Frames], guide: tuple[Any, Frames]) -> str:
@@ -97,8 +104,8 @@ def unlike_line(name: str, model: tuple[Any, Frames], guide: tuple[Any, Frames])
             f"Site {name!r} has {numbers[0]} values in the guide, {given}, and {numbers[1]} in the model, {known}. "
             "Give it the same number in both."
         )
-    own = {frame.name for frame in _own(our_frames)}
-    lacking = [frame for frame in _own(their_frames) if frame.name not in own]
+    own = {frame.name for frame in own_plates(our_frames)}
+    lacking = [frame for frame in own_plates(their_frames) if frame.name not in own]
     if known == given and more > 0 and lacking:
         plates = " and ".join(f'with pyro.plate("{f.name}", {f.size}, dim={f.dim})' for f in lacking)
         advice = f"In the guide write {plates} in place of .to_event({ours.event_dim})."
@@ -112,15 +119,24 @@ def unlike_line(name: str, model: tuple[Any, Frames], guide: tuple[Any, Frames])
     )
 
 
-def nesting_error(error: Exception, plates: Iterable[Frames]) -> PlateError | None:
+def nesting_error(error: Exception, plates: Iterable[Frames], declared: int = 0) -> PlateError | None:
     """Says which ``max_plate_nesting`` a program needs, if Pyro's error is that it is too small.
 
     Args:
         error: Pyro's error.
         plates: Plate frames of the sites that have run.
+        declared: Number of plates that the program has declared so far, nested or not.
     """
     text, plates = str(error), list(plates)
-    collision = _COLLISION.search(text)
+    collision, among = _COLLISION.search(text), _AMONG_PARTICLES.search(text)
+    if among is not None and declared >= int(among[2]):
+        needed = int(among[2])
+        line = (
+            f"The particles lie in dimension {-needed}, on the left of max_plate_nesting={needed - 1} dimensions, and "
+            f"site {among[1]!r} has values of its own there. Write max_plate_nesting={needed} or more, as many as "
+            "plates are nested, or leave it out: then it is found in the first step."
+        )
+        return PlateError(told(error, line))
     if collision is not None:
         # The particles stand on the left of as many dimensions as were declared: the plate is right, the number is not.
         needed, where = int(collision[2]), f"The plate {collision[1]!r} lies"
@@ -129,8 +145,11 @@ def nesting_error(error: Exception, plates: Iterable[Frames]) -> PlateError | No
     else:
         return None
     return PlateError(
-        f"{text}\n{where} in dimensions down to {-needed}. Write max_plate_nesting={needed}, or leave it out: then it "
-        "is found in the first step. Particles need no dimension of their own there."
+        told(
+            error,
+            f"{where} in dimensions down to {-needed}. Write max_plate_nesting={needed}, or leave it out: then it is "
+            "found in the first step. Particles need no dimension of their own there.",
+        )
     )
 
 
@@ -184,24 +203,31 @@ def _names(text: str, site: str) -> bool:
     return f"'{site}'" in text or f'"{site}"' in text
 
 
-def _frames(site: Any) -> Frames:
+def plates_of(site: Any) -> Frames:
+    """The vectorised plates around a site of a trace."""
     return tuple(frame for frame in site["cond_indep_stack"] if frame.vectorized)
 
 
-def _own(frames: Frames) -> list[Any]:
+def rows_of(site: Any) -> tuple[int, ...]:
+    """Sizes of the dimensions that the program's own plates around a site of a trace reach."""
+    sizes = {frame.dim: frame.size for frame in own_plates(plates_of(site))}
+    return tuple(sizes.get(dim, 1) for dim in range(min(sizes, default=0), 0))
+
+
+def own_plates(frames: Frames) -> list[Any]:
     """The plates that the program itself declares, from left to right."""
     return sorted((frame for frame in frames if frame.name != PARTICLES), key=lambda frame: frame.dim)
 
 
 def _listed(frames: Frames) -> list[tuple[str, int, int]]:
-    return [(frame.name, frame.dim, frame.size) for frame in _own(frames)]
+    return [(frame.name, frame.dim, frame.size) for frame in own_plates(frames)]
 
 
 def _depth(frames: Frames) -> int:
     """The number of dimensions that the plates of a site reach, without that of the particles."""
     particles = next((frame.dim for frame in frames if frame.name == PARTICLES), None)
     # Pyro counts on beyond the particles, where a plate has no room on their right.
-    found = [-f.dim - (particles is not None and f.dim < particles) for f in _own(frames)]
+    found = [-f.dim - (particles is not None and f.dim < particles) for f in own_plates(frames)]
     return max(found, default=0)
 
 
@@ -226,14 +252,14 @@ def _both_line(name: str, model: Frames, guide: Frames) -> str:
 
 def _loose(site: Any) -> int | None:
     """The rightmost dimension of a site that is no plate; ``None`` if there is none."""
-    shape, dims = site["fn"].batch_shape, {frame.dim for frame in _frames(site)}
+    shape, dims = site["fn"].batch_shape, {frame.dim for frame in plates_of(site)}
     return next((dim for dim in range(-1, -len(shape) - 1, -1) if shape[dim] > 1 and dim not in dims), None)
 
 
 def _cost_line(name: str, site: Any, dim: int) -> str:
     shape = tuple(site["fn"].batch_shape)
     return (
-        f"The cost {name!r} has the shape {shape}, and is in the plates {_listed(_frames(site))} (name, dim, size): "
+        f"The cost {name!r} has the shape {shape}, and is in the plates {_listed(plates_of(site))} (name, dim, size): "
         f'dimension {dim} is no plate. Sum it, as in pyro_bpq.cost("{name}", value.sum({dim})), or put it into a plate '
         f'of its rows, as in: with pyro.plate("rows_of_{name}", {shape[dim]}, dim={dim}).'
     )

@@ -1,32 +1,31 @@
-r"""Errors and warnings about mistakes in guide and model: they name the site and say what to write."""
+r"""Errors about mistakes in guide and model: they name the site and say what to write."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from pyro.infer.util import is_validation_enabled
+import pyro
 from torch import Tensor
 
-from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.tracing.cost_statement import cost_options
+from pyro_bpq.errors import BPQError, PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.tracing.described import data_line, described, left_torch, nan_line, number_missing, support, told
 from pyro_bpq.tracing.plate_errors import (
     nesting_error,
     particle_advice,
     plate_error,
     plate_error_of_traces,
+    rows_of,
     statements,
     unlike_line,
 )
 from pyro_bpq.tracing.provenance import DependencyTracker
-from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name, is_enumerated
+from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name
 
-__all__ = ["explain_runs", "explain_scores", "warn_of_program"]
+__all__ = ["explain_runs", "explain_scores"]
 
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
 _EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
@@ -35,6 +34,12 @@ _ONE_VALUE_ONLY = re.compile("is ambiguous|converted to (a )?(Python )?scalar|co
 # Words in torch's and Python's errors about shapes.
 _SHAPES = re.compile(r"size|shape|dim|unpack|indices|\dD\b|out of bounds|out of range|expected, got", re.IGNORECASE)
 _NOT_SHAPES = re.compile("to satisfy the constraint|within the support")
+# Words in torch's errors about numbers: a parameter out of its range, or draws from such a distribution.
+_NUMBERS = re.compile("to satisfy the constraint|to be true, but got false|probability tensor contains")
+_OUT_OF_RANGE = re.compile(
+    r"Expected parameter (\w+) .*of distribution (\w+).*to satisfy the constraint (\w+)", re.DOTALL
+)
+_CONSTRAINTS = {"GreaterThan": "positive", "Interval": "unit_interval", "Simplex": "simplex"}
 _AT_SITE = re.compile(r"""^Error while computing \w+ at site '(.*)':""")
 _TWICE = re.compile("Multiple sample sites named '(.*)'")
 _NOT_SAMPLED = re.compile("site (.*) must be sampled in trace")
@@ -84,11 +89,18 @@ def _of_run(error: Exception, watch: Watch, tracker: DependencyTracker | None) -
     if unlike:
         # The program goes on with a value of a shape that it does not expect, and fails somewhere else.
         lines = [unlike_line(name, watch.scored_as[name], watch.drawn_as[name]) for name in unlike]
-        return PlateError("\n".join([str(error), *lines]))
-    found = nesting_error(error, plates) or _name_error(error, watch.costs) or plate_error(error, watch.plates)
+        return PlateError(told(error, *lines))
+    declared = len(watch.subsamples.keys() - {PARTICLES})
+    found = (
+        nesting_error(error, plates, declared) or _name_error(error, watch.costs) or plate_error(error, watch.plates)
+    )
     # Values that carry gradients make torch refuse what it does otherwise: the caller tries again without.
-    if found is not None or watch.sloped or type(error) not in _EXPLAINED or not particle_advice(plates):
+    if found is not None or watch.sloped or type(error) not in _EXPLAINED:
         return found
+    if _NUMBERS.search(text):
+        return _number_error(error, text, watch)
+    if not particle_advice(plates):
+        return None
     asks_for_one = _ONE_VALUE_ONLY.search(text) is not None
     if asks_for_one and watch.enumerated:
         # Enumerated sites have several values too, and an error of their own.
@@ -97,7 +109,7 @@ def _of_run(error: Exception, watch: Watch, tracker: DependencyTracker | None) -
         return _one_value_error(error, watch.particles, tracker)
     if asks_for_one or (_SHAPES.search(text) and not _NOT_SHAPES.search(text)):
         kind = PlateError if isinstance(error, ValueError) else UnsupportedProgramError
-        return kind("\n".join([str(error), *particle_advice(plates)]))
+        return kind(told(error, *particle_advice(plates)))
     return None
 
 
@@ -108,16 +120,41 @@ def _own_text(error: Exception) -> str:
 
 def _one_value_error(error: Exception, number: int, tracker: DependencyTracker) -> BPQError | None:
     """Says that Python asked for one value where each of so many particles has its own."""
-    read = _read_tensor(error.__traceback__)
-    sites = frozenset[str]() if read is None else tracker.sources_of(read) - {HANDED}
-    if read is None or not sites or read.numel() != number:
-        # Not a sampled value, or one that has several elements in a run of one particle, too.
+    read, text = _read_tensor(error.__traceback__), _own_text(error)
+    if read is None:
+        # NumPy or a list may complain later, after the value has left torch.
+        gone = tracker.escaped - {HANDED}
+        return UnsupportedProgramError(left_torch(gone, number, text)) if gone else None
+    sites = tracker.sources_of(read) - {HANDED}
+    # Else it is no sampled value, or one that has several elements in a run of one particle, too.
+    return UnsupportedProgramError(left_torch(sites, number, text)) if sites and read.numel() == number else None
+
+
+def _number_error(error: Exception, text: str, watch: Watch) -> UnsupportedSiteError | None:
+    """Says which parameters are broken, or where the distribution was made whose parameter is out of range."""
+    store = pyro.get_param_store()
+    broken = [name for name in store.keys() if not bool(store[name].isfinite().all())]
+    if broken:
+        names = ", ".join(map(repr, broken))
+        line = (
+            f"The parameters {names} have elements that are not finite: an earlier step has broken them, or they were "
+            "made so. Look for the first loss that is not finite; take a smaller learning rate, or "
+            "clip gradients, as by pyro.optim.ClippedAdam."
+        )
+        return UnsupportedSiteError(told(error, line))
+    found = _OUT_OF_RANGE.search(text)
+    if found is None:
         return None
-    names = ", ".join(map(repr, sorted(sites)))
-    return UnsupportedProgramError(
-        f"A sampled value of {names} left torch (as by .item(), int(), if, .numpy()) while {number} particles ran at "
-        f"once, and each particle has a value of its own: {_own_text(error)}. Write vectorize_particles=False, so that "
-        "they run one after the other; or stay in torch, as by torch.where(z > 0, a, b) or table[z.long()]."
+    where, seen = "guide" if watch.is_guide else "model", [*watch.plates]
+    after = f", after the statement {seen[-1]!r}" if seen else ""
+    constraint = _CONSTRAINTS.get(found[3], "")
+    advice = (
+        f" If it is a parameter, write pyro.param(name, value, constraint=dist.constraints.{constraint})."
+        if constraint
+        else ""
+    )
+    return UnsupportedSiteError(
+        told(error, f"The program makes this {found[2]} in the {where}{after}: look at its {found[1]} there.{advice}")
     )
 
 
@@ -148,7 +185,7 @@ def _name_error(error: Exception, costs: set[str]) -> UnsupportedProgramError | 
     )
 
 
-def _support_error(error: Exception, model: Mapping[str, Any], guide: Mapping[str, Any]) -> UnsupportedSiteError | None:
+def _support_error(error: Exception, model: Mapping[str, Any], guide: Mapping[str, Any]) -> BPQError | None:
     """Says of a site without a log-probability which data or which distributions are at fault."""
     text, at = _own_text(error), _AT_SITE.match(str(error))
     if at is None:
@@ -156,7 +193,7 @@ def _support_error(error: Exception, model: Mapping[str, Any], guide: Mapping[st
         name = next((name for name, site in model.items() if "log_prob" not in site), "")
         if type(error) is not RuntimeError or name not in guide or _SHAPES.search(text):
             return None
-        if _support(model[name]["fn"]) == _support(guide[name]["fn"]):
+        if support(model[name]["fn"]) == support(guide[name]["fn"]):
             return None
     else:
         name = at[1]
@@ -166,168 +203,17 @@ def _support_error(error: Exception, model: Mapping[str, Any], guide: Mapping[st
             return None
         return _mismatch(text, model[name], guide[name])
     site = model.get(name) or guide.get(name)
+    if site is not None and "not broadcastable" in text and (line := data_line(site, rows_of(site))):
+        return PlateError(told(error, line))
     if site is None or not site["is_observed"] or "within the support" not in text:
         return None
-    found = _missing(site["value"])
-    return None if found is None else UnsupportedSiteError(f"{_nan_line(site, *found)}\n{text}")
+    return UnsupportedSiteError(f"{nan_line(site)}\n{text}") if number_missing(site["value"]) else None
 
 
 def _mismatch(text: str, model: Any, guide: Any) -> UnsupportedSiteError:
-    name, ours, theirs = model["name"], _described(guide["fn"]), _described(model["fn"])
+    name, ours, theirs = model["name"], described(guide["fn"]), described(model["fn"])
     return UnsupportedSiteError(
         f"{text}\nSite {name!r} is drawn from {ours} in the guide, and scored under {theirs} in the model, which "
         f"cannot score that value. Give it the same support in both: write {distribution_name(model['fn'])}, or a "
         "distribution with its support, in the guide."
-    )
-
-
-def _described(fn: Any) -> str:
-    return f"{distribution_name(fn)} (support {_support(fn)})"
-
-
-def _support(fn: Any) -> str:
-    """The support of a distribution in words, without the dimensions of events."""
-    try:
-        found = fn.support
-    except (NotImplementedError, AttributeError):
-        return "unknown"
-    return str(getattr(found, "base_constraint", found))
-
-
-def _is_discrete(fn: Any) -> bool | None:
-    """Whether a support is discrete; ``None`` if it is not known."""
-    try:
-        found = fn.support.is_discrete
-    except (NotImplementedError, AttributeError):
-        return None
-    return bool(found)
-
-
-def _missing(value: Any) -> tuple[int, int] | None:
-    """Number of NaN and of elements in data; ``None`` if nothing is missing."""
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return None
-    number = int(value.detach().isnan().sum())
-    return (number, value.numel()) if number else None
-
-
-def _nan_line(site: Any, number: int, total: int) -> str:
-    name, events = site["name"], site["fn"].event_dim
-    base = getattr(site["fn"], "base_dist", None)
-    how = f'with pyro.poutine.mask(mask=~data.isnan()): pyro.sample("{name}", fn, obs=data.nan_to_num())'
-    if events and base is not None and not base.event_dim:
-        # A mask of the elements of an event belongs inside of to_event.
-        fn = f"dist.{distribution_name(base)}(...).mask(~data.isnan()).to_event({events})"
-        how = f'pyro.sample("{name}", {fn}, obs=data.nan_to_num())'
-    return f"The observed data of site {name!r} has NaN in {number} of {total} elements. Leave these out, as by {how}."
-
-
-def warn_of_program(
-    model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], loss: Tensor, is_first: bool, is_enumerating: bool
-) -> None:
-    """Warns of what runs, but is hardly meant. Only for tracked runs: it reads values.
-
-    Args:
-        model_sites: Sample sites of the model.
-        guide_sites: Sample sites of the guide.
-        loss: Loss of the run.
-        is_first: Whether no step was taken before. What lies in the programs, and not in their data, is told only then.
-        is_enumerating: Whether marked sites are summed out.
-    """
-    everything, texts = [*guide_sites.values(), *model_sites.values()], []
-    if is_first:
-        texts += [_repeated(site) for site in everything if cost_options(site) is not None]
-    if is_first and is_validation_enabled():
-        texts += [_repeated_factor(site) for site in everything]
-        texts += [_unlike(site, model_sites.get(name)) for name, site in guide_sites.items()]
-        texts.append(_other_names(model_sites, guide_sites))
-        texts.append("" if is_enumerating else _marked([s["name"] for s in guide_sites.values() if _is_marked(s)]))
-    if bool(loss.isnan()):
-        data = [(s, _missing(s["value"])) for s in everything if s["is_observed"] and cost_options(s) is None]
-        texts += [_nan_line(site, *found) for site, found in data if found is not None]
-    for text in texts:
-        if text:
-            warnings.warn(text, BPQWarning, stacklevel=3)
-
-
-def _repeated(site: Any) -> str:
-    """Of a cost without rows of its own in a plate of rows."""
-    options, own = cost_options(site), _rows_around(site)
-    if options is None or not options.size or not own:
-        return ""
-    shape = options.shape
-    if any(-frame.dim <= len(shape) and shape[frame.dim] > 1 for frame in own):
-        return ""
-    return _counted(site["name"], own, "cost", "pyro_bpq.cost")
-
-
-def _repeated_factor(site: Any) -> str:
-    """Of a ``pyro.factor`` without rows of its own in a plate of rows."""
-    own, factor = _rows_around(site), getattr(site["fn"], "log_factor", None)
-    if cost_options(site) is not None or not own or not isinstance(factor, Tensor):
-        return ""
-    # Plates expand a single number.
-    if any(-frame.dim <= factor.dim() and factor.shape[frame.dim] > 1 and factor.stride(frame.dim) for frame in own):
-        return ""
-    return _counted(site["name"], own, "factor", "pyro.factor")
-
-
-def _rows_around(site: Any) -> list[Any]:
-    frames = [frame for frame in site["cond_indep_stack"] if frame.vectorized and frame.size > 1]
-    return [frame for frame in frames if frame.name != PARTICLES]
-
-
-def _counted(name: str, own: list[Any], kind: str, function: str) -> str:
-    number, names = math.prod(frame.size for frame in own), [frame.name for frame in own]
-    rows = [1] * max(-frame.dim for frame in own)
-    for frame in own:
-        rows[frame.dim] = frame.size
-    return (
-        f"The {kind} {name!r} is a single number in the plate {', '.join(map(repr, names))}, and is counted once per "
-        f"row, {number} times. To count it once, write {function}({name!r}, ...) outside of the plate; if each row "
-        f"is meant to cost that much, say so: value + torch.zeros({', '.join(map(str, rows))})."
-    )
-
-
-def _other_names(model: Mapping[str, Any], guide: Mapping[str, Any]) -> str:
-    """Of plates that guide and model call by different names: their rows are not known to be the same."""
-    known = {frame.name for site in model.values() for frame in site["cond_indep_stack"]}
-    for name, site in guide.items():
-        if name not in model:
-            continue
-        there = {frame.dim: frame for frame in _rows_around(model[name])}
-        for frame in _rows_around(site):
-            other = there.get(frame.dim)
-            if other is not None and other.size == frame.size and other.name != frame.name and frame.name not in known:
-                return (
-                    f"The plate of site {name!r} is {frame.name!r} in the guide, and {other.name!r} in the model. So "
-                    f"each row gets the costs of all rows, which is noisy. Write {other.name!r} in the guide."
-                )
-    return ""
-
-
-def _unlike(guide: Any, model: Any) -> str:
-    """Of a discrete site of the guide that the model has with a density."""
-    if model is None or guide["is_observed"] or model["is_observed"] or type(model["fn"]).__name__ == "Delta":
-        return ""
-    if _is_discrete(guide["fn"]) is not True or _is_discrete(model["fn"]) is not False:
-        return ""
-    return (
-        f"Site {guide['name']!r} is drawn from {_described(guide['fn'])} in the guide, and has a density in the model, "
-        f"{_described(model['fn'])}: probabilities and densities cannot be compared, and the ELBO means nothing. Give "
-        "it the same support in both."
-    )
-
-
-def _is_marked(site: Any) -> bool:
-    return bool(site["infer"].get("enumerate")) and not site["is_observed"] and not is_enumerated(site)
-
-
-def _marked(names: list[str]) -> str:
-    """Of sites that are marked, and sampled nevertheless."""
-    if not names:
-        return ""
-    return (
-        f'The sites {names} are marked with infer={{"enumerate": ...}}, and are sampled. To sum them out exactly write '
-        'TraceBackpropQ_ELBO(enumeration="exact") (not TraceEnum_ELBO); to sample them, remove the mark.'
     )

@@ -24,7 +24,8 @@ from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.component_costs import ElementWatch, Pattern
 from pyro_bpq.tracing.config import SiteOptions, site_options
 from pyro_bpq.tracing.cost_statement import CostOptions, cost_options
-from pyro_bpq.tracing.program_errors import explain_runs, warn_of_program
+from pyro_bpq.tracing.program_errors import explain_runs
+from pyro_bpq.tracing.program_warnings import warn_of_program
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.sandbox import BufferedModules
 from pyro_bpq.tracing.scoring import Heard, importance_traces, program_trace

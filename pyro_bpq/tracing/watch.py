@@ -291,12 +291,10 @@ def _form(fn: Any) -> tuple[int, int | None]:
 
 def number_of_values(fn: Any) -> int | None:
     """How many values a categorical site takes; ``None`` for other distributions."""
-    name = distribution_name(fn)
-    if name not in ("Categorical", "OneHotCategorical"):
+    components = finite_components(fn)
+    if components is None or components.kind not in ("categorical", "one_hot"):
         return None
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return int(fn.logits.shape[-1] if "logits" in vars(fn) else fn.probs.shape[-1])
+    return components.cardinality
 
 
 def is_enumerated(site: Any) -> bool:

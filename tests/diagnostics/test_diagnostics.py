@@ -20,9 +20,9 @@ from pyro_bpq import CriticLearner, LeaveOneOut, Pathwise, ScoreFunction, TraceB
 from pyro_bpq.diagnostics import compare_estimators, critic_fit, diagnose, gradient_moments
 from pyro_bpq.diagnostics.comparison import Row, recommend
 from pyro_bpq.diagnostics.moments import COSTS
-from pyro_bpq.diagnostics.rivals import GraphELBO, default_rivals, written
+from pyro_bpq.diagnostics.rivals import GraphELBO, default_rivals
 from pyro_bpq.diagnostics.sampling import num_outcomes_of
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.estimators import DisARM, StraightThrough
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.testing import exact_gradient, expected_moments
@@ -209,7 +209,7 @@ def test_rivals_are_pyros_own_and_none_is_there_twice(name: str) -> None:
     assert found["TraceGraph_ELBO"].variance == pytest.approx(theirs.total_variance, rel=1e-12)
     text = str(found)
     assert found["default, 4 particles"].num_particles == 4
-    assert found["leave-one-out"].write.startswith("TraceBackpropQ_ELBO(4, vectorize_particles=True, estimator=Score")
+    assert found["leave-one-out"].write.startswith("TraceBackpropQ_ELBO(num_particles=4, vectorize_particles=True, est")
     # What it names can be written as it stands.
     assert found.recommended is None or f" Write {found[found.recommended].write}." in text or name == "vector"
     assert "not detected" in text and "'default' took AllAction()" in text
@@ -218,13 +218,14 @@ def test_rivals_are_pyros_own_and_none_is_there_twice(name: str) -> None:
 
 
 def test_what_a_comparison_tells_to_write_is_the_rival() -> None:
-    for name, make in default_rivals(4).items():
-        elbo = make()
-        text = written(name, elbo)
-        again = eval(text, vars(pyro_bpq) | vars(pyro.infer)) if text else elbo
-        assert type(again) is type(elbo) and again.num_particles == elbo.num_particles
-        if isinstance(elbo, TraceBackpropQ_ELBO):
-            assert repr(again) == repr(elbo) and again.vectorize_particles is elbo.vectorize_particles
+    for rival in default_rivals(4).values():
+        for one in filter(None, (rival, rival.in_turn)):
+            elbo = one.build()
+            again = eval(one.written, vars(pyro_bpq) | vars(pyro.infer)) if one.written else elbo
+            assert type(again) is type(elbo) and again.num_particles == elbo.num_particles
+            if isinstance(elbo, TraceBackpropQ_ELBO):
+                assert repr(again) == repr(elbo) and again.vectorize_particles is elbo.vectorize_particles
+                assert elbo.vectorize_particles == (one.in_turn is not None)
 
 
 def test_an_elbo_that_has_learned_nothing_is_told() -> None:
@@ -434,7 +435,27 @@ def test_dominating_site_is_named() -> None:
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None)
     elbo.loss_and_grads(model, guide)
     (finding,) = [f for f in diagnose(elbo, model, guide, num_samples=10) if f.kind == "dominating site"]
-    assert finding.sites == ("z1",)
+    assert finding.sites == ("z1",) and "another estimator" in finding.advice
+
+
+def test_noise_of_a_site_that_is_summed_is_laid_to_the_sites_before_it() -> None:
+    def model() -> None:
+        with pyro.plate("rows", 20):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            y = pyro.sample("y", dist.Bernoulli(0.3 + 0.4 * z))
+            pyro.sample("x", dist.Normal(z + y, 1.0), obs=torch.ones(20))
+
+    def guide() -> None:
+        logits = pyro.param("q", torch.zeros(20))
+        with pyro.plate("rows", 20):
+            z = pyro.sample("z", dist.Bernoulli(logits=logits))
+            pyro.sample("y", dist.Bernoulli(logits=logits + z))
+
+    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    for _ in range(40):
+        elbo.loss_and_grads(model, guide)
+    found = {f.sites: f for f in diagnose(elbo, model, guide, num_samples=30) if f.kind == "dominating site"}
+    assert set(found) == {("y",)} and "All that it costs is summed" in found["y",].advice
 
 
 def test_biased_and_broken_programs_are_found() -> None:
@@ -451,7 +472,7 @@ def test_biased_and_broken_programs_are_found() -> None:
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
 
-    with pyro.validation_enabled(False):
+    with pyro.validation_enabled(False), pytest.warns(BPQWarning, match="log-probability of site 'f' is NaN"):
         found = diagnose(TraceBackpropQ_ELBO(), model, guide, num_samples=5)
     assert next(iter(found)).kind == "not finite" and next(iter(found)).severity == "error"
 

@@ -375,6 +375,15 @@ def test_network_prints_an_aligned_table() -> None:
     ]
 
 
+def test_long_cells_of_the_table_take_several_lines_and_lose_nothing() -> None:
+    names = [f"cost_number_{k}" for k in range(12)]
+    text = repr(build(graph_of({"x": [], "y": ["x"]}, {name: ["x", "y"] for name in names}), immediate="learned"))
+    assert max(map(len, text.splitlines())) < 120
+    assert all(name in text for name in names)
+    x = [line.index("cost_number_0") for line in text.splitlines() if "cost_number_0" in line]
+    assert x and len(set(x)) == 1
+
+
 def test_network_is_a_value() -> None:
     network, twin = build(CASE_2, "merged"), build(CASE_2, "merged")
     restored = pickle.loads(pickle.dumps(network))

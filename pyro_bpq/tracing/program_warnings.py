@@ -1,0 +1,138 @@
+r"""Warnings of what guide and model run without an error, but is hardly meant."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from pyro.infer.util import is_validation_enabled
+from torch import Tensor
+
+from pyro_bpq.errors import BPQWarning
+from pyro_bpq.tracing.cost_statement import cost_options
+from pyro_bpq.tracing.described import described, is_discrete, nan_line, number_missing
+from pyro_bpq.tracing.plate_errors import own_plates, plates_of
+from pyro_bpq.tracing.watch import distribution_name, is_enumerated
+
+__all__ = ["warn_of_program"]
+
+
+def warn_of_program(
+    model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], loss: Tensor, is_first: bool, is_enumerating: bool
+) -> None:
+    """Warns of what runs, but is hardly meant. Only for tracked runs: it reads values.
+
+    Args:
+        model_sites: Sample sites of the model.
+        guide_sites: Sample sites of the guide.
+        loss: Loss of the run.
+        is_first: Whether no step was taken before. What lies in the programs, and not in their data, is told only then.
+        is_enumerating: Whether marked sites are summed out.
+    """
+    everything, texts = [*guide_sites.values(), *model_sites.values()], []
+    if is_first:
+        texts += [_repeated(site) for site in everything]
+    if is_first and is_validation_enabled():
+        texts += [_unlike(site, model_sites.get(name)) for name, site in guide_sites.items()]
+        texts.append(_other_names(model_sites, guide_sites))
+        texts.append("" if is_enumerating else _marked([s["name"] for s in guide_sites.values() if _is_marked(s)]))
+    if bool(loss.isnan()):
+        texts += _of_nan(everything)
+    for text in texts:
+        if text:
+            warnings.warn(text, BPQWarning, stacklevel=3)
+
+
+def _of_nan(sites: list[Any]) -> list[str]:
+    """Of a loss that is NaN: the data that are missing, else the first log-probability that is NaN."""
+    data = [site for site in sites if site["is_observed"] and cost_options(site) is None]
+    texts = [nan_line(site) for site in data if number_missing(site["value"])]
+    if texts:
+        return texts
+    for site in sites:
+        if number_missing(site.get("log_prob")):
+            what = distribution_name(site["fn"])
+            return [
+                f"The log-probability of site {site['name']!r} is NaN: its factor is, or a parameter of its "
+                f"distribution, {what}, is NaN or outside of its range. pyro.enable_validation(True) says which."
+            ]
+    return []
+
+
+def _repeated(site: Any) -> str:
+    """Of a cost or a ``pyro.factor`` without rows of its own in a plate of rows."""
+    options, own = cost_options(site), _rows_around(site)
+    factor = getattr(site["fn"], "log_factor", None)
+    if not own:
+        return ""
+    if options is not None:
+        shape = options.shape
+        is_single = bool(options.size) and not any(-f.dim <= len(shape) and shape[f.dim] > 1 for f in own)
+        return _counted(site["name"], own, "cost", "pyro_bpq.cost") if is_single else ""
+    if not isinstance(factor, Tensor):
+        return ""
+    # Plates expand a single number: without a stride it is still one.
+    has_rows = any(-f.dim <= factor.dim() and factor.shape[f.dim] > 1 and factor.stride(f.dim) for f in own)
+    return "" if has_rows else _counted(site["name"], own, "factor", "pyro.factor")
+
+
+def _rows_around(site: Any) -> list[Any]:
+    return [frame for frame in own_plates(plates_of(site)) if frame.size > 1]
+
+
+def _counted(name: str, own: list[Any], kind: str, function: str) -> str:
+    number, names = math.prod(frame.size for frame in own), [frame.name for frame in own]
+    rows = [1] * max(-frame.dim for frame in own)
+    for frame in own:
+        rows[frame.dim] = frame.size
+    return (
+        f"The {kind} {name!r} is a single number in the plate {', '.join(map(repr, names))}, and is counted once per "
+        f"row, {number} times. To count it once, write {function}({name!r}, ...) outside of the plate; if each row "
+        f"is meant to cost that much, say so: value + torch.zeros({', '.join(map(str, rows))})."
+    )
+
+
+def _other_names(model: Mapping[str, Any], guide: Mapping[str, Any]) -> str:
+    """Of plates that guide and model call by different names: their rows are not known to be the same."""
+    known = {frame.name for site in model.values() for frame in site["cond_indep_stack"]}
+    for name, site in guide.items():
+        if name not in model:
+            continue
+        there = {frame.dim: frame for frame in _rows_around(model[name])}
+        for frame in _rows_around(site):
+            other = there.get(frame.dim)
+            if other is not None and other.size == frame.size and other.name != frame.name and frame.name not in known:
+                return (
+                    f"The plate of site {name!r} is {frame.name!r} in the guide, and {other.name!r} in the model. So "
+                    f"each row gets the costs of all rows, which is noisy. Write {other.name!r} in the guide."
+                )
+    return ""
+
+
+def _unlike(guide: Any, model: Any) -> str:
+    """Of a discrete site of the guide that the model has with a density."""
+    if model is None or guide["is_observed"] or model["is_observed"] or type(model["fn"]).__name__ == "Delta":
+        return ""
+    if is_discrete(guide["fn"]) is not True or is_discrete(model["fn"]) is not False:
+        return ""
+    return (
+        f"Site {guide['name']!r} is drawn from {described(guide['fn'])} in the guide, and has a density in the model, "
+        f"{described(model['fn'])}: probabilities and densities cannot be compared, and the ELBO means nothing. Give "
+        "it the same support in both."
+    )
+
+
+def _is_marked(site: Any) -> bool:
+    return bool(site["infer"].get("enumerate")) and not site["is_observed"] and not is_enumerated(site)
+
+
+def _marked(names: list[str]) -> str:
+    """Of sites that are marked, and sampled nevertheless."""
+    if not names:
+        return ""
+    return (
+        f'The sites {names} are marked with infer={{"enumerate": ...}}, and are sampled. To sum them out exactly write '
+        'TraceBackpropQ_ELBO(enumeration="exact") (not TraceEnum_ELBO); to sample them, remove the mark.'
+    )
