@@ -150,12 +150,15 @@ class Ledger:
         entry.add(result, before | mask)  # type: ignore[arg-type]
 
     def place(self, base: object, result: object, mask: int) -> None:
-        """Records the same of the tensor that a program gets; torch wraps a view of a tensor with a gradient anew."""
+        """Records that a program gets ``result``, which may be a view of ``base`` whose choice depends on ``mask``.
+
+        Views that are made before a source chooses one are recorded too: what is chosen later does not move them.
+        """
         if not isinstance(base, Tensor) or not isinstance(result, Tensor):
             return
         storages = memory_of(result)
-        entry = self.entries.get(id(storages[0])) if len(storages) == 1 else None
-        if entry is not None and entry.views is not None and storages == memory_of(base):
+        if len(storages) == 1 and storages == memory_of(base):
+            entry = self.entry(storages[0])
             entry.add(result, (entry.mask_of(base) | mask) & ~entry.mask)
 
     def read(self, mask: int, *, check: bool) -> None:

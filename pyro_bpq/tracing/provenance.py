@@ -318,11 +318,17 @@ class _Calls(TorchFunctionMode):
         ledger.positions |= mask
         try:
             result = func(*args, **kwargs)
-            if ledger.positions:
-                ledger.place(next(iter(args), None), result, ledger.deferred)
+            ledger.place(next(iter(args), None), result, ledger.deferred)
             return result
         finally:
             ledger.deferred = before
+
+    def parts(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        """Handles calls that take a tensor apart into views."""
+        parts = tuple(func(*args, **kwargs))
+        for part in parts:
+            self._ledger.place(next(iter(args), None), part, 0)
+        return iter(parts) if func is Tensor.__iter__ else parts
 
     def one_hot(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
         """Handles ``one_hot``: without ``num_classes`` its argument decides a shape, else it is only checked."""
@@ -369,6 +375,7 @@ def _handlers() -> Mapping[Any, Callable[[_Calls, Any, _Args, _Kwargs], Any]]:
             *(cls.data.__set__, _LIFT),
         ),
         _Calls.one_hot: (torch.nn.functional.one_hot,),
+        _Calls.parts: (*(cls.__iter__, cls.unbind, torch.unbind, cls.split, torch.split, cls.chunk, torch.chunk),),
         _Calls.index: (cls.__getitem__, cls.__setitem__),
     }
     return MappingProxyType({call: handler for handler, group in calls.items() for call in group})

@@ -1075,6 +1075,33 @@ def test_one_table_for_all_steps_of_a_chain(read: Callable[[Tensor, int, Tensor]
         assert tracker.sources_of(table) == set() and not tracker.escaped
 
 
+APART: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "unbind": lambda table: list(table.unbind(0)),
+    "torch.unbind": lambda table: list(torch.unbind(table)),
+    "list": list,
+    "split": lambda table: [part[0] for part in table.split(1)],
+    "chunk": lambda table: [part[0] for part in torch.chunk(table, 6)],
+    "numbers": lambda table: [table[t] for t in range(6)],
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("apart", APART.values(), ids=APART)
+def test_a_table_that_was_taken_apart_before(apart: Callable[[Tensor], list[Tensor]], grad: bool) -> None:
+    table = torch.randn(6, 3, 3, requires_grad=grad)
+    with DependencyTracker() as tracker:
+        rows = apart(table)
+        z = tracker.source("z0", torch.tensor(1))
+        for t in range(1, 5):
+            assert tracker.sources_of(rows[t][z].exp()) == {f"z{t - 1}"}
+            z = tracker.source(f"z{t}", torch.tensor(1))
+        # Parts of what was chosen depend on the choice, and so do all parts of what is written.
+        assert all(tracker.sources_of(part) == {"z4"} for part in rows[5][z].unbind(0))
+        if not grad:
+            table[0, 0, 0] = z
+            assert all(tracker.sources_of(row) >= {"z4"} for row in rows)
+
+
 def test_a_view_that_covers_its_memory_but_was_chosen_depends_on_the_choice() -> None:
     with DependencyTracker() as tracker:
         z = tracker.source("z", torch.tensor(1))
