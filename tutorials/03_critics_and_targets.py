@@ -117,7 +117,7 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# One chain and one seed say little about which value is best; `docs/choosing` has the tables. The adaptive scales of
+# One chain and one seed say little about which value is best; `docs/results` has the tables. The adaptive scales of
 # `AllAction` put a limit on the harm: what a critic cannot predict is not subtracted.
 #
 # ## Several particles
