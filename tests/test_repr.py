@@ -27,9 +27,8 @@ from pyro_bpq.tracing.structure_cache import StructureCache
 def public() -> Iterator[Any]:
     for found in pkgutil.walk_packages(pyro_bpq.__path__, "pyro_bpq."):
         module = importlib.import_module(found.name)
-        for name in module.__all__:
-            thing = getattr(module, name)
-            if getattr(thing, "__module__", None) == found.name:
+        for name, thing in vars(module).items():
+            if not name.startswith("_") and getattr(thing, "__module__", None) == found.name:
                 yield pytest.param(thing, id=f"{found.name}.{name}")
 
 

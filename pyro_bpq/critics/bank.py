@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MAX_IDLE", "Block", "CriticBank", "Selection", "Write", "average_writes"]
-
 # Number of kept rows of sites that the last step did not use; number of largest steps whose rows are always kept.
 MAX_IDLE, _STEPS = 2048, 8
 # Key under which a loaded row stores the name of the block that it comes from.

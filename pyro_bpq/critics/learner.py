@@ -17,9 +17,6 @@ from pyro_bpq.critics.slow import SlowTracking, track
 from pyro_bpq.errors import OptionError
 from pyro_bpq.rollout.distributed import Ranks
 
-__all__ = ["AveragedAdam", "CriticLearner", "CriticOptimizer"]
-
-
 # Number of samples in a step from which the learning rate is no longer lowered for noise.
 _MANY_ROWS = 100.0
 # Number of steps at the full learning rate, and the smallest share of it in later steps.

@@ -24,8 +24,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pyro_bpq.errors import OptionError
 
-__all__ = ["SlowTracking", "track", "two_part_step"]
-
 
 @dataclass(frozen=True)
 class SlowTracking:

@@ -15,8 +15,6 @@ from pyro_bpq.estimators.substitution import event_sum
 from pyro_bpq.estimators.temperature import Temperature, check_temperature, temperature_at
 from pyro_bpq.rollout.features import finite_components
 
-__all__ = ["Concrete", "GumbelStraightThrough"]
-
 
 @dataclass(frozen=True)
 class GumbelStraightThrough(Estimator):

@@ -20,8 +20,6 @@ from pyro_bpq.estimators.q_estimators import local_cost
 from pyro_bpq.estimators.requirements import needs_reparameterised
 from pyro_bpq.estimators.variates import centre, means_statistics, update_means
 
-__all__ = ["LAXQ"]
-
 
 @dataclass(frozen=True)
 class LAXQ(Estimator):

@@ -28,16 +28,6 @@ from pyro_bpq.estimators.relaxation import Annealed
 from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.variates import centre, means_statistics, update_means
 
-__all__ = [
-    "CriticBaseline",
-    "QAdvantage",
-    "QAllAction",
-    "QControlVariate",
-    "QRelaxation",
-    "QScoreFunction",
-    "local_cost",
-]
-
 
 @dataclass(frozen=True)
 class CriticBaseline(Estimator):

@@ -33,8 +33,6 @@ from pyro_bpq.estimators.relaxation import Annealed
 from pyro_bpq.estimators.requirements import alternative
 from pyro_bpq.estimators.variates import centre, means_statistics, update_means
 
-__all__ = ["REBAR", "LearnedTemperature", "relaxed_cost", "unsupported_relaxation"]
-
 
 @dataclass(frozen=True)
 class LearnedTemperature:

@@ -13,8 +13,6 @@ from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.temperature import Temperature, check_temperature, temperature_at
 from pyro_bpq.rollout.features import finite_components
 
-__all__ = ["ReinMax"]
-
 
 @dataclass(frozen=True)
 class ReinMax(Estimator):

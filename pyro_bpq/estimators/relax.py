@@ -25,8 +25,6 @@ from pyro_bpq.estimators.relaxation import Annealed
 from pyro_bpq.estimators.requirements import needs_finite
 from pyro_bpq.estimators.variates import NetworkVariate, centre, means_statistics, update_means
 
-__all__ = ["RELAX", "RELAXQ"]
-
 
 @dataclass(frozen=True)
 class RELAX(Estimator):

@@ -11,8 +11,6 @@ from torch import Tensor
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.requirements import needs_float_value
 
-__all__ = ["StraightThrough"]
-
 
 @dataclass(frozen=True)
 class StraightThrough(Estimator):

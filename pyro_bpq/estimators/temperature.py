@@ -10,8 +10,6 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError
 from pyro_bpq.rollout.schedule import at
 
-__all__ = ["Temperature", "check_temperature", "temperature_at"]
-
 # A positive number, or a function from the number of steps taken to a positive number; a tensor in recorded steps.
 Temperature = float | Tensor | Callable[[int], float]
 

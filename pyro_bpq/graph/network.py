@@ -27,8 +27,6 @@ from pyro_bpq.graph.bitsets import ones, union
 from pyro_bpq.graph.reductions import Reduced, levels_below, reduce_graph, split
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 
-__all__ = ["Average", "BackpropQNetwork", "Immediate", "QNode", "Reduction", "check_discounted"]
-
 Reduction = Literal["per_cost", "merged", "tree", "chain", "single"]
 Immediate = Literal["exact", "learned"] | frozenset[str]
 

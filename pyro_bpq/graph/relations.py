@@ -9,8 +9,6 @@ from pyro_bpq.graph.bitsets import ones, union
 from pyro_bpq.graph.network import QNode
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 
-__all__ = ["Relations", "after"]
-
 
 class Relations:
     """The costs and later sites that count for each site of a graph, in program order.

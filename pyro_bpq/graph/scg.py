@@ -25,8 +25,6 @@ from typing import Literal
 from pyro_bpq.errors import GraphError, SiteNotFoundError
 from pyro_bpq.graph.bitsets import Names, closure, named, transposed
 
-__all__ = ["CostNode", "Form", "Plate", "StochasticComputationGraph", "StochasticNode"]
-
 Form = Literal["ancestor", "history"]
 
 

@@ -20,8 +20,6 @@ from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.surrogate import Learning, Step, critic_loss
 
-__all__ = ["CriticTrainer", "Owner"]
-
 
 class Owner(Host, Protocol):
     """The objective that a trainer belongs to: it runs stored programs, and goes back where that fails."""

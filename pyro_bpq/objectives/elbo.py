@@ -28,17 +28,16 @@ from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.options import check_choice, check_options
-from pyro_bpq.objectives.programs import Program, programs_of
+from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.runner import Mode, NoiseSource, StepRunner
 from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
+from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.step.surrogate import Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
-
-__all__ = ["TraceBackpropQ_ELBO"]
 
 
 class TraceBackpropQ_ELBO(Objective):

@@ -33,8 +33,6 @@ from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import cost_of_guide
 
-__all__ = ["LocalObjective", "Nearby"]
-
 
 @dataclass(frozen=True)
 class Nearby:

@@ -27,8 +27,6 @@ from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = ["BoundPlanner", "BoundRollout", "bound_rollout", "is_plain"]
-
 _COST = "bound"
 
 

@@ -19,10 +19,10 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.options import check_not_traced
 from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.objectives.programs import Program
 from pyro_bpq.objectives.runner import Mode, NoiseSource
 from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.objectives.turn import Turn
+from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.rollout.schedule import Schedule, at
@@ -34,8 +34,6 @@ from pyro_bpq.tracing.traced_run import TracedRun
 if TYPE_CHECKING:
     from pyro_bpq.compiled.steps import CompiledSteps, Outcome
     from pyro_bpq.compiled.updates import Updates
-
-__all__ = ["Objective"]
 
 
 class Objective(ELBO, nn.Module):

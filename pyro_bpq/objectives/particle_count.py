@@ -23,18 +23,16 @@ import torch
 
 from pyro_bpq.errors import BPQWarning, StructureChangedError
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.objectives.programs import Program, is_same_program, programs_of
+from pyro_bpq.objectives.programs import is_same_program, programs_of
 from pyro_bpq.objectives.runner import Mode
 from pyro_bpq.objectives.staged import Observation, Transient
-from pyro_bpq.reruns.apart import Comparison, Together, keeps_apart
+from pyro_bpq.reruns.apart import Comparison, Program, Together, keeps_apart
 from pyro_bpq.reruns.row_runs import is_due
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.tracing.draws import Draws
 from pyro_bpq.tracing.sandbox import LentBuffers, Sandbox
 from pyro_bpq.tracing.traced_run import TracedRun
-
-__all__ = ["ParticleCount"]
 
 LOG = logging.getLogger("pyro_bpq")
 # What torch, Pyro and this package raise where shapes do not fit; a program's own errors are left alone.

@@ -14,12 +14,10 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.learner import AveragedAdam, CriticLearner
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.objectives.programs import Program
 from pyro_bpq.objectives.runner import Mode, NoiseSource
+from pyro_bpq.reruns.apart import Program
 from pyro_bpq.rollout.schedule import RecordedStep, Schedule
 from pyro_bpq.step.surrogate import Step
-
-__all__ = ["Owner", "Recordable"]
 
 
 class Owner(Protocol):

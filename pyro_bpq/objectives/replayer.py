@@ -35,8 +35,6 @@ from pyro_bpq.step.surrogate import Learning, critic_loss, expected_critic_loss
 from pyro_bpq.tracing.cost_statement import GiveCosts, SkipCosts, given_costs
 from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = ["Host", "Replayer"]
-
 
 class Host(Protocol):
     """What replay needs of an ELBO."""

@@ -15,12 +15,13 @@ from pyro.infer.util import is_validation_enabled
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.objectives.programs import Program, programs_of
+from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.particles import num_particles_for
 from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.plan_cache import PlanCache
 from pyro_bpq.plan.planner import Planner, check_gradients
+from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
@@ -39,8 +40,6 @@ from pyro_bpq.tracing.structure_cache import StructureCache
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, trace_run
 from pyro_bpq.tracing.watch import samples
-
-__all__ = ["Mode", "NoiseSource", "StepRunner"]
 
 _NOTHING_ENUMERATED = (
     'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '

@@ -14,8 +14,6 @@ from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Learning, Step, step
 from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = ["Observation", "Staged", "Transient"]
-
 
 @dataclass(frozen=True, eq=False)
 class Staged:

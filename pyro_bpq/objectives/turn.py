@@ -7,8 +7,6 @@ from typing import Any
 
 from pyro_bpq.errors import BusyError
 
-__all__ = ["Turn"]
-
 
 class Turn:
     """Refuses a thread while another one is inside; the same thread may enter again.

@@ -15,9 +15,6 @@ from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.tracing.cost_statement import CostOptions
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 
-__all__ = ["ExtraRun", "immediate_of", "is_complete", "known_costs", "plan_extra_run"]
-
-
 # An extra run that takes so many times as long as the step without it wins less than it costs.
 DEAR = 2.0
 

@@ -34,8 +34,6 @@ from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 
-__all__ = ["Planner", "check_gradients"]
-
 # Rows of a plate from which on they are taken for data.
 MANY_ROWS = 10
 

@@ -29,8 +29,6 @@ from pyro_bpq.tracing.substitute import Substitute, relaxed_log_prob
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model, cost_of_site
 from pyro_bpq.tracing.watch import samples
 
-__all__ = ["Reruns"]
-
 # Traces a program (model, guide, args, kwargs) without tracking; ``put`` wraps model and guide.
 Trace = Callable[..., TracedRun]
 

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LinearRead", "LinearReads", "curvatures"]
-
 # Operators that pass values on, one by one, as they are or shifted and scaled.
 _PASSED_ON = frozenset(
     f"{name}Backward{i}"

@@ -29,7 +29,6 @@ from pyro_bpq.tracing.sandbox import Sandbox
 
 LOG = logging.getLogger("pyro_bpq")
 
-__all__ = ["RowProgram", "RowRuns", "Way", "agree", "is_due", "probe", "probe_generator"]
 
 # Largest number of rows that run one after the other. With more rows, exact costs are not worth the time.
 MOST_SINGLES = 16

@@ -19,8 +19,6 @@ from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import update_mean
 
-__all__ = ["NEEDS_LEAF", "cells_of", "context_of", "index_features", "members_of", "site_value", "standardised"]
-
 # The need of estimators that take the gradient of a critic with respect to the sampled value.
 NEEDS_LEAF = "q_slope"
 

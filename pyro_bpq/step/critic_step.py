@@ -22,8 +22,6 @@ from pyro_bpq.rollout.sums import Sums
 from pyro_bpq.step.critic_inputs import cells_of, context_of, members_of, site_value, standardised
 from pyro_bpq.step.regression import CriticRows
 
-__all__ = ["CriticBatch", "JointValue", "Learned", "evaluate_critics"]
-
 
 class Learned(NamedTuple):
     """What critics say of the sites of a class, in nats, detached.

@@ -24,8 +24,6 @@ from pyro_bpq.estimators.base import Estimator, SiteContext
 from pyro_bpq.step.surrogate import Learning, Step, estimate, may_learn
 from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = ["RunInOrder", "in_order", "order_step"]
-
 
 @dataclass(frozen=True, eq=False)
 class RunInOrder:

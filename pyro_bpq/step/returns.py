@@ -17,8 +17,6 @@ from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.targets.lambda_return import check_discount, lambda_return
 from pyro_bpq.targets.rules import solve_rules
 
-__all__ = ["by_name", "lambda_returns"]
-
 
 def lambda_returns(
     layout: Layout,

@@ -26,8 +26,6 @@ from pyro_bpq.step.regression import CriticRows, regression
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.sweep import sweep
 
-__all__ = ["Learning", "Step", "critic_loss", "critic_targets", "estimate", "expected_critic_loss", "may_learn", "step"]
-
 # Value and target of the Q-nodes of each group.
 Pairs = Mapping[int, tuple[Tensor, Tensor]]
 

@@ -20,8 +20,6 @@ from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.targets.lambda_return import Backups
 
-__all__ = ["Wave", "sweep"]
-
 
 class Wave(NamedTuple):
     """Q-nodes of the same height.

@@ -17,8 +17,6 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.local_objective import LocalObjective, Nearby
 
-__all__ = ["ControlledStep", "ProximalSVI", "TrustRegionSVI"]
-
 
 @dataclass(frozen=True)
 class ControlledStep:

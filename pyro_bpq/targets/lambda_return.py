@@ -36,16 +36,6 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode
 from pyro_bpq.rollout.runs import sum_to_plates
 
-__all__ = [
-    "Backups",
-    "check_discount",
-    "discounted_sum",
-    "lambda_return",
-    "lambda_return_solve",
-    "monte_carlo_return",
-    "td_target",
-]
-
 
 def lambda_return(
     network: BackpropQNetwork,

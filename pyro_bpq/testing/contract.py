@@ -16,8 +16,6 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing.problems import Problem, with_statistics
 
-__all__ = ["check_estimator", "check_unbiased", "default_problems", "largest_z_score"]
-
 _WARM_UP = 3
 _LATER = 0.1
 _POWER = 0.005

@@ -9,8 +9,6 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-__all__ = ["GradientReader", "ParameterCollector"]
-
 
 class ParameterCollector(Messenger):
     """Collects the leaves behind every ``pyro.param`` statement that runs under it.

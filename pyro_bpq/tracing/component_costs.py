@@ -23,8 +23,6 @@ from pyro_bpq.tracing.elements import MANY, NONE, ElementTracker
 from pyro_bpq.tracing.plate_rows import PlateRows
 from pyro_bpq.tracing.provenance import DependencyTracker
 
-__all__ = ["ElementWatch", "Pattern", "Patterns", "charge_sites"]
-
 # Largest number of sites whose components are followed.
 _MAX_FOLLOWED = 32
 

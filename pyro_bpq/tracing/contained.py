@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pyro_bpq.tracing.provenance import DependencyTracker
 
-__all__ = ["ContainedCalls"]
-
 
 class ContainedCalls:
     """Makes only the result of a call depend on the values that the call read in Python.

@@ -21,18 +21,6 @@ from torch.distributions import constraints
 
 from pyro_bpq.errors import OptionError
 
-__all__ = [
-    "CALL",
-    "CostCounter",
-    "CostOptions",
-    "GiveCosts",
-    "Given",
-    "SkipCosts",
-    "cost",
-    "cost_options",
-    "given_costs",
-]
-
 # Type of the message that calls a cost's function.
 CALL = "bpq_cost"
 

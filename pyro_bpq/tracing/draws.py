@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from pyro.poutine.runtime import effectful
 
-__all__ = ["MARK", "REWIND", "Draws"]
-
 # Types of the messages that announce a mark, and a return to it, to handlers that draw in place of the generator.
 MARK, REWIND = "bpq_mark", "bpq_rewind"
 

@@ -24,8 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_bpq.tracing.ledger import NO_STORAGE, Ledger, memory_of
 
-__all__ = ["MANY", "NONE", "ElementTracker"]
-
 NONE, MANY = -1, -2
 """``NONE``: depends on no element of the source. ``MANY``: depends on several, or on an unknown one."""
 

@@ -29,8 +29,6 @@ from pyro_bpq.tracing.scoring import importance_traces
 from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, record_run
 from pyro_bpq.tracing.watch import Watch, samples
 
-__all__ = ["HiddenFactories", "Wrapped", "hidden_traces", "trace_particles"]
-
 # Type of the message that tells handlers that draw in place of the generator which particle a value is for.
 PARTICLE = "bpq_particle"
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["NO_STORAGE", "OWN", "Entry", "Heard", "Ledger", "memory_of"]
-
 OWN = tuple(f"pyro_bpq.tracing.{name}" for name in ("ledger", "provenance", "elements", "work"))
 """The tracker's own modules. They look at memory only to follow it, and at operators only to count them."""
 

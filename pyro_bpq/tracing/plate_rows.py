@@ -12,8 +12,6 @@ from torch import Tensor
 from pyro_bpq.rollout.features import batch_of
 from pyro_bpq.tracing.elements import NONE, ElementTracker
 
-__all__ = ["PlateRows"]
-
 # Plates, each by its name and its dimension.
 _Plates = tuple[tuple[str, int], ...]
 

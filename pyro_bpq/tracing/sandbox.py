@@ -12,8 +12,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BufferedModules", "LentBuffers", "Sandbox", "UngraphedBuffers"]
-
 
 class BufferedModules:
     """Records each module with buffers that a run calls on its thread, just before the first call."""

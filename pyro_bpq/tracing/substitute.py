@@ -13,8 +13,6 @@ from torch import Tensor
 
 from pyro_bpq.rollout.features import finite_components
 
-__all__ = ["Substitute", "relaxed_log_prob"]
-
 
 class Substitute(Messenger):
     """Sets the values of named latent sites; all other sites are drawn as usual.

@@ -31,18 +31,6 @@ from pyro_bpq.tracing.scoring import Heard, importance_traces, program_trace
 from pyro_bpq.tracing.watch import HANDED, PARTICLES, Attach, Choose, Watch, is_enumerated, samples, site_info
 from pyro_bpq.tracing.work import Work, WorkMode
 
-__all__ = [
-    "PARTICLES",
-    "TraceOptions",
-    "TracedRun",
-    "cost_of_guide",
-    "cost_of_model",
-    "cost_of_site",
-    "entropy_term",
-    "record_run",
-    "trace_run",
-]
-
 
 def cost_of_guide(site: str) -> str:
     """Name of the cost ``log q`` of a guide site."""

@@ -16,8 +16,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Weights", "Work", "WorkCounter", "WorkMode"]
-
 
 @dataclass(frozen=True)
 class Weights:
