@@ -219,12 +219,13 @@ def faults(name: str, source: str, known: frozenset[str]) -> list[str]:
 
 
 def import_cycle(sources: Mapping[str, str]) -> list[str]:
-    """A cycle of modules that import each other, or nothing."""
+    """A cycle of modules that import each other, or nothing. What only types need does not count."""
     known = frozenset(sources)
-    edges = {
-        name: {module for _, module in dependencies(name, ast.parse(source), known)} - {name}
-        for name, source in sources.items()
-    }
+    edges = {}
+    for name, source in sources.items():
+        tree = ast.parse(source)
+        tree.body = [node for node in tree.body if ast.unparse(getattr(node, "test", node)) != "TYPE_CHECKING"]
+        edges[name] = {module for _, module in dependencies(name, tree, known)} - {name}
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:

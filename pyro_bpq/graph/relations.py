@@ -33,9 +33,6 @@ class Relations:
         self._tabled, self._charged = tabled, charged
         self._crossing: dict[tuple[Plate, ...], list[int]] = {}
 
-    def __repr__(self) -> str:
-        return f"Relations({len(self.graph.nodes)} sites)"
-
     @cached_property
     def downstream(self) -> list[int]:
         """The costs downstream of each site, row by row of its plates, without charged costs."""

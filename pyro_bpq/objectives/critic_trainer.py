@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,23 +14,14 @@ from torch import Tensor
 from pyro_bpq.critics.bank import MAX_IDLE, CriticBank, Write
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.objectives.registration import are_registered, register_critics
-from pyro_bpq.objectives.replayer import Host, Replayer
+from pyro_bpq.objectives.replayer import Replayer
 from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.surrogate import Learning, Step, critic_loss
 
-
-class Owner(Host, Protocol):
-    """The objective that a trainer belongs to: it runs stored programs, and goes back where that fails."""
-
-    def mark(self) -> Any:
-        """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
-        ...
-
-    def go_back(self, mark: Any) -> None:
-        """Undoes what was built and found out after a mark."""
-        ...
+if TYPE_CHECKING:
+    from pyro_bpq.objectives.objective import Objective
 
 
 class CriticTrainer:
@@ -120,7 +111,7 @@ class CriticTrainer:
         self.waiting = (result.writes, gradients)
         return surrogate
 
-    def learn(self, owner: Owner) -> None:
+    def learn(self, owner: Objective) -> None:
         """Applies what the last step taught; forgets what no step has used for long."""
         if self.waiting is not None:
             with self._all_or_nothing(owner) if self.replays else contextlib.nullcontext():
@@ -129,7 +120,7 @@ class CriticTrainer:
         if gone and self.optimizer is not None:
             self.optimizer.forget(gone, is_final=True)
 
-    def _apply_waiting(self, owner: Owner) -> None:
+    def _apply_waiting(self, owner: Objective) -> None:
         assert self.waiting is not None
         (writes, gradients), self.waiting = self.waiting, None
         self.num_steps += 1
@@ -144,7 +135,7 @@ class CriticTrainer:
             {**late[1], **{name: g for name, g in gradients.items() if name.split(".")[0] not in built}},
         )
 
-    def _learn_again(self, owner: Owner) -> None:
+    def _learn_again(self, owner: Objective) -> None:
         """More steps on the last rollout, which is then stored, and steps on stored ones."""
         assert self.learner is not None
         items, self.staged = self.staged.items, Transient()
@@ -157,7 +148,7 @@ class CriticTrainer:
                 self.replayer.store(staged)
             self.replay(owner, None, self.replayer.replay.updates_per_step)
 
-    def replay(self, owner: Owner, sites: Collection[str] | None, updates: int) -> int:
+    def replay(self, owner: Objective, sites: Collection[str] | None, updates: int) -> int:
         """Updates critics from stored rollouts; the number of updates that found something to learn from."""
         assert self.replayer is not None
         done = 0
@@ -223,7 +214,7 @@ class CriticTrainer:
             self.optimizer.forget(built)
 
     @contextlib.contextmanager
-    def _all_or_nothing(self, owner: Owner) -> Iterator[None]:
+    def _all_or_nothing(self, owner: Objective) -> Iterator[None]:
         """Undoes what critics learn within, and what replay draws and drops, if it is interrupted."""
         mark, outer = owner.mark(), self._changed
         replay = None if self.replayer is None else self.replayer.snapshot()

@@ -236,9 +236,6 @@ class BoundRunner:
         self.planner = planner
         self._layouts: dict[Any, tuple[Layout, Plate | None]] = {}
 
-    def __repr__(self) -> str:
-        return f"BoundRunner({self.planner})"
-
     def trace(
         self,
         program: Program,

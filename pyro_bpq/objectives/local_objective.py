@@ -67,9 +67,6 @@ class LocalObjective:
         UnsupportedSiteError: If a site's gradient does not come through its ``log q`` alone.
     """
 
-    def __repr__(self) -> str:
-        return f"LocalObjective({len(self.items)} rollouts, num_particles={self.num_particles})"
-
     def __init__(self, items: Sequence[Staged], num_particles: int) -> None:
         _check(items)
         self.items, self.num_particles = tuple(items), num_particles

@@ -74,9 +74,6 @@ class Transient:
     def __init__(self, items: Sequence[Any] = ()) -> None:
         self.items: tuple[Any, ...] = tuple(items)
 
-    def __repr__(self) -> str:
-        return f"Transient({len(self.items)} items)"
-
     def __deepcopy__(self, memo: Any) -> Transient:
         return Transient()
 

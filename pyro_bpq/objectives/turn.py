@@ -18,9 +18,6 @@ class Turn:
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
-    def __repr__(self) -> str:
-        return "Turn()"
-
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             raise BusyError(

@@ -107,9 +107,6 @@ class Together:
     def __init__(self) -> None:
         self._proved: set[Any] = set()
 
-    def __repr__(self) -> str:
-        return f"Together({len(self._proved)} structures)"
-
     @property
     def is_empty(self) -> bool:
         """Whether nothing has been proved yet."""

@@ -67,9 +67,6 @@ class Reruns:
         self._fresh: tuple[Run, ...] | None = None
         self._led: dict[int, SharedBackward] = {}
 
-    def __repr__(self) -> str:
-        return f"Reruns({len(self.programs)} programs, {self.num_runs} runs so far)"
-
     def __call__(
         self, name: str, value: Tensor, held: tuple[Run, ...] | None = None, means: bool = False
     ) -> tuple[Run, ...]:

@@ -64,9 +64,6 @@ class LinearReads(TorchFunctionMode):
         self.leaves = leaves
         self.found: list[LinearRead] = []
 
-    def __repr__(self) -> str:
-        return f"LinearReads({', '.join(self.leaves)}; {len(self.found)} found)"
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -188,9 +188,6 @@ class RowRuns:
         self._ways: dict[Any, tuple[Way, int]] = {}
         self.said = ""
 
-    def __repr__(self) -> str:
-        return f"RowRuns({len(self._ways)} structures)"
-
     def say(self, text: str) -> None:
         """Keeps a finding, for those who print the objective, and logs it."""
         self.said = text

@@ -88,9 +88,6 @@ class SiteProgramRuns:
         self.downstream = [None] * len(self.names) if downstream is None else downstream
         self.means = means
 
-    def __repr__(self) -> str:
-        return f"SiteProgramRuns({', '.join(self.names)})"
-
     @property
     def value(self) -> Tensor:
         """The sampled values, detached."""

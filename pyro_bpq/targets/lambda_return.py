@@ -95,9 +95,6 @@ class Backups:
         self._plates = {cost.name: cost.plates for cost in network.graph.costs}
         self._zero = next((cost.new_zeros(()) for cost in self.found.values()), torch.zeros(()))
 
-    def __repr__(self) -> str:
-        return f"Backups(lam={self.lam}, gamma={self.gamma}, {len(self.found)} known)"
-
     def target(self, node: QNode) -> Tensor:
         """The lambda-return of a Q-node whose children are known."""
         own, total = self.network.graph.node(node.site).plates, self._zero

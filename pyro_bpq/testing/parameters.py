@@ -33,9 +33,6 @@ class ParameterCollector(Messenger):
         for name, leaf in (parameters or {}).items():
             self._add(name, leaf)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self.leaves)})"
-
     def add_modules(self) -> None:
         """Adds the parameters of modules that no statement has reached; call it when all runs are over."""
         for name, leaf in self._module_leaves():

@@ -104,9 +104,6 @@ class ElementWatch:
         self.components = components
         self.sizes: dict[str, tuple[torch.Size, int]] = {}
 
-    def __repr__(self) -> str:
-        return f"ElementWatch({', '.join(self.sizes)})"
-
     def drawn(self, name: str, fn: Any, value: Any, frames: Sequence[Any] = ()) -> None:
         """Starts to follow a newly drawn site in vectorised plates; both trackers must be active."""
         if not isinstance(value, Tensor) or name in self.sizes:

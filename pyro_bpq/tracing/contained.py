@@ -27,9 +27,6 @@ class ContainedCalls:
         self._before: list[tuple[int, frozenset[int]]] = []
         self._states: dict[int, int] = {}
 
-    def __repr__(self) -> str:
-        return f"ContainedCalls({len(self._before)} open)"
-
     def open(self) -> None:
         """Call it right before the function runs."""
         self._before.append((self._ledger.escaped, self._shared()))

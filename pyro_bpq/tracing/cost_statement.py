@@ -179,9 +179,6 @@ class SkipCosts(Messenger):
         super().__init__()
         self.exact = exact
 
-    def __repr__(self) -> str:
-        return f"SkipCosts(exact={self.exact})"
-
     def _pyro_bpq_cost(self, msg: Any) -> None:
         if not (self.exact and msg["infer"]["exact"]):
             msg["done"] = True
@@ -197,9 +194,6 @@ class GiveCosts(Messenger):
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.values = values
-
-    def __repr__(self) -> str:
-        return f"GiveCosts({', '.join(self.values)})"
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
         if msg["name"] in self.values:

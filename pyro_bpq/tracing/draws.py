@@ -17,9 +17,6 @@ class Draws:
     def __init__(self) -> None:
         self._state, self._mark = torch.get_rng_state(), _mark()
 
-    def __repr__(self) -> str:
-        return f"Draws(mark={self._mark!r})"
-
     def again(self) -> None:
         """Goes back to the mark: the draws since the mark are repeated from now on."""
         torch.set_rng_state(self._state)

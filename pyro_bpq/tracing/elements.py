@@ -48,9 +48,6 @@ class ElementTracker(TorchDispatchMode):
         self._followed: dict[Hashable, int] = {}
         self._slots: dict[Hashable, dict[int, _Slots]] = {}
 
-    def __repr__(self) -> str:
-        return f"ElementTracker({', '.join(map(str, self._followed))})"
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False

@@ -49,9 +49,6 @@ class Wrapped(TorchFunctionMode):
         super().__init__()
         self.seen = seen
 
-    def __repr__(self) -> str:
-        return f"Wrapped({len(self.seen)} tensors)"
-
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and _is_wrapped(result):
@@ -78,9 +75,6 @@ class HiddenFactories(TorchFunctionMode):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
-
-    def __repr__(self) -> str:
-        return f"HiddenFactories({self.number})"
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

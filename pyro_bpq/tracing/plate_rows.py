@@ -27,9 +27,6 @@ class PlateRows:
         self.elements = elements
         self.plates: dict[_Plates, tuple[int, ...]] = {}
 
-    def __repr__(self) -> str:
-        return f"PlateRows({', '.join(name for plates in self.plates for name, _ in plates)})"
-
     def drawn(self, name: str, fn: Any, value: Tensor, frames: Sequence[Any]) -> None:
         """Starts to follow the rows of a newly drawn site.
 

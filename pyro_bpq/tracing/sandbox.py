@@ -20,9 +20,6 @@ class BufferedModules:
         self._thread = threading.get_ident()
         self._own: dict[nn.Module, dict[str, Tensor | None]] = {}
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._own)} modules)"
-
     def __enter__(self) -> Self:
         self._hook = nn.modules.module.register_module_forward_pre_hook(self._note)
         return self
@@ -112,9 +109,6 @@ class Sandbox:
         self.after: list[Tensor] = []
         self._start = start
         self._buffers = LentBuffers() if has_buffers else contextlib.nullcontext()
-
-    def __repr__(self) -> str:
-        return f"Sandbox({'seed' if isinstance(self._start, int) else 'state of the generator'})"
 
     def __enter__(self) -> Sandbox:
         is_cuda_used = torch.cuda.is_initialized()

@@ -35,9 +35,6 @@ class Substitute(Messenger):
         self.values, self.relaxed, self.means = values, relaxed, means
         self._taken: dict[str, Tensor] = {}
 
-    def __repr__(self) -> str:
-        return f"Substitute({', '.join(self.values)})"
-
     def _pyro_sample(self, msg: Any) -> None:
         name = msg["name"]
         if msg["is_observed"]:
