@@ -47,22 +47,6 @@ class SlowTracking:
             raise OptionError(f"SlowTracking(rate={self.rate!r}): write a number in (0, 1].")
 
 
-def two_part_step(theta: Tensor, delta: Tensor, change: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """One update in the paper's form.
-
-    Args:
-        theta: Slow part ``θ``.
-        delta: The rest ``Δ``.
-        change: Step of the optimiser, which is added to the parameter.
-        rate: Weight ``α``.
-
-    Returns:
-        The new ``θ`` and ``Δ``.
-    """
-    delta = delta + change
-    return theta + rate * delta, (1.0 - rate) * delta
-
-
 @torch.no_grad()
 def track(slow: Sequence[Tensor], current: Sequence[Tensor], rate: float) -> None:
     """Moves slow copies towards the current parameters, in place: ``θ ← (1 - α) θ + α w``."""
