@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.critics.backward_sweep import BackwardSweep
-from pyro_bpq.critics.bank import MAX_IDLE, Block, CriticBank
+from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
+from pyro_bpq.critics.block import Block
 from pyro_bpq.critics.replay_buffer import Replay
 from pyro_bpq.critics.slow import SlowTracking, track
 from pyro_bpq.errors import OptionError

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import MAX_IDLE, CriticBank, Write
+from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
+from pyro_bpq.critics.block import Write
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.objectives.registration import are_registered, register_critics
 from pyro_bpq.objectives.replayer import Replayer

@@ -26,10 +26,11 @@ from pyro_bpq.objectives.analytic import differentiable_cost
 from pyro_bpq.objectives.chosen import Rules, StillTrial, checked_choice
 from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
+from pyro_bpq.objectives.mode import Mode, NoiseSource
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.options import check_choice, check_options
 from pyro_bpq.objectives.programs import programs_of
-from pyro_bpq.objectives.runner import Mode, NoiseSource, StepRunner
+from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
@@ -186,7 +187,7 @@ class TraceBackpropQ_ELBO(Objective):
             immediate=immediate,
             form=form,
             discounted=callable(gamma) or gamma != 1.0,
-            may_order=not self._only_costs and enumeration == "sample",
+            is_elbo=not self._only_costs and enumeration == "sample",
         )
         enumerates = enumeration == "exact"
         self.runner = StepRunner(

@@ -16,11 +16,11 @@ from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.graph.scg import Plate
+from pyro_bpq.objectives.mode import Mode
 from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_plain
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.options import check_options
 from pyro_bpq.objectives.programs import programs_of
-from pyro_bpq.objectives.runner import Mode
 from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.reruns.apart import Program
 from pyro_bpq.rollout.particles import Particles
@@ -28,7 +28,8 @@ from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Step, step
 from pyro_bpq.tracing.hidden_particles import trace_particles
-from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, trace_run
+from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.tracer import TraceOptions, trace_run
 
 
 class TraceBackpropQ_IWAE(Objective):

@@ -17,9 +17,9 @@ from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
+from pyro_bpq.objectives.mode import Mode, NoiseSource
 from pyro_bpq.objectives.options import check_not_traced
 from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.objectives.runner import Mode, NoiseSource
 from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.objectives.turn import Turn
 from pyro_bpq.reruns.apart import Program

@@ -23,8 +23,8 @@ import torch
 
 from pyro_bpq.errors import BPQWarning, StructureChangedError
 from pyro_bpq.graph.scg import Plate
+from pyro_bpq.objectives.mode import Mode
 from pyro_bpq.objectives.programs import is_same_program, programs_of
-from pyro_bpq.objectives.runner import Mode
 from pyro_bpq.objectives.staged import Observation, Transient
 from pyro_bpq.reruns.apart import Comparison, Program, Together, keeps_apart
 from pyro_bpq.reruns.row_runs import is_due

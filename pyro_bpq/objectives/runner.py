@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.objectives.mode import Mode, NoiseSource
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.particles import num_particles_for
@@ -38,68 +39,14 @@ from pyro_bpq.tracing.plate_errors import check_declared
 from pyro_bpq.tracing.sandbox import Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
 from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, trace_run
+from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.tracer import TraceOptions, trace_run
 from pyro_bpq.tracing.watch import samples
 
 _NOTHING_ENUMERATED = (
     'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
     'pyro.infer.config_enumerate, or write enumeration="sample".'
 )
-
-
-@dataclass(frozen=True)
-class Mode:
-    """What a step is for.
-
-    Args:
-        learning: Whether anything learns from it.
-        num_steps: Number of steps taken.
-        by_value: Whether all gradients come by way of ``log q`` of every value, as what is kept for later needs it.
-        first_order: Whether critics learn from slopes of the costs, too.
-        goes_back: Whether the step itself asks once for the gradients of its loss: slopes may be found on the way.
-        has_ranks: Whether other processes learn along.
-        is_checked: Whether particles that run in a hidden dimension are looked at for what they leave behind.
-        is_recorded: Whether operators of the step are recorded: findings of earlier steps are then taken as they are.
-        may_order: Whether the step needs nothing but costs in program order, where that is all that is known.
-        shows: Whether it is asked what sites are told, so that a graph is needed in any case.
-    """
-
-    learning: bool = False
-    num_steps: int = 0
-    by_value: bool = False
-    first_order: bool = False
-    goes_back: bool = False
-    has_ranks: bool = False
-    is_checked: bool = False
-    is_recorded: bool = False
-    may_order: bool = False
-    shows: bool = False
-
-
-class NoiseSource:
-    """Generators for what an objective draws itself; the global generators are left alone.
-
-    Args:
-        seed: Where they start from.
-
-    Attributes:
-        number: How many there have been.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed, self.number = seed, 0
-
-    def __repr__(self) -> str:
-        return f"NoiseSource(seed={self.seed}, number={self.number})"
-
-    def __call__(self) -> torch.Generator:
-        """The next generator."""
-        self.number += 1
-        return torch.Generator().manual_seed(self.seed_of(self.number))
-
-    def seed_of(self, number: int) -> int:
-        """Seed of a generator, counted from 1."""
-        return (self.seed * 7919 + 1) * 1_000_003 + number
 
 
 class StepRunner:

@@ -13,7 +13,8 @@ from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.attention import MemberCritic, Members
-from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.block import Block, Selection, Write
 from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue
 from pyro_bpq.critics.nets import Critic, CriticShape
 from pyro_bpq.critics.value_critic import reads_value

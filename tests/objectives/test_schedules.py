@@ -12,7 +12,7 @@ from models import BY_NAME
 from steps import CHAIN, assert_equal, bias, is_equal, run, state_of, trained
 
 from pyro_bpq import AllAction, CriticLearner, Replay, SlowTracking, TabularCritic, TraceBackpropQ_ELBO
-from pyro_bpq.critics.bank import Block
+from pyro_bpq.critics.block import Block
 
 
 def slow_elbo(rate: float = 0.1, **options: Any) -> TraceBackpropQ_ELBO:
