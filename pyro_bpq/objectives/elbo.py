@@ -26,7 +26,7 @@ from pyro_bpq.objectives.analytic import differentiable_cost
 from pyro_bpq.objectives.chosen import Rules, StillTrial, checked_choice
 from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
-from pyro_bpq.objectives.mode import Mode, NoiseSource
+from pyro_bpq.objectives.mode import Mode
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.options import check_choice, check_options
 from pyro_bpq.objectives.programs import programs_of
@@ -202,6 +202,7 @@ class TraceBackpropQ_ELBO(Objective):
         if isinstance(choice, Candidate):
             self._rules.apply(choice)
 
+    runner: StepRunner
     # Whether cost statements are all that counts: an expected cost instead of an ELBO.
     _only_costs = False
 
@@ -252,10 +253,6 @@ class TraceBackpropQ_ELBO(Objective):
         return None if self.trainer.replayer is None else self.trainer.replayer.buffer
 
     @property
-    def _parts(self) -> Sequence[Any]:
-        return self.runner.parts
-
-    @property
     def _needs_nesting(self) -> bool:
         # Dimensions of enumerated values lie to the left of all plates, too.
         return self.vectorize_particles or self.enumeration == "exact"
@@ -264,22 +261,6 @@ class TraceBackpropQ_ELBO(Objective):
         # Nothing may learn later from a step in program order, and nothing but its costs may matter.
         may_order = not (self.keeps_staged or self.analytic_kl or self.trainer.ranks is not None)
         return replace(super()._mode(learning, goes_back and not self.analytic_kl), may_order=may_order)
-
-    # What compiled steps ask.
-
-    @property
-    def noise(self) -> NoiseSource:
-        """Source of what estimators draw themselves."""
-        return self.runner.noise
-
-    @property
-    def is_runner_settled(self) -> bool:
-        """Whether the programs' structure is settled."""
-        return self.runner.is_settled
-
-    def refuses_recording(self) -> str:
-        """Why the programs are not recorded, as the end of a sentence; empty if they are."""
-        return self.runner.refuses_recording()
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""

@@ -16,7 +16,7 @@ from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.objectives.mode import Mode
+from pyro_bpq.objectives.mode import Mode, Runner
 from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_plain
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.options import check_options
@@ -87,6 +87,8 @@ class TraceBackpropQ_IWAE(Objective):
         | Backprop-Q (Xu et al., 2018), Eq. 27
     """
 
+    runner: BoundRunner
+
     def __init__(
         self,
         num_particles: int = 5,
@@ -135,10 +137,6 @@ class TraceBackpropQ_IWAE(Objective):
     def planner(self) -> BoundPlanner:
         """The options that decide what is done at a site."""
         return self.runner.planner
-
-    @property
-    def _parts(self) -> Sequence[Any]:
-        return (self.runner,)
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats, of one draw of all samples.
@@ -224,14 +222,12 @@ class TraceBackpropQ_IWAE(Objective):
         return value.reshape(value.shape[0], -1).sum(1, keepdim=True)
 
 
-class BoundRunner:
+class BoundRunner(Runner):
     """Runs the programs of a bound.
 
     Args:
         planner: Decides what is done at a site.
     """
-
-    has_buffers, is_looking = True, False
 
     def __init__(self, planner: BoundPlanner) -> None:
         self.planner = planner
@@ -259,13 +255,6 @@ class BoundRunner:
             return Observation(tuple(hidden))
         programs = programs_of(program, particles)
         return Observation(tuple(self.trace(each, particles, mode.num_steps) for each in programs))
-
-    def forget_last(self) -> None:
-        """Nothing is kept of the last step."""
-
-    def good_for(self, traced: TracedRun, particles: int = 1) -> int:
-        """Samples of a bound are never left open."""
-        return 1
 
     def layout(self, traced: TracedRun, plate: str | None) -> tuple[Layout, Plate | None]:
         """The batching of the sites of a run, and the plate of its rows."""

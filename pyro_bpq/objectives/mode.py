@@ -1,10 +1,18 @@
-r"""What a step is for, and what it draws from."""
+r"""What a step is for, what it draws from, and what runs it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from pyro_bpq.objectives.staged import Observation
+from pyro_bpq.reruns.apart import Program
+from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.tracing.traced_run import TracedRun
 
 
 @dataclass(frozen=True)
@@ -60,3 +68,54 @@ class NoiseSource:
     def seed_of(self, number: int) -> int:
         """Seed of a generator, counted from 1."""
         return (self.seed * 7919 + 1) * 1_000_003 + number
+
+
+class Runner(ABC):
+    """Runs the programs of a step.
+
+    Attributes:
+        noise: Source of what estimators draw themselves; ``None`` for none.
+    """
+
+    noise: NoiseSource | None = None
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """What finds things out in a step."""
+        return (self,)
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the next runs are tracked."""
+        return False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next run does what the last one did, as far as is known."""
+        return True
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the programs may call modules with buffers."""
+        return True
+
+    def refuses_recording(self) -> str:
+        """Why the programs are not recorded, as the end of a sentence; empty if they are."""
+        return ""
+
+    def forget_last(self) -> None:  # noqa: B027 # some keep nothing
+        """Forgets the last step: the next one is planned anew."""
+
+    def good_for(self, traced: TracedRun, particles: int = 1) -> int:
+        """Number of particles that a program is good for, from a run of so many; 1 where values steer it."""
+        return 1
+
+    @abstractmethod
+    def trace(
+        self, program: Program, particles: Particles, num_steps: int, *, put: Callable[[Any], Any] = lambda part: part
+    ) -> TracedRun:
+        """Runs a program once; ``put`` wraps model and guide."""
+
+    @abstractmethod
+    def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
+        """The runs of a step, and what their sites are told."""

@@ -17,7 +17,7 @@ from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
-from pyro_bpq.objectives.mode import Mode, NoiseSource
+from pyro_bpq.objectives.mode import Mode, Runner
 from pyro_bpq.objectives.options import check_not_traced
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.staged import Staged, Transient
@@ -55,7 +55,10 @@ class Objective(ELBO, nn.Module):
         ms: Milliseconds of the parts of the last step.
         keeps_staged: Whether something learns later from what a step worked on.
         compiled: The compiled steps; ``None`` if steps run eagerly.
+        runner: Runs the programs.
     """
+
+    runner: Runner
 
     def __init__(
         self,
@@ -100,27 +103,6 @@ class Objective(ELBO, nn.Module):
     @abstractmethod
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         """Takes a step, summed over draws; nothing has learned from it yet."""
-
-    @property
-    @abstractmethod
-    def _parts(self) -> Sequence[Any]:
-        """What finds things out in a step, besides the particle count and the trainer."""
-
-    # What compiled steps ask of subclasses.
-
-    @property
-    def noise(self) -> NoiseSource | None:
-        """Source of what estimators draw themselves."""
-        return None
-
-    @property
-    def is_runner_settled(self) -> bool:
-        """Whether the programs' structure is settled."""
-        return True
-
-    def refuses_recording(self) -> str:
-        """Why the programs are not recorded, as the end of a sentence; empty if they are."""
-        return ""
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
@@ -435,7 +417,7 @@ class Objective(ELBO, nn.Module):
 
     def mark(self) -> Any:
         """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
-        parts = [(part, snapshot(part)) for part in (*self.particles.parts, *self._parts)]
+        parts = [(part, snapshot(part)) for part in (*self.particles.parts, *self.runner.parts)]
         return self.trainer.mark(), parts, self.info, self.ms
 
     def go_back(self, mark: Any) -> None:

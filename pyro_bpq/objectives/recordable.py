@@ -42,13 +42,13 @@ class Recordable:
             return "critics learn in a backward sweep"
         if own is not None and any(not isinstance(each, AveragedAdam) for each in own.optimizers.values()):
             return "an optimiser of your own trains the critics, and counts its steps in Python"
-        return self.objective.refuses_recording()
+        return self.objective.runner.refuses_recording()
 
     def is_settled(self, program: Program) -> bool:
         """Whether structure, particles and choice are settled for a program."""
         objective = self.objective
         is_waiting = objective.trainer.waiting is not None or bool(objective.trainer.late[0])
-        return not is_waiting and objective.particles.is_settled(program) and objective.is_runner_settled
+        return not is_waiting and objective.particles.is_settled(program) and objective.runner.is_settled
 
     def options(self) -> dict[str, Any]:
         """The options that a recording depends on, by name."""
@@ -102,17 +102,17 @@ class Recordable:
 
     def first_seed(self) -> int:
         """Seed of the next generator that the objective makes for itself."""
-        noise = self.objective.noise
+        noise = self.objective.runner.noise
         return -1 if noise is None else noise.seed_of(noise.number + 1)
 
     def num_generators(self) -> int:
         """Number of generators that the objective has made for itself."""
-        noise = self.objective.noise
+        noise = self.objective.runner.noise
         return 0 if noise is None else noise.number
 
     def generators(self, number: int) -> list[torch.Generator]:
         """The next generators that the objective makes for itself."""
-        noise = self.objective.noise
+        noise = self.objective.runner.noise
         assert noise is not None
         return [noise() for _ in range(number)]
 

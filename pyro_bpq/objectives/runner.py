@@ -15,7 +15,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.objectives.mode import Mode, NoiseSource
+from pyro_bpq.objectives.mode import Mode, NoiseSource, Runner
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.particles import num_particles_for
@@ -49,7 +49,7 @@ _NOTHING_ENUMERATED = (
 )
 
 
-class StepRunner:
+class StepRunner(Runner):
     """Runs guide and model as often as a step needs it.
 
     Args:
@@ -66,6 +66,8 @@ class StepRunner:
         row_runs: How the extra runs of the model are carried out.
         noise: Source of what estimators draw themselves.
     """
+
+    noise: NoiseSource
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class StepRunner:
         return self.plans.last is not None and not self.structure.wants_tracking()
 
     def refuses_recording(self) -> str:
-        """Why the programs are not recorded, as the end of a sentence; empty if they are."""
+        """Steps that are tracked are not recorded."""
         if not self.structure.always_tracks:
             return ""
         if self.structure.mode == "dynamic":
