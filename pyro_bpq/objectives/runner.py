@@ -266,9 +266,13 @@ class StepRunner(Runner):
         return found if len(found) == len(runs) else None
 
     def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, track: bool) -> list[TracedRun]:
-        """Traces the programs of a step, with slopes where the last step's plan asked for them."""
+        """Traces the programs of a step, with slopes where the last step's plan asked for them.
+
+        Particles in a dimension that the programs do not see have one run.
+        """
         if particles.is_hidden and (mode.is_checked or not track):
-            return self._hidden_runs(programs[0], particles, mode.is_checked)
+            options = self._options(particles)
+            return trace_particles(*programs[0], options, is_checked=mode.is_checked, has_buffers=self.has_buffers)
         trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps, track=track)
         last = None if track or not torch.is_grad_enabled() else self.plans.last
         if last is None or not last.plan.led_back:
@@ -305,15 +309,6 @@ class StepRunner(Runner):
             with Sandbox(torch.get_rng_state(), self.has_buffers):
                 found.append(self.trace(program, particles, mode.num_steps, True, put=put))
         return found
-
-    def _hidden_runs(self, program: Program, particles: Particles, is_checked: bool) -> list[TracedRun]:
-        """One run for all particles, in a dimension that the programs do not see."""
-        return trace_particles(
-            *program,
-            self._options(particles),
-            is_checked=is_checked,
-            has_buffers=self.has_buffers,
-        )
 
     def _facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode) -> StructureFacts:
         """What is known of the structure of runs besides their graph."""
