@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +169,8 @@ class CriticTrainer:
         self.critics.commit([write for write in writes if write[0] == key])
         if own and self.optimizer is not None:
             self.optimizer.step(self.critics, own)
-        self.late = [write for write in writes if write[0] != key], _without(gradients, own)
+        others = {name: gradient for name, gradient in gradients.items() if name not in own}
+        self.late = [write for write in writes if write[0] != key], others
 
     def _advance(self, gradients: dict[str, Tensor]) -> None:
         """One step of the critics' optimiser."""
@@ -270,7 +271,3 @@ class CriticTrainer:
             self.optimizer.load_state_dict(state["optimizer"])
         if self.replayer is not None and state["replay"] is not None:
             self.replayer.load_state_dict(state["replay"])
-
-
-def _without(gradients: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
-    return {name: gradient for name, gradient in gradients.items() if name not in names}

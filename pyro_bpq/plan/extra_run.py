@@ -145,7 +145,9 @@ def _readable(
     traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts
 ) -> dict[str, tuple[str, ...]]:
     """The model's costs that may be read off an extra run, by site."""
-    repeatable = {cost for cost in graph.cost_index if _is_repeatable(traced, cost)} - facts.handed
+    given = traced.user_costs.items()
+    fixed = {cost for cost, options in given if not (options.exact and _is_rerun(traced, options))}
+    repeatable = graph.cost_index.keys() - fixed - facts.handed
     costs = {n: tuple(c for c in found if c in repeatable) for n, found in immediate_model_costs(graph).items()}
     if not facts.cuts_plates:
         # All rows of a plate are flipped at once.
@@ -159,12 +161,6 @@ def _readable(
 def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:
     """Whether the extra run passes a cost statement."""
     return traced.only_costs or not cost.in_guide
-
-
-def _is_repeatable(traced: TracedRun, cost: str) -> bool:
-    """Whether a cost may be read off an extra run."""
-    options = traced.user_costs.get(cost)
-    return options is None or (options.exact and _is_rerun(traced, options))
 
 
 def _events(traced: TracedRun, graph: StochasticComputationGraph, cost: str) -> int:

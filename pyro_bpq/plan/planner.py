@@ -19,7 +19,7 @@ from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import Estimator, SecondRun
 from pyro_bpq.estimators.base import SiteInfo
-from pyro_bpq.graph.crossings import Crossings, crossings
+from pyro_bpq.graph.crossings import crossings
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 from pyro_bpq.graph.sequence import sequence_network
@@ -327,6 +327,7 @@ class Planner:
                 network = BackpropQNetwork.build(
                     graph, self.reduction, immediate=frozenset(known), form=self.form, discounted=self.discounted
                 )
+        crosses = not facts.is_dynamic and any("crossed" in estimator.needs for estimator in estimators.values())
         layout = Layout(
             graph,
             network,
@@ -336,19 +337,9 @@ class Planner:
             cuts_plates=facts.cuts_plates,
             is_steered=facts.is_dynamic,
             charged=charged,
-            crossings=None if facts.is_dynamic else self._crossings(traced, graph, estimators, facts.handed),
+            crossings=crossings(graph, crossable(traced, graph, facts.handed)) if crosses else None,
         )
         return layout, charged
-
-    def _crossings(
-        self,
-        traced: TracedRun,
-        graph: StochasticComputationGraph,
-        estimators: Mapping[str, Estimator],
-        handed: frozenset[str],
-    ) -> Crossings | None:
-        is_wanted = any("crossed" in estimator.needs for estimator in estimators.values())
-        return crossings(graph, crossable(traced, graph, handed)) if is_wanted else None
 
     def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
         """The site's own choice; else what follows from the ELBO's for a site of its kind."""

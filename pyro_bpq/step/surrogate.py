@@ -265,7 +265,8 @@ def _statistics(
     like = context.cost
 
     def make(keys: tuple[str, ...]) -> Block:
-        buffers = {k: torch.as_tensor(v).repeat(len(keys), *(1,) * _ndim(v)) for k, v in initial.items()}
+        tensors = {k: torch.as_tensor(v) for k, v in initial.items()}
+        buffers = {k: v.repeat(len(keys), *(1,) * v.dim()) for k, v in tensors.items()}
         buffers["count"] = torch.zeros(len(keys))
         return Block(kind, keys, None, buffers).to(like.device, like.dtype)
 
@@ -288,10 +289,6 @@ def _statistics(
         for name in (*initial, "count")
     }
     return None, found
-
-
-def _ndim(value: Any) -> int:
-    return torch.as_tensor(value).dim()
 
 
 # Learning.
