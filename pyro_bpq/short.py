@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-__all__ = ["short"]
-
 
 def short(value: Any) -> str:
     """A dataclass with the options that differ from its defaults, ``AllAction(decay=0.9)``; ``repr`` of all else.

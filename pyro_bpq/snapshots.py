@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["restore", "snapshot"]
-
 
 def snapshot(part: object) -> dict[str, Any]:
     """The attributes of an object, by name; its dicts, lists and sets are copied, not what they hold."""

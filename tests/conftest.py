@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 from pyro.poutine.runtime import _PYRO_STACK
+from selection import NOT_QUICK, THINNED, within
 
 # Random examples at a desk, where a new one is a find; the same ones each time in CI.
 hypothesis.settings.register_profile("desk", deadline=None, print_blob=True)
@@ -17,39 +18,31 @@ hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, deran
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 
-HERE = Path(__file__).parent
-
-
-def _thinned() -> dict[str, int]:
-    """Of how many cases of a test one runs by default; 0 where none does."""
-    lines = (HERE / "thinned.txt").read_text().splitlines()
-    pairs = (line.split() for line in lines if not line.startswith("#"))
-    return {name.removeprefix("tests/"): int(number) for number, name in pairs}
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device on which tests create their tensors")
     parser.addoption("--quick", action="store_true", help="one case of each test, and no test of not_quick.txt")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    counts, thinned = Counter[str](), _thinned()
-    for item in items:
-        name = _function(item)
-        if name in thinned and not item.get_closest_marker("slow"):
-            if not thinned[name] or counts[name] % thinned[name]:
-                item.add_marker(pytest.mark.slow)
-            counts[name] += 1
-    if config.getoption("--quick"):
-        left_out = {line.removeprefix("tests/") for line in (HERE / "not_quick.txt").read_text().splitlines()}
-        seen, kept = set[str](), []
-        for item in items:
-            name = _function(item)
-            if not (name in left_out or name in seen or item.get_closest_marker("slow")):
-                seen.add(name)
-                kept.append(item)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``--quick`` a file that is left out is not imported."""
+    return (config.getoption("--quick") and within(collection_path) in NOT_QUICK) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: Any, name: str) -> Generator[None, Any, Any]:
+    """Marks cases of thinned tests as slow; with ``--quick`` there is one case of a test, or none."""
+    is_quick, name = collector.config.getoption("--quick"), f"{within(collector.path)}::{name}"
+    items = yield
+    if not isinstance(items, list):
+        return items
+    cases = [item for item in items if not item.get_closest_marker("slow")]
+    step = THINNED.get(name, 1)
+    for i, item in enumerate(cases):
+        if not step or i % step:
+            item.add_marker(pytest.mark.slow)
+    if not is_quick:
+        return items
+    return [item for item in cases[:1] if step and name not in NOT_QUICK]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -58,13 +51,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-
-
-def _function(item: pytest.Item) -> str:
-    """The file of a test within this folder, and the name of its function."""
-    if not item.path.is_relative_to(HERE):
-        return item.nodeid
-    return f"{item.path.relative_to(HERE).as_posix()}::{item.name.split('[')[0]}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -27,18 +27,27 @@ from pyro_bpq.tracing.structure_cache import StructureCache
 def public() -> Iterator[Any]:
     for found in pkgutil.walk_packages(pyro_bpq.__path__, "pyro_bpq."):
         module = importlib.import_module(found.name)
-        for name in module.__all__:
-            thing = getattr(module, name)
-            if getattr(thing, "__module__", None) == found.name:
+        for name, thing in vars(module).items():
+            if not name.startswith("_") and getattr(thing, "__module__", None) == found.name:
                 yield pytest.param(thing, id=f"{found.name}.{name}")
 
 
+def imported() -> Iterator[Any]:
+    """The classes that a user makes."""
+    for package in (pyro_bpq, pyro_bpq.choice, pyro_bpq.diagnostics, pyro_bpq.estimators, pyro_bpq.testing):
+        things = (getattr(package, name) for name in package.__all__)
+        yield from (thing for thing in things if inspect.isclass(thing) and not getattr(thing, "_is_protocol", False))
+
+
 @pytest.mark.parametrize("thing", list(public()))
-def test_public_name_has_a_docstring_and_a_repr(thing: Any) -> None:
+def test_public_name_has_a_docstring(thing: Any) -> None:
     if inspect.isclass(thing) or inspect.isfunction(thing):
         assert inspect.getdoc(thing), "no docstring"
-    if inspect.isclass(thing) and not getattr(thing, "_is_protocol", False):
-        assert thing.__repr__ is not object.__repr__, "repr() would show an address"
+
+
+@pytest.mark.parametrize("thing", list(imported()))
+def test_what_a_user_makes_has_a_repr(thing: type) -> None:
+    assert thing.__repr__ is not object.__repr__, "repr() would show an address"
 
 
 def is_readable(text: str) -> bool:

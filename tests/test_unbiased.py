@@ -300,7 +300,7 @@ def test_rows_that_do_not_meet_are_cut() -> None:
 
 
 @dataclass(frozen=True)
-class WrongSign(AllAction):
+class FlippedTable(AllAction):
     def __call__(self, context: SiteContext) -> SiteTerm:
         assert context.exact is not None and context.exact_cost is not None
         flipped = replace(context, exact=-context.exact, cost=context.cost)
@@ -355,7 +355,7 @@ class OwnParticleInBaseline(ScoreFunction):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"estimator": WrongSign()}, id="wrong_sign"),
+        pytest.param({"estimator": FlippedTable()}, id="wrong_sign"),
         pytest.param({"estimator": CountedTwice(adaptive=False)}, id="counted_twice"),
         pytest.param({"estimator": WrongCritic(exact=False)}, id="wrong_critic"),
         pytest.param({"estimator": HalvedScore()}, id="halved_score"),

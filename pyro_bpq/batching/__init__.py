@@ -3,5 +3,3 @@
 Imports ``graph``, ``rollout``, ``targets``, ``critics`` and ``estimators``. Read ``layout.py`` first, then
 ``site_batch.py``.
 """
-
-__all__: tuple[str, ...] = ()

@@ -18,8 +18,6 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums, subset_sums
 
-__all__ = ["Constants", "ContextPlan", "CostClass", "CrossedCosts", "QGroup", "SiteClass", "SiteSpec"]
-
 
 @dataclass(frozen=True)
 class SiteSpec:

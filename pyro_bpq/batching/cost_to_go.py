@@ -11,8 +11,6 @@ from pyro_bpq.batching.kinds import Relation
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.rollout.runs import Rollout, Run, sum_to_plates
 
-__all__ = ["component_cost_to_go", "cost_to_go", "stack_costs", "sum_costs"]
-
 
 def stack_costs(layout: Layout, rollout: Rollout) -> list[Tensor]:
     """Stacks the costs of a rollout per class of costs, ``(costs, M, plates)`` each, in nats, detached."""

@@ -23,8 +23,6 @@ from torch import Tensor
 from pyro_bpq.batching.classes import CrossedCosts
 from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
 
-__all__ = ["crossed_costs"]
-
 # Smallest log-probability of a component's value, in nats. For a baseline, such a value does not occur.
 _LEAST = -100.0
 # Sites whose values have so many elements get a call each, because copies would cost more than calls.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-__all__ = ["Known", "Relation"]
-
 
 class Relation(Enum):
     """A relation of a class of sites to a class of costs, sites or Q-nodes.

@@ -25,8 +25,6 @@ from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums, subset_sums
 from pyro_bpq.targets.rules import Rules, network_rules
 
-__all__ = ["Layout"]
-
 # Number of features that encode the index of a site in a family with a shared critic.
 INDEX_FEATURES = 2
 

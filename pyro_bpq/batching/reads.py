@@ -10,8 +10,6 @@ from pyro_bpq.critics.nets import TabularCritic
 from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
 
-__all__ = ["described"]
-
 
 def described(layout: Layout) -> BackpropQNetwork | None:
     """The network of a layout with a text for each learned Q-node, see :attr:`BackpropQNetwork.reads`."""

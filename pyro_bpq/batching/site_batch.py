@@ -15,8 +15,6 @@ from pyro_bpq.rollout.features import Components, batch_of, element_log_prob, en
 from pyro_bpq.rollout.moments import Standardised, standardise
 from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
 
-__all__ = ["SiteBatch"]
-
 
 class SiteBatch:
     """The tensors of ``G`` like-shaped sites, stacked on first access.

@@ -3,5 +3,3 @@
 Training comprises the optimiser, the slow copies and the replay buffer. Imports ``graph``, ``rollout`` and
 ``targets``. Read ``nets.py`` first, then ``bank.py``.
 """
-
-__all__: tuple[str, ...] = ()

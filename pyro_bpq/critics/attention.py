@@ -31,8 +31,6 @@ from torch.nn.functional import silu
 from pyro_bpq.critics.nets import CriticShape, Perceptron
 from pyro_bpq.errors import OptionError
 
-__all__ = ["AttentionCritic", "MemberCritic", "Members"]
-
 # Wavelengths of a member's place ``r_j``, in members: two features each, beside two more.
 _WAVES = (3.0, 6.0, 12.0, 24.0, 48.0)
 

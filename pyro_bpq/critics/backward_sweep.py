@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from pyro_bpq.errors import OptionError
 
-__all__ = ["BackwardSweep"]
-
 
 @dataclass(frozen=True)
 class BackwardSweep:

@@ -8,136 +8,19 @@ used for a long time, see :class:`CriticBank`.
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MAX_IDLE", "Block", "CriticBank", "Selection", "Write", "average_writes"]
+from pyro_bpq.critics.block import Block, Selection, Write
 
 # Number of kept rows of sites that the last step did not use; number of largest steps whose rows are always kept.
 MAX_IDLE, _STEPS = 2048, 8
 # Key under which a loaded row stores the name of the block that it comes from.
 _HOME = ""
-# Smallest size in bytes of a number in a block.
-_LEAST_BYTES = 4
-
-# (block, tensor, rows or None for all rows, new value): a change that is applied after the step.
-Write = tuple[str, str, "Tensor | None", Tensor]
-
-
-class Block(nn.Module):
-    """Rows of like-shaped sites.
-
-    A block keeps at least 32 bits: ``double()`` and ``float()`` convert it, ``half()`` and ``bfloat16()`` do not.
-    Running squares, counts and step sizes need 32 bits.
-
-    Args:
-        kind: Kind and shape of the rows.
-        keys: Key of each row.
-        critic: The critics, a module whose parameters have a leading site axis, or ``None``.
-        buffers: Running statistics with a leading site axis.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        keys: Sequence[str],
-        critic: nn.Module | None = None,
-        buffers: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__()
-        self.kind = kind
-        self.keys = tuple(keys)
-        self.critic = critic
-        self.slow: nn.Module | None = None
-        for name, buffer in (buffers or {}).items():
-            self.register_buffer(name, buffer)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Trainable tensors of the critics, by name within the critic."""
-        if self.critic is None:
-            return {}
-        tensors = {**dict(self.critic.named_parameters()), **dict(self.critic.named_buffers())}
-        return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-
-    def hide_weights(self) -> None:
-        """Turns the critics' parameters into buffers."""
-        for module in self.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                del module._parameters[name]
-                module.register_buffer(name, parameter.detach().requires_grad_())
-
-    def keep_slow(self) -> None:
-        """Makes a copy of the critics that is not trained; the caller moves it towards the critics."""
-        if self.critic is not None:
-            self.slow = copy.deepcopy(self.critic)
-            for tensor in (*self.slow.parameters(), *self.slow.buffers()):
-                tensor.requires_grad_(False)
-
-    def slow_weights(self) -> dict[str, Tensor]:
-        """Slow copies of :meth:`weights`, by the same names."""
-        if self.slow is None:
-            return {}
-        tensors = {**dict(self.slow.named_parameters()), **dict(self.slow.named_buffers())}
-        return {name: tensors[name] for name in self.weights()}
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Block:
-        hidden = [(m, n) for m in self.modules() for n, b in m.named_buffers(recurse=False) if b.requires_grad]
-
-        def convert(tensor: Tensor) -> Tensor:
-            new: Tensor = fn(tensor)
-            return tensor.to(new.device) if new.element_size() < min(tensor.element_size(), _LEAST_BYTES) else new
-
-        super()._apply(convert, recurse)  # type: ignore[no-untyped-call]
-        for module, name in hidden:
-            # A converted buffer is no longer a leaf of autograd.
-            module._buffers[name] = getattr(module, name).detach().requires_grad_()
-        return self
-
-    def __repr__(self) -> str:
-        # One line: a program of many sites has many blocks, whose shapes are in their kinds.
-        keys = list(self.keys) if len(self.keys) < 5 else [*self.keys[:2], "...", self.keys[-1]]
-        return f"Block({self.kind}: {', '.join(keys)})"
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Rows of a bank in a given order, possibly from several blocks.
-
-    Args:
-        parts: For each block its name, the module, the rows, and the positions of these rows in the order;
-            ``None`` stands for all rows or positions in order.
-        repeats: Whether a row occurs more than once (a shared critic).
-    """
-
-    parts: tuple[tuple[str, Block, Tensor | None, Tensor | None], ...]
-    repeats: bool = False
-
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The buffer ``name`` of the selected rows, with a leading site axis; ``dtype=None`` keeps its type."""
-        # It must be a copy: a later commit writes in place, and autograd may hold the returned tensor.
-        return self.gather(lambda block, rows, at: _rows(getattr(block, name), rows).to(dtype, copy=True))
-
-    def gather(self, evaluate: Callable[[Block, Tensor | None, Tensor | None], Tensor]) -> Tensor:
-        """Concatenates ``evaluate(block, rows, positions)`` over the parts, in the selected order."""
-        results = [evaluate(block, rows, at) for _, block, rows, at in self.parts]
-        if len(results) == 1:
-            return results[0]
-        order = torch.cat([at for *_, at in self.parts if at is not None])
-        return torch.cat(results)[torch.argsort(order)]
-
-    def write(self, name: str, value: Tensor) -> list[Write]:
-        """The writes that set the buffer ``name`` of the selected rows to ``value``.
-
-        A row that occurs more than once is set to the mean of its values.
-        """
-        writes = [(key, name, rows, _rows(value, at).detach()) for key, _, rows, at in self.parts]
-        return average_writes(writes) if self.repeats else writes
 
 
 class CriticBank(nn.Module):
@@ -410,26 +293,6 @@ class CriticBank(nn.Module):
             for tensor, value in found.get(name, {}).items():
                 if tensor in own and own[tensor].shape[1:] == value.shape:
                     own[tensor][row] = value.to(own[tensor])
-
-
-def average_writes(writes: Sequence[Write]) -> list[Write]:
-    """Merges writes into one write for each buffer; a row gets the mean of the writes to it."""
-    found: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = {}
-    for key, name, rows, value in writes:
-        at = torch.arange(len(value), device=value.device) if rows is None else rows
-        found.setdefault((key, name), []).append((at, value))
-    averaged = []
-    for (key, name), parts in found.items():
-        rows, value = (torch.cat([part[k] for part in parts]) for k in (0, 1))
-        unique, place = torch.unique(rows, return_inverse=True)
-        counts = torch.bincount(place).to(value.dtype)
-        total = value.new_zeros(len(unique), *value.shape[1:]).index_add(0, place, value)
-        averaged.append((key, name, unique, total / counts.reshape(-1, *(1,) * (value.dim() - 1))))
-    return averaged
-
-
-def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    return tensor if rows is None else tensor[rows]
 
 
 def _block_name(kind: str, keys: Sequence[str]) -> str:

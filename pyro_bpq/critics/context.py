@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from pyro_bpq.critics.nets import CriticShape, Perceptron
 from pyro_bpq.errors import OptionError
 
-__all__ = ["ContextCritic"]
-
 
 @dataclass(frozen=True)
 class ContextCritic:

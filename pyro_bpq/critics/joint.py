@@ -26,16 +26,6 @@ from torch.nn.functional import silu
 from pyro_bpq.critics.nets import CriticShape, Perceptron
 from pyro_bpq.errors import OptionError
 
-__all__ = [
-    "FirstOrderCritic",
-    "FlipCritic",
-    "JointCritic",
-    "JointOutput",
-    "MomentCritic",
-    "QuadraticCritic",
-    "SiteValue",
-]
-
 
 class SiteValue(NamedTuple):
     """The inputs of a joint critic that belong to the site itself, detached.

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.critics.backward_sweep import BackwardSweep
-from pyro_bpq.critics.bank import MAX_IDLE, Block, CriticBank
+from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
+from pyro_bpq.critics.block import Block
 from pyro_bpq.critics.replay_buffer import Replay
 from pyro_bpq.critics.slow import SlowTracking, track
 from pyro_bpq.errors import OptionError
 from pyro_bpq.rollout.distributed import Ranks
-
-__all__ = ["AveragedAdam", "CriticLearner", "CriticOptimizer"]
-
 
 # Number of samples in a step from which the learning rate is no longer lowered for noise.
 _MANY_ROWS = 100.0

@@ -27,15 +27,6 @@ from torch.nn.functional import silu
 
 from pyro_bpq.errors import OptionError
 
-__all__ = [
-    "Critic",
-    "CriticShape",
-    "LinearCritic",
-    "MLPCritic",
-    "Perceptron",
-    "TabularCritic",
-]
-
 
 @dataclass(frozen=True)
 class CriticShape:

@@ -23,8 +23,6 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.off_policy import OffPolicyPlan
 
-__all__ = ["Replay", "ReplayBuffer", "StoredRollout"]
-
 _COPARENTS = ("redrawn", "expected", "stored")
 _COSTS = ("called", "stored")
 

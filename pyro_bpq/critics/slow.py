@@ -24,8 +24,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pyro_bpq.errors import OptionError
 
-__all__ = ["SlowTracking", "track", "two_part_step"]
-
 
 @dataclass(frozen=True)
 class SlowTracking:
@@ -47,22 +45,6 @@ class SlowTracking:
     def __post_init__(self) -> None:
         if not 0.0 < self.rate <= 1.0:
             raise OptionError(f"SlowTracking(rate={self.rate!r}): write a number in (0, 1].")
-
-
-def two_part_step(theta: Tensor, delta: Tensor, change: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """One update in the paper's form.
-
-    Args:
-        theta: Slow part ``θ``.
-        delta: The rest ``Δ``.
-        change: Step of the optimiser, which is added to the parameter.
-        rate: Weight ``α``.
-
-    Returns:
-        The new ``θ`` and ``Δ``.
-    """
-    delta = delta + change
-    return theta + rate * delta, (1.0 - rate) * delta
 
 
 @torch.no_grad()

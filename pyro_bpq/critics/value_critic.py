@@ -13,8 +13,6 @@ from pyro_bpq.critics.joint import JointOutput, SiteValue
 from pyro_bpq.critics.nets import CriticShape, Perceptron
 from pyro_bpq.errors import OptionError
 
-__all__ = ["ValueCritic", "reads_value"]
-
 
 @dataclass(frozen=True)
 class ValueCritic:

@@ -12,8 +12,6 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
 from pyro_bpq.estimators.scales import EXACT, LEVEL, ScaledTerms, initial_statistics
 
-__all__ = ["AllAction"]
-
 
 @dataclass(frozen=True)
 class AllAction(Estimator):

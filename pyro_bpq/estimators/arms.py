@@ -13,8 +13,6 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.noise import exponential, uniform, uniform_given
 from pyro_bpq.estimators.requirements import needs_binary
 
-__all__ = ["ARMS", "Copula", "DirichletCopula", "RotationCopula"]
-
 
 @runtime_checkable
 class Copula(Protocol):

@@ -14,18 +14,6 @@ from pyro_bpq.rollout.distributed import Ranks, joint_mean
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.moments import Standardised
 
-__all__ = [
-    "Estimator",
-    "SiteContext",
-    "SiteInfo",
-    "SiteProgram",
-    "SiteTerm",
-    "Statistics",
-    "check_decay",
-    "initial_statistics",
-    "update_mean",
-]
-
 # The entry in ``needs`` of an estimator that reads ``log_probs`` or ``index``.
 TABLE = "table"
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pyro_bpq.estimators.base import SiteInfo, Statistics, check_decay, site_mean, update_mean
 
-__all__ = ["Baseline", "ConstantBaseline", "LeaveOneOut", "RunningBaseline", "leave_one_out"]
-
 
 @runtime_checkable
 class Baseline(Protocol):

@@ -11,8 +11,6 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm,
 from pyro_bpq.estimators.baselines import LeaveOneOut, leave_one_out
 from pyro_bpq.estimators.score_function import ScoreFunction
 
-__all__ = ["CrossedLeaveOneOut"]
-
 
 @dataclass(frozen=True)
 class CrossedLeaveOneOut(Estimator):

@@ -15,8 +15,6 @@ from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.substitution import cost_per_row
 
-__all__ = ["DebiasedStraightThrough"]
-
 
 @dataclass(frozen=True)
 class DebiasedStraightThrough(Estimator):

@@ -11,8 +11,6 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.noise import uniform_given
 from pyro_bpq.estimators.requirements import needs_binary
 
-__all__ = ["ARM", "DisARM"]
-
 
 @dataclass(frozen=True)
 class ARM(Estimator):

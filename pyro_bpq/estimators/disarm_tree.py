@@ -12,8 +12,6 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.noise import uniform, uniform_given
 from pyro_bpq.estimators.requirements import needs_finite
 
-__all__ = ["DisARMTree"]
-
 
 @dataclass(frozen=True)
 class DisARMTree(Estimator):

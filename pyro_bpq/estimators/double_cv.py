@@ -22,8 +22,6 @@ from pyro_bpq.estimators.baselines import leave_one_out
 from pyro_bpq.estimators.requirements import needs_float_value, needs_particles
 from pyro_bpq.estimators.substitution import event_sum, mean_value, to_table
 
-__all__ = ["RODEO", "DoubleCV"]
-
 
 @dataclass(frozen=True)
 class DoubleCV(Estimator):

@@ -8,8 +8,6 @@ from pyro_bpq.estimators.pathwise import Pathwise
 from pyro_bpq.estimators.q_prop import QProp
 from pyro_bpq.estimators.score_function import ScoreFunction
 
-__all__ = ["unsupported_in_bound"]
-
 
 def unsupported_in_bound(estimator: Estimator, has_critic: bool, chose_critic: bool) -> str | None:
     """Reason why an estimator cannot serve a site of a multi-sample bound, or ``None`` if it can.

@@ -15,8 +15,6 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.reparameterise import base_distribution
 from pyro_bpq.estimators.requirements import alternative, is_infinite
 
-__all__ = ["GeneralisedReparameterisation", "standardised"]
-
 
 @dataclass(frozen=True)
 class GeneralisedReparameterisation(Estimator):

@@ -2,24 +2,22 @@ r"""Relaxed discrete values: straight-through Gumbel-softmax, and the Concrete r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.noise import gumbel, gumbel_given, uniform, uniform_given
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.substitution import event_sum
-from pyro_bpq.estimators.temperature import Temperature, check_temperature, temperature_at
+from pyro_bpq.estimators.temperature import Attached, Temperature, Tempered, temperature_at
 from pyro_bpq.rollout.features import finite_components
-
-__all__ = ["Concrete", "GumbelStraightThrough"]
 
 
 @dataclass(frozen=True)
-class GumbelStraightThrough(Estimator):
+class GumbelStraightThrough(Tempered, Attached):
     r"""The sampled value, with the gradient of the relaxed value that belongs to it. Biased.
 
         z + s - stop(s),    s = softmax((log p + G) / τ),   G Gumbel noise given argmax(log p + G) = z
@@ -42,21 +40,6 @@ class GumbelStraightThrough(Estimator):
 
     temperature: Temperature = 1.0
 
-    is_unbiased: ClassVar[bool] = False
-    is_pathwise: ClassVar[bool] = True
-    attaches: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_temperature("GumbelStraightThrough", self.temperature)
-
-    def at(self, step: int) -> GumbelStraightThrough:
-        """The estimator with the temperature of a step."""
-        return replace(self, temperature=temperature_at(self.temperature, step))
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs values that can carry a gradient."""
-        return needs_float_value("GumbelStraightThrough", site)
-
     def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
         """The value, with the gradient of the relaxed value."""
         split = finite_components(fn)
@@ -73,13 +56,9 @@ class GumbelStraightThrough(Estimator):
         soft = _soften(shifted, split.kind == "bernoulli", temperature_at(self.temperature, 0))
         return value + (soft - soft.detach())
 
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        """Returns a zero term: the value carries the gradient."""
-        return SiteTerm(context.score.new_zeros(()))
-
 
 @dataclass(frozen=True)
-class Concrete(Estimator):
+class Concrete(Tempered):
     r"""The slope of the cost at a relaxed value (Concrete, Gumbel-softmax). Biased.
 
         g_X = f'(s)·∇s,    s = softmax((log p + G) / τ),   G Gumbel noise
@@ -108,13 +87,6 @@ class Concrete(Estimator):
 
     is_unbiased: ClassVar[bool] = False
     needs = frozenset({"program", "table"})
-
-    def __post_init__(self) -> None:
-        check_temperature("Concrete", self.temperature)
-
-    def at(self, step: int) -> Concrete:
-        """The estimator with the temperature of a step."""
-        return replace(self, temperature=temperature_at(self.temperature, step))
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can move continuously."""

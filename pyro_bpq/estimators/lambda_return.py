@@ -10,8 +10,6 @@ from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics
 from pyro_bpq.estimators.baselines import RunningBaseline, leave_one_out
 
-__all__ = ["LambdaReturn"]
-
 
 @dataclass(frozen=True)
 class LambdaReturn(Estimator):

@@ -14,8 +14,6 @@ from pyro_bpq.estimators.reparameterise import base_distribution, parameter_name
 from pyro_bpq.estimators.requirements import alternative, is_infinite
 from pyro_bpq.estimators.variates import NetworkVariate, centre, update_means
 
-__all__ = ["LAX"]
-
 
 @dataclass(frozen=True)
 class LAX(Estimator):

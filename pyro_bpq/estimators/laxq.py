@@ -6,25 +6,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
-from pyro_bpq.estimators.optimal_scale import (
-    OptimalScale,
-    Scale,
-    check_scale,
-    read_scale,
-    scale_statistics,
-    update_scale,
-)
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
+from pyro_bpq.estimators.optimal_scale import OptimalScale, Scale, read_scale
 from pyro_bpq.estimators.q_estimators import local_cost
 from pyro_bpq.estimators.requirements import needs_reparameterised
-from pyro_bpq.estimators.variates import centre, means_statistics, update_means
-
-__all__ = ["LAXQ"]
+from pyro_bpq.estimators.scaled import Scaled
+from pyro_bpq.estimators.variates import centre
 
 
 @dataclass(frozen=True)
-class LAXQ(Estimator):
+class LAXQ(Scaled):
     r"""Score function with the critic as control variate, whose own gradient is pathwise. Unbiased.
 
         g = (C - a Q(x) - b) ∇log q(x) + a ∂Q(x)/∂x ∇x(ε; θ)
@@ -54,29 +47,22 @@ class LAXQ(Estimator):
     uses_critic: ClassVar[bool] = True
     needs = frozenset({"moved_value", "q_slope", "q_value"})
 
-    def __post_init__(self) -> None:
-        check_scale("LAXQ", self.scale)
-        check_decay("LAXQ", self.decay)
-
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs a continuous distribution that can be reparameterised."""
         return needs_reparameterised("LAXQ", site)
-
-    def statistics(self, num_particles: int) -> Statistics:
-        """Running means and products for the scale."""
-        return {**means_statistics(), **scale_statistics(self.scale)}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The corrected cost-to-go times ``log q``, and the slope of the critic through the value."""
         with torch.no_grad():
             value, slope, a = local_cost(context), context.signals["q_slope"], read_scale(self.scale, context)
             centred, control = centre(context.cost, value, context)
-            statistics = {**update_means(context.cost, value, context, self.decay, a)}
+            parts: tuple[Tensor, ...] = ()
             if isinstance(self.scale, OptimalScale) and context.moments is not None:
                 powers, spread = context.moments.powers, context.moments.spread
                 path = (slope * spread).unsqueeze(-1)
                 path = torch.cat((path, path * powers[..., :1]), -1)
                 plain, variate = (part[..., None, None] * powers for part in (centred, control))
-                statistics |= update_scale(self.scale, context, plain, variate - path)
+                parts = plain, variate - path
+            statistics = self.updated(context, value, *parts)
         path = (slope * context.signals["moved_value"]).sum(-1)
         return SiteTerm((centred - a * control) * context.score + a * path, statistics)

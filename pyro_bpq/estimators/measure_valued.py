@@ -14,8 +14,6 @@ from pyro_bpq.estimators.noise import exponential
 from pyro_bpq.estimators.requirements import alternative
 from pyro_bpq.estimators.substitution import cost_per_row
 
-__all__ = ["MeasureValued"]
-
 _NORMAL, _POISSON, _EXPONENTIAL = "Normal", "Poisson", "Exponential"
 
 

@@ -15,8 +15,6 @@ from pyro_bpq.estimators.baselines import Baseline
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.substitution import event_sum, mean_value
 
-__all__ = ["MuProp"]
-
 
 @dataclass(frozen=True)
 class MuProp(Estimator):

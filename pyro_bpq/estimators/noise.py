@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["exponential", "gumbel", "gumbel_given", "normal", "uniform", "uniform_given"]
-
 
 def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
     """Uniform noise in the open interval (0, 1), of the shape, dtype and device of ``like``."""

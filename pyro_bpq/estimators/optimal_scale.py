@@ -10,8 +10,6 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext, Statistics, check_decay, site_mean, update_mean
 
-__all__ = ["OptimalScale", "Scale", "check_scale", "read_scale", "scale_statistics", "update_scale"]
-
 
 @dataclass(frozen=True)
 class OptimalScale:

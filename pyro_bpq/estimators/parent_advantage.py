@@ -8,8 +8,6 @@ from typing import ClassVar
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm
 
-__all__ = ["ParentAdvantage"]
-
 
 @dataclass(frozen=True)
 class ParentAdvantage(Estimator):

@@ -8,8 +8,6 @@ from typing import ClassVar
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.requirements import alternative
 
-__all__ = ["Pathwise"]
-
 
 @dataclass(frozen=True)
 class Pathwise(Estimator):

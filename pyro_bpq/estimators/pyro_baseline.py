@@ -11,8 +11,6 @@ from torch import Tensor
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics
 from pyro_bpq.estimators.baselines import RunningBaseline
 
-__all__ = ["PyroBaseline"]
-
 
 @dataclass(frozen=True)
 class PyroBaseline(Estimator):

@@ -14,33 +14,17 @@ from torch.nn.functional import one_hot
 
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.noise import uniform
-from pyro_bpq.estimators.optimal_scale import (
-    OptimalScale,
-    Scale,
-    check_scale,
-    read_scale,
-    scale_statistics,
-    update_scale,
-)
+from pyro_bpq.estimators.optimal_scale import OptimalScale, Scale, read_scale
 from pyro_bpq.estimators.relaxation import Annealed
 from pyro_bpq.estimators.requirements import needs_finite
-from pyro_bpq.estimators.variates import centre, means_statistics, update_means
-
-__all__ = [
-    "CriticBaseline",
-    "QAdvantage",
-    "QAllAction",
-    "QControlVariate",
-    "QRelaxation",
-    "QScoreFunction",
-    "local_cost",
-]
+from pyro_bpq.estimators.scaled import Scaled
+from pyro_bpq.estimators.variates import centre
 
 
 @dataclass(frozen=True)
-class CriticBaseline(Estimator):
+class CriticBaseline(Scaled):
     r"""Score function with a data-dependent baseline, the critic's expected Q at the site. Unbiased.
 
         g = (C - a E_q[Q] - b) ∇log q(x)
@@ -66,17 +50,6 @@ class CriticBaseline(Estimator):
     is_unbiased: ClassVar[bool] = True
     uses_critic: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        _check("CriticBaseline", self.scale, self.decay)
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs finite components, which critics are for."""
-        return needs_finite("CriticBaseline", site)
-
-    def statistics(self, num_particles: int) -> Statistics:
-        """Running means and products for the scale."""
-        return {**means_statistics(), **scale_statistics(self.scale)}
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred cost-to-go times ``log q``."""
         with torch.no_grad():
@@ -85,15 +58,12 @@ class CriticBaseline(Estimator):
             centred, control = (part[..., None, None] for part in centre(context.cost, mean, context))
             a = read_scale(self.scale, context)
             weight = centred - a[..., None, None] * control
-            statistics = {
-                **update_means(context.cost, mean, context, self.decay, read_scale(self.scale, context)),
-                **update_scale(self.scale, context, centred * score, control * score),
-            }
+            statistics = self.updated(context, mean, centred * score, control * score)
         return SiteTerm(weight[..., 0, 0] * context.score, statistics)
 
 
 @dataclass(frozen=True)
-class QControlVariate(Estimator):
+class QControlVariate(Scaled):
     r"""The learned Q as control variate, corrected at fresh samples. Unbiased.
 
         g = (C - a Q(x) - b) ∇log q(x) + a/n Σ_i (Q(x_i) - E_q[Q]) ∇log q(x_i),   x_i ~ q
@@ -122,17 +92,9 @@ class QControlVariate(Estimator):
     needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
-        _check("QControlVariate", self.scale, self.decay)
+        super().__post_init__()
         if not self.num_samples >= 1:
             raise OptionError(f"QControlVariate(num_samples={self.num_samples!r}): write a positive number.")
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs finite components, which critics are for."""
-        return needs_finite("QControlVariate", site)
-
-    def statistics(self, num_particles: int) -> Statistics:
-        """Running means and products for the scale."""
-        return {**means_statistics(), **scale_statistics(self.scale)}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights the log-probabilities of the sample and of the fresh ones."""
@@ -149,10 +111,7 @@ class QControlVariate(Estimator):
             centred, control = (part[..., None, None] for part in centre(context.cost, mean + own, context))
             a = read_scale(self.scale, context)[..., None, None]
             plain, variate = centred * score, control * score - fresh
-            statistics = {
-                **update_means(context.cost, mean + own, context, self.decay, read_scale(self.scale, context)),
-                **update_scale(self.scale, context, plain, variate),
-            }
+            statistics = self.updated(context, mean + own, plain, variate)
             gradient = plain - a * variate
         return SiteTerm(gradient * context.log_probs, statistics)
 
@@ -347,8 +306,3 @@ def _without_critic(context: SiteContext) -> UnsupportedSiteError:
         f"Sites {sites}: no critic predicts their costs, so there is nothing to take their place. Write {wanted} and "
         f"train first, or use {other}."
     )
-
-
-def _check(owner: str, scale: Scale, decay: float) -> None:
-    check_scale(owner, scale)
-    check_decay(owner, decay)

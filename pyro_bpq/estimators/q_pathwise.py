@@ -9,8 +9,6 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.q_estimators import local_cost
 from pyro_bpq.estimators.requirements import needs_reparameterised
 
-__all__ = ["QPathwise"]
-
 
 @dataclass(frozen=True)
 class QPathwise(Estimator):

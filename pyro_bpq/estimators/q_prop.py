@@ -12,8 +12,6 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm,
 from pyro_bpq.estimators.requirements import alternative
 from pyro_bpq.estimators.scales import ScaledTerms, initial_statistics
 
-__all__ = ["QProp"]
-
 
 @dataclass(frozen=True)
 class QProp(Estimator):

@@ -11,8 +11,6 @@ from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.estimators.q_estimators import local_cost
 from pyro_bpq.estimators.relax import RELAXQ
 
-__all__ = ["QRELAX"]
-
 
 @dataclass(frozen=True)
 class QRELAX(RELAXQ):

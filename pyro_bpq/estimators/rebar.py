@@ -11,29 +11,19 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import relaxation
 from pyro_bpq.estimators.base import (
-    Estimator,
     SiteContext,
     SiteInfo,
     SiteProgram,
     SiteTerm,
     Statistics,
-    check_decay,
     site_mean,
     update_mean,
 )
-from pyro_bpq.estimators.optimal_scale import (
-    OptimalScale,
-    Scale,
-    check_scale,
-    read_scale,
-    scale_statistics,
-    update_scale,
-)
+from pyro_bpq.estimators.optimal_scale import OptimalScale, Scale, read_scale
 from pyro_bpq.estimators.relaxation import Annealed
 from pyro_bpq.estimators.requirements import alternative
-from pyro_bpq.estimators.variates import centre, means_statistics, update_means
-
-__all__ = ["REBAR", "LearnedTemperature", "relaxed_cost", "unsupported_relaxation"]
+from pyro_bpq.estimators.scaled import Scaled
+from pyro_bpq.estimators.variates import centre
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ class LearnedTemperature:
 
 
 @dataclass(frozen=True)
-class REBAR(Estimator):
+class REBAR(Scaled):
     r"""Score function whose control variate is the cost itself at a relaxed value. Unbiased.
 
         g = (C - a C(z̃) - b) ∇log q(x) + a ∇C(z) - a ∇C(z̃)
@@ -104,10 +94,9 @@ class REBAR(Estimator):
     needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
-        check_scale("REBAR", self.scale)
+        super().__post_init__()
         if not isinstance(self.temperature, LearnedTemperature):
             relaxation.check_temperature("REBAR", self.temperature)
-        check_decay("REBAR", self.decay)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can be relaxed."""
@@ -117,7 +106,7 @@ class REBAR(Estimator):
         """Running means, products for the scale, and the temperature."""
         learned: Statistics = {"log_temperature": 0.0, "moments": (0.0, 0.0)}
         own = learned if isinstance(self.temperature, LearnedTemperature) else {}
-        return {**means_statistics(), **scale_statistics(self.scale), **own}
+        return {**super().statistics(num_particles), **own}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Attaches the gradient to the parameters of the relaxation."""
@@ -131,9 +120,7 @@ class REBAR(Estimator):
         plain, variate = _parts(context, free, cost, path)
         a = _expand(read_scale(self.scale, context), plain)
         gradient = plain - a * variate
-        statistics = dict(update_means(context.cost, cost, context, self.decay, read_scale(self.scale, context)))
-        flat = [relaxation.natural(part, free, index) for part in (plain, variate)]
-        statistics |= update_scale(self.scale, context, *flat)
+        statistics = self.updated(context, cost, *(relaxation.natural(part, free, index) for part in (plain, variate)))
         if isinstance(self.temperature, LearnedTemperature):
             program.generator.set_state(state)
             moved = temperature * (1.0 + self.temperature.delta)

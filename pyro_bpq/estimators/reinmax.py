@@ -2,22 +2,18 @@ r"""ReinMax: straight-through of second order. Biased."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
-from pyro_bpq.estimators.requirements import needs_float_value
-from pyro_bpq.estimators.temperature import Temperature, check_temperature, temperature_at
+from pyro_bpq.estimators.temperature import Attached, Temperature, Tempered, temperature_at
 from pyro_bpq.rollout.features import finite_components
-
-__all__ = ["ReinMax"]
 
 
 @dataclass(frozen=True)
-class ReinMax(Estimator):
+class ReinMax(Tempered, Attached):
     r"""The sampled value, with a gradient that is exact for quadratic costs of one component. Biased.
 
         z + s - stop(s),   s = 2 π_1 - ½ π_0,
@@ -40,21 +36,6 @@ class ReinMax(Estimator):
 
     temperature: Temperature = 1.0
 
-    is_unbiased: ClassVar[bool] = False
-    is_pathwise: ClassVar[bool] = True
-    attaches: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_temperature("ReinMax", self.temperature)
-
-    def at(self, step: int) -> ReinMax:
-        """The estimator with the temperature of a step."""
-        return replace(self, temperature=temperature_at(self.temperature, step))
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs values that can carry a gradient."""
-        return needs_float_value("ReinMax", site)
-
     def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
         """The value, with the gradient of ``s``."""
         split = finite_components(fn)
@@ -66,10 +47,6 @@ class ReinMax(Estimator):
         first, plain = _derivative(half, logits, is_binary), _probs(logits, is_binary)
         slope = 2.0 * first - 0.5 * plain
         return value + (slope - slope.detach())
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        """Returns a zero term: the value carries the gradient."""
-        return SiteTerm(context.score.new_zeros(()))
 
 
 def _probs(logits: Tensor, is_binary: bool) -> Tensor:

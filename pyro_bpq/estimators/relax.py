@@ -2,7 +2,6 @@ r"""RELAX: a network or the critic as a free-form control variate of a relaxed v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,21 +10,13 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
-from pyro_bpq.estimators.optimal_scale import (
-    OptimalScale,
-    Scale,
-    check_scale,
-    read_scale,
-    scale_statistics,
-    update_scale,
-)
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.optimal_scale import OptimalScale, Scale, read_scale
 from pyro_bpq.estimators.rebar import relaxed_cost, unsupported_relaxation
 from pyro_bpq.estimators.relaxation import Annealed
 from pyro_bpq.estimators.requirements import needs_finite
-from pyro_bpq.estimators.variates import NetworkVariate, centre, means_statistics, update_means
-
-__all__ = ["RELAX", "RELAXQ"]
+from pyro_bpq.estimators.scaled import Scaled
+from pyro_bpq.estimators.variates import NetworkVariate, centre, update_means
 
 
 @dataclass(frozen=True)
@@ -120,7 +111,7 @@ def _features(z: Tensor, params: Tensor, temperature: Tensor, index: Tensor) -> 
 
 
 @dataclass(frozen=True)
-class RELAXQ(Estimator):
+class RELAXQ(Scaled):
     r"""RELAX with the critic, linear in the relaxed value, as the free-form control variate. Unbiased.
 
         g = (C - a c(z̃) - b) ∇log q(x) + a ∇c(z) - a ∇c(z̃),   c(z) = V + Σ_d Σ_k softmax(z/τ)[d,k] Q[d,k]
@@ -149,18 +140,8 @@ class RELAXQ(Estimator):
     needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
-        owner = type(self).__name__
-        check_scale(owner, self.scale)
-        relaxation.check_temperature(owner, self.temperature)
-        check_decay(owner, self.decay)
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs finite components."""
-        return needs_finite(type(self).__name__, site)
-
-    def statistics(self, num_particles: int) -> Statistics:
-        """Running means and products for the scale."""
-        return {**means_statistics(), **scale_statistics(self.scale)}
+        super().__post_init__()
+        relaxation.check_temperature(type(self).__name__, self.temperature)
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Attaches the gradient to the parameters of the relaxation."""
@@ -188,10 +169,6 @@ class RELAXQ(Estimator):
             plain, variate = centred * score, control * score - path
             a = read_scale(self.scale, context)
             gradient = plain - a.reshape(*a.shape, *(1,) * (plain.dim() - a.dim())) * variate
-            statistics: Mapping[str, Tensor] = {
-                **update_means(context.cost, value, context, self.decay, read_scale(self.scale, context)),
-                **update_scale(
-                    self.scale, context, *(relaxation.natural(part, leaf, index) for part in (plain, variate))
-                ),
-            }
+            natural = (relaxation.natural(part, leaf, index) for part in (plain, variate))
+            statistics = self.updated(context, value, *natural)
         return SiteTerm(gradient * params, statistics)

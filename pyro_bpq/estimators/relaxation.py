@@ -17,20 +17,6 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext, SiteProgram
 from pyro_bpq.estimators.noise import uniform
 
-__all__ = [
-    "Annealed",
-    "Pair",
-    "check_temperature",
-    "draw_pair",
-    "independent_value",
-    "natural",
-    "parameters",
-    "relax",
-    "score",
-    "temperature_of",
-    "to_value",
-]
-
 
 @dataclass(frozen=True)
 class Annealed:

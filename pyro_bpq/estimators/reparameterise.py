@@ -11,8 +11,6 @@ from torch import distributions as td
 
 from pyro_bpq.errors import UnsupportedSiteError
 
-__all__ = ["base_distribution", "parameter_names", "reparameterise"]
-
 
 def base_distribution(fn: Any) -> Any:
     """The distribution under ``to_event``, ``mask`` and ``expand``."""

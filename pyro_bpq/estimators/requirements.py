@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from pyro_bpq.estimators.base import SiteInfo
 
-__all__ = [
-    "alternative",
-    "is_infinite",
-    "needs_binary",
-    "needs_finite",
-    "needs_float_value",
-    "needs_particles",
-    "needs_reparameterised",
-    "needs_single",
-]
-
-
 _INFINITE = ("Poisson", "Geometric", "NegativeBinomial", "ZeroInflated", "Binomial", "BetaBinomial")
 # Continuous distributions whose drawn values can be reparameterised.
 _MOVABLE = ("Normal", "LogNormal", "Laplace", "Gumbel", "Gamma", "Beta")

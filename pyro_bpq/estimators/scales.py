@@ -11,8 +11,6 @@ from torch import Tensor
 from pyro_bpq.estimators.base import SiteContext, Statistics, site_mean, update_mean
 from pyro_bpq.estimators.baselines import leave_one_out
 
-__all__ = ["EXACT", "LEVEL", "PAIRS", "SIZE", "ScaledTerms", "initial_statistics", "solve"]
-
 SIZE = 4  # control variates
 PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))
 # A running moment covers at least this many samples, even if a step has few, so that it contains rare values.

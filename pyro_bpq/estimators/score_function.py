@@ -9,8 +9,6 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.baselines import Baseline, ConstantBaseline
 
-__all__ = ["ScoreFunction"]
-
 
 @dataclass(frozen=True)
 class ScoreFunction(Estimator):

@@ -15,8 +15,6 @@ from pyro_bpq.estimators.base import (
     update_mean,
 )
 
-__all__ = ["SecondRun"]
-
 
 @dataclass(frozen=True)
 class SecondRun(Estimator):

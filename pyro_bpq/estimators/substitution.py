@@ -7,8 +7,6 @@ from torch import Tensor
 
 from pyro_bpq.estimators.base import SiteContext, SiteProgram
 
-__all__ = ["cost_per_row", "event_sum", "mean_value"]
-
 
 def cost_per_row(program: SiteProgram, value: Tensor, batch_ndim: int) -> Tensor:
     """Costs-to-go of every plate row when only that row takes another value.

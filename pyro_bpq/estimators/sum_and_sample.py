@@ -13,8 +13,6 @@ from pyro_bpq.estimators.noise import gumbel
 from pyro_bpq.estimators.requirements import needs_single
 from pyro_bpq.estimators.substitution import cost_per_row
 
-__all__ = ["SumAndSample"]
-
 
 @dataclass(frozen=True)
 class SumAndSample(Estimator):

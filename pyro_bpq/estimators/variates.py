@@ -18,8 +18,6 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext, Statistics, check_decay, site_mean, update_mean
 from pyro_bpq.estimators.baselines import leave_one_out
 
-__all__ = ["NetworkVariate", "centre", "means_statistics", "update_means"]
-
 
 @dataclass(frozen=True)
 class NetworkVariate:

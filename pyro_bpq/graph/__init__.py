@@ -2,5 +2,3 @@
 
 Imports ``errors`` only. Read ``scg.py`` first, then ``network.py``.
 """
-
-__all__: tuple[str, ...] = ()

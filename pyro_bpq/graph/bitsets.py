@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-__all__ = ["Names", "Reads", "closure", "highest", "named", "ones", "transposed", "union"]
-
 _WORD_LENGTH = 60
 _WORD = (1 << _WORD_LENGTH) - 1
 _BLOCK = 1024

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from pyro_bpq.graph.bitsets import closure, ones, transposed, union
 from pyro_bpq.graph.scg import StochasticComputationGraph
 
-__all__ = ["Crossings", "crossings"]
-
 
 class Crossings(NamedTuple):
     """For each site, in program order, the costs that are known given another past, as bits.

@@ -29,8 +29,6 @@ from pyro_bpq.graph.bitsets import ones, union
 from pyro_bpq.graph.reductions import Reduced, levels_below, reduce_graph, split
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 
-__all__ = ["Average", "BackpropQNetwork", "Immediate", "QNode", "Reduction", "check_discounted"]
-
 # Widest cell of the printed table, in characters.
 _WIDEST = 32
 

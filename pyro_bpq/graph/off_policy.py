@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 from pyro_bpq.graph.network import BackpropQNetwork
 
-__all__ = ["OffPolicyPlan", "off_policy_plan"]
-
 
 @dataclass(frozen=True)
 class OffPolicyPlan:

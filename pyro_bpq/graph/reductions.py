@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pyro_bpq.graph.bitsets import ones, union
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 
-__all__ = ["Levels", "Reduced", "levels_below", "longest_ways", "merge", "reduce_graph", "split"]
-
 Edges = list[tuple[int, int]]
 Levels = list[dict[int, int]]
 Blocks = dict[int, None]  # an ordered set: split() mostly gets a block, and finds it at once

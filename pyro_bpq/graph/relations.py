@@ -9,8 +9,6 @@ from pyro_bpq.graph.bitsets import ones, union
 from pyro_bpq.graph.network import QNode
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 
-__all__ = ["Relations", "after"]
-
 
 class Relations:
     """The costs and later sites that count for each site of a graph, in program order.
@@ -34,9 +32,6 @@ class Relations:
         self.graph, self.cuts_plates, self.is_steered = graph, cuts_plates, is_steered
         self._tabled, self._charged = tabled, charged
         self._crossing: dict[tuple[Plate, ...], list[int]] = {}
-
-    def __repr__(self) -> str:
-        return f"Relations({len(self.graph.nodes)} sites)"
 
     @cached_property
     def downstream(self) -> list[int]:

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 
-__all__ = ["ReplayChild", "ReplayPlan", "replay_plan"]
-
 
 @dataclass(frozen=True)
 class ReplayChild:

@@ -25,8 +25,6 @@ from typing import Literal
 from pyro_bpq.errors import GraphError, SiteNotFoundError
 from pyro_bpq.graph.bitsets import Names, closure, named, transposed
 
-__all__ = ["CostNode", "Form", "Plate", "StochasticComputationGraph", "StochasticNode"]
-
 Form = Literal["ancestor", "history"]
 
 
@@ -325,11 +323,7 @@ class StochasticComputationGraph:
             The scope. It contains ``name`` itself if one of the costs depends on ``name``.
         """
         position, reached = self._position(name), self.cost_set_bits(costs)
-        return frozenset(self.node_names(self.scope_bits(position, reached, form)))
-
-    def scope_bits(self, position: int, reached: int, form: Form) -> int:
-        """The scope, as bits, of the node at ``position`` for costs that read ``reached``."""
-        return self.frontier_bits(self.known_bits(position, form), reached)
+        return frozenset(self.node_names(self.frontier_bits(self.known_bits(position, form), reached)))
 
     def known_bits(self, position: int, form: Form) -> int:
         """The nodes that the Q-function at ``position`` conditions on: An_X + X, or all sampled so far."""

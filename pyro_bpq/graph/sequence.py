@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode
 from pyro_bpq.graph.scg import StochasticComputationGraph
 
-__all__ = ["sequence_network"]
-
 
 def sequence_network(graph: StochasticComputationGraph, immediate: Mapping[str, tuple[str, ...]]) -> BackpropQNetwork:
     r"""Builds the network with ``Q_t = immediate + Σ_{f last reads X_t} f + Q_{t+1}``.

@@ -3,5 +3,3 @@
 The ELBO, an expected cost, the importance-weighted bound, and what they are made of. Imports everything below. Read
 ``objective.py`` first, then ``runner.py`` for the path of one step.
 """
-
-__all__: tuple[str, ...] = ()

@@ -12,8 +12,6 @@ from torch.distributions.kl import kl_divergence
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_model
 
-__all__ = ["differentiable_cost"]
-
 
 def differentiable_cost(traced: TracedRun, graph: StochasticComputationGraph) -> Tensor:
     r"""The differentiable costs of a run, with expectations in closed form where there are any.

@@ -11,12 +11,10 @@ from torch import Tensor
 from pyro_bpq.choice.candidates import FIXED, Candidate, ProgramFacts
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.objectives.programs import Program
 from pyro_bpq.objectives.runner import StepRunner
+from pyro_bpq.reruns.apart import Program
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.work import WorkMode
-
-__all__ = ["Rules", "StillTrial", "checked_choice"]
 
 
 def checked_choice(choice: Any, is_open: bool) -> Candidate | None:
@@ -96,7 +94,7 @@ class Rules:
         )
 
 
-class Tried(Protocol):
+class _Tried(Protocol):
     """An objective as trials use it."""
 
     runner: StepRunner
@@ -120,7 +118,7 @@ class StillTrial:
         learns: Whether it learns from them; else it is afterwards as it was.
     """
 
-    def __init__(self, elbo: Tried, learns: bool = False) -> None:
+    def __init__(self, elbo: _Tried, learns: bool = False) -> None:
         self.elbo, self.learns = elbo, learns
 
     def __repr__(self) -> str:

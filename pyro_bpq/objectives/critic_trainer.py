@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import MAX_IDLE, CriticBank, Write
+from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
+from pyro_bpq.critics.block import Write
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
 from pyro_bpq.objectives.registration import are_registered, register_critics
-from pyro_bpq.objectives.replayer import Host, Replayer
+from pyro_bpq.objectives.replayer import Replayer
 from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.surrogate import Learning, Step, critic_loss
 
-__all__ = ["CriticTrainer", "Owner"]
-
-
-class Owner(Host, Protocol):
-    """The objective that a trainer belongs to: it runs stored programs, and goes back where that fails."""
-
-    def mark(self) -> Any:
-        """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
-        ...
-
-    def go_back(self, mark: Any) -> None:
-        """Undoes what was built and found out after a mark."""
-        ...
+if TYPE_CHECKING:
+    from pyro_bpq.objectives.objective import Objective
 
 
 class CriticTrainer:
@@ -122,7 +112,7 @@ class CriticTrainer:
         self.waiting = (result.writes, gradients)
         return surrogate
 
-    def learn(self, owner: Owner) -> None:
+    def learn(self, owner: Objective) -> None:
         """Applies what the last step taught; forgets what no step has used for long."""
         if self.waiting is not None:
             with self._all_or_nothing(owner) if self.replays else contextlib.nullcontext():
@@ -131,7 +121,7 @@ class CriticTrainer:
         if gone and self.optimizer is not None:
             self.optimizer.forget(gone, is_final=True)
 
-    def _apply_waiting(self, owner: Owner) -> None:
+    def _apply_waiting(self, owner: Objective) -> None:
         assert self.waiting is not None
         (writes, gradients), self.waiting = self.waiting, None
         self.num_steps += 1
@@ -146,7 +136,7 @@ class CriticTrainer:
             {**late[1], **{name: g for name, g in gradients.items() if name.split(".")[0] not in built}},
         )
 
-    def _learn_again(self, owner: Owner) -> None:
+    def _learn_again(self, owner: Objective) -> None:
         """More steps on the last rollout, which is then stored, and steps on stored ones."""
         assert self.learner is not None
         items, self.staged = self.staged.items, Transient()
@@ -159,7 +149,7 @@ class CriticTrainer:
                 self.replayer.store(staged)
             self.replay(owner, None, self.replayer.replay.updates_per_step)
 
-    def replay(self, owner: Owner, sites: Collection[str] | None, updates: int) -> int:
+    def replay(self, owner: Objective, sites: Collection[str] | None, updates: int) -> int:
         """Updates critics from stored rollouts; the number of updates that found something to learn from."""
         assert self.replayer is not None
         done = 0
@@ -179,7 +169,8 @@ class CriticTrainer:
         self.critics.commit([write for write in writes if write[0] == key])
         if own and self.optimizer is not None:
             self.optimizer.step(self.critics, own)
-        self.late = [write for write in writes if write[0] != key], _without(gradients, own)
+        others = {name: gradient for name, gradient in gradients.items() if name not in own}
+        self.late = [write for write in writes if write[0] != key], others
 
     def _advance(self, gradients: dict[str, Tensor]) -> None:
         """One step of the critics' optimiser."""
@@ -225,7 +216,7 @@ class CriticTrainer:
             self.optimizer.forget(built)
 
     @contextlib.contextmanager
-    def _all_or_nothing(self, owner: Owner) -> Iterator[None]:
+    def _all_or_nothing(self, owner: Objective) -> Iterator[None]:
         """Undoes what critics learn within, and what replay draws and drops, if it is interrupted."""
         mark, outer = owner.mark(), self._changed
         replay = None if self.replayer is None else self.replayer.snapshot()
@@ -280,7 +271,3 @@ class CriticTrainer:
             self.optimizer.load_state_dict(state["optimizer"])
         if self.replayer is not None and state["replay"] is not None:
             self.replayer.load_state_dict(state["replay"])
-
-
-def _without(gradients: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
-    return {name: gradient for name, gradient in gradients.items() if name not in names}

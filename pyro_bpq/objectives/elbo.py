@@ -3,7 +3,7 @@ r"""``TraceBackpropQ_ELBO``: wiring only."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal
@@ -12,36 +12,31 @@ import torch
 from pyro.util import warn_if_nan
 from torch import Tensor
 
-from pyro_bpq.batching.reads import described
 from pyro_bpq.choice import Candidate, MeasuredChoice
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
-from pyro_bpq.critics.replay_buffer import ReplayBuffer
-from pyro_bpq.errors import BPQError, OptionError
+from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import Estimator
-from pyro_bpq.graph.network import BackpropQNetwork, Reduction
-from pyro_bpq.graph.scg import Form, StochasticComputationGraph
+from pyro_bpq.graph.network import Reduction
+from pyro_bpq.graph.scg import Form
 from pyro_bpq.objectives.analytic import differentiable_cost
 from pyro_bpq.objectives.chosen import Rules, StillTrial, checked_choice
 from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
-from pyro_bpq.objectives.objective import Objective
+from pyro_bpq.objectives.mode import Mode
 from pyro_bpq.objectives.options import check_choice, check_options
-from pyro_bpq.objectives.programs import Program, programs_of
-from pyro_bpq.objectives.runner import Mode, NoiseSource, StepRunner
-from pyro_bpq.objectives.staged import Observation, Staged
-from pyro_bpq.plan.plan import Plan
+from pyro_bpq.objectives.programs import programs_of
+from pyro_bpq.objectives.runner import StepRunner
+from pyro_bpq.objectives.structured import StructuredObjective
 from pyro_bpq.plan.planner import Planner
+from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.step.surrogate import Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
-from pyro_bpq.tracing.traced_run import TracedRun
-
-__all__ = ["TraceBackpropQ_ELBO"]
 
 
-class TraceBackpropQ_ELBO(Objective):
+class TraceBackpropQ_ELBO(StructuredObjective):
     r"""ELBO whose gradients through non-reparameterised sites come from Backprop-Q.
 
     Each latent site of the guide gets a gradient estimator that fits it. By default: reparameterised sites the
@@ -187,7 +182,7 @@ class TraceBackpropQ_ELBO(Objective):
             immediate=immediate,
             form=form,
             discounted=callable(gamma) or gamma != 1.0,
-            may_order=not self._only_costs and enumeration == "sample",
+            is_elbo=not self._only_costs and enumeration == "sample",
         )
         enumerates = enumeration == "exact"
         self.runner = StepRunner(
@@ -206,56 +201,6 @@ class TraceBackpropQ_ELBO(Objective):
     _only_costs = False
 
     @property
-    def planner(self) -> Planner:
-        """The options that decide what is done on a structure."""
-        return self.runner.plans.planner
-
-    @planner.setter
-    def planner(self, planner: Planner) -> None:
-        self.runner.plans.planner = planner
-
-    @property
-    def plan(self) -> Plan | None:
-        """What the last step did on the program's structure; ``None`` before the first one."""
-        return None if self.runner.plans.last is None else self.runner.plans.last.plan
-
-    @property
-    def graph(self) -> StochasticComputationGraph:
-        """The stochastic computation graph of the last step.
-
-        Raises:
-            BPQError: If no step has been taken.
-        """
-        if self.plan is None:
-            raise BPQError("There is no graph yet: take a step first, e.g. svi.step(...).")
-        return self.plan.graph
-
-    @property
-    def network(self) -> BackpropQNetwork:
-        """The Backprop-Q network of the last step, and what its critics read; false, with a reason, without any."""
-        if self.plan is None:
-            return BackpropQNetwork(StochasticComputationGraph.from_parents({}, {}), ())
-        return described(self.plan.layout) or BackpropQNetwork(self.plan.graph, ())
-
-    @property
-    def num_noises(self) -> int:
-        """Number of generators that estimators have drawn from."""
-        return self.runner.noise.number
-
-    @num_noises.setter
-    def num_noises(self, number: int) -> None:
-        self.runner.noise.number = number
-
-    @property
-    def replay_buffer(self) -> ReplayBuffer | None:
-        """The stored rollouts; ``state_dict()``, copies and pickles leave them out."""
-        return None if self.trainer.replayer is None else self.trainer.replayer.buffer
-
-    @property
-    def _parts(self) -> Sequence[Any]:
-        return self.runner.parts
-
-    @property
     def _needs_nesting(self) -> bool:
         # Dimensions of enumerated values lie to the left of all plates, too.
         return self.vectorize_particles or self.enumeration == "exact"
@@ -265,54 +210,9 @@ class TraceBackpropQ_ELBO(Objective):
         may_order = not (self.keeps_staged or self.analytic_kl or self.trainer.ranks is not None)
         return replace(super()._mode(learning, goes_back and not self.analytic_kl), may_order=may_order)
 
-    # What compiled steps ask.
-
-    @property
-    def noise(self) -> NoiseSource:
-        """Source of what estimators draw themselves."""
-        return self.runner.noise
-
-    @property
-    def is_runner_settled(self) -> bool:
-        """Whether the programs' structure is settled."""
-        return self.runner.is_settled
-
-    def refuses_recording(self) -> str:
-        """Why the programs are not recorded, as the end of a sentence; empty if they are."""
-        return self.runner.refuses_recording()
-
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
         return {"planner": self.planner, "graphs": self.runner.structure.known_graphs, "kl": self.analytic_kl}
-
-    # Runs.
-
-    def run_program(self, program: Program) -> TracedRun:
-        """Runs guide and model as a step does, tracked only where sampled values steer them."""
-        track = self.runner.structure.always_tracks
-        return self.runner.trace(program, self.particles.now, self.num_steps, track)
-
-    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
-        """Prepares runs of a known structure as a step does; nothing learns."""
-        return self.runner.stage(traced, programs, self.particles.now, replace(self._mode(False), shows=True))
-
-    def observe(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None, shows: bool = True) -> Observation:
-        """The runs of a step, and what their sites are told; nothing learns. For diagnostics.
-
-        Args:
-            model: The model.
-            guide: The guide.
-            args: Their arguments.
-            kwargs: Their keyword arguments.
-            shows: Whether sites are told what the graph tells, also where a step goes in program order.
-        """
-        program = self._program(model, guide, args, kwargs or {})
-        return self.particles.observe(self.runner, program, replace(self._mode(False), shows=shows))
-
-    def tracked_runs(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None) -> list[TracedRun]:
-        """The same runs, tracked: they show what leaves torch. For diagnostics."""
-        programs = programs_of(self._program(model, guide, args, kwargs or {}), self.particles.now)
-        return [self.runner.trace(program, self.particles.now, self.num_steps, True) for program in programs]
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the ELBO of ``num_particles`` draws, of one where that is left open, in nats; nothing learns.
@@ -478,11 +378,6 @@ class TraceBackpropQ_ELBO(Objective):
         if "choice" in state and self.choice.is_measured:
             self.choice.load_state_dict(state["choice"], self.num_steps)
             self._rules.apply(self.choice.chosen)
-
-    @property
-    def settled(self) -> tuple[str, ...]:
-        """What was settled or given up, and why: particles, the extra run, tracking. ``print(elbo)`` shows it."""
-        return tuple(filter(None, (self.particles.said, *self.runner.said)))
 
     def extra_repr(self) -> str:
         """The options, and what was settled."""

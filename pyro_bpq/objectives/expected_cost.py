@@ -10,8 +10,6 @@ from pyro.infer.elbo import ELBOModule
 
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 
-__all__ = ["ExpectedCost"]
-
 
 class ExpectedCost(TraceBackpropQ_ELBO):
     r"""Expected sum of the costs of a stochastic program, with the gradients of Backprop-Q.

@@ -12,8 +12,6 @@ from pyro_bpq.step import critic_at_value, moved_value
 from pyro_bpq.step.critic_inputs import NEEDS_LEAF
 from pyro_bpq.step.signals import Signals
 
-__all__ = ["bootstrapped_surrogate"]
-
 
 def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0, gamma: float = 1.0) -> Tensor:
     r"""The sum of what critics expect at every site, as a function of the site's own distribution.

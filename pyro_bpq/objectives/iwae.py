@@ -16,20 +16,20 @@ from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.graph.scg import Plate
+from pyro_bpq.objectives.mode import Mode, Runner
 from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_plain
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.options import check_options
-from pyro_bpq.objectives.programs import Program, programs_of
-from pyro_bpq.objectives.runner import Mode
+from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.staged import Observation, Staged
+from pyro_bpq.reruns.apart import Program
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Step, step
 from pyro_bpq.tracing.hidden_particles import trace_particles
-from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, trace_run
-
-__all__ = ["TraceBackpropQ_IWAE"]
+from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.tracer import TraceOptions, trace_run
 
 
 class TraceBackpropQ_IWAE(Objective):
@@ -87,6 +87,8 @@ class TraceBackpropQ_IWAE(Objective):
         | Backprop-Q (Xu et al., 2018), Eq. 27
     """
 
+    runner: BoundRunner
+
     def __init__(
         self,
         num_particles: int = 5,
@@ -135,10 +137,6 @@ class TraceBackpropQ_IWAE(Objective):
     def planner(self) -> BoundPlanner:
         """The options that decide what is done at a site."""
         return self.runner.planner
-
-    @property
-    def _parts(self) -> Sequence[Any]:
-        return (self.runner,)
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats, of one draw of all samples.
@@ -224,21 +222,16 @@ class TraceBackpropQ_IWAE(Objective):
         return value.reshape(value.shape[0], -1).sum(1, keepdim=True)
 
 
-class BoundRunner:
+class BoundRunner(Runner):
     """Runs the programs of a bound.
 
     Args:
         planner: Decides what is done at a site.
     """
 
-    has_buffers, is_looking = True, False
-
     def __init__(self, planner: BoundPlanner) -> None:
         self.planner = planner
         self._layouts: dict[Any, tuple[Layout, Plate | None]] = {}
-
-    def __repr__(self) -> str:
-        return f"BoundRunner({self.planner})"
 
     def trace(
         self,
@@ -262,13 +255,6 @@ class BoundRunner:
             return Observation(tuple(hidden))
         programs = programs_of(program, particles)
         return Observation(tuple(self.trace(each, particles, mode.num_steps) for each in programs))
-
-    def forget_last(self) -> None:
-        """Nothing is kept of the last step."""
-
-    def good_for(self, traced: TracedRun, particles: int = 1) -> int:
-        """Samples of a bound are never left open."""
-        return 1
 
     def layout(self, traced: TracedRun, plate: str | None) -> tuple[Layout, Plate | None]:
         """The batching of the sites of a run, and the plate of its rows."""

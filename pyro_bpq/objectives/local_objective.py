@@ -33,8 +33,6 @@ from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import cost_of_guide
 
-__all__ = ["LocalObjective", "Nearby"]
-
 
 @dataclass(frozen=True)
 class Nearby:
@@ -68,9 +66,6 @@ class LocalObjective:
     Raises:
         UnsupportedSiteError: If a site's gradient does not come through its ``log q`` alone.
     """
-
-    def __repr__(self) -> str:
-        return f"LocalObjective({len(self.items)} rollouts, num_particles={self.num_particles})"
 
     def __init__(self, items: Sequence[Staged], num_particles: int) -> None:
         _check(items)

@@ -27,8 +27,6 @@ from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = ["BoundPlanner", "BoundRollout", "bound_rollout", "is_plain"]
-
 _COST = "bound"
 
 
@@ -181,11 +179,8 @@ class BoundPlanner(Planner):
 
 def is_plain(layout: Any) -> bool:
     """Whether nothing is subtracted from what sites see."""
-    return all(spec.critic is None and _has_no_memory(spec.estimator) for spec in layout.specs.values())
-
-
-def _has_no_memory(estimator: Estimator) -> bool:
-    return estimator.is_pathwise or estimator == ScoreFunction()
+    specs = layout.specs.values()
+    return all(s.critic is None and (s.estimator.is_pathwise or s.estimator == ScoreFunction()) for s in specs)
 
 
 def _network(graph: StochasticComputationGraph) -> BackpropQNetwork:

@@ -9,36 +9,32 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyro.infer import ELBO
 from pyro.util import warn_if_nan
 from torch import Tensor, nn
 
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import OptionError
+from pyro_bpq.objectives.counted import CountedELBO
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
+from pyro_bpq.objectives.mode import Mode, Runner
 from pyro_bpq.objectives.options import check_not_traced
-from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.objectives.programs import Program
-from pyro_bpq.objectives.runner import Mode, NoiseSource
 from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.objectives.turn import Turn
+from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.surrogate import Learning, Step
-from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
     from pyro_bpq.compiled.steps import CompiledSteps, Outcome
     from pyro_bpq.compiled.updates import Updates
 
-__all__ = ["Objective"]
 
-
-class Objective(ELBO, nn.Module):
+class Objective(CountedELBO, nn.Module):
     """A loss with learned critics, made of a particle count and a critic trainer; subclasses add what runs programs.
 
     Args:
@@ -57,7 +53,10 @@ class Objective(ELBO, nn.Module):
         ms: Milliseconds of the parts of the last step.
         keeps_staged: Whether something learns later from what a step worked on.
         compiled: The compiled steps; ``None`` if steps run eagerly.
+        runner: Runs the programs.
     """
+
+    runner: Runner
 
     def __init__(
         self,
@@ -69,8 +68,7 @@ class Objective(ELBO, nn.Module):
         **options: Any,
     ) -> None:
         nn.Module.__init__(self)
-        self.particles = ParticleCount()
-        ELBO.__init__(self, **options)
+        CountedELBO.__init__(self, **options)
         self.lam, self.gamma = lam, gamma
         self.trainer, self._turn = CriticTrainer(learner, seed), Turn()
         self.critics = self.trainer.critics
@@ -80,7 +78,7 @@ class Objective(ELBO, nn.Module):
         self.info: Mapping[str, dict[str, Any]] = {}
         self.ms: dict[str, float] = {}
 
-    __call__ = ELBO.__call__
+    __call__ = CountedELBO.__call__
 
     def compile_steps(self, compile: Any) -> None:
         """Sets whether, and how, steps are compiled from now on; recordings are forgotten.
@@ -103,27 +101,6 @@ class Objective(ELBO, nn.Module):
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         """Takes a step, summed over draws; nothing has learned from it yet."""
 
-    @property
-    @abstractmethod
-    def _parts(self) -> Sequence[Any]:
-        """What finds things out in a step, besides the particle count and the trainer."""
-
-    # What compiled steps ask of subclasses.
-
-    @property
-    def noise(self) -> NoiseSource | None:
-        """Source of what estimators draw themselves."""
-        return None
-
-    @property
-    def is_runner_settled(self) -> bool:
-        """Whether the programs' structure is settled."""
-        return True
-
-    def refuses_recording(self) -> str:
-        """Why the programs are not recorded, as the end of a sentence; empty if they are."""
-        return ""
-
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
         return {}
@@ -138,41 +115,8 @@ class Objective(ELBO, nn.Module):
         return model, guide
 
     @abstractmethod
-    def run_program(self, program: Program) -> TracedRun:
-        """Runs guide and model as a step does."""
-
-    @abstractmethod
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
         """Prepares runs of a known structure as a step does; nothing learns."""
-
-    # Options of Pyro's ELBOs that a step may settle.
-
-    @property
-    def num_particles(self) -> int:
-        """Number of particles."""
-        return self.particles.now.number
-
-    @num_particles.setter
-    def num_particles(self, number: int) -> None:
-        self.particles.change(number=number)
-
-    @property
-    def vectorize_particles(self) -> bool:
-        """Whether particles run in one call, in a plate of their own."""
-        return self.particles.now.is_vectorized
-
-    @vectorize_particles.setter
-    def vectorize_particles(self, is_vectorized: bool) -> None:
-        self.particles.change(is_vectorized=is_vectorized)
-
-    @property
-    def max_plate_nesting(self) -> float:
-        """Bound on the number of nested plates, that of vectorised particles included."""
-        return self.particles.now.nesting
-
-    @max_plate_nesting.setter
-    def max_plate_nesting(self, nesting: float) -> None:
-        self.particles.change(nesting=nesting)
 
     @property
     def learner(self) -> CriticLearner | None:
@@ -192,12 +136,6 @@ class Objective(ELBO, nn.Module):
     def staged(self) -> Transient:
         """What the last step worked on, where something learns from it later."""
         return self.trainer.staged
-
-    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
-        super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)  # type: ignore[no-untyped-call]
-
-    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        return self.run_program((model, guide, args, kwargs))
 
     # The loss.
 
@@ -393,11 +331,6 @@ class Objective(ELBO, nn.Module):
             self._guess_max_plate_nesting(model, guide, args, kwargs)
         return model, guide, args, kwargs
 
-    @property
-    def _needs_nesting(self) -> bool:
-        """Whether dimensions to the left of all plates are used."""
-        return self.vectorize_particles
-
     def warm_up(self, model: Any, guide: Any, *args: Any, steps: int, **kwargs: Any) -> float:
         """Trains critics and running statistics on new rollouts; model and guide stay as they are.
 
@@ -437,7 +370,7 @@ class Objective(ELBO, nn.Module):
 
     def mark(self) -> Any:
         """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
-        parts = [(part, snapshot(part)) for part in (*self.particles.parts, *self._parts)]
+        parts = [(part, snapshot(part)) for part in (*self.particles.parts, *self.runner.parts)]
         return self.trainer.mark(), parts, self.info, self.ms
 
     def go_back(self, mark: Any) -> None:

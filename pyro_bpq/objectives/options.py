@@ -13,8 +13,6 @@ from pyro_bpq.errors import OptionError, UnsupportedProgramError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph.network import check_discounted
 
-__all__ = ["check_choice", "check_not_traced", "check_options"]
-
 _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 
 

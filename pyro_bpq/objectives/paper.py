@@ -11,8 +11,6 @@ from pyro_bpq.critics.nets import Critic, TabularCritic
 from pyro_bpq.estimators import Estimator, QScoreFunction
 from pyro_bpq.graph.network import Reduction
 
-__all__ = ["paper_settings"]
-
 
 def paper_settings(
     reduction: Reduction = "merged",

@@ -14,19 +14,18 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import pyro
 import torch
 
 from pyro_bpq.errors import BPQWarning, StructureChangedError
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.objectives.programs import Program, is_same_program, programs_of
-from pyro_bpq.objectives.runner import Mode
+from pyro_bpq.objectives.mode import Mode, Runner
+from pyro_bpq.objectives.programs import is_same_program, programs_of
 from pyro_bpq.objectives.staged import Observation, Transient
-from pyro_bpq.reruns.apart import Comparison, Together, keeps_apart
+from pyro_bpq.reruns.apart import Comparison, Program, Together, keeps_apart
 from pyro_bpq.reruns.row_runs import is_due
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.snapshots import restore, snapshot
@@ -34,43 +33,9 @@ from pyro_bpq.tracing.draws import Draws
 from pyro_bpq.tracing.sandbox import LentBuffers, Sandbox
 from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = ["ParticleCount"]
-
 LOG = logging.getLogger("pyro_bpq")
 # What torch, Pyro and this package raise where shapes do not fit; a program's own errors are left alone.
 _DOES_NOT_FIT = (ValueError, RuntimeError, IndexError, TypeError, AssertionError, NotImplementedError)
-
-
-class Runner(Protocol):
-    """What runs a step; see :class:`~pyro_bpq.objectives.runner.StepRunner`."""
-
-    @property
-    def has_buffers(self) -> bool:
-        """Whether the programs may call modules with buffers."""
-        ...
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether the next runs are tracked."""
-        ...
-
-    def forget_last(self) -> None:
-        """Forgets the last step: the next one is planned anew."""
-        ...
-
-    def good_for(self, traced: TracedRun, particles: int = 1) -> int:
-        """Number of particles that a program is good for, from a run of so many; 1 where values steer it."""
-        ...
-
-    def trace(
-        self, program: Program, particles: Particles, num_steps: int, *, put: Callable[[Any], Any] = ...
-    ) -> TracedRun:
-        """Runs a program once."""
-        ...
-
-    def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
-        """Runs the programs of a step."""
-        ...
 
 
 class ParticleCount:

@@ -13,8 +13,6 @@ from pyro_bpq.reruns.apart import Program
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.tracing.watch import PARTICLES
 
-__all__ = ["Program", "is_same_program", "programs_of"]
-
 
 def programs_of(program: Program, particles: Particles) -> list[Program]:
     """The programs of each run of a step: one for each particle, or one in a plate of all particles.

@@ -3,78 +3,18 @@ r"""An objective as its steps are recorded and compiled."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from pyro_bpq.compiled.places import Place
 from pyro_bpq.compiled.recorder import RecordedResult
-from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.learner import AveragedAdam, CriticLearner
-from pyro_bpq.objectives.critic_trainer import CriticTrainer
-from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.objectives.programs import Program
-from pyro_bpq.objectives.runner import Mode, NoiseSource
-from pyro_bpq.rollout.schedule import RecordedStep, Schedule
-from pyro_bpq.step.surrogate import Step
+from pyro_bpq.critics.learner import AveragedAdam
+from pyro_bpq.reruns.apart import Program
+from pyro_bpq.rollout.schedule import RecordedStep
 
-__all__ = ["Owner", "Recordable"]
-
-
-class Owner(Protocol):
-    """The objective, as far as its steps are recorded; see :class:`~pyro_bpq.objectives.objective.Objective`."""
-
-    training: bool
-    critics: CriticBank
-    trainer: CriticTrainer
-    particles: ParticleCount
-    lam: Schedule
-    gamma: Schedule
-    keeps_staged: bool
-
-    @property
-    def learner(self) -> CriticLearner | None:
-        """Options of the critics' optimiser."""
-        ...
-
-    @property
-    def noise(self) -> NoiseSource | None:
-        """Source of what estimators draw themselves."""
-        ...
-
-    @property
-    def is_runner_settled(self) -> bool:
-        """Whether the programs' structure is settled."""
-        ...
-
-    def refuses_recording(self) -> str:
-        """Why the programs are not recorded."""
-        ...
-
-    def recorded_options(self) -> dict[str, Any]:
-        """Further options that a recording depends on."""
-        ...
-
-    def mode_of_steps(self) -> Mode:
-        """What the steps of training are for."""
-        ...
-
-    def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
-        """Takes a step."""
-        ...
-
-    def mark(self) -> Any:
-        """A mark of the present state."""
-        ...
-
-    def go_back(self, mark: Any) -> None:
-        """Goes back to a mark."""
-        ...
-
-    def learn(self) -> None:
-        """Lets critics and statistics learn from the last step."""
-        ...
+if TYPE_CHECKING:
+    from pyro_bpq.objectives.objective import Objective
 
 
 class Recordable:
@@ -84,11 +24,8 @@ class Recordable:
         objective: The objective.
     """
 
-    def __init__(self, objective: Owner) -> None:
+    def __init__(self, objective: Objective) -> None:
         self.objective = objective
-
-    def __repr__(self) -> str:
-        return f"Recordable({type(self.objective).__name__})"
 
     def refuses(self) -> str:
         """Why steps are not recorded, as the end of a sentence; empty if they are."""
@@ -105,13 +42,13 @@ class Recordable:
             return "critics learn in a backward sweep"
         if own is not None and any(not isinstance(each, AveragedAdam) for each in own.optimizers.values()):
             return "an optimiser of your own trains the critics, and counts its steps in Python"
-        return self.objective.refuses_recording()
+        return self.objective.runner.refuses_recording()
 
     def is_settled(self, program: Program) -> bool:
         """Whether structure, particles and choice are settled for a program."""
         objective = self.objective
         is_waiting = objective.trainer.waiting is not None or bool(objective.trainer.late[0])
-        return not is_waiting and objective.particles.is_settled(program) and objective.is_runner_settled
+        return not is_waiting and objective.particles.is_settled(program) and objective.runner.is_settled
 
     def options(self) -> dict[str, Any]:
         """The options that a recording depends on, by name."""
@@ -165,17 +102,17 @@ class Recordable:
 
     def first_seed(self) -> int:
         """Seed of the next generator that the objective makes for itself."""
-        noise = self.objective.noise
+        noise = self.objective.runner.noise
         return -1 if noise is None else noise.seed_of(noise.number + 1)
 
     def num_generators(self) -> int:
         """Number of generators that the objective has made for itself."""
-        noise = self.objective.noise
+        noise = self.objective.runner.noise
         return 0 if noise is None else noise.number
 
     def generators(self, number: int) -> list[torch.Generator]:
         """The next generators that the objective makes for itself."""
-        noise = self.objective.noise
+        noise = self.objective.runner.noise
         assert noise is not None
         return [noise() for _ in range(number)]
 

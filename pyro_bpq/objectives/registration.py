@@ -10,8 +10,6 @@ import torch
 from pyro.params.param_store import ParamStoreDict
 from torch import Tensor, nn
 
-__all__ = ["are_registered", "register_critics"]
-
 
 def register_critics(critics: nn.Module) -> str | None:
     """Puts the parameters of some critics into Pyro's param store, as :func:`pyro.module` does.

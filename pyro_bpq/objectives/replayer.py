@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.batching.layout import Layout
-from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
 from pyro_bpq.critics.slow import track
@@ -31,29 +30,11 @@ from pyro_bpq.reruns.redraw import (
     trainable,
 )
 from pyro_bpq.rollout.features import finite_components
-from pyro_bpq.step.surrogate import Learning, critic_loss, expected_critic_loss
+from pyro_bpq.step.surrogate import critic_loss, expected_critic_loss
 from pyro_bpq.tracing.cost_statement import GiveCosts, SkipCosts, given_costs
-from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = ["Host", "Replayer"]
-
-
-class Host(Protocol):
-    """What replay needs of an ELBO."""
-
-    critics: CriticBank
-
-    def run_program(self, program: Any) -> TracedRun:
-        """Runs guide and model."""
-        ...
-
-    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Any]) -> Staged:
-        """Prepares a step on some runs; nothing learns."""
-        ...
-
-    def learning(self) -> Learning:
-        """How targets are formed at present."""
-        ...
+if TYPE_CHECKING:
+    from pyro_bpq.objectives.objective import Objective
 
 
 class _Leaves(dict[str, Tensor]):
@@ -82,9 +63,6 @@ class Replayer:
         self._leaves = _Leaves()
         self._state = torch.Generator().manual_seed(seed * 7919 + 1).get_state()
 
-    def __repr__(self) -> str:
-        return f"Replayer({self.replay}, {self.buffer!r})"
-
     def store(self, staged: Staged) -> None:
         """Stores a step's rollout; tracks the guide's parameters."""
         layout = staged.signals.layout
@@ -108,7 +86,7 @@ class Replayer:
             for name, leaf in leaves.items():
                 track([self.slow_guide[name]], [leaf.detach()], slow.rate)
 
-    def gradients(self, host: Host, sites: Collection[str] | None = None) -> dict[str, Tensor]:
+    def gradients(self, host: Objective, sites: Collection[str] | None = None) -> dict[str, Tensor]:
         """Gradients of one update, by name of the weight; empty where there is nothing to learn from.
 
         Args:
@@ -153,7 +131,7 @@ class Replayer:
         self.slow_guide = {name: value.clone() for name, value in state["slow_guide"].items()}
 
     def _mean_loss(
-        self, host: Host, stored: StoredRollout, site: str, sites: Collection[str] | None, seeds: Sequence[int]
+        self, host: Objective, stored: StoredRollout, site: str, sites: Collection[str] | None, seeds: Sequence[int]
     ) -> list[Tensor]:
         """The mean loss over several draws of what an update redraws; empty if the rollout cannot be replayed."""
         if not self._redraws(stored, site):
@@ -174,7 +152,7 @@ class Replayer:
         return bool({node.name for node in stored.network.q_nodes(site)} & stored.plan.redrawn)
 
     def _loss(
-        self, host: Host, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
+        self, host: Objective, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
     ) -> list[Tensor]:
         if stored.plan is not None:
             return self._loss_of_stored(host, stored, stored.plan, site, sites, seed)
@@ -216,7 +194,7 @@ class Replayer:
 
     def _loss_of_stored(
         self,
-        host: Host,
+        host: Objective,
         stored: StoredRollout,
         plan: OffPolicyPlan,
         site: str,
@@ -244,7 +222,7 @@ class Replayer:
 
     def _expected(
         self,
-        host: Host,
+        host: Objective,
         stored: StoredRollout,
         values: Sequence[Mapping[str, Tensor]],
         staged: Staged,
@@ -264,7 +242,7 @@ class Replayer:
 
     def _rerun(
         self,
-        host: Host,
+        host: Objective,
         stored: StoredRollout,
         values: Sequence[Mapping[str, Tensor]],
         seed: int,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from pyro.infer.util import is_validation_enabled
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.objectives.programs import Program, programs_of
+from pyro_bpq.objectives.mode import Mode, NoiseSource, Runner
+from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.particles import num_particles_for
 from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.plan_cache import PlanCache
 from pyro_bpq.plan.planner import Planner, check_gradients
+from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
@@ -38,10 +40,9 @@ from pyro_bpq.tracing.plate_errors import check_declared
 from pyro_bpq.tracing.sandbox import Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
 from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, trace_run
+from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.tracer import TraceOptions, trace_run
 from pyro_bpq.tracing.watch import samples
-
-__all__ = ["Mode", "NoiseSource", "StepRunner"]
 
 _NOTHING_ENUMERATED = (
     'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '
@@ -49,62 +50,7 @@ _NOTHING_ENUMERATED = (
 )
 
 
-@dataclass(frozen=True)
-class Mode:
-    """What a step is for.
-
-    Args:
-        learning: Whether anything learns from it.
-        num_steps: Number of steps taken.
-        by_value: Whether all gradients come by way of ``log q`` of every value, as what is kept for later needs it.
-        first_order: Whether critics learn from slopes of the costs, too.
-        goes_back: Whether the step itself asks once for the gradients of its loss: slopes may be found on the way.
-        has_ranks: Whether other processes learn along.
-        is_checked: Whether particles that run in a hidden dimension are looked at for what they leave behind.
-        is_recorded: Whether operators of the step are recorded: findings of earlier steps are then taken as they are.
-        may_order: Whether the step needs nothing but costs in program order, where that is all that is known.
-        shows: Whether it is asked what sites are told, so that a graph is needed in any case.
-    """
-
-    learning: bool = False
-    num_steps: int = 0
-    by_value: bool = False
-    first_order: bool = False
-    goes_back: bool = False
-    has_ranks: bool = False
-    is_checked: bool = False
-    is_recorded: bool = False
-    may_order: bool = False
-    shows: bool = False
-
-
-class NoiseSource:
-    """Generators for what an objective draws itself; the global generators are left alone.
-
-    Args:
-        seed: Where they start from.
-
-    Attributes:
-        number: How many there have been.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed, self.number = seed, 0
-
-    def __repr__(self) -> str:
-        return f"NoiseSource(seed={self.seed}, number={self.number})"
-
-    def __call__(self) -> torch.Generator:
-        """The next generator."""
-        self.number += 1
-        return torch.Generator().manual_seed(self.seed_of(self.number))
-
-    def seed_of(self, number: int) -> int:
-        """Seed of a generator, counted from 1."""
-        return (self.seed * 7919 + 1) * 1_000_003 + number
-
-
-class StepRunner:
+class StepRunner(Runner):
     """Runs guide and model as often as a step needs it.
 
     Args:
@@ -121,6 +67,8 @@ class StepRunner:
         row_runs: How the extra runs of the model are carried out.
         noise: Source of what estimators draw themselves.
     """
+
+    noise: NoiseSource
 
     def __init__(
         self,
@@ -164,7 +112,7 @@ class StepRunner:
         return self.plans.last is not None and not self.structure.wants_tracking()
 
     def refuses_recording(self) -> str:
-        """Why the programs are not recorded, as the end of a sentence; empty if they are."""
+        """Steps that are tracked are not recorded."""
         if not self.structure.always_tracks:
             return ""
         if self.structure.mode == "dynamic":
@@ -317,9 +265,13 @@ class StepRunner:
         return found if len(found) == len(runs) else None
 
     def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, track: bool) -> list[TracedRun]:
-        """Traces the programs of a step, with slopes where the last step's plan asked for them."""
+        """Traces the programs of a step, with slopes where the last step's plan asked for them.
+
+        Particles in a dimension that the programs do not see have one run.
+        """
         if particles.is_hidden and (mode.is_checked or not track):
-            return self._hidden_runs(programs[0], particles, mode.is_checked)
+            options = self._options(particles)
+            return trace_particles(*programs[0], options, is_checked=mode.is_checked, has_buffers=self.has_buffers)
         trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps, track=track)
         last = None if track or not torch.is_grad_enabled() else self.plans.last
         if last is None or not last.plan.led_back:
@@ -356,15 +308,6 @@ class StepRunner:
             with Sandbox(torch.get_rng_state(), self.has_buffers):
                 found.append(self.trace(program, particles, mode.num_steps, True, put=put))
         return found
-
-    def _hidden_runs(self, program: Program, particles: Particles, is_checked: bool) -> list[TracedRun]:
-        """One run for all particles, in a dimension that the programs do not see."""
-        return trace_particles(
-            *program,
-            self._options(particles),
-            is_checked=is_checked,
-            has_buffers=self.has_buffers,
-        )
 
     def _facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode) -> StructureFacts:
         """What is known of the structure of runs besides their graph."""

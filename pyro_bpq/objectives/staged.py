@@ -14,8 +14,6 @@ from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Learning, Step, step
 from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = ["Observation", "Staged", "Transient"]
-
 
 @dataclass(frozen=True, eq=False)
 class Staged:
@@ -75,9 +73,6 @@ class Transient:
 
     def __init__(self, items: Sequence[Any] = ()) -> None:
         self.items: tuple[Any, ...] = tuple(items)
-
-    def __repr__(self) -> str:
-        return f"Transient({len(self.items)} items)"
 
     def __deepcopy__(self, memo: Any) -> Transient:
         return Transient()

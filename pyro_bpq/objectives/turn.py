@@ -7,8 +7,6 @@ from typing import Any
 
 from pyro_bpq.errors import BusyError
 
-__all__ = ["Turn"]
-
 
 class Turn:
     """Refuses a thread while another one is inside; the same thread may enter again.
@@ -19,9 +17,6 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-
-    def __repr__(self) -> str:
-        return "Turn()"
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):

@@ -2,5 +2,3 @@
 
 Imports ``tracing`` and what is below it; nothing here runs a program. Read ``rules.py`` first, then ``planner.py``.
 """
-
-__all__: tuple[str, ...] = ()

@@ -12,8 +12,6 @@ from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.moments import has_moments
 
-__all__ = ["checked_critic", "default_critic"]
-
 
 def default_critic(critic: Critic, fn: Any, components: Components | None, estimator: Estimator) -> Critic | None:
     """The critic of a site for which only the ELBO's is given.

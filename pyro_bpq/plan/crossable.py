@@ -8,8 +8,6 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 
-__all__ = ["crossable"]
-
 
 def crossable(traced: TracedRun, graph: StochasticComputationGraph, handed: frozenset[str]) -> dict[str, bool]:
     """The log-probabilities of sites whose values all occur under any law of theirs: those of finite support.

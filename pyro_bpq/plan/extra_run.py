@@ -15,9 +15,6 @@ from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.tracing.cost_statement import CostOptions
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 
-__all__ = ["ExtraRun", "immediate_of", "is_complete", "known_costs", "plan_extra_run"]
-
-
 # An extra run that takes so many times as long as the step without it wins less than it costs.
 DEAR = 2.0
 
@@ -148,7 +145,9 @@ def _readable(
     traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts
 ) -> dict[str, tuple[str, ...]]:
     """The model's costs that may be read off an extra run, by site."""
-    repeatable = {cost for cost in graph.cost_index if _is_repeatable(traced, cost)} - facts.handed
+    given = traced.user_costs.items()
+    fixed = {cost for cost, options in given if not (options.exact and _is_rerun(traced, options))}
+    repeatable = graph.cost_index.keys() - fixed - facts.handed
     costs = {n: tuple(c for c in found if c in repeatable) for n, found in immediate_model_costs(graph).items()}
     if not facts.cuts_plates:
         # All rows of a plate are flipped at once.
@@ -162,12 +161,6 @@ def _readable(
 def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:
     """Whether the extra run passes a cost statement."""
     return traced.only_costs or not cost.in_guide
-
-
-def _is_repeatable(traced: TracedRun, cost: str) -> bool:
-    """Whether a cost may be read off an extra run."""
-    options = traced.user_costs.get(cost)
-    return options is None or (options.exact and _is_rerun(traced, options))
 
 
 def _events(traced: TracedRun, graph: StochasticComputationGraph, cost: str) -> int:

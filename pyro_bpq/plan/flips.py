@@ -17,8 +17,6 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.tracing.traced_run import cost_of_guide, cost_of_model
 
-__all__ = ["FlipPlan", "flip_plan", "immediate_costs", "immediate_model_costs"]
-
 
 @dataclass(frozen=True)
 class FlipPlan:

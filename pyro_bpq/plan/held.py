@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pyro_bpq.plan.flips import FlipPlan
 from pyro_bpq.rollout.features import Components
 
-__all__ = ["HeldPlan", "HeldSite"]
-
 
 @dataclass(frozen=True)
 class HeldSite:

@@ -14,8 +14,6 @@ from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 from pyro_bpq.tracing.watch import samples
 
-__all__ = ["held_plan"]
-
 
 def held_plan(
     traced: TracedRun,

@@ -9,8 +9,6 @@ from pyro_bpq.plan.rules import PARTICLES, ProgramFacts
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
 
-__all__ = ["num_particles_for"]
-
 
 def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     r"""Number of particles that a program is good for.

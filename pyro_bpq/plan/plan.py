@@ -16,8 +16,6 @@ from pyro_bpq.short import short
 from pyro_bpq.tracing.component_costs import Pattern, Patterns
 from pyro_bpq.tracing.work import Work
 
-__all__ = ["Plan", "StructureFacts"]
-
 # Stands for a site's own name, and the number of sites from which on those that are alike are printed together.
 _OWN, _ALIKE = "\0", 3
 

@@ -10,8 +10,6 @@ from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = ["PlanCache", "Planned"]
-
 _PLANS, _STRUCTURES = 64, 256
 
 

@@ -6,7 +6,6 @@ The estimator follows from the rules of :mod:`pyro_bpq.plan.rules`, the critic f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import Estimator, SecondRun
 from pyro_bpq.estimators.base import SiteInfo
-from pyro_bpq.graph.crossings import Crossings, crossings
+from pyro_bpq.graph.crossings import crossings
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 from pyro_bpq.graph.sequence import sequence_network
@@ -29,15 +28,11 @@ from pyro_bpq.plan.crossable import crossable
 from pyro_bpq.plan.extra_run import ExtraRun, immediate_of, is_complete, known_costs, plan_extra_run
 from pyro_bpq.plan.holding import held_plan
 from pyro_bpq.plan.plan import Plan, StructureFacts
-from pyro_bpq.plan.rules import BY_OPTIONS, BY_STRUCTURE, Choice, SiteFacts, decide, has_many_components
+from pyro_bpq.plan.revisions import charged_costs, in_rows, pays_to_compare, revise, untold
+from pyro_bpq.plan.rules import BY_OPTIONS, Choice, SiteFacts, decide, has_many_components
 from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
-
-__all__ = ["Planner", "check_gradients"]
-
-# Rows of a plate from which on they are taken for data.
-MANY_ROWS = 10
 
 
 def check_gradients(traced: TracedRun) -> None:
@@ -75,7 +70,7 @@ class Planner:
         immediate: ``"exact"``, or ``"learned"`` for no cost that is known at other values than the sampled one.
         form: What a Q-function conditions on, see :meth:`BackpropQNetwork.build`.
         discounted: Whether targets may have a discount below 1.
-        may_order: Whether nothing else is chosen that needs the graph of a run.
+        is_elbo: Whether the objective is an ELBO of sampled sites: what else it needs is known in program order.
     """
 
     estimator: Estimator | None
@@ -88,12 +83,12 @@ class Planner:
     immediate: Literal["exact", "learned"] = "exact"
     form: Form = "ancestor"
     discounted: bool = False
-    may_order: bool = False
+    is_elbo: bool = False
 
     @property
     def orders(self) -> bool:
         """Whether steps of programs that values steer go in program order without being asked to."""
-        return self.may_order and self.estimator is None and not self.asks_for_critics
+        return self.is_elbo and self.estimator is None and not self.asks_for_critics
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site, as its options and its distribution have it.
@@ -208,14 +203,14 @@ class Planner:
         choices = {name: self.choice(sites[name]) for name in traced.run.sites}
         for name, record in traced.run.sites.items():
             is_partly_scored = choices[name].estimator.is_pathwise and record.score is not None
-            _revise(choices, replace(sites[name], is_partly_scored=is_partly_scored))
+            revise(choices, replace(sites[name], is_partly_scored=is_partly_scored))
         is_exact = self.immediate == "exact"
         can_flip = can_flip and is_exact
         extra = self._extra_run(traced, graph, facts, choices, can_flip and not facts.is_dynamic)
         immediate = immediate_of(graph, facts) if is_exact else {name: () for name in choices}
         by_row, served = self._by_row(traced, graph, facts, extra, immediate)
         for name in served:
-            _revise(choices, replace(sites[name], is_by_row=True))
+            revise(choices, replace(sites[name], is_by_row=True))
         if served:
             extra = self._extra_run(traced, graph, facts, choices, can_flip)
         critics = {name: self._critic(traced, name, choice.estimator) for name, choice in choices.items()}
@@ -232,8 +227,8 @@ class Planner:
         for name in many:
             if critics[name] is None:
                 kinds[name] = set()
-                told = _charged(graph, name, SecondRun(), (), patterns)
-                _revise(choices, _untold(sites[name], traced, graph, facts, is_alone=len(many) == 1 and not told))
+                told = charged_costs(graph, name, SecondRun(), (), patterns)
+                revise(choices, untold(sites[name], traced, graph, facts, is_alone=len(many) == 1 and not told))
         estimators = {name: choice.estimator for name, choice in choices.items()}
         layout, charged = self._layout(traced, graph, facts, estimators, critics, kinds, extra, immediate, patterns)
         used = {pair: pattern for pair, pattern in patterns.items() if pair[1] in charged.get(pair[0], ())}
@@ -280,15 +275,15 @@ class Planner:
         """Sites in rows of data whose cost-to-go is not known at other values; those that other particles serve."""
         # Costs of a user's own may be dear: critics save calls.
         is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)
-        rows = frozenset() if is_chosen or facts.is_dynamic else _in_rows(traced, graph)
+        rows = frozenset() if is_chosen or facts.is_dynamic else in_rows(traced, graph)
         by_row = frozenset(
             name for name in rows if not is_complete(traced, graph, name, immediate[name], extra.costs(name))
         )
-        if not any(_pays_to_compare(traced.infos[name]) for name in by_row):
+        if not any(pays_to_compare(traced.infos[name]) for name in by_row):
             return by_row, ()
         # The extra run goes on only where it tells most sites everything.
         others = by_row if 2 * len(by_row) < len(rows) else rows
-        return by_row, [name for name in others if _pays_to_compare(traced.infos[name])]
+        return by_row, [name for name in others if pays_to_compare(traced.infos[name])]
 
     def _layout(
         self,
@@ -321,7 +316,7 @@ class Planner:
             known |= set(tabled[name])
             spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds[name]))
             if critic is None:
-                charged[name] = _charged(graph, name, estimators[name], extra.costs(name), patterns)
+                charged[name] = charged_costs(graph, name, estimators[name], extra.costs(name), patterns)
                 spec = replace(spec, by_component=bool(charged[name]))
             is_blind = reads_value(critic) and spec.context > 0
             specs[name] = replace(spec, has_params=True) if facts.is_dynamic and not is_blind else spec
@@ -333,6 +328,7 @@ class Planner:
                 network = BackpropQNetwork.build(
                     graph, self.reduction, immediate=frozenset(known), form=self.form, discounted=self.discounted
                 )
+        crosses = not facts.is_dynamic and any("crossed" in estimator.needs for estimator in estimators.values())
         layout = Layout(
             graph,
             network,
@@ -342,19 +338,9 @@ class Planner:
             cuts_plates=facts.cuts_plates,
             is_steered=facts.is_dynamic,
             charged=charged,
-            crossings=None if facts.is_dynamic else self._crossings(traced, graph, estimators, facts.handed),
+            crossings=crossings(graph, crossable(traced, graph, facts.handed)) if crosses else None,
         )
         return layout, charged
-
-    def _crossings(
-        self,
-        traced: TracedRun,
-        graph: StochasticComputationGraph,
-        estimators: Mapping[str, Estimator],
-        handed: frozenset[str],
-    ) -> Crossings | None:
-        is_wanted = any("crossed" in estimator.needs for estimator in estimators.values())
-        return crossings(graph, crossable(traced, graph, handed)) if is_wanted else None
 
     def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
         """The site's own choice; else what follows from the ELBO's for a site of its kind."""
@@ -387,59 +373,3 @@ class Planner:
             context=0 if options.context is None else options.context.shape[-1],
             share=options.share,
         )
-
-
-def _revise(choices: dict[str, Choice], facts: SiteFacts) -> None:
-    """Lets the structure of the program overrule what follows from a site's options."""
-    found = decide(BY_STRUCTURE, facts)
-    if found is not None:
-        choices[facts.info.name] = found
-
-
-def _untold(
-    site: SiteFacts, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts, is_alone: bool
-) -> SiteFacts:
-    """The facts of a site of many components of whose costs nothing is told."""
-    name = site.info.name
-    keeps_rows = facts.cuts_plates or not graph.node(name).plates
-    is_last = not graph.descendants(name) and not graph.leaves_plates(name) and traced.elimination is None
-    is_plain = traced.options[name].baseline is None and name not in traced.untraced and not traced.user_costs
-    return replace(
-        site,
-        is_untold=True,
-        can_compare=is_plain and not facts.is_dynamic,
-        is_alone=is_alone and keeps_rows and is_last,
-    )
-
-
-def _in_rows(traced: TracedRun, graph: StochasticComputationGraph) -> frozenset[str]:
-    """Sites for which nothing is chosen, in plates of many rows, whose costs differ from row to row as data do.
-
-    Critics see data only where ``context`` shows them some.
-    """
-    return frozenset(
-        name
-        for name, options in traced.options.items()
-        if options.is_open
-        and not traced.infos[name].has_rsample
-        and math.prod(traced.plate_sizes[plate] for plate in graph.node(name).plates) >= MANY_ROWS
-    )
-
-
-def _pays_to_compare(info: SiteInfo) -> bool:
-    """Whether other particles serve a site better than sums over its values; of many components they always do."""
-    return info.num_particles > 1 and info.components is not None and info.components.size == 1
-
-
-def _charged(
-    graph: StochasticComputationGraph,
-    name: str,
-    estimator: Estimator,
-    evaluated: tuple[str, ...],
-    patterns: Mapping[tuple[str, str], Pattern],
-) -> frozenset[str]:
-    """The costs that are charged to single components of a site, if there are any but its own log-probabilities."""
-    if not estimator.by_component:
-        return frozenset()
-    found = {cost for cost in graph.downstream_costs(name) if (name, cost) in patterns and cost not in evaluated}
-    return frozenset(found) if found - {cost_of_guide(name), cost_of_model(name)} else frozenset()

@@ -2,5 +2,3 @@
 
 Imports ``plan``, ``step``, ``tracing`` and what is below them. Read ``at_values.py`` first, then ``row_runs.py``.
 """
-
-__all__: tuple[str, ...] = ()

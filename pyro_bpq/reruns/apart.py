@@ -16,10 +16,8 @@ from pyro_bpq.reruns.row_runs import agree, is_due, probe, probe_generator
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import PARTICLES, TracedRun
-from pyro_bpq.tracing.watch import is_enumerated, samples
-
-__all__ = ["Comparison", "Program", "Together", "keeps_apart"]
+from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, samples
 
 # Smallest number of particles that are run alone, in the first comparison and in later ones.
 FIRST, LATER = 16, 4
@@ -108,9 +106,6 @@ class Together:
 
     def __init__(self) -> None:
         self._proved: set[Any] = set()
-
-    def __repr__(self) -> str:
-        return f"Together({len(self._proved)} structures)"
 
     @property
     def is_empty(self) -> bool:

@@ -29,8 +29,6 @@ from pyro_bpq.tracing.substitute import Substitute, relaxed_log_prob
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model, cost_of_site
 from pyro_bpq.tracing.watch import samples
 
-__all__ = ["Reruns"]
-
 # Traces a program (model, guide, args, kwargs) without tracking; ``put`` wraps model and guide.
 Trace = Callable[..., TracedRun]
 
@@ -68,9 +66,6 @@ class Reruns:
         self.num_runs = 0
         self._fresh: tuple[Run, ...] | None = None
         self._led: dict[int, SharedBackward] = {}
-
-    def __repr__(self) -> str:
-        return f"Reruns({len(self.programs)} programs, {self.num_runs} runs so far)"
 
     def __call__(
         self, name: str, value: Tensor, held: tuple[Run, ...] | None = None, means: bool = False

@@ -31,8 +31,6 @@ from pyro_bpq.reruns.factors import Packed, Recipe, Term, average, make, pack
 from pyro_bpq.rollout.runs import Run
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model, entropy_term
 
-__all__ = ["Elimination", "eliminate"]
-
 
 @dataclass(frozen=True)
 class Elimination:

@@ -12,8 +12,6 @@ from pyro.poutine.messenger import Messenger
 
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 
-__all__ = ["enumerated_programs"]
-
 # Parts of the errors that torch raises when Python asks a tensor with several elements for one value.
 _ONE_VALUE_ONLY = ("is ambiguous", "converted to Scalar", "converted to Python scalar", "converted to an index")
 

@@ -27,8 +27,6 @@ from pyro_bpq.errors import PlateError, UnsupportedProgramError, UnsupportedSite
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.tracing.traced_run import cost_of_guide, cost_of_model
 
-__all__ = ["Packed", "Recipe", "Term", "average", "make", "pack"]
-
 # A tensor without dimensions of size one. Its attribute ``_pyro_dims`` names the other dimensions.
 Packed = Any
 

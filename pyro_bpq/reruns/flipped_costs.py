@@ -20,8 +20,6 @@ from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import is_enumerated, samples
 
-__all__ = ["flipped", "flipped_costs", "table"]
-
 
 @torch.no_grad()
 def flipped_costs(

@@ -26,8 +26,6 @@ from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_site
 from pyro_bpq.tracing.watch import is_enumerated, samples
 
-__all__ = ["HeldRun", "Program", "held_costs", "law_name", "law_of", "unmasked"]
-
 # A model, a guide, their arguments.
 Program = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 

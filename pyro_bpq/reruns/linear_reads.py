@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LinearRead", "LinearReads", "curvatures"]
-
 # Operators that pass values on, one by one, as they are or shifted and scaled.
 _PASSED_ON = frozenset(
     f"{name}Backward{i}"
@@ -65,9 +63,6 @@ class LinearReads(TorchFunctionMode):
         super().__init__()
         self.leaves = leaves
         self.found: list[LinearRead] = []
-
-    def __repr__(self) -> str:
-        return f"LinearReads({', '.join(self.leaves)}; {len(self.found)} found)"
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -29,8 +29,6 @@ from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
 
-__all__ = ["predicted_costs"]
-
 # Slope and curvature of a function in the value of a site; curvature None where it is not known.
 Expansion = tuple[Tensor, Tensor | None]
 

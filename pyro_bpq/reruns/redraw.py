@@ -27,22 +27,6 @@ from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = [
-    "Hold",
-    "StaleError",
-    "assignments",
-    "coparents",
-    "guide_leaves",
-    "held_sites",
-    "isolated",
-    "known_sites",
-    "learned_sites",
-    "stored_values",
-    "swapped",
-    "traced_leaves",
-    "trainable",
-]
-
 
 class StaleError(Exception):
     """A stored value no longer fits the program."""

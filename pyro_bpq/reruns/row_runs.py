@@ -29,7 +29,6 @@ from pyro_bpq.tracing.sandbox import Sandbox
 
 LOG = logging.getLogger("pyro_bpq")
 
-__all__ = ["RowProgram", "RowRuns", "Way", "agree", "is_due", "probe", "probe_generator"]
 
 # Largest number of rows that run one after the other. With more rows, exact costs are not worth the time.
 MOST_SINGLES = 16
@@ -188,9 +187,6 @@ class RowRuns:
     def __init__(self) -> None:
         self._ways: dict[Any, tuple[Way, int]] = {}
         self.said = ""
-
-    def __repr__(self) -> str:
-        return f"RowRuns({len(self._ways)} structures)"
 
     def say(self, text: str) -> None:
         """Keeps a finding, for those who print the objective, and logs it."""

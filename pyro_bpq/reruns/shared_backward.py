@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pyro_bpq.rollout.runs import Run
 
-__all__ = ["SharedBackward", "add_gradients", "inputs_of", "shared_backward", "with_gradients"]
-
 
 @dataclass(frozen=True)
 class SharedBackward:

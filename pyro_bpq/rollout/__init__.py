@@ -2,5 +2,3 @@
 
 Imports ``graph`` and ``errors``. Read ``runs.py`` first.
 """
-
-__all__: tuple[str, ...] = ()

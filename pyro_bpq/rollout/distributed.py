@@ -17,8 +17,6 @@ from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError
 
-__all__ = ["Ranks", "average_writes", "joint_mean"]
-
 
 @dataclass(frozen=True)
 class Ranks:

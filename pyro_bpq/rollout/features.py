@@ -18,15 +18,6 @@ from torch import Tensor
 from torch import distributions as td
 from torch.nn.functional import one_hot, softplus
 
-__all__ = [
-    "Components",
-    "batch_of",
-    "element_log_prob",
-    "encode_real",
-    "finite_components",
-    "independent_components",
-]
-
 
 @dataclass(frozen=True)
 class Components:

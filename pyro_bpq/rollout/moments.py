@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Standardised", "has_moments", "standardise"]
-
 
 class Standardised(NamedTuple):
     """Centred powers of a value.

@@ -21,8 +21,6 @@ from torch import Tensor
 from pyro_bpq.errors import PlateError
 from pyro_bpq.graph.scg import Plate
 
-__all__ = ["Rollout", "Run", "SiteRecord", "sum_to_plates"]
-
 
 @dataclass(frozen=True)
 class SiteRecord:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["RecordedStep", "Schedule", "at"]
-
 Schedule = float | Callable[[int], float]
 
 

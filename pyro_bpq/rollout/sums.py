@@ -22,8 +22,6 @@ from torch import Tensor
 
 from pyro_bpq.graph.bitsets import ones
 
-__all__ = ["Sums", "subset_sums", "weighted_sums"]
-
 # A matrix with at most DENSE entries, or with more than one entry in FULL to store, is stored dense.
 DENSE = 1 << 13
 FULL = 4

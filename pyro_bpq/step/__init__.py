@@ -3,5 +3,3 @@
 Imports ``batching``, ``critics``, ``estimators`` and what is below them; it does not import Pyro. Read
 ``signals.py`` first, then ``surrogate.py``.
 """
-
-__all__: tuple[str, ...] = ()

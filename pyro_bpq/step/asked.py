@@ -13,8 +13,6 @@ from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.step.critic_step import CriticBatch
 
-__all__ = ["RolloutTensors"]
-
 
 class RolloutTensors(Protocol):
     """The tensors of a rollout, as :class:`~pyro_bpq.step.signals.Signals` has them.

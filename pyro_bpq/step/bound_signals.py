@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["MEANS", "features_of_others", "leave_one_out_signal", "multi_sample_bound"]
-
 MEANS = ("geometric", "arithmetic", None)
 # Log-weights below this, in nats, look alike to critics.
 _LOWEST = -1e4

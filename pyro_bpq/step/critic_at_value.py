@@ -7,8 +7,6 @@ from torch import Tensor
 
 from pyro_bpq.step.asked import RolloutTensors
 
-__all__ = ["slope_of_class", "value_of_class"]
-
 
 def value_of_class(signals: RolloutTensors, c: int) -> Tensor:
     """``Q(x)`` for the sites of a class, ``(G, M, plates)`` in nats, detached; zero without critics."""

@@ -13,13 +13,11 @@ from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.attention import MemberCritic, Members
-from pyro_bpq.critics.bank import Selection, Write
+from pyro_bpq.critics.block import Selection, Write
 from pyro_bpq.critics.joint import SiteValue
 from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import update_mean
-
-__all__ = ["NEEDS_LEAF", "cells_of", "context_of", "index_features", "members_of", "site_value", "standardised"]
 
 # The need of estimators that take the gradient of a critic with respect to the sampled value.
 NEEDS_LEAF = "q_slope"

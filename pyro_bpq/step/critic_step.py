@@ -13,7 +13,8 @@ from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.attention import MemberCritic, Members
-from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.block import Block, Selection, Write
 from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue
 from pyro_bpq.critics.nets import Critic, CriticShape
 from pyro_bpq.critics.value_critic import reads_value
@@ -21,8 +22,6 @@ from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.rollout.sums import Sums
 from pyro_bpq.step.critic_inputs import cells_of, context_of, members_of, site_value, standardised
 from pyro_bpq.step.regression import CriticRows
-
-__all__ = ["CriticBatch", "JointValue", "Learned", "evaluate_critics"]
 
 
 class Learned(NamedTuple):

@@ -9,8 +9,6 @@ from pyro_bpq.batching.kinds import Relation
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.step.asked import RolloutTensors
 
-__all__ = ["of_class"]
-
 
 def of_class(signals: RolloutTensors, c: int) -> Tensor | None:
     """The changes for the sites of a class, ``(G, M, plates)`` in nats, detached; ``None`` where none is known.

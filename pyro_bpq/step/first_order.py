@@ -29,8 +29,6 @@ from pyro_bpq.graph.network import QNode
 from pyro_bpq.step.critic_step import CriticBatch
 from pyro_bpq.step.signals import Signals
 
-__all__ = ["first_order_loss"]
-
 
 def first_order_loss(signals: Signals, weight: float) -> Tensor:
     """The loss of the slopes of all critics that have some.

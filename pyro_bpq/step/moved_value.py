@@ -9,8 +9,6 @@ from pyro_bpq.estimators.reparameterise import base_distribution, reparameterise
 from pyro_bpq.rollout.runs import SiteRecord
 from pyro_bpq.step.asked import RolloutTensors
 
-__all__ = ["of_class"]
-
 
 def of_class(signals: RolloutTensors, c: int) -> Tensor:
     """The values of the sites of a class, ``(G, M, plates, D)``, with the gradient of the parameters.

@@ -11,8 +11,6 @@ from pyro_bpq.step.asked import RolloutTensors
 from pyro_bpq.step.returns import by_name
 from pyro_bpq.targets.advantages import advantages
 
-__all__ = ["of_class"]
-
 
 def of_class(signals: RolloutTensors, c: int) -> Tensor | None:
     """The advantages of the sites of a class, ``(G, M, plates)`` in nats, detached; ``None`` without critics.

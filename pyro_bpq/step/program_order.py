@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.classes import SiteClass, SiteSpec
-from pyro_bpq.critics.bank import CriticBank, Write
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.block import Write
 from pyro_bpq.estimators.base import Estimator, SiteContext
 from pyro_bpq.step.surrogate import Learning, Step, estimate, may_learn
 from pyro_bpq.tracing.traced_run import TracedRun
-
-__all__ = ["RunInOrder", "in_order", "order_step"]
 
 
 @dataclass(frozen=True, eq=False)

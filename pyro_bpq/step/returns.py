@@ -17,8 +17,6 @@ from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.targets.lambda_return import check_discount, lambda_return
 from pyro_bpq.targets.rules import solve_rules
 
-__all__ = ["by_name", "lambda_returns"]
-
 
 def lambda_returns(
     layout: Layout,
@@ -48,19 +46,6 @@ def lambda_returns(
     check_discount(layout.network, gamma)
     if len(plates) == 1 and len(layout.network.nodes) > 2 and (gamma == 1.0 or not layout.network.skips_levels):
         return _solve(layout, costs[0], groups, values, ahead, lam, gamma)
-    return _backward(layout, costs, groups, values, ahead, lam, gamma)
-
-
-def _backward(
-    layout: Layout,
-    costs: Sequence[Tensor],
-    groups: Mapping[int, QGroup],
-    values: Mapping[int, Tensor],
-    ahead: Mapping[int, Tensor],
-    lam: float | Tensor,
-    gamma: float,
-) -> dict[int, Tensor]:
-    assert layout.network is not None
     q, roots, expected = by_name(layout, costs, groups, values, ahead, gamma)
     returns = lambda_return(layout.network, q, roots, lam, gamma, expected)
     return {

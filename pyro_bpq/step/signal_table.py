@@ -21,8 +21,6 @@ from pyro_bpq.step import (
 )
 from pyro_bpq.step.asked import RolloutTensors
 
-__all__ = ["OTHER_NEEDS", "SIGNALS"]
-
 # Needs that are met by something else than a signal.
 OTHER_NEEDS = frozenset({"table", "slope"})
 

@@ -25,8 +25,6 @@ from pyro_bpq.step.returns import lambda_returns
 from pyro_bpq.step.signal_table import OTHER_NEEDS, SIGNALS
 from pyro_bpq.step.site_program import Rerun
 
-__all__ = ["Signals"]
-
 
 class Signals:
     """The intermediate tensors of one rollout, by position of the class of sites or of the group of Q-nodes.

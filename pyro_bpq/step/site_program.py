@@ -17,8 +17,6 @@ from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.rollout.runs import Rollout, Run
 from pyro_bpq.step.asked import RolloutTensors
 
-__all__ = ["Rerun", "SiteProgramRuns", "of_class", "slope_of"]
-
 
 class Rerun(Protocol):
     """Runs the program again with a site at another value ``(M, plates, event)``.
@@ -89,9 +87,6 @@ class SiteProgramRuns:
         self.names = layout.classes[c].names
         self.downstream = [None] * len(self.names) if downstream is None else downstream
         self.means = means
-
-    def __repr__(self) -> str:
-        return f"SiteProgramRuns({', '.join(self.names)})"
 
     @property
     def value(self) -> Tensor:

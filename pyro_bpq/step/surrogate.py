@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.classes import SiteClass
-from pyro_bpq.critics.bank import Block, CriticBank, Selection, Write, average_writes
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.block import Block, Selection, Write, average_writes
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, initial_statistics
 from pyro_bpq.rollout.distributed import Ranks
@@ -25,8 +26,6 @@ from pyro_bpq.step.first_order import first_order_loss
 from pyro_bpq.step.regression import CriticRows, regression
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.sweep import sweep
-
-__all__ = ["Learning", "Step", "critic_loss", "critic_targets", "estimate", "expected_critic_loss", "may_learn", "step"]
 
 # Value and target of the Q-nodes of each group.
 Pairs = Mapping[int, tuple[Tensor, Tensor]]
@@ -266,7 +265,8 @@ def _statistics(
     like = context.cost
 
     def make(keys: tuple[str, ...]) -> Block:
-        buffers = {k: torch.as_tensor(v).repeat(len(keys), *(1,) * _ndim(v)) for k, v in initial.items()}
+        tensors = {k: torch.as_tensor(v) for k, v in initial.items()}
+        buffers = {k: v.repeat(len(keys), *(1,) * v.dim()) for k, v in tensors.items()}
         buffers["count"] = torch.zeros(len(keys))
         return Block(kind, keys, None, buffers).to(like.device, like.dtype)
 
@@ -289,10 +289,6 @@ def _statistics(
         for name in (*initial, "count")
     }
     return None, found
-
-
-def _ndim(value: Any) -> int:
-    return torch.as_tensor(value).dim()
 
 
 # Learning.

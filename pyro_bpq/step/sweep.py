@@ -12,15 +12,14 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
-from pyro_bpq.critics.bank import CriticBank, Write
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.block import Write
 from pyro_bpq.estimators.base import site_mean
 from pyro_bpq.graph.network import QNode
 from pyro_bpq.rollout.distributed import Ranks, average_writes
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.targets.lambda_return import Backups
-
-__all__ = ["Wave", "sweep"]
 
 
 class Wave(NamedTuple):

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from pyro_bpq.step.asked import RolloutTensors
 
-__all__ = ["of_class"]
-
 
 def of_class(signals: RolloutTensors, c: int) -> Tensor:
     """The predictions for the sites of a class, ``(G, M, plates)`` in nats, with their gradient."""

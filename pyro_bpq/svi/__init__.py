@@ -2,5 +2,3 @@
 
 Imports ``objectives`` and the layers below it. Read ``controlled.py`` first.
 """
-
-__all__: tuple[str, ...] = ()

@@ -13,8 +13,6 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.svi.controlled import captured_leaves, descend
 
-__all__ = ["ActorCriticSVI"]
-
 
 class ActorCriticSVI(SVI):
     r"""SVI that also learns between rollouts: critics from stored rollouts, the guide from the critics.

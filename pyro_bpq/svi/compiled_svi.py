@@ -18,8 +18,6 @@ from pyro_bpq.compiled.updates import Updates
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.objective import Objective
 
-__all__ = ["CompiledSVI"]
-
 # Seconds between two losses that the progress bar shows.
 _SHOWS_EVERY = 0.5
 

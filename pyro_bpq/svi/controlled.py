@@ -17,8 +17,6 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.local_objective import LocalObjective, Nearby
 
-__all__ = ["ControlledStep", "ProximalSVI", "TrustRegionSVI"]
-
 
 @dataclass(frozen=True)
 class ControlledStep:
@@ -308,14 +306,11 @@ class TrustRegionSVI(_ControlledSVI):
                 gains = each.detach() - objective.value(found) - rest @ change
             improvement, doubt = float(gains.mean()), self.confidence * _standard_error(gains)
             kl = found.kl if self.divergence == "old" else found.reverse_kl
-            if improvement > doubt and self._keeps_limits(kl):
+            sites = [float(value) for value in kl.values()]
+            if improvement > doubt and sum(sites) <= self.max_kl and all(value <= self.max_site_kl for value in sites):
                 self.last = _report(loss, kl, 1, improvement, False)
                 return
         _assign(own, start, torch.zeros_like(full))
-
-    def _keeps_limits(self, kl: Mapping[str, Tensor]) -> bool:
-        sites = [float(value) for value in kl.values()]
-        return sum(sites) <= self.max_kl and all(value <= self.max_site_kl for value in sites)
 
 
 def _standard_error(values: Tensor) -> float:

@@ -2,5 +2,3 @@
 
 Imports ``graph`` and ``rollout``. Read ``lambda_return.py`` first.
 """
-
-__all__: tuple[str, ...] = ()

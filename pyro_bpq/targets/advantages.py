@@ -33,8 +33,6 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.targets.lambda_return import lambda_return
 
-__all__ = ["advantages"]
-
 
 def advantages(
     network: BackpropQNetwork,

@@ -23,8 +23,6 @@ from torch.distributions import Distribution
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.targets.lambda_return import Backups
 
-__all__ = ["backpropq_algorithm1"]
-
 Values = Mapping[str, Tensor]
 
 

@@ -36,16 +36,6 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode
 from pyro_bpq.rollout.runs import sum_to_plates
 
-__all__ = [
-    "Backups",
-    "check_discount",
-    "discounted_sum",
-    "lambda_return",
-    "lambda_return_solve",
-    "monte_carlo_return",
-    "td_target",
-]
-
 
 def lambda_return(
     network: BackpropQNetwork,
@@ -104,9 +94,6 @@ class Backups:
         self.found = {name: cost.detach() for name, cost in costs.items()}
         self._plates = {cost.name: cost.plates for cost in network.graph.costs}
         self._zero = next((cost.new_zeros(()) for cost in self.found.values()), torch.zeros(()))
-
-    def __repr__(self) -> str:
-        return f"Backups(lam={self.lam}, gamma={self.gamma}, {len(self.found)} known)"
 
     def target(self, node: QNode) -> Tensor:
         """The lambda-return of a Q-node whose children are known."""

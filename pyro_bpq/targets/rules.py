@@ -18,8 +18,6 @@ from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.rollout.sums import Sums, subset_sums, weighted_sums
 from pyro_bpq.targets.lambda_return import lambda_return_solve
 
-__all__ = ["BLOCK", "RuleBlock", "Rules", "network_rules", "solve_rules"]
-
 BLOCK = 256
 
 # Row, column, weight.

@@ -23,8 +23,6 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError, StructureChangedError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.testing.distributions import TwoPoint
 
-__all__ = ["ChoiceMessenger", "ChoiceNoise", "iter_outcomes", "walk"]
-
 T = TypeVar("T")
 
 _MAX_MISSING_PROBABILITY = 1e-5

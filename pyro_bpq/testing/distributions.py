@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.distributions.utils import broadcast_all
 
-__all__ = ["TwoPoint"]
-
 
 class TwoPoint(TorchDistribution):
     r"""Replaces a reparameterised distribution in tests whose expectations must be exact.

@@ -18,8 +18,6 @@ from pyro_bpq.testing.choices import ChoiceMessenger, walk
 from pyro_bpq.testing.marginal import is_marked, marginal_log_prob
 from pyro_bpq.testing.parameters import ParameterCollector
 
-__all__ = ["exact_gradient", "exact_loss"]
-
 Program = Callable[..., Any]
 
 

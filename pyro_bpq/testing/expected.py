@@ -13,8 +13,6 @@ from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.exact import exact_gradient
 from pyro_bpq.testing.parameters import GradientReader
 
-__all__ = ["Moments", "assert_unbiased", "expected_gradient", "expected_moments"]
-
 Program = Callable[..., Any]
 
 # Number of outcomes that are run twice, to detect noise that is not enumerated.

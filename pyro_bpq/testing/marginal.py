@@ -14,8 +14,6 @@ from torch import Tensor
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
 
-__all__ = ["is_marked", "marginal_log_prob"]
-
 
 def is_marked(msg: Any) -> bool:
     """Whether a site of the model that the guide lacks is to be summed out."""

@@ -9,8 +9,6 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-__all__ = ["GradientReader", "ParameterCollector"]
-
 
 class ParameterCollector(Messenger):
     """Collects the leaves behind every ``pyro.param`` statement that runs under it.
@@ -34,9 +32,6 @@ class ParameterCollector(Messenger):
         self._is_fixed = parameters is not None
         for name, leaf in (parameters or {}).items():
             self._add(name, leaf)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self.leaves)})"
 
     def add_modules(self) -> None:
         """Adds the parameters of modules that no statement has reached; call it when all runs are over."""

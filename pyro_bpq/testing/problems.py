@@ -16,8 +16,6 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, initial_s
 from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.rollout.features import Components
 
-__all__ = ["FakeProgram", "Problem", "with_statistics"]
-
 _NAMES = MappingProxyType(
     {"bernoulli": "Bernoulli", "one_hot": "OneHotCategorical", "categorical": "Categorical"},
 )

@@ -12,8 +12,6 @@ from torch import Tensor
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
 
-__all__ = ["sample_gradients", "z_scores"]
-
 
 def sample_gradients(
     elbo: Any,

@@ -17,8 +17,6 @@ from pyro_bpq.errors import GraphError
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.graph.scg import StochasticComputationGraph
 
-__all__ = ["TabularProgram"]
-
 
 @dataclass(frozen=True, eq=False)
 class TabularProgram:

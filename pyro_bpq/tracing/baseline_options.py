@@ -16,8 +16,6 @@ from pyro_bpq.estimators.baselines import RunningBaseline
 from pyro_bpq.estimators.pyro_baseline import PyroBaseline
 from pyro_bpq.estimators.score_function import ScoreFunction
 
-__all__ = ["BaselineOptions", "baseline_options"]
-
 
 @dataclass(frozen=True, eq=False)
 class BaselineOptions:

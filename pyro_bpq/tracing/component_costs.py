@@ -23,8 +23,6 @@ from pyro_bpq.tracing.elements import MANY, NONE, ElementTracker
 from pyro_bpq.tracing.plate_rows import PlateRows
 from pyro_bpq.tracing.provenance import DependencyTracker
 
-__all__ = ["ElementWatch", "Pattern", "Patterns", "charge_sites"]
-
 # Largest number of sites whose components are followed.
 _MAX_FOLLOWED = 32
 
@@ -105,9 +103,6 @@ class ElementWatch:
         self.rows = PlateRows(self.elements) if rows else None
         self.components = components
         self.sizes: dict[str, tuple[torch.Size, int]] = {}
-
-    def __repr__(self) -> str:
-        return f"ElementWatch({', '.join(self.sizes)})"
 
     def drawn(self, name: str, fn: Any, value: Any, frames: Sequence[Any] = ()) -> None:
         """Starts to follow a newly drawn site in vectorised plates; both trackers must be active."""

@@ -15,8 +15,6 @@ from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.tracing.baseline_options import BaselineOptions, baseline_options
 
-__all__ = ["SiteOptions", "config_bpq", "site_options"]
-
 
 @dataclass(frozen=True)
 class SiteOptions:

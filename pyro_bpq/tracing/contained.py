@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pyro_bpq.tracing.provenance import DependencyTracker
 
-__all__ = ["ContainedCalls"]
-
 
 class ContainedCalls:
     """Makes only the result of a call depend on the values that the call read in Python.
@@ -28,9 +26,6 @@ class ContainedCalls:
         self._ledger = tracker._ledger
         self._before: list[tuple[int, frozenset[int]]] = []
         self._states: dict[int, int] = {}
-
-    def __repr__(self) -> str:
-        return f"ContainedCalls({len(self._before)} open)"
 
     def open(self) -> None:
         """Call it right before the function runs."""

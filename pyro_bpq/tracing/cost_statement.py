@@ -21,18 +21,6 @@ from torch.distributions import constraints
 
 from pyro_bpq.errors import OptionError
 
-__all__ = [
-    "CALL",
-    "CostCounter",
-    "CostOptions",
-    "GiveCosts",
-    "Given",
-    "SkipCosts",
-    "cost",
-    "cost_options",
-    "given_costs",
-]
-
 # Type of the message that calls a cost's function.
 CALL = "bpq_cost"
 
@@ -191,9 +179,6 @@ class SkipCosts(Messenger):
         super().__init__()
         self.exact = exact
 
-    def __repr__(self) -> str:
-        return f"SkipCosts(exact={self.exact})"
-
     def _pyro_bpq_cost(self, msg: Any) -> None:
         if not (self.exact and msg["infer"]["exact"]):
             msg["done"] = True
@@ -209,9 +194,6 @@ class GiveCosts(Messenger):
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.values = values
-
-    def __repr__(self) -> str:
-        return f"GiveCosts({', '.join(self.values)})"
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
         if msg["name"] in self.values:

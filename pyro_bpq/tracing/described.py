@@ -9,9 +9,6 @@ from torch import Tensor
 
 from pyro_bpq.tracing.watch import distribution_name
 
-__all__ = ["data_line", "described", "is_discrete", "left_torch", "nan_line", "number_missing", "support", "told"]
-
-
 _SHAPES = "\nTrace Shapes:"
 
 

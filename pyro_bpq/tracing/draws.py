@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from pyro.poutine.runtime import effectful
 
-__all__ = ["MARK", "REWIND", "Draws"]
-
 # Types of the messages that announce a mark, and a return to it, to handlers that draw in place of the generator.
 MARK, REWIND = "bpq_mark", "bpq_rewind"
 
@@ -18,9 +16,6 @@ class Draws:
 
     def __init__(self) -> None:
         self._state, self._mark = torch.get_rng_state(), _mark()
-
-    def __repr__(self) -> str:
-        return f"Draws(mark={self._mark!r})"
 
     def again(self) -> None:
         """Goes back to the mark: the draws since the mark are repeated from now on."""

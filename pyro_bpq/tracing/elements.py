@@ -24,8 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_bpq.tracing.ledger import NO_STORAGE, Ledger, memory_of
 
-__all__ = ["MANY", "NONE", "ElementTracker"]
-
 NONE, MANY = -1, -2
 """``NONE``: depends on no element of the source. ``MANY``: depends on several, or on an unknown one."""
 
@@ -49,9 +47,6 @@ class ElementTracker(TorchDispatchMode):
         # For each source: its bit and those of sources drawn from it. Rows of plates are keyed by the plates.
         self._followed: dict[Hashable, int] = {}
         self._slots: dict[Hashable, dict[int, _Slots]] = {}
-
-    def __repr__(self) -> str:
-        return f"ElementTracker({', '.join(map(str, self._followed))})"
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

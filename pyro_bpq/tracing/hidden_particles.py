@@ -26,10 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.tracing.sandbox import LentBuffers
 from pyro_bpq.tracing.scoring import importance_traces
-from pyro_bpq.tracing.traced_run import TracedRun, TraceOptions, record_run
+from pyro_bpq.tracing.traced_run import TracedRun, record_run
+from pyro_bpq.tracing.tracer import TraceOptions
 from pyro_bpq.tracing.watch import Watch, samples
-
-__all__ = ["HiddenFactories", "Wrapped", "hidden_traces", "trace_particles"]
 
 # Type of the message that tells handlers that draw in place of the generator which particle a value is for.
 PARTICLE = "bpq_particle"
@@ -50,9 +49,6 @@ class Wrapped(TorchFunctionMode):
     def __init__(self, seen: list[weakref.ref[Tensor]]) -> None:
         super().__init__()
         self.seen = seen
-
-    def __repr__(self) -> str:
-        return f"Wrapped({len(self.seen)} tensors)"
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -80,9 +76,6 @@ class HiddenFactories(TorchFunctionMode):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
-
-    def __repr__(self) -> str:
-        return f"HiddenFactories({self.number})"
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["NO_STORAGE", "OWN", "Entry", "Heard", "Ledger", "memory_of"]
-
 OWN = tuple(f"pyro_bpq.tracing.{name}" for name in ("ledger", "provenance", "elements", "work"))
 """The tracker's own modules. They look at memory only to follow it, and at operators only to count them."""
 
@@ -60,9 +58,6 @@ class Heard:
 
     mask: int = 0
 
-    def __repr__(self) -> str:
-        return f"Heard({self.mask:b})"
-
 
 class Ledger:
     """The knowledge of a tracker: a bit for each source, and a mask of bits for each storage."""
@@ -79,9 +74,6 @@ class Ledger:
         self.deferred: int | None = None  # not None: collects the sources of scalars read as positions
         entries = self.entries
         self._expire: Callable[[Any], Any] = lambda entry: entries.pop(entry.key, None)
-
-    def __repr__(self) -> str:
-        return f"Ledger({len(self.bits)} sources, {len(self.entries)} storages)"
 
     def names(self, mask: int) -> frozenset[str]:
         """Returns the names of the sources in a mask."""

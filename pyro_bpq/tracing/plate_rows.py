@@ -12,8 +12,6 @@ from torch import Tensor
 from pyro_bpq.rollout.features import batch_of
 from pyro_bpq.tracing.elements import NONE, ElementTracker
 
-__all__ = ["PlateRows"]
-
 # Plates, each by its name and its dimension.
 _Plates = tuple[tuple[str, int], ...]
 
@@ -28,9 +26,6 @@ class PlateRows:
     def __init__(self, elements: ElementTracker) -> None:
         self.elements = elements
         self.plates: dict[_Plates, tuple[int, ...]] = {}
-
-    def __repr__(self) -> str:
-        return f"PlateRows({', '.join(name for plates in self.plates for name, _ in plates)})"
 
     def drawn(self, name: str, fn: Any, value: Tensor, frames: Sequence[Any]) -> None:
         """Starts to follow the rows of a newly drawn site.

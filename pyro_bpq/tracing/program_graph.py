@@ -8,8 +8,6 @@ from pyro_bpq.graph.bitsets import Reads, named
 from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide
 
-__all__ = ["build_graph", "dense_graph"]
-
 
 def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
     """The dense graph: every site reads all earlier sites, and every cost of the model reads all sites.

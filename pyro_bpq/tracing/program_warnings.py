@@ -16,8 +16,6 @@ from pyro_bpq.tracing.described import described, is_discrete, nan_line, number_
 from pyro_bpq.tracing.plate_errors import own_plates, plates_of
 from pyro_bpq.tracing.watch import distribution_name, is_enumerated
 
-__all__ = ["warn_of_program"]
-
 
 def warn_of_program(
     model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], loss: Tensor, is_first: bool, is_enumerating: bool

@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_bpq.tracing.ledger import NO_STORAGE, OWN, Ledger, memory_of
 
-__all__ = ["LIBRARIES", "DependencyTracker"]
-
 LIBRARIES = ("torch.distributions.", "pyro.distributions.", "pyro.poutine.", "pyro.util", "pyro.primitives")
 """Modules that read booleans and shapes only to check arguments; the caller sees no effect of it."""
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BufferedModules", "LentBuffers", "Sandbox", "UngraphedBuffers"]
-
 
 class BufferedModules:
     """Records each module with buffers that a run calls on its thread, just before the first call."""
@@ -21,9 +19,6 @@ class BufferedModules:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._own: dict[nn.Module, dict[str, Tensor | None]] = {}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._own)} modules)"
 
     def __enter__(self) -> Self:
         self._hook = nn.modules.module.register_module_forward_pre_hook(self._note)
@@ -114,9 +109,6 @@ class Sandbox:
         self.after: list[Tensor] = []
         self._start = start
         self._buffers = LentBuffers() if has_buffers else contextlib.nullcontext()
-
-    def __repr__(self) -> str:
-        return f"Sandbox({'seed' if isinstance(self._start, int) else 'state of the generator'})"
 
     def __enter__(self) -> Sandbox:
         is_cuda_used = torch.cuda.is_initialized()

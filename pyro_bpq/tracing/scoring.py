@@ -19,8 +19,6 @@ from pyro_bpq.tracing.ledger import Ledger
 from pyro_bpq.tracing.program_errors import explain_scores
 from pyro_bpq.tracing.watch import samples
 
-__all__ = ["Heard", "importance_traces", "program_trace"]
-
 # Modules whose distributions keep a value only in tensors.
 _LIBRARIES = ("torch.", "pyro.", "pyro_bpq.")
 # Largest depth of nested distributions that is searched.

@@ -23,8 +23,6 @@ from pyro_bpq.tracing.program_graph import build_graph, dense_graph
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide
 from pyro_bpq.tracing.work import Work
 
-__all__ = ["STRUCTURES", "StructureCache"]
-
 LOG = logging.getLogger("pyro_bpq")
 STRUCTURES = ("auto", "dynamic", "dense", "static")
 

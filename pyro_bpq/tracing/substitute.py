@@ -13,8 +13,6 @@ from torch import Tensor
 
 from pyro_bpq.rollout.features import finite_components
 
-__all__ = ["Substitute", "relaxed_log_prob"]
-
 
 class Substitute(Messenger):
     """Sets the values of named latent sites; all other sites are drawn as usual.
@@ -36,9 +34,6 @@ class Substitute(Messenger):
         super().__init__()
         self.values, self.relaxed, self.means = values, relaxed, means
         self._taken: dict[str, Tensor] = {}
-
-    def __repr__(self) -> str:
-        return f"Substitute({', '.join(self.values)})"
 
     def _pyro_sample(self, msg: Any) -> None:
         name = msg["name"]

@@ -16,8 +16,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Weights", "Work", "WorkCounter", "WorkMode"]
-
 
 @dataclass(frozen=True)
 class Weights:
@@ -77,9 +75,6 @@ class WorkCounter:
     def __init__(self) -> None:
         self._operators = self._flops = self._convolved = self._bytes = 0
 
-    def __repr__(self) -> str:
-        return f"WorkCounter({self.total})"
-
     @property
     def total(self) -> Work:
         """The cost so far."""
@@ -115,9 +110,6 @@ class WorkMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counter = WorkCounter()
-
-    def __repr__(self) -> str:
-        return "WorkMode()"
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_bpq.critics.bank import Block, CriticBank, Selection
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.block import Block, Selection
 
 
 class Weight(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_bpq.critics.slow import SlowTracking, track, two_part_step
+from pyro_bpq.critics.slow import SlowTracking, track
 from pyro_bpq.errors import OptionError
 
 
@@ -13,7 +13,8 @@ def test_the_two_part_form_is_the_soft_update() -> None:
     theta, delta, current = torch.tensor(1.0), torch.tensor(0.0), torch.tensor(1.0)
     slow = torch.tensor(1.0)
     for change in (0.5, -2.0, 3.0):
-        theta, delta = two_part_step(theta, delta, torch.tensor(change), 0.1)
+        delta = delta + change
+        theta, delta = theta + 0.1 * delta, 0.9 * delta
         current = current + change
         track([slow], [current], 0.1)
         torch.testing.assert_close(theta, slow)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import SiteContext, initial_statistics
+from pyro_bpq.estimators.base import SiteContext, SiteTerm, initial_statistics
 from pyro_bpq.rollout.features import Components
 
 
@@ -143,3 +143,12 @@ def total_variance(samples: Tensor) -> tuple[float, float]:
     """Total variance of independent gradients ``(samples, ...)``, and its standard error."""
     square = (samples - samples.mean(0)).square().flatten(1).sum(1)
     return float(square.mean()), float(square.std() / math.sqrt(len(square)))
+
+
+def wrong_sign(estimator: Any) -> Any:
+    """An estimator whose gradient has the wrong sign."""
+
+    def __call__(self: Any, context: SiteContext) -> SiteTerm:
+        return SiteTerm(-type(estimator).__call__(self, context).surrogate)
+
+    return dataclass(frozen=True)(type("WrongSign", (type(estimator),), {"__call__": __call__}))()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import FakeProgram
+from programs import FakeProgram, wrong_sign
 from torch import Tensor
 
 import pyro_bpq.estimators as package
@@ -263,12 +263,6 @@ def test_statistics_of_this_step_do_not_enter_its_gradient(estimator: Any) -> No
 
 
 @dataclass(frozen=True)
-class WrongSign(DisARM):
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        return SiteTerm(-super().__call__(context).surrogate)
-
-
-@dataclass(frozen=True)
 class ThreePercentOff(DisARM):
     def __call__(self, context: SiteContext) -> SiteTerm:
         return SiteTerm(1.03 * super().__call__(context).surrogate)
@@ -332,7 +326,7 @@ class ChangesTheValue(StraightThrough):
 @pytest.mark.parametrize(
     ("estimator", "says"),
     [
-        (WrongSign(), "biased"),
+        (wrong_sign(DisARM()), "biased"),
         (ThreePercentOff(), "biased"),
         (NoCorrelation(samples=2), "biased"),
         (OwnSlope(scale=0.5), "biased"),

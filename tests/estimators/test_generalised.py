@@ -90,12 +90,12 @@ class NoCorrection(GeneralisedReparameterisation):
 
 
 @dataclass(frozen=True)
-class WrongSign(GeneralisedReparameterisation):
+class FlippedCorrection(GeneralisedReparameterisation):
     def correction(self, fn: Any, value: Tensor) -> Tensor:
         return -super().correction(fn, value)
 
 
-@pytest.mark.parametrize("estimator", [NoCorrection(), WrongSign()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("estimator", [NoCorrection(), FlippedCorrection()], ids=lambda e: type(e).__name__)
 def test_worst_z_sees_a_wrong_correction(estimator: Any) -> None:
     assert worst_z("gamma", estimator, 20, gate=1.0) > 6
 

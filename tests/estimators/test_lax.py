@@ -83,7 +83,7 @@ def test_gradient_of_two_particles_is_unbiased() -> None:
 
 
 @dataclass(frozen=True)
-class WrongSign(LAX):
+class FlippedPath(LAX):
     """The pathwise term with the wrong sign: twice the score-function part less the right estimate."""
 
     def __call__(self, context: SiteContext) -> SiteTerm:
@@ -104,7 +104,7 @@ class WrongSign(LAX):
 
 
 def test_worst_z_sees_a_wrong_sign() -> None:
-    assert worst_z(exact("normal"), gradients("normal", WrongSign(), learned("normal", LAX()))) > 6
+    assert worst_z(exact("normal"), gradients("normal", FlippedPath(), learned("normal", LAX()))) > 6
 
 
 def variance(estimator: Any, particles: int) -> tuple[float, float]:

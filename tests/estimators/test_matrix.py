@@ -12,6 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from programs import wrong_sign
 from steps import trained
 from torch import Tensor
 
@@ -267,12 +268,6 @@ def test_worst_z_sees_a_wrong_sign_and_two_percent(factor: float, least: float) 
 
 
 @dataclass(frozen=True)
-class WrongSign(MeasureValued):
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        return SiteTerm(-super().__call__(context).surrogate)
-
-
-@dataclass(frozen=True)
 class HalfTheCritic(CriticBaseline):
     """Half of the critic's own value in the baseline."""
 
@@ -283,7 +278,7 @@ class HalfTheCritic(CriticBaseline):
         return super().__call__(replace(context, cost=context.cost - 0.5 * own))
 
 
-@pytest.mark.parametrize("estimator", [WrongSign(), HalfTheCritic()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("estimator", [wrong_sign(MeasureValued()), HalfTheCritic()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("case", [CASES[0], CASES[7], CASES[10]], ids=str)
 def test_exact_check_sees_a_planted_fault(estimator: Any, case: Kind) -> None:
     elbo, model, guide = train(estimator, case, 1, estimator.uses_critic)

@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME, Case
+from programs import wrong_sign
 from steps import bias, trained
 from torch import Tensor
 
@@ -165,14 +166,8 @@ def test_mean_gradient_is_exact(name: str, estimator: Any) -> None:
     assert largest_z(BY_NAME[name], estimator) < 4.0
 
 
-@dataclass(frozen=True)
-class WrongSign(DisARM):
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        return SiteTerm(-super().__call__(context).surrogate)
-
-
 def test_wrong_sign_is_seen() -> None:
-    assert largest_z(BY_NAME["fork"], WrongSign()) > 20.0
+    assert largest_z(BY_NAME["fork"], wrong_sign(DisARM())) > 20.0
     case = BY_NAME["vector"]
     elbo, guide = train(MuPropWithoutSlope(), case, 1)
     assert error(elbo, case, guide) > 1e-2

@@ -114,7 +114,7 @@ def test_gradient_of_several_particles_is_unbiased(estimator: Any) -> None:
 
 
 @dataclass(frozen=True)
-class WrongSign(REBAR):
+class FlippedPath(REBAR):
     """The pathwise part of the control variate with the wrong sign."""
 
     def __call__(self, context: SiteContext) -> SiteTerm:
@@ -169,9 +169,9 @@ class OwnValueInLevel(RELAXQ):
         return super().__call__(replace(context, level=context.level + 0.1 * own))
 
 
-@pytest.mark.parametrize("estimator", [WrongSign(), NoPath(), OwnValueInLevel()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("estimator", [FlippedPath(), NoPath(), OwnValueInLevel()], ids=lambda e: type(e).__name__)
 def test_worst_z_sees_a_planted_bias(estimator: Any) -> None:
-    honest = {WrongSign: REBAR(), NoPath: RELAX(), OwnValueInLevel: RELAXQ()}[type(estimator)]
+    honest = {FlippedPath: REBAR(), NoPath: RELAX(), OwnValueInLevel: RELAXQ()}[type(estimator)]
     state = learned("bernoulli", honest)
     assert worst_z(PROBLEMS["bernoulli"].exact(), gradients("bernoulli", estimator, state)) > 6
 

@@ -33,7 +33,8 @@ from pyro_bpq import (
     TraceBackpropQ_IWAE,
     cost,
 )
-from pyro_bpq.critics.bank import Block, CriticBank
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.block import Block
 from pyro_bpq.testing import assert_unbiased
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

@@ -82,7 +82,7 @@ def test_the_plan_says_why() -> None:
     assert "the last run: sampled values steer this program" in str(elbo.plan)
     assert elbo.plan.layout.specs["a"].estimator == ScoreFunction(RunningBaseline())
     assert "go in program order" in str(elbo)
-    assert elbo.refuses_recording()
+    assert elbo.runner.refuses_recording()
 
 
 @pytest.mark.parametrize("options", [{"structure": "dynamic"}, {"estimator": AllAction()}, {"window": 2}])

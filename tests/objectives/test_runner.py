@@ -11,7 +11,8 @@ import torch
 
 from pyro_bpq import MLPCritic
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.objectives.runner import Mode, NoiseSource, StepRunner
+from pyro_bpq.objectives.mode import Mode, NoiseSource
+from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.rollout.particles import Particles
 

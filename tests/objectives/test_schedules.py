@@ -12,26 +12,7 @@ from models import BY_NAME
 from steps import CHAIN, assert_equal, bias, is_equal, run, state_of, trained
 
 from pyro_bpq import AllAction, CriticLearner, Replay, SlowTracking, TabularCritic, TraceBackpropQ_ELBO
-from pyro_bpq.critics.bank import Block
-from pyro_bpq.critics.slow import track, two_part_step
-
-
-def test_two_part_form_is_the_soft_update() -> None:
-    generator = torch.Generator().manual_seed(0)
-    theta, delta, rate = torch.zeros(3), torch.ones(3), 0.07
-    slow, current = theta.clone(), theta + delta
-    for _ in range(50):
-        change = torch.randn(3, generator=generator)
-        theta, delta = two_part_step(theta, delta, change, rate)
-        current = current + change
-        track([slow], [current], rate)
-        torch.testing.assert_close(slow, theta, rtol=0, atol=1e-12)
-        torch.testing.assert_close(theta + delta, current, rtol=0, atol=1e-12)
-
-
-def test_two_part_step_by_hand() -> None:
-    theta, delta = two_part_step(torch.tensor(1.0), torch.tensor(0.5), torch.tensor(1.5), 0.25)
-    assert (float(theta), float(delta)) == (1.5, 1.5)
+from pyro_bpq.critics.block import Block
 
 
 def slow_elbo(rate: float = 0.1, **options: Any) -> TraceBackpropQ_ELBO:

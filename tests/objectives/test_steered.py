@@ -15,7 +15,7 @@ from pyro.optim import SGD
 from steps import trained
 
 from pyro_bpq import BackpropQNetwork, StochasticComputationGraph, TraceBackpropQ_ELBO, config_bpq
-from pyro_bpq.critics.bank import average_writes
+from pyro_bpq.critics.block import average_writes
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.sequence import sequence_network
 from pyro_bpq.step.critic_inputs import index_features

@@ -24,7 +24,7 @@ from pyro_bpq.reruns.row_runs import REFEREES, Way
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import PARTICLES
+from pyro_bpq.tracing.watch import PARTICLES
 
 Graph = StochasticComputationGraph
 

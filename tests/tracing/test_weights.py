@@ -304,7 +304,7 @@ def test_a_scale_of_another_particle_is_a_bias_that_is_caught(monkeypatch: pytes
 
 
 def test_a_weight_by_the_site_itself_is_not_tabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.tracing.traced_run._weighted_by_itself", lambda *_: frozenset())
+    monkeypatch.setattr("pyro_bpq.tracing.tracer._weighted_by_itself", lambda *_: frozenset())
     model, guide = SITES["in_place"]
     with pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(train(model, guide, num_particles=1), model, guide)

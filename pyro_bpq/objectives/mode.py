@@ -1,0 +1,121 @@
+r"""What a step is for, what it draws from, and what runs it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pyro_bpq.objectives.staged import Observation
+from pyro_bpq.reruns.apart import Program
+from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.tracing.traced_run import TracedRun
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a step is for.
+
+    Args:
+        learning: Whether anything learns from it.
+        num_steps: Number of steps taken.
+        by_value: Whether all gradients come by way of ``log q`` of every value, as what is kept for later needs it.
+        first_order: Whether critics learn from slopes of the costs, too.
+        goes_back: Whether the step itself asks once for the gradients of its loss: slopes may be found on the way.
+        has_ranks: Whether other processes learn along.
+        is_checked: Whether particles that run in a hidden dimension are looked at for what they leave behind.
+        is_recorded: Whether operators of the step are recorded: findings of earlier steps are then taken as they are.
+        may_order: Whether the step needs nothing but costs in program order, where that is all that is known.
+        shows: Whether it is asked what sites are told, so that a graph is needed in any case.
+    """
+
+    learning: bool = False
+    num_steps: int = 0
+    by_value: bool = False
+    first_order: bool = False
+    goes_back: bool = False
+    has_ranks: bool = False
+    is_checked: bool = False
+    is_recorded: bool = False
+    may_order: bool = False
+    shows: bool = False
+
+
+class NoiseSource:
+    """Generators for what an objective draws itself; the global generators are left alone.
+
+    Args:
+        seed: Where they start from.
+
+    Attributes:
+        number: How many there have been.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.number = seed, 0
+
+    def __repr__(self) -> str:
+        return f"NoiseSource(seed={self.seed}, number={self.number})"
+
+    def __call__(self) -> torch.Generator:
+        """The next generator."""
+        self.number += 1
+        return torch.Generator().manual_seed(self.seed_of(self.number))
+
+    def seed_of(self, number: int) -> int:
+        """Seed of a generator, counted from 1."""
+        return (self.seed * 7919 + 1) * 1_000_003 + number
+
+
+class Runner(ABC):
+    """Runs the programs of a step.
+
+    Attributes:
+        noise: Source of what estimators draw themselves; ``None`` for none.
+    """
+
+    noise: NoiseSource | None = None
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """What finds things out in a step."""
+        return (self,)
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the next runs are tracked."""
+        return False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next run does what the last one did, as far as is known."""
+        return True
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the programs may call modules with buffers."""
+        return True
+
+    def refuses_recording(self) -> str:
+        """Why the programs are not recorded, as the end of a sentence; empty if they are."""
+        return ""
+
+    def forget_last(self) -> None:  # noqa: B027 # some keep nothing
+        """Forgets the last step: the next one is planned anew."""
+
+    def good_for(self, traced: TracedRun, particles: int = 1) -> int:
+        """Number of particles that a program is good for, from a run of so many; 1 where values steer it."""
+        return 1
+
+    @abstractmethod
+    def trace(
+        self, program: Program, particles: Particles, num_steps: int, *, put: Callable[[Any], Any] = lambda part: part
+    ) -> TracedRun:
+        """Runs a program once; ``put`` wraps model and guide."""
+
+    @abstractmethod
+    def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
+        """The runs of a step, and what their sites are told."""
