@@ -70,7 +70,7 @@ class Hindsight(Estimator):
     keep their values. ``w`` is the law of the component given all of these. So this is the expectation of the
     score-function gradient given the other values. It has the same mean and, for the same baseline, never more
     variance. ``b_d`` is the mean of ``Σ_v w_d(v) I_d(v) + L`` over the other particles or, with one particle, over
-    earlier steps. A baseline may read whatever does not depend on the site's own value.
+    earlier steps; in a larger site that of the cost-to-go. A baseline may read whatever does not depend on the site's own value.
 
     A site of up to ``draws`` components is evaluated at all values, in one extra run of guide and model. In a larger
     site, changes of costs and log-probabilities come from their slopes and curvatures at the drawn values. ``draws``
@@ -134,7 +134,8 @@ class Hindsight(Estimator):
                 # Of the other value, relative to the drawn one.
                 log_q = log_q * (1.0 - 2.0 * held.value)
             weights, mean = _weighted(log_q, held.law, held.cost, held.has_bits)
-            costs = mean if held.has_bits else mean.sum(-1)
+            # Predictions read all particles: in a baseline they would bring in the own value.
+            costs = mean.sum(-1) if held.drawn is None else mean.new_zeros(())
             centred, statistics = _centred(later.unsqueeze(-1) + costs, context, "baseline")
             if self.crossed and context.crossed is not None and context.cost.shape[1] > 1:
                 centred, moments = _without_crossed(centred, context.crossed, context)
@@ -219,7 +220,7 @@ def _corrected(table: Tensor, log_q: Tensor, level: Tensor, held: HeldCosts) -> 
         dim, at, share = -2, drawn.unsqueeze(-1).expand(*drawn.shape, table.shape[-1]), share.unsqueeze(-1)
     own, values = pick(table), pick(log_q).gather(dim, at)
     weights, costs = _weighted(values, held.exact_law, held.exact_cost, held.has_bits)
-    exact = _coefficients(values, weights, costs, pick(level).gather(-1, drawn), held.has_bits)
+    exact = _coefficients(values, weights, costs, pick(level), held.has_bits)
     own = own.scatter_add(dim, at, (exact - own.gather(dim, at)) * share)
     return own if held.particle is None else table.index_copy(1, held.particle, own)
 
