@@ -40,6 +40,8 @@ __all__ = [
 MOST_PARTICLES = 8
 # A value of so many elements takes about as long as the Python code of a sample statement.
 ELEMENTS = 1 << 16
+# Where values are averaged, a particle more takes this much more variance away.
+GAIN_IN_LAYERS = 16
 
 
 @dataclass(frozen=True)
@@ -191,17 +193,21 @@ class ParticleRule:
     number: Callable[[ProgramFacts], int]
 
 
+def _affordable(program: ProgramFacts, gain: int) -> int:
+    return min(MOST_PARTICLES, max(2, gain * ELEMENTS * program.particles // max(program.elements, 1)))
+
+
 PARTICLES = (
     ParticleRule("no costs that differ from row to row", lambda p: not p.by_row, lambda p: 1),
     ParticleRule("particles cannot be taken apart", lambda p: not p.is_plain, lambda p: 1),
     # Slopes need no baseline.
     ParticleRule("slopes serve all sites of rows", lambda p: p.by_row <= p.sloped, lambda p: 2),
     # Most of the variance that is left comes from baselines.
-    ParticleRule("layers in rows of data", lambda p: bool(p.layered), lambda p: MOST_PARTICLES),
+    ParticleRule("layers in rows of data", lambda p: bool(p.layered), lambda p: _affordable(p, GAIN_IN_LAYERS)),
     ParticleRule(
         "rows of data: other particles know the row, as many as are nearly free",
         lambda p: True,
-        lambda p: min(MOST_PARTICLES, max(2, ELEMENTS * p.particles // max(p.elements, 1))),
+        lambda p: _affordable(p, 1),
     ),
 )
 
