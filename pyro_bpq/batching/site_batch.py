@@ -67,6 +67,16 @@ class SiteBatch:
         return table.clamp(min=max(-1e6, torch.finfo(table.dtype).min))
 
     @cached_property
+    def log_odds(self) -> Tensor:
+        """Log-odds of bits, ``(G, M, plates, D)``, with gradient; for Bernoulli sites only."""
+        stacked = self.stack(lambda site: self.components.parameters(site.fn), self.components.event_ndim)
+        return self.flat(stacked).clamp(-1e6, 1e6)
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """Parameters or values of bits, with one dimension for the components."""
+        return tensor.reshape(*tensor.shape[: tensor.dim() - self.components.event_ndim], self.components.size)
+
+    @cached_property
     def probs(self) -> Tensor:
         """Probabilities of all values, detached."""
         return self.log_probs.detach().exp()
@@ -100,7 +110,9 @@ class SiteBatch:
     def like(self) -> Tensor:
         """A detached tensor of the dtype and device of the sites' parameters."""
         if self.cls.spec.components is not None:
-            return self.probs
+            # Tables take time.
+            is_bit = not self.by_value and self.components.kind == "bernoulli"
+            return self.log_odds.detach() if is_bit else self.probs
         return self.moments.mean if self.cls.spec.has_moments else self.encoded
 
     @cached_property
@@ -199,6 +211,13 @@ class SiteBatch:
         if numbers == numbers[:1] * len(numbers):
             return like.new_full((len(numbers), *lead), numbers[0])
         return torch.tensor(numbers, dtype=like.dtype).to(like.device).reshape(-1, *lead)
+
+    def weights_of_bits(self, is_prior: bool) -> Tensor:
+        """Scale and mask of the guide's or the model's side of the sites, broadcastable to ``(G, M, plates, 1)``."""
+        if is_prior:
+            scale = self._scales(lambda site: site.prior_scale)
+            return self._weighted(torch.ones_like(scale)[..., None, None], scale, lambda site: site.prior_mask)[..., 0]
+        return self.weighted(torch.ones_like(self.scale)[..., None, None])[..., 0]
 
     def _weighted(self, table: Tensor, scale: Tensor, mask: Callable[[SiteRecord], Any]) -> Tensor:
         table = table * scale[..., None, None]

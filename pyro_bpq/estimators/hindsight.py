@@ -20,30 +20,43 @@ _DECAY = 0.99
 
 
 class HeldCosts(NamedTuple):
-    """What other values of ``G`` like-shaped sites change while all other sites keep their values, detached.
+    """What other values of ``G`` like-shaped sites change while all other sites keep their values.
 
-    Changes are relative to the drawn value, where they are zero.
+    Changes are relative to the drawn value, where they are zero. Of bits the dimension ``K`` is left out: the changes
+    are those of the other value. All tensors but ``log_q`` are detached.
 
     Args:
         names: Names of the sites.
+        log_q: Log-probabilities of all values, ``(G, M, plates, D, K)``, or log-odds of bits, ``(G, M, plates, D)``.
+        value: Indices of the drawn values, ``(G, M, plates, D)``; of bits in the type of ``log_q``.
         law: Change of ``log q`` of the sites that read the site, ``(G, M, plates, D, K)``, or a prediction of it.
         cost: Change of the costs that read the site, ``(G, M, plates, D, K)`` in nats, or a prediction of it.
         rest: Sum ``(G, M, plates)``, in nats, of the costs that read the site and are not known at other values;
             ``None`` if there are none.
-        drawn: Indices ``(G, M, plates, n)`` of the components whose changes are known; ``None`` if all changes are.
+        particle: Index ``(1,)`` of the particle in which changes are known; ``None`` if they are in all.
+        drawn: Indices ``(G, M or 1, plates, n)`` of the components whose changes are known; ``None`` if all changes
+            are.
         share: For each of them the inverse of the number of times that it is drawn on average.
-        exact_law: True changes ``(G, M, plates, n, K)`` of the drawn components.
+        exact_law: True changes ``(G, M or 1, plates, n, K)`` of the drawn components.
         exact_cost: The same of the costs.
     """
 
     names: tuple[str, ...]
+    log_q: Tensor
+    value: Tensor
     law: Tensor
     cost: Tensor
     rest: Tensor | None = None
+    particle: Tensor | None = None
     drawn: Tensor | None = None
     share: Tensor | None = None
     exact_law: Tensor | None = None
     exact_cost: Tensor | None = None
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether the changes are those of the other value of a bit."""
+        return self.law.dim() == self.value.dim()
 
 
 @dataclass(frozen=True)
@@ -57,12 +70,12 @@ class Hindsight(Estimator):
     keep their values. ``w`` is the law of the component given all of these. So this is the expectation of the
     score-function gradient given the other values. It has the same mean and, for the same baseline, never more
     variance. ``b_d`` is the mean of ``Σ_v w_d(v) I_d(v) + L`` over the other particles or, with one particle, over
-    earlier steps. A baseline may read whatever does not depend on the site's own value.
+    earlier steps; in a larger site that of the cost-to-go. A baseline may read whatever does not depend on the site's own value.
 
     A site of up to ``draws`` components is evaluated at all values, in one extra run of guide and model. In a larger
     site, changes of costs and log-probabilities come from their slopes and curvatures at the drawn values. ``draws``
-    components of each row, drawn with probability ``π``, are evaluated. Each adds ``(exact - predicted) / π``. This is
-    unbiased for any prediction. Only Bernoulli and OneHotCategorical have slopes; predictions for others are zero.
+    components of each row of one particle, drawn with probability ``π``, are evaluated. Each adds
+    ``(exact - predicted) / π``. This is unbiased for any prediction. Only Bernoulli and OneHotCategorical have slopes; predictions for others are zero.
     Curvatures are exact where one linear map reads the site and costs add up over its outputs.
 
     It pays where one value has little effect on what is drawn next: layers of many units, chains that forget. If a
@@ -71,7 +84,8 @@ class Hindsight(Estimator):
     Programs that sampled values steer are refused.
 
     Args:
-        draws: Number of components that are evaluated for each row.
+        draws: Number of components that are evaluated for each row of a particle. Where all sites that are served are
+            larger, one random particle is evaluated; else all are.
         curvature: Whether predictions use curvatures.
         crossed: Whether the baseline takes the other particles' values beside the particle's own past, as in
             :class:`CrossedLeaveOneOut`.
@@ -98,7 +112,7 @@ class Hindsight(Estimator):
     @property
     def needs(self) -> frozenset[str]:
         """What other values change, and crossed costs if they are asked for."""
-        asked = frozenset({"hindsight", "program", "table"})
+        asked = frozenset({"hindsight", "program"})
         return asked | {"crossed"} if self.crossed else asked
 
     def unsupported(self, site: SiteInfo) -> str | None:
@@ -112,35 +126,37 @@ class Hindsight(Estimator):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by its expected coefficient."""
-        assert context.log_probs is not None
         held = _of_sites(context)
         with torch.no_grad():
             later = context.cost if held.rest is None else context.cost - held.rest
-            log_q = context.log_probs.detach()
-            weights, costs = _weighted(log_q, held.law, held.cost)
-            mean = (weights * costs).sum(-1)
-            centred, baseline = _centred(later.unsqueeze(-1) + mean, context, "baseline")
+            log_q = held.log_q.detach()
+            if held.has_bits:
+                # Of the other value, relative to the drawn one.
+                log_q = log_q * (1.0 - 2.0 * held.value)
+            weights, mean = _weighted(log_q, held.law, held.cost, held.has_bits)
+            # Predictions read all particles: in a baseline they would bring in the own value.
+            costs = mean.sum(-1) if held.drawn is None else mean.new_zeros(())
+            centred, statistics = _centred(later.unsqueeze(-1) + costs, context, "baseline")
             if self.crossed and context.crossed is not None and context.cost.shape[1] > 1:
                 centred, moments = _without_crossed(centred, context.crossed, context)
-                baseline = {**baseline, **moments}
+                statistics = {**statistics, **moments}
             # Centred as a whole: the own mean is put back by the costs below.
-            level = centred - mean
-            table = weights * (costs + level.unsqueeze(-1))
+            level = centred - costs
+            table = _coefficients(log_q, weights, mean, level, held.has_bits)
             if held.drawn is not None:
                 table = _corrected(table, log_q, level, held)
-            statistics = baseline
             if held.rest is not None:
-                assert context.index is not None
                 rest, own = _centred(held.rest, context, "rest")
-                drawn = torch.zeros_like(table).scatter_(-1, context.index.unsqueeze(-1), 1.0)
-                table, statistics = table + rest[..., None, None] * drawn, {**baseline, **own}
-        return SiteTerm(table * context.log_probs, statistics)
+                table, statistics = table + _of_drawn(rest, log_q, held), {**statistics, **own}
+            if held.has_bits:
+                table = table * (1.0 - 2.0 * held.value)
+        return SiteTerm(table * held.log_q, statistics)
 
 
 def _of_sites(context: SiteContext) -> HeldCosts:
     """The changes for the sites of a call."""
     held: HeldCosts = context.signals["hindsight"]
-    if held.names != context.names or held.law.shape[:-2] != context.cost.shape:
+    if held.names != context.names or held.value.shape[:-1] != context.cost.shape:
         raise UnsupportedProgramError(
             "Hindsight() cannot serve a program whose particles have different sites: write AllAction() or "
             "ScoreFunction(RunningBaseline())."
@@ -148,10 +164,10 @@ def _of_sites(context: SiteContext) -> HeldCosts:
     return held
 
 
-def _weighted(log_q: Tensor, law: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities of the values given all other sites, and costs; impossible values cost nothing."""
-    weights = _softmax(log_q + law)
-    return weights, cost.masked_fill(weights == 0.0, 0.0)
+def _weighted(log_q: Tensor, law: Tensor, cost: Tensor, has_bits: bool) -> tuple[Tensor, Tensor]:
+    """Probabilities of the values given all other sites, and these times the costs; impossible values cost nothing."""
+    weights = (log_q + law).sigmoid() if has_bits else _softmax(log_q + law)
+    return weights, weights * cost.masked_fill(weights == 0.0, 0.0)
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -160,6 +176,22 @@ def _softmax(logits: Tensor) -> Tensor:
         return logits.softmax(-1)
     first, second = logits.unbind(-1)
     return torch.stack(((first - second).sigmoid(), (second - first).sigmoid()), -1)
+
+
+def _coefficients(log_q: Tensor, weights: Tensor, costs: Tensor, level: Tensor, has_bits: bool) -> Tensor:
+    """What multiplies the gradients of the log-probabilities or, of bits, of the log-odds of the other value."""
+    if not has_bits:
+        return costs + weights * level.unsqueeze(-1)
+    # The gradient of log q is 1 - q of the log-odds' at the other value, and -q at the drawn one.
+    chance = log_q.sigmoid()
+    return torch.addcmul(costs - costs * chance, level, weights - chance)
+
+
+def _of_drawn(rest: Tensor, log_q: Tensor, held: HeldCosts) -> Tensor:
+    """Coefficients of costs that multiply the score of the drawn values."""
+    if held.has_bits:
+        return -rest.unsqueeze(-1) * log_q.sigmoid()
+    return rest[..., None, None] * torch.zeros_like(log_q).scatter_(-1, held.value.unsqueeze(-1), 1.0)
 
 
 def _without_crossed(centred: Tensor, change: Tensor, context: SiteContext) -> tuple[Tensor, dict[str, Tensor]]:
@@ -177,13 +209,20 @@ def _without_crossed(centred: Tensor, change: Tensor, context: SiteContext) -> t
 
 def _corrected(table: Tensor, log_q: Tensor, level: Tensor, held: HeldCosts) -> Tensor:
     """Replaces, in expectation over the draws, the predicted coefficients by exact ones."""
-    assert held.drawn is not None and held.share is not None
-    assert held.exact_law is not None and held.exact_cost is not None
-    at = held.drawn.unsqueeze(-1).expand(*held.drawn.shape, table.shape[-1])
-    weights, costs = _weighted(log_q.gather(-2, at), held.exact_law, held.exact_cost)
-    exact = weights * (costs + level.gather(-1, held.drawn).unsqueeze(-1))
-    error = (exact - table.gather(-2, at)) * held.share.unsqueeze(-1)
-    return table.scatter_add(-2, at, error)
+    drawn, share = held.drawn, held.share
+    assert drawn is not None and share is not None and held.exact_law is not None and held.exact_cost is not None
+
+    def pick(tensor: Tensor) -> Tensor:
+        return tensor if held.particle is None else tensor.index_select(1, held.particle)
+
+    dim, at = -1, drawn
+    if not held.has_bits:
+        dim, at, share = -2, drawn.unsqueeze(-1).expand(*drawn.shape, table.shape[-1]), share.unsqueeze(-1)
+    own, values = pick(table), pick(log_q).gather(dim, at)
+    weights, costs = _weighted(values, held.exact_law, held.exact_cost, held.has_bits)
+    exact = _coefficients(values, weights, costs, pick(level), held.has_bits)
+    own = own.scatter_add(dim, at, (exact - own.gather(dim, at)) * share)
+    return own if held.particle is None else table.index_copy(1, held.particle, own)
 
 
 def _centred(cost: Tensor, context: SiteContext, name: str) -> tuple[Tensor, dict[str, Tensor]]:

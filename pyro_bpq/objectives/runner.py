@@ -235,7 +235,7 @@ class StepRunner(Runner):
         try:
             items = [
                 self._stage(
-                    [runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], particles, mode, facts, True
+                    [runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], particles, mode, facts, program
                 )
                 for ids in members
             ]
@@ -338,7 +338,7 @@ class StepRunner(Runner):
         """
         last, graph = self.plans.last, self.structure.graph(runs[0], False)
         facts = self._facts(runs, self.structure.is_dynamic(runs[0]), particles, mode)
-        staged = self._stage(list(runs), graph, list(programs), particles, mode, facts, False)
+        staged = self._stage(list(runs), graph, list(programs), particles, mode, facts, None)
         self.plans.last = last
         return staged
 
@@ -350,7 +350,7 @@ class StepRunner(Runner):
         particles: Particles,
         mode: Mode,
         facts: StructureFacts,
-        reruns: bool,
+        one: Program | None,
     ) -> Staged:
         plan = self.plans.plan(traced[0], graph, facts)
         rollout = Rollout(
@@ -377,13 +377,13 @@ class StepRunner(Runner):
                 plan = self.plans.plan(traced[0], graph, facts)
             tables = found or {}
         rerun = generator = None
-        if reruns and (plan.needs_program or mode.first_order) and not facts.is_dynamic:
+        if one is not None and (plan.needs_program or mode.first_order) and not facts.is_dynamic:
             generator = self.noise()
             trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps)
             share = 1.0 / particles.number if mode.goes_back else None
             held = None
             if plan.held is not None:
-                held = HeldRun(plan.held, graph, self.row_runs, plan.has_buffers, mode.learning)
+                held = HeldRun(plan.held, graph, self.row_runs, plan.has_buffers, mode.learning, one)
             rerun = Reruns(trace, programs, traced, plan, generator, share, held)
             if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
                 plan = self.plans.plan(traced[0], graph, facts)

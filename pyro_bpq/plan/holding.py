@@ -39,7 +39,7 @@ def held_plan(
         components = traced.infos[name].components
         if isinstance(estimator, Hindsight) and components is not None:
             children = tuple(graph.children(name))
-            if all(_has_law(traced, graph, facts, name, child, estimators[child]) for child in children):
+            if has_known_children(traced, graph, facts, estimators, name):
                 sites[name] = _site(traced, graph, facts, name, components, estimator, children)
     if not sites:
         return None
@@ -47,6 +47,17 @@ def held_plan(
     costs = {name: site.costs for name, site in sites.items()}
     laws = {name: _read_by_laws(graph, site.children) for name, site in sites.items()}
     return HeldPlan(flip_plan(graph, sizes, costs, laws), sites)
+
+
+def has_known_children(
+    traced: TracedRun,
+    graph: StochasticComputationGraph,
+    facts: StructureFacts,
+    estimators: Mapping[str, Estimator],
+    name: str,
+) -> bool:
+    """Whether the laws of the guide's sites that read a site are known at its other values."""
+    return all(_has_law(traced, graph, facts, name, child, estimators[child]) for child in graph.children(name))
 
 
 def _read_by_laws(graph: StochasticComputationGraph, children: tuple[str, ...]) -> int:

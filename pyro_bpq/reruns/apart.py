@@ -76,7 +76,7 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     sampled = {name: site["value"].detach() for name, site in sites.items()}
 
     def is_same(values: Mapping[str, Tensor], index: int, among: Mapping[str, Tensor]) -> bool | None:
-        own = {name: _alone(sites[name], values[name], index, nesting) for name in sites}
+        own = {name: value_alone(sites[name], values[name], index, nesting) for name in sites}
         alone = runs.costs(compared.one, own)
         return None if alone is None else _is_same(among, alone, index, nesting)
 
@@ -176,21 +176,30 @@ def _is_same(among: Mapping[str, Tensor], alone: Mapping[str, Tensor], index: in
     """Whether a particle costs the same in the joint run and in a run of its own."""
     if among.keys() != alone.keys():
         return False
-    found = [_particle(among[name], index, nesting) for name in alone]
+    found = [particle_of(among[name], index, nesting) for name in alone]
     if any(a.numel() != b.numel() for a, b in zip(found, alone.values(), strict=True)):
         return False
     return agree([cost.reshape(-1) for cost in found], [cost.reshape(-1) for cost in alone.values()])
 
 
-def _particle(tensor: Tensor, index: int, nesting: int, event_ndim: int = 0) -> Tensor:
-    """The entry of one particle; the whole tensor if it does not depend on the particle."""
-    return tensor[index] if tensor.dim() - event_ndim >= nesting and tensor.shape[0] > 1 else tensor
+def particle_of(tensor: Tensor, index: int | Tensor, nesting: int, event_ndim: int = 0) -> Tensor:
+    """The entry of one particle; the whole tensor if it does not depend on the particle.
+
+    Args:
+        tensor: Shape ``(M, plates, event)``, or fewer dimensions.
+        index: The particle; a tensor ``(1,)`` is not read on the host.
+        nesting: Number of batch dimensions, that of the particles included.
+        event_ndim: Number of event dimensions.
+    """
+    if tensor.dim() - event_ndim < nesting or tensor.shape[0] == 1:
+        return tensor
+    return tensor.index_select(0, index)[0] if isinstance(index, Tensor) else tensor[index]
 
 
-def _alone(site: Any, value: Tensor, index: int, nesting: int) -> Tensor:
+def value_alone(site: Any, value: Tensor, index: int | Tensor, nesting: int) -> Tensor:
     """The value of a site in one particle, in the shape of a run of that particle alone."""
     event_ndim = len(site["fn"].event_shape)
-    value = _particle(value, index, nesting, event_ndim)
+    value = particle_of(value, index, nesting, event_ndim)
     plates = max((-f.dim for f in site["cond_indep_stack"] if f.vectorized and f.name != PARTICLES), default=0)
     while value.dim() - event_ndim > plates and value.shape[0] == 1:
         value = value[0]

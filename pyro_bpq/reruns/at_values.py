@@ -191,18 +191,24 @@ class Reruns:
         """Which sites take other values while all other sites keep their values."""
         return None if self.held is None else self.held.plan
 
+    @property
+    def runs_apart(self) -> bool:
+        """Whether one particle of several can be run at other values."""
+        return self.held is not None and all(traced.elimination is None for traced in self.traced)
+
     def at_other_values(
-        self, drawn: Mapping[str, Tensor], rollout: Rollout
+        self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None = None
     ) -> dict[str, tuple[Tensor, Tensor, Tensor]] | None:
         """Changes of laws and costs at these values, see :func:`~pyro_bpq.reruns.held_costs.held_costs`.
 
         Args:
             drawn: The components that are evaluated, for the sites where not all of them are.
             rollout: The tensors of the step's runs.
+            particle: Index ``(1,)`` of the particle that is evaluated; ``None`` for all.
         """
         assert self.held is not None
         self.num_runs += len(self.traced)
-        return held_costs(self.held, self.traced, self.programs, rollout, drawn)
+        return held_costs(self.held, self.traced, self.programs, rollout, drawn, particle)
 
     def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> dict[str, tuple[Tensor, Tensor]]:
         """Predicted changes, see :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.held import HeldPlan, HeldSite
+from pyro_bpq.reruns.apart import particle_of, value_alone
 from pyro_bpq.reruns.flipped_costs import flipped, table
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
@@ -40,6 +41,7 @@ class HeldRun:
         runs: Chooses the way in which the rows run.
         has_buffers: Whether the programs may call modules with buffers.
         learning: Whether this run counts as a use of that way.
+        one: Model and guide for one particle, and their arguments; ``None`` where particles have no plate.
     """
 
     plan: HeldPlan
@@ -47,6 +49,7 @@ class HeldRun:
     runs: RowRuns
     has_buffers: bool = True
     learning: bool = True
+    one: Program | None = None
 
 
 def law_of(child: str) -> str:
@@ -68,6 +71,7 @@ def held_costs(
     programs: Sequence[Program],
     rollout: Rollout,
     drawn: Mapping[str, Tensor],
+    particle: Tensor | None = None,
 ) -> dict[str, tuple[Tensor, Tensor, Tensor]] | None:
     """Runs guide and model at other values of sites while all other sites keep their values.
 
@@ -77,23 +81,65 @@ def held_costs(
         programs: Model, guide and arguments of each.
         rollout: The tensors of these runs.
         drawn: The evaluated components ``(M, plates, n)`` of sites of which not all components are.
+        particle: Index ``(1,)`` of the particle that is evaluated; ``None`` for all. The first dimension of ``drawn``
+            and of the changes is then 1.
 
     Returns:
         For each site the change of the log-probability of its children's values and the change of its costs, relative
         to the drawn value, ``(M, plates, n, K)`` each, and the sum ``(M, plates)`` of the costs that read it and are
         not known at other values; in nats. ``None`` if the programs do not run at other values.
     """
-    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in run.plan.sites}
-    for i, (one, program) in enumerate(zip(traced, programs, strict=True)):
-        mine = drawn if len(traced) == 1 else {name: index[i : i + 1] for name, index in drawn.items()}
-        rows = _rows(run, one, program, mine)
+    pairs, part = list(zip(traced, programs, strict=True)), Part()
+    if particle is not None:
+        pairs = pairs if rollout.is_vectorized else [pairs[int(particle)]]
+        if rollout.is_vectorized:
+            assert run.one is not None
+            pairs, part = [(traced[0], run.one)], Part(particle, rollout.plate_ndim + 1)
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in run.plan.sites}
+    for i, (one, program) in enumerate(pairs):
+        mine = drawn if len(pairs) == 1 else {name: index[i : i + 1] for name, index in drawn.items()}
+        rows = _rows(run, one, program, mine, part)
         if rows is None:
             return None
         for name, site in run.plan.sites.items():
             shape = rollout.batch_shape(run.graph.node(name).plates)
-            shape = shape if rollout.is_vectorized else (1, *shape[1:])
-            parts[name].append(_tables(run, one, name, site, shape, rows, mine.get(name)))
-    return {name: tuple(map(torch.cat, zip(*found, strict=True))) for name, found in parts.items()}  # type: ignore[misc]
+            shape = shape if rollout.is_vectorized and particle is None else (1, *shape[1:])
+            parts[name].append(_tables(run, one, name, site, shape, rows, mine.get(name), part))
+    rests = {name: [_rest(run, one, name, site, rollout) for one in traced] for name, site in run.plan.sites.items()}
+    tables = {name: [torch.cat(tensors) for tensors in zip(*found, strict=True)] for name, found in parts.items()}
+    return {name: (law, cost, torch.cat(rests[name])) for name, (law, cost) in tables.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Which of the particles of a run are run again.
+
+    Args:
+        index: Index ``(1,)`` of the only one, in a plate of particles; ``None`` for all of the run.
+        nesting: Bound on the number of nested plates, the plate of the particles included.
+    """
+
+    index: Tensor | None = None
+    nesting: int = 0
+
+    def value(self, site: Any) -> Tensor:
+        """The value of a site, detached."""
+        value: Tensor = site["value"].detach()
+        return value if self.index is None else value_alone(site, value, self.index, self.nesting)
+
+    def cost(self, cost: Tensor) -> Tensor:
+        """A cost, detached."""
+        return cost.detach() if self.index is None else particle_of(cost.detach(), self.index, self.nesting)
+
+
+def _rest(run: HeldRun, traced: TracedRun, name: str, site: HeldSite, rollout: Rollout) -> Tensor:
+    """The sum ``(M, plates)`` of the costs that read a site and are not known at other values."""
+    graph, plates = run.graph, run.graph.node(name).plates
+    shape = rollout.batch_shape(plates)
+    shape = shape if rollout.is_vectorized else (1, *shape[1:])
+    known = ((traced.run.costs[term].detach(), graph.cost(term).plates) for term in site.rest)
+    none = traced.run.loss.detach().new_zeros(shape)
+    return sum((_reduced(term.unsqueeze(0), own, plates, shape)[0] for term, own in known), none).expand(shape)
 
 
 def _tables(
@@ -104,12 +150,14 @@ def _tables(
     shape: tuple[int, ...],
     rows: Mapping[str, Tensor],
     drawn: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    part: Part,
+) -> tuple[Tensor, Tensor]:
     """The tables of a site from the costs of all rows."""
     graph, plates = run.graph, run.graph.node(name).plates
     start = run.plan.flips.start[name]
     chosen = [0, *range(start, start + site.number * (site.components.cardinality - 1))]
     record, like = traced.run.sites[name], next(iter(rows.values()))
+    value = part.value(samples(traced.guide_trace)[name])
 
     def changes(terms: Sequence[tuple[str, Any]]) -> Tensor:
         total = like.new_zeros((len(chosen), *shape))
@@ -118,15 +166,12 @@ def _tables(
             total = total + _reduced(cost - cost[:1], own, plates, shape)
         return table(total, index, site.components.cardinality)
 
-    index = site.components.index(record.value, record.fn)
+    index = site.components.index(value, record.fn)
     index = index.reshape(*(1,) * (len(shape) + 1 - index.dim()), *index.shape).expand(*shape, -1)
     index = index if drawn is None else index.gather(-1, drawn)
     laws = [(law_name(traced, child), graph.node(child).plates) for child in site.children]
     costs = [(cost, graph.cost(cost).plates) for cost in site.costs]
-    law, cost = changes(laws), changes(costs)
-    known = ((traced.run.costs[term].detach(), graph.cost(term).plates) for term in site.rest)
-    rest = sum((_reduced(term.unsqueeze(0), own, plates, shape)[0] for term, own in known), cost.new_zeros(shape))
-    return law, cost, rest.expand(shape)
+    return changes(laws), changes(costs)
 
 
 def _reduced(cost: Tensor, source: Sequence[Any], target: Sequence[Any], shape: tuple[int, ...]) -> Tensor:
@@ -146,7 +191,9 @@ def law_name(traced: TracedRun, child: str) -> str:
     return cost if is_plain and cost in traced.run.costs and not traced.only_costs else law_of(child)
 
 
-def _rows(run: HeldRun, traced: TracedRun, program: Program, drawn: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+def _rows(
+    run: HeldRun, traced: TracedRun, program: Program, drawn: Mapping[str, Tensor], part: Part
+) -> dict[str, Tensor] | None:
     """The costs and laws ``(rows, batch)`` of the extra run, by name."""
     model, guide, args, kwargs = program
     latents = {
@@ -155,18 +202,18 @@ def _rows(run: HeldRun, traced: TracedRun, program: Program, drawn: Mapping[str,
         for name, site in samples(trace).items()
         if not site["is_observed"]
     }
-    sites = {n: (s["fn"], s["value"].detach()) for n, s in latents.items() if _is_varied(s)}
-    moved = {name: _moved(run, traced, name, site, drawn.get(name)) for name, site in run.plan.sites.items()}
+    sites = {n: (s["fn"], part.value(s)) for n, s in latents.items() if _is_varied(s)}
+    moved = {name: _moved(run, sites[name], name, site, drawn.get(name)) for name, site in run.plan.sites.items()}
     fixed = {name: value for name, (_, value) in sites.items() if name not in moved}
     fixed |= {name: site["value"] for name, site in latents.items() if not _is_varied(site)}
     children = dict.fromkeys(child for site in run.plan.sites.values() for child in site.children)
     laws = [child for child in children if law_name(traced, child) == law_of(child)]
     costs = dict.fromkeys(cost for site in run.plan.sites.values() for cost in site.costs)
     costs.update(dict.fromkeys(n for child in children if (n := law_name(traced, child)) != law_of(child)))
-    sampled = {name: traced.run.costs[name].detach() for name in costs}
+    sampled = {name: part.cost(traced.run.costs[name]) for name in costs}
     for child in laws:
         record = traced.run.sites[child]
-        sampled[law_of(child)] = unmasked(record.fn).log_prob(record.value.detach())
+        sampled[law_of(child)] = part.cost(unmasked(record.fn).log_prob(record.value.detach()))
 
     def evaluated(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
         def again(one: Callable[..., Any]) -> Any:
@@ -187,8 +234,9 @@ def _rows(run: HeldRun, traced: TracedRun, program: Program, drawn: Mapping[str,
         return found
 
     shapes = {name: cost.shape for name, cost in sampled.items()}
-    rows = RowProgram(evaluated, shapes, traced.batch_ndim, traced.rng, run.has_buffers)
-    key = ("held", traced.key, traced.batch_ndim, tuple(run.plan.flips.start.items()))
+    batch_ndim = traced.batch_ndim if part.index is None else part.nesting - 1
+    rows = RowProgram(evaluated, shapes, batch_ndim, traced.rng, run.has_buffers)
+    key = ("held", traced.key, batch_ndim, tuple(run.plan.flips.start.items()))
     return run.runs.run(key, rows, sites, {**fixed, **traced.subsamples}, moved, sampled, run.learning)
 
 
@@ -206,13 +254,12 @@ def _is_varied(site: Any) -> bool:
     return isinstance(site["value"], Tensor) and not is_enumerated(site)
 
 
-def _moved(run: HeldRun, traced: TracedRun, name: str, site: HeldSite, drawn: Tensor | None) -> Tensor:
+def _moved(run: HeldRun, drawn_from: tuple[Any, Tensor], name: str, site: HeldSite, drawn: Tensor | None) -> Tensor:
     """Values ``(rows, batch, event)``; each row sets one component to one of its other values."""
-    record, split, flips = traced.run.sites[name], site.components, run.plan.flips
-    value = record.value.detach()
+    (fn, value), split, flips = drawn_from, site.components, run.plan.flips
     if drawn is None:
-        return flipped(value, record.fn, split, flips, name)
-    index = split.index(value, record.fn)
+        return flipped(value, fn, split, flips, name)
+    index = split.index(value, fn)
     at = drawn.reshape(*index.shape[:-1], site.number)
     rows = index.expand(flips.rows, *index.shape).clone()
     others, start = split.cardinality - 1, flips.start[name]
@@ -221,4 +268,4 @@ def _moved(run: HeldRun, traced: TracedRun, name: str, site: HeldSite, drawn: Te
         for k in range(others):
             new = (index.gather(-1, one) + k + 1) % split.cardinality
             rows[start + i * others + k].scatter_(-1, one, new)
-    return split.value(rows, record.fn).to(value.dtype).reshape(flips.rows, *value.shape)
+    return split.value(rows, fn).to(value.dtype).reshape(flips.rows, *value.shape)

@@ -10,6 +10,7 @@ Otherwise the second derivatives in ``h`` are probed by one random vector of sig
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,13 @@ _PASSED_ON = frozenset(
     ).split()
     for i in range(3)
 )
-_VIEWS = frozenset(f"{name}Backward{i}" for name in ("Clone", "ReshapeAlias", "UnsafeView", "View") for i in range(3))
+# Those that give the same entries in the same order, and those of them that multiply by a number.
+_SHIFTED = frozenset(
+    f"{name}Backward{i}"
+    for name in "Add Clone Neg ReshapeAlias Rsub Squeeze Sub UnsafeView Unsqueeze View".split()
+    for i in range(3)
+)
+_SCALED = {"MulBackward0": False, "DivBackward0": True}
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +46,15 @@ class LinearRead:
         weight: ``W``, ``(J, F)``, detached.
         output: ``W u + b``, ``(..., J)``.
         leaves: Names of the values that ``u`` consists of.
-        is_view: Whether ``u`` is a value in another shape.
+        scale: The factor ``(1,)`` between the entries of a value and those of ``u``, up to its sign, if ``u`` is that
+            value in another shape, shifted and scaled. Otherwise ``None``.
     """
 
     source: Tensor
     weight: Tensor
     output: Tensor
     leaves: tuple[str, ...]
-    is_view: bool
+    scale: Tensor | None
 
 
 class LinearReads(TorchFunctionMode):
@@ -77,19 +85,38 @@ class LinearReads(TorchFunctionMode):
     def _note(self, source: Tensor, weight: Tensor, output: Tensor) -> None:
         if not source.requires_grad or weight.dim() != 2:
             return
-        names, is_view = self._sources(source)
+        names = self._sources(source)
         if names:
             shaped = output if output.shape[-1:] == weight.shape[:1] else output.unsqueeze(-1)
             if shaped.shape[:-1] == source.shape[:-1]:
                 # Not `shaped`: the costs read the output itself.
-                self.found.append(LinearRead(source, weight.detach(), output, names, is_view))
+                self.found.append(LinearRead(source, weight.detach(), output, names, self._scale(source)))
 
-    def _sources(self, source: Tensor) -> tuple[tuple[str, ...], bool]:
+    def _scale(self, source: Tensor) -> Tensor | None:
+        """The factor between a leaf and what consists of it alone."""
+        node, scale = source.grad_fn, torch.ones(1, dtype=source.dtype, device=source.device)
+        while node is not None and getattr(node, "variable", None) is None:
+            if node.name() in _SCALED:
+                found = [getattr(node, key) for key in ("_saved_self", "_saved_other")]
+                given = [factor for factor in found if factor is not None]
+                if len(given) != 1 or given[0].numel() != 1:
+                    return None
+                factor = given[0].detach().to(scale).reshape(1)
+                scale = scale / factor if _SCALED[node.name()] else scale * factor
+            elif node.name() not in _SHIFTED or getattr(node, "_saved_alpha", 1) != 1:
+                return None
+            before = [following for following, _ in node.next_functions if following is not None]
+            if len(before) != 1:
+                return None
+            node = before[0]
+        sizes = [leaf.numel() for leaf in self.leaves.values() if node is not None and leaf is node.variable]
+        return scale if sizes == [source.numel()] else None
+
+    def _sources(self, source: Tensor) -> tuple[str, ...]:
         """The leaves that a tensor consists of; none if anything but a shift or a scale was done to them."""
         names: dict[str, None] = {}
         seen: set[Any] = set()
         nodes: list[Any] = [source.grad_fn]
-        is_view = True
         while nodes:
             node = nodes.pop()
             if node is None or node in seen:
@@ -100,10 +127,9 @@ class LinearReads(TorchFunctionMode):
                 names.update({name: None for name, leaf in self.leaves.items() if leaf is variable})
                 continue
             if node.name() not in _PASSED_ON:
-                return (), False
-            is_view = is_view and node.name() in _VIEWS
+                return ()
             nodes += [following for following, _ in node.next_functions]
-        return tuple(names), is_view and len(names) == 1
+        return tuple(names)
 
 
 def _linear(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -125,14 +151,17 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     return None
 
 
-def curvatures(
+def expansions(
     total: Tensor,
     reads: Sequence[LinearRead],
     leaves: Mapping[str, Tensor],
     blocks: Mapping[str, int],
     generator: torch.Generator | None,
-) -> dict[str, Tensor]:
-    """Second derivatives of a sum of costs in the entries of leaves, as far as linear maps read these.
+    nesting: int | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """First and second derivatives of a sum of costs in the entries of leaves.
+
+    Second ones are found as far as linear maps read the leaves.
 
     Args:
         total: The sum, a scalar.
@@ -141,28 +170,45 @@ def curvatures(
         blocks: For some leaves the size ``K`` of the blocks within which mixed derivatives are found too; for the
             others the derivatives lie on the diagonal.
         generator: Draws the signs.
+        nesting: If given, second derivatives are averaged over the leftmost of so many batch dimensions.
 
     Returns:
-        For each leaf a tensor of its shape, or with another dimension ``K`` for mixed derivatives. Leaves that no
-        linear map reads are left out.
+        For each leaf a tensor of its shape, and one of second derivatives, which may lack the size of the particles and
+        has another dimension ``K`` for mixed derivatives. Leaves that nothing reads are left out.
     """
     outputs = [read.output for read in reads]
-    if not outputs or not total.requires_grad:
-        return {}
-    first = torch.autograd.grad(total, outputs, create_graph=True, allow_unused=True, retain_graph=True)
+    asked = [*leaves.values(), *outputs]
+    found = torch.autograd.grad(total, asked, create_graph=bool(outputs), allow_unused=True, retain_graph=True)
+    slopes = {name: slope.detach() for name, slope in zip(leaves, found, strict=False) if slope is not None}
+    return slopes, _curvatures(reads, found[len(leaves) :], leaves, blocks, generator, nesting)
+
+
+def _curvatures(
+    reads: Sequence[LinearRead],
+    first: Sequence[Tensor | None],
+    leaves: Mapping[str, Tensor],
+    blocks: Mapping[str, int],
+    generator: torch.Generator | None,
+    nesting: int | None,
+) -> dict[str, Tensor]:
+    """Second derivatives in leaves, from first derivatives in the outputs of linear maps."""
     pairs = [(read, slope) for read, slope in zip(reads, first, strict=True) if slope is not None]
     pairs = [(read, slope) for read, slope in pairs if slope.requires_grad]
     if not pairs:
         return {}
     signs = [_signs(slope, generator) for _, slope in pairs]
-    probe = sum(((sign * slope).sum() for sign, (_, slope) in zip(signs, pairs, strict=True)), total.new_zeros(()))
-    asked = [read.output for read, _ in pairs]
-    second = torch.autograd.grad(probe, asked, allow_unused=True, retain_graph=True)
+    outputs, slopes = [read.output for read, _ in pairs], [slope for _, slope in pairs]
+    probes = [sign.expand_as(slope) for sign, slope in zip(signs, slopes, strict=True)]
+    second = torch.autograd.grad(slopes, outputs, probes, allow_unused=True, retain_graph=True)
     found: dict[str, Tensor] = {}
     for (read, _), sign, bent in zip(pairs, signs, second, strict=True):
         if bent is None:
             continue
-        curved = (sign * bent).detach()
+        curved = bent.detach()
+        if nesting is not None and read.scale is not None and curved.dim() == nesting + 1:
+            # Each particle's own would be hardly better, and takes a product of matrices for each.
+            curved = curved.mean(0, keepdim=True)
+        curved = sign * curved
         curved = curved if curved.shape[-1:] == read.weight.shape[:1] else curved.unsqueeze(-1)
         for name in read.leaves:
             part = _in_leaf(read, curved, leaves[name], blocks.get(name))
@@ -181,17 +227,22 @@ def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
 def _in_leaf(read: LinearRead, curved: Tensor, leaf: Tensor, block: int | None) -> Tensor | None:
     """From second derivatives in the output of a map to those in a leaf."""
     if block is not None:
-        if not read.is_view:
+        if read.scale is None:
             return None
-        weight = read.weight.reshape(len(read.weight), -1, block)
+        weight = (read.scale * read.weight).reshape(len(read.weight), -1, block)
         mixed = (weight.unsqueeze(-1) * weight.unsqueeze(-2)).flatten(1)
-        return (curved @ mixed).reshape(*leaf.shape, block)
+        return _shaped(curved @ mixed, (*leaf.shape, block))
+    if read.scale is not None:
+        return _shaped(curved @ (read.scale * read.weight).square(), leaf.shape)
     squared = curved @ read.weight.square()
-    if read.is_view:
-        return squared.reshape(leaf.shape)
     # Each entry of the source reads at most one entry of the leaf, with a slope that enters squared.
     outer = torch.zeros_like(read.source, requires_grad=True)
     (back,) = torch.autograd.grad(read.source, leaf, outer, create_graph=True)
     (slope,) = torch.autograd.grad(back, outer, torch.ones_like(leaf))
     (found,) = torch.autograd.grad(read.source, leaf, squared * slope, retain_graph=True)
     return found
+
+
+def _shaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor in the shape of a leaf; averages keep a first dimension of one."""
+    return tensor.reshape(shape) if tensor.numel() == math.prod(shape) else tensor.reshape(1, *shape[1:])

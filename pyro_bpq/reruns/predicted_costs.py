@@ -21,7 +21,7 @@ from torch import Tensor
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.plan.held import HeldSite
 from pyro_bpq.reruns.held_costs import HeldRun, Program, law_name, law_of, unmasked
-from pyro_bpq.reruns.linear_reads import LinearReads, curvatures
+from pyro_bpq.reruns.linear_reads import LinearReads, expansions
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
 from pyro_bpq.tracing.sandbox import Sandbox
@@ -51,11 +51,13 @@ def predicted_costs(
 
     Returns:
         Changes of the log-probability of the children's values, and of the costs without the site's own
-        log-probabilities, ``(M, plates, D, K)`` each, by site; zero where nothing is known.
+        log-probabilities, ``(M, plates, D, K)`` each, by site; zero where nothing is known. Of bits the changes of the
+        other values, ``(M, plates, D)``.
     """
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {n: [] for n, site in run.plan.sites.items() if site.is_drawn}
+    many = rollout.is_vectorized and rollout.num_particles > 1
     for one, program in zip(traced, programs, strict=True):
-        laws, costs = _expansions(run, one, program, generator)
+        laws, costs = _expansions(run, one, program, generator, rollout.plate_ndim + 1 if many else None)
         for name in parts:
             shape = rollout.batch_shape(run.graph.node(name).plates)
             shape = shape if rollout.is_vectorized else (1, *shape[1:])
@@ -67,7 +69,7 @@ def predicted_costs(
 
 
 def _expansions(
-    run: HeldRun, traced: TracedRun, program: Program, generator: torch.Generator | None
+    run: HeldRun, traced: TracedRun, program: Program, generator: torch.Generator | None, nesting: int | None
 ) -> tuple[dict[str, Expansion], dict[str, Expansion]]:
     """Expansions of the children's laws and of the costs, by site; empty where the program has no gradients."""
     kinds = {n: site for n, site in run.plan.sites.items() if site.is_drawn}
@@ -79,7 +81,7 @@ def _expansions(
     if not leaves or traced.elimination is not None:
         return {}, {}
     try:
-        return _expanded(run, traced, program, leaves, generator)
+        return _expanded(run, traced, program, leaves, generator, nesting)
     except BPQError:
         raise
     except RuntimeError as error:
@@ -98,6 +100,7 @@ def _expanded(
     program: Program,
     leaves: Mapping[str, Tensor],
     generator: torch.Generator | None,
+    nesting: int | None,
 ) -> tuple[dict[str, Expansion], dict[str, Expansion]]:
     reads = LinearReads(leaves)
     has_buffers = run.has_buffers
@@ -110,9 +113,8 @@ def _expanded(
         def expansion(total: Tensor | None) -> dict[str, Expansion]:
             if total is None or not total.requires_grad:
                 return {}
-            slopes = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, allow_unused=True)
-            bent = curvatures(total, reads.found, leaves, blocks, generator)
-            return {n: (g.detach(), bent.get(n)) for n, g in zip(leaves, slopes, strict=True) if g is not None}
+            slopes, bent = expansions(total, reads.found, leaves, blocks, generator, nesting)
+            return {name: (slope, bent.get(name)) for name, slope in slopes.items()}
 
         found = expansion(laws)
         scored = found if of_guide is laws else expansion(of_guide)
@@ -173,27 +175,28 @@ def _total(terms: Sequence[Tensor]) -> Tensor | None:
 
 
 def _table(site: HeldSite, index: Tensor, found: Expansion | None, shape: tuple[int, ...]) -> Tensor:
-    """Changes ``(M, plates, D, K)`` from an expansion at the drawn values."""
+    """Changes ``(M, plates, D, K)`` from an expansion at the drawn values; of bits ``(M, plates, D)``."""
     split = site.components
     size, cardinality = split.size, split.cardinality
     batch = index.shape[:-1]
     at = index.unsqueeze(-1)
+    last = (size,) if split.kind == "bernoulli" else (size, cardinality)
     if found is None:
-        return torch.zeros((), device=index.device).expand(*shape, size, cardinality)
+        return torch.zeros((), device=index.device).expand(*shape, *last)
     slope, bent = found
-    slope = torch.where(slope.isfinite(), slope, torch.zeros_like(slope))
-    bent = None if bent is None else torch.where(bent.isfinite(), bent, torch.zeros_like(bent))
     if split.kind == "bernoulli":
-        change = slope.reshape(*batch, size) * (1 - 2 * index)
-        change = change if bent is None else change + 0.5 * bent.reshape(*batch, size)
-        moved = torch.zeros(*batch, size, 2, dtype=change.dtype, device=change.device)
-        tables = moved.scatter(-1, 1 - at, change.unsqueeze(-1))
+        sign = (1 - 2 * index).to(slope.dtype)
+        tables = slope.reshape(*batch, size) * sign
+        if bent is not None:
+            lead = batch if bent.shape == slope.shape else (1, *batch[1:])
+            tables = tables.add_(bent.reshape(*lead, size), alpha=0.5)
     else:
         tables = slope.reshape(*batch, size, cardinality)
         tables = tables - tables.gather(-1, at)
         if bent is not None:
-            mixed = bent.reshape(*batch, size, cardinality, cardinality)
+            mixed = bent.expand(*slope.shape, cardinality).reshape(*batch, size, cardinality, cardinality)
             own = mixed.diagonal(dim1=-2, dim2=-1)
             across = mixed.gather(-1, at.unsqueeze(-2).expand(*mixed.shape[:-1], 1)).squeeze(-1)
             tables = tables + 0.5 * (own + own.gather(-1, at) - 2.0 * across)
-    return tables.reshape(*(1,) * (len(shape) - len(batch)), *tables.shape).expand(*shape, size, cardinality)
+    tables = tables.nan_to_num(0.0, 0.0, 0.0)
+    return tables.reshape(*(1,) * (len(shape) - len(batch)), *tables.shape).expand(*shape, *last)

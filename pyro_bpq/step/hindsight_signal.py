@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
 from pyro_bpq.estimators.hindsight import HeldCosts
 from pyro_bpq.estimators.noise import uniform
@@ -29,14 +30,20 @@ class HeldRuns(Protocol):
         """The plan of the extra run."""
         ...
 
+    @property
+    def runs_apart(self) -> bool:
+        """Whether one particle of several can be run at other values."""
+        ...
+
     def at_other_values(
-        self, drawn: Mapping[str, Tensor], rollout: Rollout
+        self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None
     ) -> Mapping[str, tuple[Tensor, Tensor, Tensor]] | None:
         """Changes of the children's laws and of the costs, and the costs that are not known at other values, by site.
 
         Args:
             drawn: The components ``(M, plates, n)`` that are evaluated, for the sites where not all of them are.
             rollout: The tensors of the step's runs.
+            particle: Index ``(1,)`` of the particle that is evaluated; ``None`` for all, ``M`` of them.
         """
         ...
 
@@ -61,35 +68,49 @@ def of_class(signals: RolloutTensors, c: int) -> HeldCosts:
     if "hindsight" not in signals.shared:
         # The same for all classes.
         signals.shared["hindsight"] = _runs(signals)
-    drawn, found, predicted = signals.shared["hindsight"]
-    rows = [_row(signals, c, g, name, drawn, found, predicted) for g, name in enumerate(cls.names)]
+    drawn, particle, found, predicted = signals.shared["hindsight"]
+    batch, is_drawn = signals.batches[c], c in drawn
+    has_bits = is_drawn and batch.components.kind == "bernoulli"
+    log_q = batch.log_odds if has_bits else batch.log_probs
+    value = batch.flat(batch.value).to(log_q.dtype) if has_bits else batch.index
+    rows = [
+        _row(log_q[g].detach(), value[g], name, drawn[c][0][g] if is_drawn else None, found, predicted)
+        for g, name in enumerate(cls.names)
+    ]
     law, cost = (torch.stack([row[i] for row in rows]) for i in range(2))
-    rest: Tensor | None = torch.stack([row[2] for row in rows])
+    rest: Tensor | None = None
     plan: HeldPlan | None = signals.rerun.held_plan()
-    has_rest = plan is not None and any(plan.sites[name].rest for name in cls.names if name in plan.sites)
-    rest = rest if has_rest else None
-    if c not in drawn:
-        return HeldCosts(cls.names, law, cost, rest)
+    if found is not None and any(plan.sites[name].rest for name in cls.names if name in plan.sites):
+        shape = tuple(batch.batch_shape)
+        rest = torch.stack([found[n][2].expand(shape) if n in found else cost.new_zeros(shape) for n in cls.names])
+    if not is_drawn:
+        return HeldCosts(cls.names, log_q, value, law, cost, rest)
+    cost = _with_own(signals, c, cost, log_q.detach(), value, has_bits)
     index, share = drawn[c]
-    exact_law, exact_cost = (torch.stack([row[i] for row in rows]) for i in (3, 4))
-    return HeldCosts(cls.names, law, cost, rest, index, share, exact_law, exact_cost)
+    exact = [torch.stack([row[i] for row in rows]) for i in (2, 3)]
+    return HeldCosts(cls.names, log_q, value, law, cost, rest, particle, index, share, *exact)
 
 
-def _runs(signals: RolloutTensors) -> tuple[Any, Any, Any]:
+def _runs(signals: RolloutTensors) -> tuple[Any, Any, Any, Any]:
     """Draws components, and runs guide and model at other values of all sites that want it."""
     plan: HeldPlan | None = signals.rerun.held_plan()
     drawn: dict[int, tuple[Tensor, Tensor]] = {}
     if plan is None:
-        return drawn, None, {}
+        return drawn, None, None, {}
+    number, particle = signals.rollout.num_particles, None
+    if number > 1 and signals.rerun.runs_apart and all(site.is_drawn for site in plan.sites.values()):
+        like = signals.batches[0].score.detach()
+        particle = _draw(like.new_full((number,), 1.0 / number), 1, signals.generator)
     by_site: dict[str, Tensor] = {}
     for c, cls in enumerate(signals.layout.classes):
         sites = [plan.sites.get(name) for name in cls.names]
         numbers = [site.number for site in sites if site is not None and site.is_drawn]
         if numbers:
-            drawn[c] = _drawn(signals.batches[c].probs, numbers[0], signals.generator)
-            by_site.update({n: drawn[c][0][g] for g, n in enumerate(cls.names) if n in plan.sites})
-    found = signals.rerun.at_other_values(by_site, signals.rollout)
-    if found is None:
+            index, share = _drawn(_openness(signals.batches[c], particle), numbers[0], signals.generator)
+            drawn[c] = index, share if particle is None else number * share
+            by_site.update({n: index[g] for g, n in enumerate(cls.names) if n in plan.sites})
+    found = signals.rerun.at_other_values(by_site, signals.rollout, particle)
+    if found is None and not signals.rerun.plan.layered.issuperset(plan.sites):
         warnings.warn(
             f"Sites {', '.join(map(repr, plan.sites))}: guide and model do not run at other values of them, so "
             "Hindsight() is leave-one-out there. Write ScoreFunction(LeaveOneOut()), which costs less.",
@@ -99,13 +120,22 @@ def _runs(signals: RolloutTensors) -> tuple[Any, Any, Any]:
     predicted = {}
     if drawn and found is not None:
         predicted = signals.rerun.predicted(signals.rollout, signals.generator)
-    return drawn, found, predicted
+    return drawn, particle, found, predicted
 
 
-def _drawn(probs: Tensor, number: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def _openness(batch: SiteBatch, particle: Tensor | None) -> Tensor:
+    """How far each component is open: the chance that two draws of it differ, ``(G, M or 1, plates, D)``."""
+    has_bits = batch.components.kind == "bernoulli"
+    log_q = (batch.log_odds if has_bits else batch.log_probs).detach()
+    log_q = log_q if particle is None else log_q.index_select(1, particle)
+    if has_bits:
+        return 2.0 * log_q.sigmoid() * (-log_q).sigmoid()
+    return 1.0 - log_q.exp().square().sum(-1)
+
+
+def _drawn(open_: Tensor, number: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Draws components of each row, rather where several values are likely; returns indices and shares."""
-    open_ = 1.0 - probs.square().sum(-1)
-    chance = (1.0 - _EVEN) * open_ / open_.sum(-1, keepdim=True).clamp(min=1e-30) + _EVEN / probs.shape[-2]
+    chance = (1.0 - _EVEN) * open_ / open_.sum(-1, keepdim=True).clamp(min=1e-30) + _EVEN / open_.shape[-1]
     chance = chance / chance.sum(-1, keepdim=True)
     index = _draw(chance, number, generator)
     return index, 1.0 / (number * chance.gather(-1, index))
@@ -120,44 +150,53 @@ def _draw(chance: Tensor, number: int, generator: torch.Generator | None) -> Ten
 
 
 def _row(
-    signals: RolloutTensors, c: int, g: int, name: str, drawn: Any, found: Any, predicted: Any
+    log_q: Tensor, value: Tensor, name: str, drawn: Tensor | None, found: Any, predicted: Any
 ) -> tuple[Tensor, ...]:
-    """Changes of one site: law, costs, unknown costs, and the true changes of drawn components."""
-    batch = signals.batches[c]
-    probs, index = batch.probs[g], batch.index[g]
-    shape = tuple(batch.batch_shape)
+    """Changes of one site: law and costs, and the true changes of drawn components."""
+    has_bits = log_q.dim() == value.dim()
     if found is None or name not in found:
         # Only the drawn value is possible given itself: the plain score function.
-        kept = torch.zeros_like(probs).scatter_(-1, index.unsqueeze(-1), 1.0).log()
-        none, rest = torch.zeros_like(probs), probs.new_zeros(shape)
-        if c not in drawn:
-            return kept, none, rest
-        at = _at(drawn[c][0][g], probs)
-        return kept, none, rest, kept.gather(-2, at), none.gather(-2, at)
-    law, cost, rest = found[name]
-    rest = rest.expand(shape)
-    if c not in drawn:
-        return law.expand_as(probs), cost.expand_as(probs), rest
-    like = _at(drawn[c][0][g], probs)
-    guess, change = predicted[name]
-    sites = signals.rerun.held_plan().sites
+        kept = torch.full_like(log_q, -torch.inf)
+        kept = kept if has_bits else kept.scatter_(-1, value.unsqueeze(-1), 0.0)
+        none = torch.zeros_like(log_q)
+        if drawn is None:
+            return kept, none
+        one = kept[: len(drawn)]
+        exact = one.gather(-1, drawn) if has_bits else one.gather(-2, _at(drawn, log_q))
+        return kept, none, exact, torch.zeros_like(exact)
+    law, cost = found[name][:2]
+    if drawn is None:
+        return law.expand_as(log_q), cost.expand_as(log_q)
+    # The change at the drawn value is zero.
+    exact = [(table.sum(-1) if has_bits else table).expand(_shape(drawn, log_q, has_bits)) for table in (law, cost)]
+    return *(table.to(log_q) for table in predicted[name]), *exact
+
+
+def _with_own(signals: RolloutTensors, c: int, change: Tensor, log_q: Tensor, value: Tensor, has_bits: bool) -> Tensor:
+    """Changes of costs, and those of the sites' own log-probabilities, which are sums over components."""
+    batch, sites = signals.batches[c], signals.rerun.held_plan().sites
     known = [sites[n].is_own_known if n in sites else (False, False) for n in signals.layout.classes[c].names]
-    change = change + _own(signals, c, g, (all(q for q, _ in known), all(p for _, p in known)))
-    return guess.to(probs), change, rest, law.expand(like.shape), cost.expand(like.shape)
-
-
-def _own(signals: RolloutTensors, c: int, g: int, is_known: tuple[bool, bool]) -> Tensor:
-    """Changes of a site's own log-probabilities, which are sums over components."""
-    batch = signals.batches[c]
-    total = torch.zeros_like(batch.probs[g])
-    if is_known[0]:
-        total = total + batch.own_q[g]
-    if is_known[1]:
-        total = total + batch.own_p[g]
+    of_guide, of_model = (all(own[i] for own in known) for i in range(2))
+    if has_bits:
+        sign = 1.0 - 2.0 * value
+        if of_guide:
+            change = torch.addcmul(change, sign * batch.weights_of_bits(False), log_q)
+        if of_model:
+            split = batch.components
+            odds = batch.stack(lambda site: split.parameters(site.prior).detach(), split.event_ndim)
+            change = torch.addcmul(change, sign * batch.weights_of_bits(True), batch.flat(odds), value=-1.0)
+        return change
+    total = torch.zeros_like(change)
+    total = total + batch.own_q if of_guide else total
+    total = total + batch.own_p if of_model else total
     # An impossible value weighs nothing, but may have infinite costs.
-    total = total.masked_fill(batch.probs[g] == 0, 0.0)
-    return total - total.gather(-1, batch.index[g].unsqueeze(-1))
+    total = total.masked_fill(batch.probs == 0, 0.0)
+    return change + total - total.gather(-1, value.unsqueeze(-1))
 
 
-def _at(drawn: Tensor, probs: Tensor) -> Tensor:
-    return drawn.unsqueeze(-1).expand(*drawn.shape, probs.shape[-1])
+def _shape(drawn: Tensor, log_q: Tensor, has_bits: bool) -> torch.Size:
+    return drawn.shape if has_bits else torch.Size((*drawn.shape, log_q.shape[-1]))
+
+
+def _at(drawn: Tensor, log_q: Tensor) -> Tensor:
+    return drawn.unsqueeze(-1).expand(*drawn.shape, log_q.shape[-1])

@@ -129,7 +129,7 @@ def test_crossed_baseline_is_exact_and_used() -> None:
 
 def test_a_wrong_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     weighted = estimator_module._weighted
-    monkeypatch.setattr(estimator_module, "_weighted", lambda log_q, law, changes: weighted(log_q, 1.01 * law, changes))
+    monkeypatch.setattr(estimator_module, "_weighted", lambda log_q, law, *rest: weighted(log_q, 1.01 * law, *rest))
     pyro.clear_param_store()
     program = chain()
     assert largest_error(trained(program, 1), program) > 1e-5
@@ -148,7 +148,8 @@ def test_weights_are_the_law_given_the_children() -> None:
 
     class Seen(Hindsight):
         def __call__(self, context: Any) -> Any:
-            seen.append((context.names, context.log_probs.detach(), context.index, context.signals["hindsight"]))
+            held = context.signals["hindsight"]
+            seen.append((context.names, held.log_q.detach(), held.value, held))
             return super().__call__(context)
 
     trained(program, 1, steps=1, estimator=Seen())
@@ -234,6 +235,74 @@ def test_drawn_components_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert largest_error(elbo, program, noise) < 1e-10
 
 
+def pair(is_small: bool = True) -> Program:
+    """Two layers of two bits, the lower one scaled, and data that reads both; in a plate of one row.
+
+    Small: another estimator serves the upper layer, which has one bit.
+    """
+    infer = {"bpq": {"estimator": ScoreFunction(LeaveOneOut())}} if is_small else {}
+    width = 1 if is_small else 2
+
+    def guide() -> None:
+        with pyro.plate("rows", 1):
+            with poutine.scale(scale=1.5):
+                low = pyro.sample("low", dist.Bernoulli(logits=pyro.param("q", real(0.4, -0.7))).to_event(1))
+            logits = torch.nn.functional.linear(
+                2.0 * low - 1.0, pyro.param("w", real(0.9, -0.6, 0.3, 1.2).reshape(2, 2))
+            )
+            pyro.sample("top", dist.Bernoulli(logits=logits[..., :width]).to_event(1), infer=infer)
+
+    def model() -> None:
+        with pyro.plate("rows", 1):
+            top = pyro.sample("top", dist.Bernoulli(logits=pyro.param("p", real(0.2, -0.3))[:width]).to_event(1))
+            with poutine.scale(scale=1.5):
+                low = pyro.sample(
+                    "low", dist.Bernoulli(logits=top @ real(0.7, 0.2, -1.1, 0.5).reshape(2, 2)[:width]).to_event(1)
+                )
+            pyro.sample("x", dist.Normal((low * top.flip(-1)).sum(-1) + low[..., 0], 0.6), obs=real(0.7))
+
+    return model, guide
+
+
+TOGETHER = {"vectorize_particles": True, "max_plate_nesting": 1}
+ONE_OF_TWO = [
+    pytest.param(TOGETHER, True, id="together"),
+    pytest.param({}, True, id="one by one"),
+    pytest.param(TOGETHER, False, id="two layers", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("options", "is_small"), ONE_OF_TWO)
+def test_components_of_one_particle_are_exact(
+    options: dict[str, Any], is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = pair(is_small)
+    pyro.clear_param_store()
+    elbo = trained(program, 2, steps=3, estimator=Hindsight(draws=1, crossed=not is_small), **options)
+    noise = with_choices(monkeypatch)
+    drawn, seen = module._draw, set()
+
+    def draw(chance: Tensor, number: int, generator: Any) -> Tensor:
+        seen.add(tuple(chance.shape))
+        return drawn(chance, number, generator)
+
+    monkeypatch.setattr(module, "_draw", draw)
+    assert largest_error(elbo, program, noise) < 1e-10
+    # A particle, and components of its rows alone.
+    assert seen == {(2,), (1 if is_small else 2, 1, 1, 2)}
+
+
+def test_a_particle_that_counts_too_little_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = pair()
+    pyro.clear_param_store()
+    elbo = trained(program, 2, steps=3, estimator=Hindsight(draws=1), **TOGETHER)
+    noise = with_choices(monkeypatch)
+    corrected = estimator_module._corrected
+    smaller = lambda table, log_q, level, held: corrected(table, log_q, level, held._replace(share=0.5 * held.share))
+    monkeypatch.setattr(estimator_module, "_corrected", smaller)
+    assert largest_error(elbo, program, noise) > 1e-6
+
+
 def test_a_correction_that_is_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     program = LAYERS["bits"]
     pyro.clear_param_store()
@@ -294,8 +363,7 @@ def test_costs_of_second_order_are_predicted_exactly(read: str) -> None:
         trained(program, 1, steps=1, estimator=Seen(draws=2, curvature=curvature))
     errors = []
     for held in seen:
-        at = held.drawn.unsqueeze(-1).expand(*held.drawn.shape, 2)
-        errors.append(float((held.cost.gather(-2, at) - held.exact_cost).abs().max()))
+        errors.append(float((held.cost.gather(-1, held.drawn) - held.exact_cost).abs().max()))
         assert float(held.exact_cost.abs().max()) > 0.1
     assert errors[0] < 1e-10 < 1e-2 < errors[1]
 
