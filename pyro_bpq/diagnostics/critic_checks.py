@@ -17,13 +17,6 @@ _EXPLAINS = 0.02
 _EXPLAINS_WELL = 0.5
 _FAR = 0.7
 _ZERO_SCALE = 0.05
-# The entries of ``scales``, as a newcomer would say them.
-_CORRECTIONS = (
-    "the costs that are known exactly at every value",
-    "the critic's mean over all values",
-    "the critic's differences between values",
-    "what critics say about later sites",
-)
 _WITHIN = "how costs differ within a data point, from one sampled value to another"
 
 
@@ -48,8 +41,10 @@ def check_critics(look: Look) -> Iterator[Finding]:
         "warning",
         f"After {steps} steps the critic explains nothing of {_WITHIN} (share of that variance that it predicts: "
         f"{figures}). A site that the remaining costs do not depend on looks the same, and is no harm.",
-        "Raise CriticLearner(lr=...), give the critic what the costs depend on (infer={'bpq': {'context': ...}}), "
-        "start with lam=1, or leave critics out (critic=None), which is cheaper.",
+        "More particles help without a critic: num_particles=8, vectorize_particles=True. Give the critic what the "
+        "costs depend on (infer={'bpq': {'context': ...}}, or window=... where they are many sites), raise "
+        "CriticLearner(lr=...), or leave critics out (critic=None), which is cheaper. "
+        "compare_estimators(model, guide, *args) measures what is best.",
         tuple(poor),
     )
 
@@ -93,7 +88,6 @@ def check_scales(look: Look) -> Iterator[Finding]:
     """Corrections of the gradient that are switched off."""
     if look.elbo.num_steps < _MANY_STEPS:
         return
-    off: dict[str, list[str]] = {}
     unused: list[str] = []
     for one in look.signals:
         for c in one.active:
@@ -103,13 +97,9 @@ def check_scales(look: Look) -> Iterator[Finding]:
                 scales = look.elbo.info.get(name, {}).get("scales")
                 if scales is None or len(scales) != len(present):
                     continue
-                low = [part is not None and s < _ZERO_SCALE for part, s in zip(present, scales.tolist(), strict=True)]
-                if low[1] and low[2]:
+                _, level, learned, _ = (p is not None and s < _ZERO_SCALE for p, s in zip(present, scales, strict=True))
+                if level and learned:
                     unused.append(name)
-                    low[1:3] = False, False
-                for text, is_low in zip(_CORRECTIONS, low, strict=True):
-                    if is_low:
-                        off.setdefault(text, []).append(name)
     good = {name: fit for name, fit in look.fit.sites.items() if name in unused and _explains_well(fit)}
     yield from _good_but_unused(good)
     unused = [name for name in unused if name not in good]
@@ -123,16 +113,6 @@ def check_scales(look: Look) -> Iterator[Finding]:
             "Nothing breaks: the gradient falls back on comparing costs with those of the other particles, or with "
             "their running mean. See to the critic's fit (critic_fit), or save its time with critic=None.",
             tuple(unused),
-        )
-    for text, sites in off.items():
-        yield Finding(
-            "one scale at zero",
-            "hint",
-            f"The gradient of {listed(sites)} makes no use of {text}: the weight of that correction in "
-            "elbo.info[site]['scales'] has gone to zero. The other corrections do its work, or it brought more noise "
-            "than it took away.",
-            "Nothing to do.",
-            tuple(sites),
         )
 
 

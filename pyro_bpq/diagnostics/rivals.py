@@ -118,6 +118,7 @@ def default_rivals(num_particles: int) -> dict[str, Rival]:
         f"{DEFAULT}, no critic": Rival(TraceBackpropQ_ELBO, {"critic": None}),
         LOO: Rival(TraceBackpropQ_ELBO, {**several, "estimator": ScoreFunction(LeaveOneOut())}),
         "Trace_ELBO": Rival(Trace_ELBO),
+        f"Trace_ELBO, {several['num_particles']} particles": Rival(Trace_ELBO, several),
         "TraceGraph_ELBO": Rival(GraphELBO, {"has_baselines": False}),
         "TraceGraph_ELBO, baselines": Rival(GraphELBO, {"has_baselines": True}),
     }

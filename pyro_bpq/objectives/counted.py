@@ -7,6 +7,7 @@ from typing import Any
 
 from pyro.infer import ELBO
 
+from pyro_bpq.objectives.loss_module import LossModule
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.reruns.apart import Program
 from pyro_bpq.tracing.cost_statement import SkipCosts
@@ -26,6 +27,10 @@ class CountedELBO(ELBO):
     def __init__(self, **options: Any) -> None:
         self.particles = ParticleCount()
         super().__init__(**options)  # type: ignore[no-untyped-call]
+
+    def __call__(self, model: Any, guide: Any) -> LossModule:
+        """The loss of a model and a guide as a module, for torch's own optimisers."""
+        return LossModule(model, guide, self)
 
     @abstractmethod
     def run_program(self, program: Program) -> TracedRun:

@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 from pyro import poutine
-from pyro.infer.elbo import ELBOModule
 
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.objectives.loss_module import LossModule
 
 
 class ExpectedCost(TraceBackpropQ_ELBO):
@@ -41,7 +41,7 @@ class ExpectedCost(TraceBackpropQ_ELBO):
 
     _only_costs = True
 
-    def __call__(self, *programs: Any) -> ELBOModule:
+    def __call__(self, *programs: Any) -> LossModule:
         """The loss of a policy, or of an environment and a policy, as a module.
 
         Args:
@@ -51,7 +51,7 @@ class ExpectedCost(TraceBackpropQ_ELBO):
             A module that is called with the programs' arguments.
         """
         environment, policy = programs if len(programs) == 2 else (None, *programs)
-        return ELBOModule(environment, policy, self)
+        return LossModule(environment, policy, self)
 
     def _alone(self, model: Any, guide: Any) -> tuple[Any, Any]:
         return _nothing, guide if model is None else functools.partial(_in_turn, guide, model)

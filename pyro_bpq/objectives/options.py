@@ -11,6 +11,7 @@ from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, UnsupportedProgramError
 from pyro_bpq.estimators import Estimator
+from pyro_bpq.estimators.baselines import Baseline
 from pyro_bpq.graph.network import check_discounted
 
 _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
@@ -19,7 +20,7 @@ _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 def check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:
     """Raises :class:`OptionError` for an option that is out of range or of the wrong kind."""
     if estimator is not None and (isinstance(estimator, type) or not isinstance(estimator, Estimator)):
-        raise OptionError(f"estimator={estimator!r} is not an estimator; write an object such as AllAction().")
+        raise OptionError(f"estimator={estimator!r} is not an estimator; {_instead_of(estimator)}")
     if critic is not None and (isinstance(critic, type) or not isinstance(critic, Critic)):
         raise OptionError(f"critic={critic!r} is not a critic; write an object such as MLPCritic(), or None.")
     check_choice("reduction", reduction, _REDUCTIONS)
@@ -30,6 +31,15 @@ def check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: 
     check_discounted(reduction, callable(gamma) or gamma != 1.0)
     if learner is not None and not isinstance(learner, CriticLearner):
         raise OptionError(f"learner={learner!r} is not a learner; write CriticLearner(lr=...) or None.")
+
+
+def _instead_of(given: Any) -> str:
+    """What to write in place of what is no estimator."""
+    if isinstance(given, type) and issubclass(given, Estimator):
+        return f"write an object: {given.__name__}()."
+    if isinstance(given, Baseline):
+        return f"it is a baseline: write ScoreFunction({type(given).__name__}())."
+    return "write an object such as AllAction()."
 
 
 def check_choice(option: str, value: Any, allowed: Sequence[str]) -> None:

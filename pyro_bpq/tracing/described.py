@@ -86,6 +86,25 @@ def nan_line(site: Any) -> str:
     return f"The observed data of site {name!r} has NaN in {count} elements. Leave these out, as by {how}."
 
 
+def support_line(site: Any) -> str:
+    """Says how many values of a site's data lie outside of the support; empty if that is not known.
+
+    Args:
+        site: An observed site of a trace.
+    """
+    value, fn = site["value"], site["fn"]
+    try:
+        inside = fn.support.check(value)
+    except (NotImplementedError, AttributeError, RuntimeError):
+        return ""
+    number, first = int((~inside).sum()), value[~inside].flatten()[:1].tolist() if inside.dim() == value.dim() else []
+    shown = f", {first[0]} among them" if first else ""
+    return (
+        f"The data of site {site['name']!r} has {number} of {inside.numel()} values outside of the support of its "
+        f"distribution, {described(fn)}{shown}. Give other data, or a distribution with their support."
+    )
+
+
 def data_line(site: Any, rows: tuple[int, ...]) -> str:
     """Says how the shape of a site's data differs from that of its distribution, and what to write; else empty.
 

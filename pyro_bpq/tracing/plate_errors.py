@@ -31,15 +31,17 @@ Frames = tuple[Any, ...]
 """The plates around a statement, as Pyro's frames."""
 
 _COLLISION = re.compile(rf'at plates "(.*)" and "{PARTICLES}", collide at dim=-(\d+)')
+_OTHER_SIZE = re.compile(r"Shape mismatch inside plate\('(.*)'\) at site (.*) dim (-\d+), (\d+) vs (\d+)")
 _AMONG_PARTICLES = re.compile(rf"Shape mismatch inside plate\('{PARTICLES}'\) at site (.*) dim -(\d+)")
 
 
-def plate_error(error: Exception, plates: Mapping[str, Frames]) -> PlateError | None:
+def plate_error(error: Exception, plates: Mapping[str, Frames], where: str) -> PlateError | None:
     """Adds the plates of the named sites to Pyro's error about shapes that do not fit.
 
     Args:
         error: Pyro's error.
         plates: Plate frames of each site, by name of the site.
+        where: The program that runs, ``"guide"`` or ``"model"``.
 
     Returns:
         The error to raise instead; ``None`` if Pyro's error is not about shapes.
@@ -49,7 +51,15 @@ def plate_error(error: Exception, plates: Mapping[str, Frames]) -> PlateError | 
         return None
     named = {site: frames for site, frames in plates.items() if _names(text, site)}
     lines = [f"Site {site!r} is in the plates {_listed(frames)} (name, dim, size)." for site, frames in named.items()]
-    return PlateError(told(error, *lines, *particle_advice(plates.values())))
+    unlike, advice = _OTHER_SIZE.search(text), particle_advice(plates.values())
+    if unlike is not None and unlike[1] != PARTICLES:
+        plate, site, dim, rows, size = unlike.groups()
+        lines = [
+            f"In the {where} the plate {plate!r} has {rows} rows in dimension {dim}, and the distribution of site "
+            f"{site!r} has {size} there. If these {size} belong to each row, write .to_event(1) behind the "
+            "distribution. If they are rows, give plate and parameters the same number; a parameter keeps the size it was made with."
+        ]
+    return PlateError(told(error, *lines, *advice))
 
 
 def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) -> PlateError | None:
@@ -84,6 +94,8 @@ def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) 
             lines.append(_both_line(name, plates_of(sites[0]), plates_of(sites[1])))
         else:
             lines.append(f"Site {name!r} is in the plates {_listed(plates_of(sites[0]))} (name, dim, size).")
+        if len({tuple(_listed(plates_of(site))) for site in sites}) == 1:
+            lines += [_loose_line(site) for site in sites[-1:] + sites[:-1] if _is_loose(site)][:1]
     return PlateError(told(error, *lines, *particle_advice(frames)))
 
 
@@ -100,6 +112,12 @@ def unlike_line(name: str, model: tuple[Any, Frames], guide: tuple[Any, Frames])
     more = ours.event_dim - theirs.event_dim
     if not more:
         numbers = number_of_values(ours), number_of_values(theirs)
+        if None in numbers:
+            return (
+                f"Site {name!r} is drawn from {given} in the guide, and scored under {known} in the model, whose "
+                "values are of another kind (the numbers 0 and 1, or whole numbers as indices). Write "
+                f"{known} in the guide, or {given} in the model."
+            )
         return (
             f"Site {name!r} has {numbers[0]} values in the guide, {given}, and {numbers[1]} in the model, {known}. "
             "Give it the same number in both."
@@ -248,6 +266,20 @@ def _both_line(name: str, model: Frames, guide: Frames) -> str:
             elif missing == "guide":
                 line += f' Give "{plate}" the same size and dim in both: pyro.plate("{plate}", {size}, dim={dim}).'
     return line
+
+
+def _is_loose(site: Any) -> bool:
+    return cost_options(site) is None and _loose(site) is not None
+
+
+def _loose_line(site: Any) -> str:
+    """Says which dimension of a site is no plate, and what to write."""
+    dim, shape = _loose(site), tuple(site["fn"].batch_shape)
+    return (
+        f"A distribution of {site['name']!r} has the batch shape {shape}, and its dimension {dim} is no plate. Where its "
+        "elements belong together, write .to_event(...); where they are rows, put it into a plate with "
+        f"dim={dim}. Tensors of the shapes (n,) and (n, 1) side by side make such a shape too: write squeeze(-1)."
+    )
 
 
 def _loose(site: Any) -> int | None:

@@ -12,7 +12,16 @@ import pyro
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError, PlateError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.tracing.described import data_line, described, left_torch, nan_line, number_missing, support, told
+from pyro_bpq.tracing.described import (
+    data_line,
+    described,
+    left_torch,
+    nan_line,
+    number_missing,
+    support,
+    support_line,
+    told,
+)
 from pyro_bpq.tracing.plate_errors import (
     nesting_error,
     particle_advice,
@@ -23,7 +32,7 @@ from pyro_bpq.tracing.plate_errors import (
     unlike_line,
 )
 from pyro_bpq.tracing.provenance import DependencyTracker
-from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name
+from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name, where_of
 
 __all__ = ["explain_runs", "explain_scores"]
 
@@ -46,19 +55,20 @@ _NOT_SAMPLED = re.compile("site (.*) must be sampled in trace")
 
 
 @contextlib.contextmanager
-def explain_runs(watch: Watch, tracker: DependencyTracker | None) -> Iterator[None]:
+def explain_runs(watch: Watch, tracker: DependencyTracker | None, inputs: Mapping[int | str, Any]) -> Iterator[None]:
     """Raises errors of a run of guide and model again, with the name of the site and what to write.
 
     Args:
         watch: Watches the run.
         tracker: Its tracker, or ``None``.
+        inputs: Arguments of the programs, by position or name.
     """
     try:
         yield
     except BPQError:
         raise
     except _EXPLAINED as error:
-        found = _of_run(error, watch, tracker)
+        found = _of_run(error, watch, tracker, inputs)
         if found is None:
             raise
         raise found from error
@@ -82,7 +92,9 @@ def explain_scores(model_trace: Any, guide_trace: Any) -> Iterator[None]:
         raise found from error
 
 
-def _of_run(error: Exception, watch: Watch, tracker: DependencyTracker | None) -> BPQError | None:
+def _of_run(
+    error: Exception, watch: Watch, tracker: DependencyTracker | None, inputs: Mapping[int | str, Any]
+) -> BPQError | None:
     """The error to raise instead of one that came while guide or model ran; ``None`` to leave it."""
     text, plates = _own_text(error), watch.plates.values()
     unlike = watch.unlike()
@@ -92,13 +104,19 @@ def _of_run(error: Exception, watch: Watch, tracker: DependencyTracker | None) -
         return PlateError(told(error, *lines))
     declared = len(watch.subsamples.keys() - {PARTICLES})
     found = (
-        nesting_error(error, plates, declared) or _name_error(error, watch.costs) or plate_error(error, watch.plates)
+        nesting_error(error, plates, declared)
+        or _name_error(error, watch.costs)
+        or plate_error(error, watch.plates, where_of(watch))
     )
     # Values that carry gradients make torch refuse what it does otherwise: the caller tries again without.
     if found is not None or watch.sloped or type(error) not in _EXPLAINED:
         return found
     if _NUMBERS.search(text):
-        return _number_error(error, text, watch)
+        return _number_error(error, text, watch, inputs)
+    arrays = [_argument(key) for key, value in inputs.items() if type(value).__module__ == "numpy"]
+    if arrays and "numpy" in text.lower():
+        line = f"{arrays[0]} of the programs is a NumPy array: hand over torch.as_tensor(...) of it."
+        return UnsupportedProgramError(told(error, line))
     if not particle_advice(plates):
         return None
     asks_for_one = _ONE_VALUE_ONLY.search(text) is not None
@@ -130,7 +148,13 @@ def _one_value_error(error: Exception, number: int, tracker: DependencyTracker) 
     return UnsupportedProgramError(left_torch(sites, number, text)) if sites and read.numel() == number else None
 
 
-def _number_error(error: Exception, text: str, watch: Watch) -> UnsupportedSiteError | None:
+def _argument(key: int | str) -> str:
+    return f"Argument {key!r}"
+
+
+def _number_error(
+    error: Exception, text: str, watch: Watch, inputs: Mapping[int | str, Any]
+) -> UnsupportedSiteError | None:
     """Says which parameters are broken, or where the distribution was made whose parameter is out of range."""
     store = pyro.get_param_store()
     broken = [name for name in store.keys() if not bool(store[name].isfinite().all())]
@@ -141,21 +165,29 @@ def _number_error(error: Exception, text: str, watch: Watch) -> UnsupportedSiteE
             "made so. Look for the first loss that is not finite; take a smaller learning rate, or "
             "clip gradients, as by pyro.optim.ClippedAdam."
         )
-        return UnsupportedSiteError(told(error, line))
+        return UnsupportedSiteError(f"{line}\n{text}")
+    for key, value in inputs.items():
+        if number_missing(value):
+            line = (
+                f"{_argument(key)} of the programs has NaN in {number_missing(value)} of {value.numel()} elements, and "
+                f"the {where_of(watch)} computes with them. Leave these out: let the guide read x.nan_to_num(), and "
+                "observe under pyro.poutine.mask(mask=~x.isnan())."
+            )
+            return UnsupportedSiteError(f"{line}\n{text}")
     found = _OUT_OF_RANGE.search(text)
     if found is None:
         return None
-    where, seen = "guide" if watch.is_guide else "model", [*watch.plates]
-    after = f", after the statement {seen[-1]!r}" if seen else ""
+    seen = [*(watch.scored_as if watch.is_past_guide else watch.plates)]
+    after = f" after the statement {seen[-1]!r}" if seen else ""
     constraint = _CONSTRAINTS.get(found[3], "")
     advice = (
         f" If it is a parameter, write pyro.param(name, value, constraint=dist.constraints.{constraint})."
         if constraint
         else ""
     )
-    return UnsupportedSiteError(
-        told(error, f"The program makes this {found[2]} in the {where}{after}: look at its {found[1]} there.{advice}")
-    )
+    where = where_of(watch)
+    line = f"The {found[1]} of a {found[2]} that the {where} makes{after} is out of range: look at it there.{advice}"
+    return UnsupportedSiteError(f"{line}\n{text}")
 
 
 def _read_tensor(traceback: TracebackType | None) -> Tensor | None:
@@ -174,6 +206,10 @@ def _name_error(error: Exception, costs: set[str]) -> UnsupportedProgramError | 
     text = _own_text(error)
     twice, other = _TWICE.search(text), _NOT_SAMPLED.search(text)
     name = twice[1] if twice else other[1] if other else ""
+    if twice and name not in costs:
+        return UnsupportedProgramError(
+            f'{text}\nGive each statement a name of its own, in a loop as by pyro.sample(f"{name}_{{t}}", ...).'
+        )
     if name not in costs:
         return None
     both = "The cost {0!r} and another statement {0!r} of the same program have"
@@ -207,7 +243,8 @@ def _support_error(error: Exception, model: Mapping[str, Any], guide: Mapping[st
         return PlateError(told(error, line))
     if site is None or not site["is_observed"] or "within the support" not in text:
         return None
-    return UnsupportedSiteError(f"{nan_line(site)}\n{text}") if number_missing(site["value"]) else None
+    line = nan_line(site) if number_missing(site["value"]) else support_line(site)
+    return UnsupportedSiteError(f"{line}\n{text}") if line else None
 
 
 def _mismatch(text: str, model: Any, guide: Any) -> UnsupportedSiteError:

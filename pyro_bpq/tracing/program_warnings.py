@@ -32,12 +32,14 @@ def warn_of_program(
     everything, texts = [*guide_sites.values(), *model_sites.values()], []
     if is_first:
         texts += [_repeated(site) for site in everything]
+        texts += [_misspelt(site) for site in everything]
+        texts.append(_observed([*guide_sites.values()], bool(model_sites)))
     if is_first and is_validation_enabled():
         texts += [_unlike(site, model_sites.get(name)) for name, site in guide_sites.items()]
         texts.append(_other_names(model_sites, guide_sites))
         texts.append("" if is_enumerating else _marked([s["name"] for s in guide_sites.values() if _is_marked(s)]))
-    if bool(loss.isnan()):
-        texts += _of_nan(everything)
+    if not bool(loss.isfinite().all()):
+        texts += _of_nan(everything) or _of_infinity(everything)
     for text in texts:
         if text:
             warnings.warn(text, BPQWarning, stacklevel=3)
@@ -57,6 +59,43 @@ def _of_nan(sites: list[Any]) -> list[str]:
                 f"distribution, {what}, is NaN or outside of its range. pyro.enable_validation(True) says which."
             ]
     return []
+
+
+def _of_infinity(sites: list[Any]) -> list[str]:
+    """Of a loss that is infinite: the first log-probability or factor that is."""
+    for site in sites:
+        density = site.get("log_prob")
+        if isinstance(density, Tensor) and bool(density.isinf().any()):
+            kind = "factor" if hasattr(site["fn"], "log_factor") else "log-probability"
+            return [
+                f"The {kind} of site {site['name']!r} is infinite at {int(density.isinf().sum())} of {density.numel()} "
+                "elements, so that this step has no finite gradient. Write a large finite cost in place of an infinite "
+                "one, or draw only values that are possible."
+            ]
+    return []
+
+
+def _misspelt(site: Any) -> str:
+    """Of a key of ``infer`` that is nearly, but not, that of this package."""
+    for key in site["infer"]:
+        if isinstance(key, str) and key != "bpq" and sorted(key.lower()) == sorted("bpq"):
+            return f'Site {site["name"]!r} has infer={{{key!r}: ...}}, which nothing reads: write infer={{"bpq": ...}}.'
+    return ""
+
+
+def _observed(guide: list[Any], has_model: bool) -> str:
+    """Of data that the guide observes."""
+    names = [
+        site["name"]
+        for site in guide
+        if site["is_observed"] and cost_options(site) is None and type(site["fn"]).__name__ not in ("Unit", "Delta")
+    ]
+    if not names or not has_model:
+        return ""
+    return (
+        f"The guide observes data at {names}: observations belong into the model. Were model and guide handed over in the "
+        "wrong order? It is loss(model, guide, ...) and SVI(model, guide, ...)."
+    )
 
 
 def _repeated(site: Any) -> str:

@@ -2,6 +2,7 @@ r"""The record of a run of guide and model: structure (a key, reads) and tensors
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -113,6 +114,11 @@ class TracedRun:
         return max((-plate.dim for plate in self.plate_sizes), default=0)
 
 
+def _few(names: list[str]) -> str:
+    """Names, the first few of many."""
+    return f"{names[:8]} and {len(names) - 8} more" if len(names) > 8 else str(names)
+
+
 def record_run(
     model_trace: Any,
     guide_trace: Any,
@@ -165,9 +171,11 @@ def record_run(
         key.append((name, plates, tuple(site["fn"].event_shape), kind, split, _fingerprint(chosen), is_untraced(site)))
     for name, site in model_sites.items():
         if name not in sites and not site["is_observed"] and not is_enumerated(site):
+            near = difflib.get_close_matches(name, sites, 1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
             raise SiteNotFoundError(
                 f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are "
-                f'{list(sites)}; write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it '
+                f'{_few([*sites])}.{meant} Write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it '
                 'out: infer={"enumerate": "parallel"} there, and enumeration="exact".'
             )
         cost = cost_of_site(site, False)

@@ -96,7 +96,7 @@ def trace_run(
         for mode in (tracker, None if elements is None else elements.elements, work, watch, modules):
             if mode is not None:
                 stack.enter_context(mode)
-        with explain_runs(watch, tracker):
+        with explain_runs(watch, tracker, dict([*enumerate(args), *kwargs.items()])):
             if only_costs:
                 model_trace = Trace()
                 guide_trace, heard = program_trace(watch.guide(guide), args, kwargs, nesting, ledger)

@@ -89,7 +89,7 @@ class Watch(Messenger):
         self.attach, self.noise = attach, functools.lru_cache(noise)
         self.attached: dict[str, Any] = {}
         self.given: set[str] = set()
-        self.is_guide = False
+        self.is_guide, self.is_past_guide = False, False
         self.escaped: dict[tuple[bool, str], int] = {}
         self.heard: dict[str, int] = {}
         self.subsamples: dict[str, Any] = {}
@@ -267,7 +267,9 @@ def _score_of_untraced(msg: Any) -> Tensor | None:
 def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     watch.is_guide = True
     try:
-        return guide(*args, **kwargs)
+        value = guide(*args, **kwargs)
+        watch.is_past_guide = True
+        return value
     finally:
         watch.is_guide = False
         watch.model_start = torch.get_rng_state()
@@ -295,6 +297,11 @@ def number_of_values(fn: Any) -> int | None:
     if components is None or components.kind not in ("categorical", "one_hot"):
         return None
     return components.cardinality
+
+
+def where_of(watch: Watch) -> str:
+    """Which program is running: ``"guide"`` or ``"model"``."""
+    return "model" if watch.is_past_guide else "guide"
 
 
 def is_enumerated(site: Any) -> bool:

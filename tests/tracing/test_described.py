@@ -10,10 +10,19 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 
-from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.errors import BPQError, BPQWarning, PlateError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.errors import (
+    BPQError,
+    BPQWarning,
+    OptionError,
+    PlateError,
+    SiteNotFoundError,
+    UnsupportedProgramError,
+    UnsupportedSiteError,
+)
 
 ROWS = 8
 
@@ -125,7 +134,9 @@ def test_parameter_out_of_range_says_where_and_which_constraint() -> None:
         return dist.Normal(z, pyro.param("s", torch.tensor(-1.0)))
 
     text = text_of(seeing(negative, torch.zeros(ROWS)), guide, UnsupportedSiteError)
-    assert "The program makes this Normal in the model, after the statement 'z': look at its scale there." in text
+    assert (
+        "The scale of a Normal that the model makes after the statement 'z' is out of range: look at it there." in text
+    )
     assert "constraint=dist.constraints.positive" in text
 
 
@@ -147,3 +158,184 @@ def test_a_loss_that_is_nan_names_the_site_where_it_arose() -> None:
         TraceBackpropQ_ELBO().loss_and_grads(seeing(negative, torch.zeros(ROWS)), guide)
     texts = [str(one.message) for one in found if one.category is BPQWarning]
     assert len(texts) == 1 and "log-probability of site 'x' is NaN" in texts[0] and "Normal" in texts[0]
+
+
+def amortised(x: Tensor) -> None:
+    with pyro.plate("rows", len(x)):
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("w", torch.tensor(1.0)) * x))
+
+
+def seen(x: Any) -> None:
+    with pyro.plate("rows", len(x)):
+        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Bernoulli(0.5)), 1.0), obs=x)
+
+
+@pytest.mark.parametrize("names", [False, True], ids=["by position", "by name"])
+def test_an_argument_with_nan_is_named_where_the_guide_reads_it(names: bool) -> None:
+    x = torch.tensor([1.0, float("nan"), 0.0])
+    with pytest.raises(UnsupportedSiteError) as caught:
+        TraceBackpropQ_ELBO().loss_and_grads(seen, amortised, *([] if names else [x]), **({"x": x} if names else {}))
+    start = f"Argument {'x' if names else 0!r} of the programs has NaN in 1 of 3 elements, and the guide computes with"
+    assert str(caught.value).startswith(start.replace("Argument x", "Argument 'x'"))
+
+    def masked(x: Tensor) -> None:
+        with pyro.plate("rows", len(x)):
+            mean = pyro.sample("z", dist.Bernoulli(0.5))
+            with pyro.poutine.mask(mask=~x.isnan()):
+                pyro.sample("x", dist.Normal(mean, 1.0), obs=x.nan_to_num())
+
+    # What it advises is right.
+    assert TraceBackpropQ_ELBO().loss_and_grads(masked, lambda x: amortised(x.nan_to_num()), x) > 0.0
+
+
+def test_the_program_that_fails_is_named() -> None:
+    def wrong() -> None:
+        with pyro.plate("rows", ROWS):
+            pyro.sample("z", dist.Bernoulli(pyro.param("q", torch.full((ROWS,), 1.5))))
+
+    text = text_of(seeing(normal, torch.zeros(ROWS)), wrong, UnsupportedSiteError)
+    assert text.startswith("The probs of a Bernoulli that the guide makes is out of range")
+    assert "constraint=dist.constraints.unit_interval" in text
+
+
+def test_numpy_arrays_are_told() -> None:
+    text = str(
+        pytest.raises(BPQError, TraceBackpropQ_ELBO().loss_and_grads, seen, amortised, torch.ones(3).numpy()).value
+    )
+    assert "Argument 0 of the programs is a NumPy array: hand over torch.as_tensor(...) of it." in text
+
+
+SIZES: dict[str, tuple[Any, Any, str]] = {
+    "guide": (seeing(normal, torch.zeros(ROWS)), (ROWS, 3), "In the guide the plate 'rows' has 8 rows in dimension -1"),
+    "model": (seeing(lambda z: dist.Normal(torch.zeros(ROWS, 3), 1.0), torch.zeros(ROWS, 3)), (ROWS,), "In the model"),
+}
+
+
+@pytest.mark.parametrize(("model", "shape", "words"), SIZES.values(), ids=SIZES)
+def test_a_distribution_that_does_not_fit_its_plate_says_in_which_program(model: Any, shape: Any, words: str) -> None:
+    def guide() -> None:
+        with pyro.plate("rows", ROWS):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(shape))))
+
+    text = text_of(model, guide, PlateError)
+    assert words in text and "has 3 there. If these 3 belong to each row, write .to_event(1)" in text
+
+
+def test_batch_dimensions_without_a_plate_say_what_makes_them() -> None:
+    def column() -> None:
+        with pyro.plate("rows", ROWS):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(ROWS, 1))))
+
+    text = text_of(seeing(normal, torch.zeros(ROWS)), column, PlateError)
+    assert "A distribution of 'z' has the batch shape (8, 8), and its dimension -2 is no plate." in text
+    assert "(n, 1) side by side" in text and text.count("is no plate") == 1
+
+
+def test_data_outside_of_the_support_are_counted() -> None:
+    data = torch.tensor([0, 1, 4, 0, 5, 1, 0, 0])
+    text = text_of(seeing(lambda z: dist.Categorical(torch.ones(3)), data), guide, UnsupportedSiteError)
+    assert text.startswith("The data of site 'x' has 2 of 8 values outside of the support") and "4 among them" in text
+
+
+def test_bernoulli_against_categorical_names_both() -> None:
+    def model() -> None:
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", dist.Categorical(torch.ones(2)))
+            pyro.sample("x", dist.Normal(torch.arange(2.0)[z], 1.0), obs=torch.zeros(ROWS))
+
+    text = text_of(model, guide, PlateError)
+    assert "Write Categorical in the guide, or Bernoulli in the model." in text and "None" not in text
+
+
+def told_by(model: Any, guide: Any, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        TraceBackpropQ_ELBO(**options).loss_and_grads(model, guide)
+    return sorted({str(one.message) for one in found if one.category is BPQWarning})
+
+
+def test_an_infinite_factor_is_named() -> None:
+    def model() -> None:
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.factor("f", torch.where(z >= 0, -torch.inf, 0.0))
+
+    (text,) = told_by(model, guide)
+    assert text.startswith("The factor of site 'f' is infinite at 8 of 8 elements")
+
+
+def test_a_misspelt_key_of_infer_is_told() -> None:
+    def wrong() -> None:
+        with pyro.plate("rows", ROWS):
+            logits = pyro.param("q", torch.zeros(ROWS))
+            pyro.sample("z", dist.Bernoulli(logits=logits), infer={"bqp": {"critic": None}, "other": 1})
+
+    (text,) = told_by(seeing(normal, torch.zeros(ROWS)), wrong)
+    assert "Site 'z' has infer={'bqp': ...}, which nothing reads" in text
+
+
+def test_model_and_guide_in_the_wrong_order_are_told() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        (text,) = told_by(guide, seeing(normal, torch.zeros(ROWS)))
+    assert "The guide observes data at ['x']" in text and "SVI(model, guide, ...)" in text
+
+
+class Weighted(PyroModule):  # type: ignore[misc]
+    """A model with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loc = torch.nn.Parameter(torch.zeros(()))
+        self.scale = PyroParam(torch.ones(()), dist.constraints.positive)
+
+    def forward(self) -> None:
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("x", dist.Normal(self.loc + z, self.scale), obs=torch.zeros(ROWS))
+
+
+class Guide(PyroModule):  # type: ignore[misc]
+    """A guide with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = PyroParam(torch.zeros(ROWS))
+
+    def forward(self) -> None:
+        with pyro.plate("rows", ROWS):
+            pyro.sample("z", dist.Bernoulli(logits=self.logits))
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_parameters_that_a_torch_optimiser_would_not_see_are_named_once(is_module: bool) -> None:
+    loss = TraceBackpropQ_ELBO()(Weighted(), Guide() if is_module else guide)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loss().backward()
+    texts = [str(one.message) for one in found if one.category is BPQWarning]
+    assert len(texts) == (not is_module)
+    assert is_module or texts[0].startswith("The parameters ['q'] belong to no module")
+
+
+def test_a_baseline_or_a_class_in_place_of_an_estimator() -> None:
+    for given, words in ((LeaveOneOut(), "write ScoreFunction(LeaveOneOut())"), (ScoreFunction, "ScoreFunction().")):
+        with pytest.raises(OptionError) as caught:
+            TraceBackpropQ_ELBO(estimator=given)  # type: ignore[arg-type]
+        assert words in str(caught.value)
+
+
+def test_a_missing_site_is_guessed_from_many() -> None:
+    def model() -> None:
+        for t in range(12):
+            pyro.sample(f"z{t}", dist.Bernoulli(0.5))
+
+    def other() -> None:
+        for t in range(12):
+            pyro.sample(f"z_{t}", dist.Bernoulli(logits=pyro.param("q", torch.zeros(()))))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        text = text_of(model, other, SiteNotFoundError)
+    assert "Did you mean 'z_0'?" in text and "and 4 more" in text and "'z_11'" not in text
