@@ -188,7 +188,7 @@ def test_comparison_measures_every_estimator(capsys: pytest.CaptureFixture[str])
 
 
 OURS = ["default", "default, 4 particles", "default, no critic", "leave-one-out"]
-ALL = [*OURS, "Trace_ELBO", "TraceGraph_ELBO", "TraceGraph_ELBO, baselines"]
+ALL = [*OURS, "Trace_ELBO", "Trace_ELBO, 4 particles", "TraceGraph_ELBO", "TraceGraph_ELBO, baselines"]
 
 
 @pytest.mark.parametrize("name", ["chain", "vector"])
