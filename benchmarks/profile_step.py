@@ -25,7 +25,7 @@ from pyro_bpq import TraceBackpropQ_ELBO
 
 # Function of the package -> part. Time inside of it is its part's until another one of these is entered.
 PARTS: Mapping[tuple[str, str], str] = {
-    ("traced_run.py", "trace_run"): "run guide and model, read their traces",
+    ("tracer.py", "trace_run"): "run guide and model, read their traces",
     ("structure_cache.py", "graph"): "graph and plan (cached)",
     ("plan_cache.py", "plan"): "graph and plan (cached)",
     ("flipped_costs.py", "flipped_costs"): "extra run of the model",

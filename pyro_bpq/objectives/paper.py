@@ -39,7 +39,7 @@ def paper_settings(
         gamma: Discount of targets per edge of the longest way.
         estimator: How the Q-function becomes a gradient: any estimator that takes critics. Those whose name begins with
             ``Q`` take it for the cost, and need sites with finite values; :class:`~pyro_bpq.AllAction` and
-            :class:`~pyro_bpq.QControlVariate` take it as a control variate.
+            :class:`~pyro_bpq.estimators.QControlVariate` take it as a control variate.
         critic: The approximators. Tables serve small finite scopes; else ``MLPCritic()`` with a small ``rate``.
         rate: Step size ``α`` of the critics, or a function of the step.
 
