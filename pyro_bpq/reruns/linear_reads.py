@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pyro_bpq.estimators.noise import uniform
+
 __all__ = ["LinearRead", "LinearReads", "expansions"]
 
 # Operators that pass values on, one by one, as they are or shifted and scaled.
@@ -104,9 +106,10 @@ class LinearReads(TorchFunctionMode):
             if node.name() in _SCALED:
                 found = [getattr(node, key) for key in ("_saved_self", "_saved_other")]
                 given = [factor for factor in found if factor is not None]
-                if len(given) != 1 or given[0].numel() != 1:
+                if len(given) != 1 or given[0].dim() > 0:
                     return None
-                factor = given[0].detach().to(scale).reshape(1)
+                # A number of Python is a tensor here that recorders know nothing of but in such operators.
+                factor = given[0].detach() if given[0].requires_grad else given[0]
                 scale = scale / factor if _SCALED[node.name()] else scale * factor
             elif node.name() not in _SHIFTED or getattr(node, "_saved_alpha", 1) != 1:
                 return None
@@ -224,9 +227,9 @@ def _curvatures(
 
 def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Random signs, the same for all rows."""
-    size = like.shape[-1:] if like.dim() else ()
-    drawn = torch.randint(2, size, generator=generator)
-    return (2 * drawn - 1).to(like)
+    assert generator is not None
+    one = like.detach().new_ones(like.shape[-1:] if like.dim() else ())
+    return torch.where(uniform(one, generator) < 0.5, -one, one)
 
 
 def _in_leaf(read: LinearRead, curved: Tensor, leaf: Tensor, block: int | None) -> Tensor | None:

@@ -469,6 +469,28 @@ def test_estimators_that_run_the_model_at_other_values_are_recorded(estimator: A
     assert elbo.compiled.entries and elbo.compiled.entries[0].steps > 4, compile_report(elbo)
 
 
+def test_layers_whose_values_are_averaged_are_recorded() -> None:
+    """The default of layers in rows of data: the drawn particle and its components are inputs of the recording."""
+    data = torch.linspace(-1.0, 1.0, 12 * 8).reshape(12, 8).sin()
+
+    def model() -> None:
+        with pyro.plate("rows", 12):
+            y = pyro.sample("y", dist.Bernoulli(logits=torch.zeros(6)).to_event(1))
+            z = pyro.sample("z", dist.Bernoulli(logits=y @ pyro.param("p", lambda: torch.ones(6, 6))).to_event(1))
+            mean = torch.nn.functional.linear(2.0 * z - 1.0, pyro.param("v", lambda: 0.2 * torch.ones(8, 6)))
+            pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=data)
+
+    def guide() -> None:
+        with pyro.plate("rows", 12):
+            logits = data @ pyro.param("w", lambda: torch.linspace(-1.0, 1.0, 48).reshape(8, 6))
+            z = pyro.sample("z", dist.Bernoulli(logits=logits).to_event(1))
+            pyro.sample("y", dist.Bernoulli(logits=z @ pyro.param("u", lambda: 0.3 * torch.ones(6, 6))).to_event(1))
+
+    elbo = both(TraceBackpropQ_ELBO, lambda: None, model, guide, steps=14)
+    assert "Hindsight" in str(elbo.plan)
+    assert elbo.compiled.entries and elbo.compiled.entries[0].steps > 4, compile_report(elbo)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
