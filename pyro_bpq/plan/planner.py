@@ -425,9 +425,9 @@ def _layers(
     if facts.is_dynamic or traced.elimination is not None or traced.user_costs:
         return frozenset()
     estimators = {name: choice.estimator for name, choice in choices.items()}
-    linked = {name for name in many if {*graph.children(name), *graph.parents(name)} & {*many}} & _in_rows(traced, graph)
-    kinds = {name: traced.infos[name].components for name in linked}
-    is_plain = {n: traced.options[n].baseline is None and n not in traced.untraced for n in linked}
+    linked = {name for name in many if {*graph.children(name), *graph.parents(name)} & {*many}}
+    kinds = {name: traced.infos[name].components for name in linked & _in_rows(traced, graph)}
+    is_plain = {name: traced.options[name].baseline is None and name not in traced.untraced for name in linked}
     return frozenset(
         name
         for name, kind in kinds.items()

@@ -101,7 +101,8 @@ class LinearReads(TorchFunctionMode):
 
     def _scale(self, source: Tensor) -> Tensor | None:
         """The factor between a leaf and what consists of it alone."""
-        node, scale = source.grad_fn, torch.ones(1, dtype=source.dtype, device=source.device)
+        node: Any = source.grad_fn
+        scale = torch.ones(1, dtype=source.dtype, device=source.device)
         while node is not None and getattr(node, "variable", None) is None:
             if node.name() in _SCALED:
                 found = [getattr(node, key) for key in ("_saved_self", "_saved_other")]

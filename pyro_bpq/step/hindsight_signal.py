@@ -80,7 +80,11 @@ def of_class(signals: RolloutTensors, c: int) -> HeldCosts:
     law, cost = (torch.stack([row[i] for row in rows]) for i in range(2))
     rest: Tensor | None = None
     plan: HeldPlan | None = signals.rerun.held_plan()
-    if found is not None and any(plan.sites[name].rest for name in cls.names if name in plan.sites):
+    if (
+        found is not None
+        and plan is not None
+        and any(plan.sites[name].rest for name in cls.names if name in plan.sites)
+    ):
         shape = tuple(batch.batch_shape)
         rest = torch.stack([found[n][2].expand(shape) if n in found else cost.new_zeros(shape) for n in cls.names])
     if not is_drawn:
@@ -162,8 +166,8 @@ def _row(
         if drawn is None:
             return kept, none
         one = kept[: len(drawn)]
-        exact = one.gather(-1, drawn) if has_bits else one.gather(-2, _at(drawn, log_q))
-        return kept, none, exact, torch.zeros_like(exact)
+        true_law = one.gather(-1, drawn) if has_bits else one.gather(-2, _at(drawn, log_q))
+        return kept, none, true_law, torch.zeros_like(true_law)
     law, cost = found[name][:2]
     if drawn is None:
         return law.expand_as(log_q), cost.expand_as(log_q)
@@ -172,9 +176,7 @@ def _row(
     return *(table.to(log_q) for table in predicted[name]), *exact
 
 
-def _with_own(
-    signals: RolloutTensors, c: int, change: Tensor, log_q: Tensor, value: Tensor, has_bits: bool
-) -> Tensor:
+def _with_own(signals: RolloutTensors, c: int, change: Tensor, log_q: Tensor, value: Tensor, has_bits: bool) -> Tensor:
     """Changes of costs, and those of the sites' own log-probabilities, which are sums over components."""
     batch, sites = signals.batches[c], signals.rerun.held_plan().sites
     known = [sites[n].is_own_known if n in sites else (False, False) for n in signals.layout.classes[c].names]
