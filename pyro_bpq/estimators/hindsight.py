@@ -86,8 +86,8 @@ class Hindsight(Estimator):
     Programs that sampled values steer are refused.
 
     Args:
-        draws: Number of components that are evaluated for each row of a particle. Where all sites that are served are
-            larger, one random particle is evaluated; else all are.
+        draws: Number of components that are evaluated for each row of a particle. Where a site has more components,
+            slopes predict those of all sites that have slopes; if that is all sites, one random particle is evaluated.
         curvature: Whether predictions use curvatures.
         crossed: Whether the baseline takes the other particles' values beside the particle's own past, as in
             :class:`CrossedLeaveOneOut`.

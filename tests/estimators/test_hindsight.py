@@ -290,6 +290,19 @@ def test_components_of_one_particle_are_exact(
     assert seen == {(2,), (1 if is_small else 2, 1, 1, 2)}
 
 
+def test_small_layers_are_drawn_along_with_large_ones() -> None:
+    def guide() -> None:
+        large = pyro.sample("large", dist.Bernoulli(logits=pyro.param("q", real(*range(5)))).to_event(1))
+        small = pyro.sample("small", dist.Bernoulli(logits=large[..., :3] - 0.5).to_event(1))
+        pyro.sample("bit", dist.Bernoulli(logits=small.sum(-1) - 1.0))
+
+    pyro.clear_param_store()
+    plan = trained((guide, guide), 2, steps=1).plan
+    assert plan is not None and plan.held is not None
+    found = {name: site.is_drawn for name, site in plan.held.sites.items()}
+    assert found == {"large": True, "small": True, "bit": False}
+
+
 def test_a_particle_that_counts_too_little_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     program = pair()
     pyro.clear_param_store()
