@@ -97,7 +97,7 @@ def hindsight(particles: int) -> Method:
 
 
 def crossed(particles: int) -> Method:
-    """Hindsight with other particles' values beside the own past, as the default has it for layers."""
+    """Hindsight with other particles' values beside the own past."""
     estimator = Hindsight(crossed=True)
     return Method(f"hindsight, crossed, {particles}", lambda: ours(estimator, particles), group="ours")
 

@@ -14,7 +14,7 @@ from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 from pyro_bpq.tracing.watch import samples
 
-__all__ = ["has_known_children", "held_plan"]
+__all__ = ["held_plan"]
 
 
 def held_plan(
@@ -41,7 +41,7 @@ def held_plan(
         components = traced.infos[name].components
         if isinstance(estimator, Hindsight) and components is not None:
             children = tuple(graph.children(name))
-            if has_known_children(traced, graph, facts, estimators, name):
+            if all(_has_law(traced, graph, facts, name, child, estimators[child]) for child in children):
                 sites[name] = _site(traced, graph, facts, name, components, estimator, children)
     if not sites:
         return None
@@ -57,17 +57,6 @@ def held_plan(
 def _has_few_slopes(site: HeldSite) -> bool:
     """Whether slopes may predict the changes of a site of a few components."""
     return site.components.size > 1 and site.components.kind in ("bernoulli", "one_hot")
-
-
-def has_known_children(
-    traced: TracedRun,
-    graph: StochasticComputationGraph,
-    facts: StructureFacts,
-    estimators: Mapping[str, Estimator],
-    name: str,
-) -> bool:
-    """Whether the laws of the guide's sites that read a site are known at its other values."""
-    return all(_has_law(traced, graph, facts, name, child, estimators[child]) for child in graph.children(name))
 
 
 def _read_by_laws(graph: StochasticComputationGraph, children: tuple[str, ...]) -> int:

@@ -7,7 +7,7 @@ The estimator follows from the rules of :mod:`pyro_bpq.plan.rules`, the critic f
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from pyro_bpq.graph.sequence import sequence_network
 from pyro_bpq.plan.critic_options import checked_critic, default_critic
 from pyro_bpq.plan.crossable import crossable
 from pyro_bpq.plan.extra_run import ExtraRun, immediate_of, is_complete, known_costs, plan_extra_run
-from pyro_bpq.plan.holding import has_known_children, held_plan
+from pyro_bpq.plan.holding import held_plan
 from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.rules import BY_OPTIONS, BY_STRUCTURE, Choice, SiteFacts, decide, has_many_components
 from pyro_bpq.tracing.component_costs import Pattern
@@ -229,13 +229,11 @@ class Planner:
         # Sums in the same order in every process.
         patterns = dict(sorted(facts.patterns, key=lambda pair: pair[0]))
         many = [n for n in choices if n not in extra.components and has_many_components(sites[n])]
-        layered = _layers(traced, graph, facts, choices, many)
         for name in many:
             if critics[name] is None:
                 kinds[name] = set()
                 told = _charged(graph, name, SecondRun(), (), patterns)
-                untold = _untold(sites[name], traced, graph, facts, is_alone=len(many) == 1 and not told)
-                _revise(choices, replace(untold, is_layer=name in layered))
+                _revise(choices, _untold(sites[name], traced, graph, facts, is_alone=len(many) == 1 and not told))
         estimators = {name: choice.estimator for name, choice in choices.items()}
         layout, charged = self._layout(traced, graph, facts, estimators, critics, kinds, extra, immediate, patterns)
         used = {pair: pattern for pair, pattern in patterns.items() if pair[1] in charged.get(pair[0], ())}
@@ -257,7 +255,6 @@ class Planner:
             num_particles=facts.num_particles,
             held=held_plan(traced, graph, facts, estimators),
             refused=extra.refused,
-            layered=layered if has_slopes else frozenset(),
         )
 
     def _extra_run(
@@ -411,28 +408,6 @@ def _untold(
         is_untold=True,
         can_compare=is_plain and not facts.is_dynamic,
         is_alone=is_alone and keeps_rows and is_last,
-    )
-
-
-def _layers(
-    traced: TracedRun,
-    graph: StochasticComputationGraph,
-    facts: StructureFacts,
-    choices: Mapping[str, Choice],
-    many: Sequence[str],
-) -> frozenset[str]:
-    """The sites of many components in rows of data that read each other, where all that reads one has a known law."""
-    if facts.is_dynamic or traced.elimination is not None or traced.user_costs:
-        return frozenset()
-    estimators = {name: choice.estimator for name, choice in choices.items()}
-    linked = {name for name in many if {*graph.children(name), *graph.parents(name)} & {*many}}
-    kinds = {name: traced.infos[name].components for name in linked & _in_rows(traced, graph)}
-    is_plain = {name: traced.options[name].baseline is None and name not in traced.untraced for name in linked}
-    return frozenset(
-        name
-        for name, kind in kinds.items()
-        if is_plain[name] and kind is not None and kind.kind in ("bernoulli", "one_hot")
-        if has_known_children(traced, graph, facts, estimators, name)
     )
 
 
