@@ -91,14 +91,14 @@ def chain_rows(chain: Chain, methods: Sequence[Method], size: Size, seed: int) -
     return [{"task": chain.name, "seed": seed, "steps": 0, **row} for row in compare(drawers)]
 
 
-def hindsight(particles: int, draws: int = 1) -> Method:
-    """Hindsight; of layers this number of components is evaluated."""
-    return Method(f"hindsight, {particles}", lambda: ours(Hindsight(draws=draws), particles), group="ours")
+def hindsight(particles: int) -> Method:
+    """Hindsight."""
+    return Method(f"hindsight, {particles}", lambda: ours(Hindsight(), particles), group="ours")
 
 
 def crossed(particles: int) -> Method:
     """Hindsight with other particles' values beside the own past."""
-    estimator = Hindsight(draws=1, crossed=True)
+    estimator = Hindsight(crossed=True)
     return Method(f"hindsight, crossed, {particles}", lambda: ours(estimator, particles), group="ours")
 
 
@@ -118,7 +118,7 @@ def main() -> None:
     options = arguments(__doc__)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="pyro")
-    quick = replace(QUICK, checkpoints=(1000,), learning=10, draws=60)
+    quick = replace(QUICK, checkpoints=(1000,), learning=20, draws=40)
     size = FULL if options.full else SMOKE if options.smoke else quick
     seeds = options.seeds or size.seeds
     rows: list[Row] = []
@@ -130,7 +130,9 @@ def main() -> None:
         # After each task, since all of them take long.
         write(options.output, rows, size, seeds)
     for task in tasks(size):
-        methods = (lean, hindsight(2), hindsight(4), hindsight(8), crossed(8))
+        methods = (lean, sbn.crossed(8), hindsight(4), hindsight(8), crossed(4), crossed(8))
+        if isinstance(task, chorales.Chorales):
+            methods = (lean, hindsight(2), hindsight(4), hindsight(8), crossed(4))
         rows += [row for seed in range(seeds) for row in measure(task, methods, size, seed)]
         write(options.output, rows, size, seeds)
 

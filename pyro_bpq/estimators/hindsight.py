@@ -70,13 +70,15 @@ class Hindsight(Estimator):
     keep their values. ``w`` is the law of the component given all of these. So this is the expectation of the
     score-function gradient given the other values. It has the same mean and, for the same baseline, never more
     variance. ``b_d`` is the mean of ``Σ_v w_d(v) I_d(v) + L`` over the other particles or, with one particle, over
-    earlier steps; in a larger site that of the cost-to-go. A baseline may read whatever does not depend on the site's own value.
+    earlier steps. In a site that is predicted it is the mean of the cost-to-go. A baseline may read whatever does not
+    depend on the site's own value.
 
     A site of up to ``draws`` components is evaluated at all values, in one extra run of guide and model. In a larger
     site, changes of costs and log-probabilities come from their slopes and curvatures at the drawn values. ``draws``
     components of each row of one particle, drawn with probability ``π``, are evaluated. Each adds
-    ``(exact - predicted) / π``. This is unbiased for any prediction. Only Bernoulli and OneHotCategorical have slopes; predictions for others are zero.
-    Curvatures are exact where one linear map reads the site and costs add up over its outputs.
+    ``(exact - predicted) / π``. This is unbiased for any prediction. Only Bernoulli and OneHotCategorical have slopes;
+    predictions for others are zero. Curvatures are exact where one linear map reads the site and costs add up over its
+    outputs, but for their average over particles in a plate.
 
     It pays where one value has little effect on what is drawn next: layers of many units, chains that forget. If a
     child shows its parent's value, nothing is averaged. Costs that are not known at other values multiply the plain
@@ -84,8 +86,8 @@ class Hindsight(Estimator):
     Programs that sampled values steer are refused.
 
     Args:
-        draws: Number of components that are evaluated for each row of a particle. Where all sites that are served are
-            larger, one random particle is evaluated; else all are.
+        draws: Number of components that are evaluated for each row of a particle. Where a site has more components,
+            slopes predict those of all sites that have slopes; if that is all sites, one random particle is evaluated.
         curvature: Whether predictions use curvatures.
         crossed: Whether the baseline takes the other particles' values beside the particle's own past, as in
             :class:`CrossedLeaveOneOut`.

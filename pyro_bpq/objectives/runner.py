@@ -383,7 +383,9 @@ class StepRunner(Runner):
             share = 1.0 / particles.number if mode.goes_back else None
             held = None
             if plan.held is not None:
-                held = HeldRun(plan.held, graph, self.row_runs, plan.has_buffers, mode.learning, one)
+                held = HeldRun(
+                    plan.held, graph, self.row_runs, plan.has_buffers, mode.learning, one, not mode.is_recorded
+                )
             rerun = Reruns(trace, programs, traced, plan, generator, share, held)
             if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
                 plan = self.plans.plan(traced[0], graph, facts)

@@ -16,6 +16,7 @@ class HeldSite:
     Args:
         components: Its finite components.
         number: Number of components whose costs are evaluated; all of them, or some that are drawn.
+        is_drawn: Whether the components that are evaluated are drawn.
         costs: The costs that read it and are evaluated.
         rest: The costs that read it and are not known at other values.
         children: The sites of the guide that read it.
@@ -30,11 +31,7 @@ class HeldSite:
     children: tuple[str, ...]
     is_own_known: tuple[bool, bool] = (False, False)
     curvature: bool = True
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether only some components, which are drawn, are evaluated."""
-        return self.number < self.components.size
+    is_drawn: bool = False
 
 
 @dataclass(frozen=True)

@@ -39,25 +39,22 @@ def held_plan(
         components = traced.infos[name].components
         if isinstance(estimator, Hindsight) and components is not None:
             children = tuple(graph.children(name))
-            if has_known_children(traced, graph, facts, estimators, name):
+            if all(_has_law(traced, graph, facts, name, child, estimators[child]) for child in children):
                 sites[name] = _site(traced, graph, facts, name, components, estimator, children)
     if not sites:
         return None
+    if any(site.is_drawn for site in sites.values()):
+        # All of them can then be served by one particle. A single component is too much for slopes to tell.
+        sites = {n: replace(site, is_drawn=site.is_drawn or _has_few_slopes(site)) for n, site in sites.items()}
     sizes = {name: replace(site.components, event_shape=(site.number,)) for name, site in sites.items()}
     costs = {name: site.costs for name, site in sites.items()}
     laws = {name: _read_by_laws(graph, site.children) for name, site in sites.items()}
     return HeldPlan(flip_plan(graph, sizes, costs, laws), sites)
 
 
-def has_known_children(
-    traced: TracedRun,
-    graph: StochasticComputationGraph,
-    facts: StructureFacts,
-    estimators: Mapping[str, Estimator],
-    name: str,
-) -> bool:
-    """Whether the laws of the guide's sites that read a site are known at its other values."""
-    return all(_has_law(traced, graph, facts, name, child, estimators[child]) for child in graph.children(name))
+def _has_few_slopes(site: HeldSite) -> bool:
+    """Whether slopes may predict the changes of a site of a few components."""
+    return site.components.size > 1 and site.components.kind in ("bernoulli", "one_hot")
 
 
 def _read_by_laws(graph: StochasticComputationGraph, children: tuple[str, ...]) -> int:
@@ -80,9 +77,10 @@ def _site(
 ) -> HeldSite:
     reading = graph.cost_names(graph.cost_child_bits[graph.index[name]])
     costs = tuple(cost for cost in reading if _is_known(traced, graph, facts, name, cost))
-    number = min(components.size, estimator.draws)
+    number, is_drawn = min(components.size, estimator.draws), components.size > estimator.draws
     rest = tuple(cost for cost in reading if cost not in costs)
-    return HeldSite(components, number, costs, rest, children, _own(traced, name, costs), estimator.curvature)
+    own = _own(traced, name, costs)
+    return HeldSite(components, number, costs, rest, children, own, estimator.curvature, is_drawn)
 
 
 def _own(traced: TracedRun, name: str, costs: tuple[str, ...]) -> tuple[bool, bool]:

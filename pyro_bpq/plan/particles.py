@@ -17,8 +17,7 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
 
     where costs after a site of the default's choice are known of the sampled value alone, and differ from row to row
     of its plates; else one. Baselines from other particles know the row, those from other steps do not. Two, where
-    :class:`~pyro_bpq.estimators.DebiasedStraightThrough` serves all such sites, which needs no baseline; where there are
-    layers for :class:`~pyro_bpq.estimators.Hindsight`, ``n`` counts for a sixteenth. The table is
+    :class:`~pyro_bpq.estimators.DebiasedStraightThrough` serves all such sites, which needs no baseline. The table is
     ``PARTICLES`` in ``plan/rules.py``.
 
     Args:
@@ -37,6 +36,5 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
         is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,
         elements=largest,
         particles=particles,
-        layered=plan.layered,
     )
     return next(rule.number(facts) for rule in PARTICLES if rule.holds(facts))

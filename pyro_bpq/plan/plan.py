@@ -39,7 +39,6 @@ class Plan:
         held: The extra run of guide and model at other values while all other sites keep theirs, or ``None``.
         refused: Why there is no extra run of the model, where its price speaks against it; else empty.
         is_dynamic: Whether sampled values may steer the program, so that another run may have another plan.
-        layered: Sites of the default's choice that are one of several layers in rows of data.
     """
 
     graph: StochasticComputationGraph
@@ -56,7 +55,6 @@ class Plan:
     held: HeldPlan | None = None
     refused: str = ""
     is_dynamic: bool = False
-    layered: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         """What each site got and why, its critic, and what is known exactly; sites that are alike together."""
@@ -118,10 +116,9 @@ class Plan:
 
     @cached_property
     def sloped(self) -> tuple[str, ...]:
-        """Sites of the default's choice whose estimator is poor where costs have no gradient to their values."""
+        """Sites whose estimator is poor where costs have no gradient to their values."""
         kinds = {name: cls.spec.estimator for cls in self.layout.classes for name in cls.names}
-        held = () if self.held is None else (n for n, site in self.held.sites.items() if site.is_drawn)
-        return tuple(name for name, kind in kinds.items() if kind.relies_on_slopes or name in self.layered & {*held})
+        return tuple(name for name, kind in kinds.items() if kind.relies_on_slopes)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from pyro_bpq.plan.crossable import crossable
 from pyro_bpq.plan.extra_run import ExtraRun, immediate_of, is_complete, known_costs, plan_extra_run
 from pyro_bpq.plan.holding import held_plan
 from pyro_bpq.plan.plan import Plan, StructureFacts
-from pyro_bpq.plan.revisions import charged_costs, in_rows, layers, pays_to_compare, revise, untold
+from pyro_bpq.plan.revisions import charged_costs, in_rows, pays_to_compare, revise, untold
 from pyro_bpq.plan.rules import BY_OPTIONS, Choice, SiteFacts, decide, has_many_components
 from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.config import SiteOptions
@@ -224,13 +224,12 @@ class Planner:
         # Sums in the same order in every process.
         patterns = dict(sorted(facts.patterns, key=lambda pair: pair[0]))
         many = [n for n in choices if n not in extra.components and has_many_components(sites[n])]
-        layered = layers(traced, graph, facts, choices, many)
         for name in many:
             if critics[name] is None:
                 kinds[name] = set()
                 told = charged_costs(graph, name, SecondRun(), (), patterns)
                 found = untold(sites[name], traced, graph, facts, is_alone=len(many) == 1 and not told)
-                revise(choices, replace(found, is_layer=name in layered))
+                revise(choices, found)
         estimators = {name: choice.estimator for name, choice in choices.items()}
         layout, charged = self._layout(traced, graph, facts, estimators, critics, kinds, extra, immediate, patterns)
         used = {pair: pattern for pair, pattern in patterns.items() if pair[1] in charged.get(pair[0], ())}
@@ -253,7 +252,6 @@ class Planner:
             held=held_plan(traced, graph, facts, estimators),
             refused=extra.refused,
             is_dynamic=facts.is_dynamic,
-            layered=layered if has_slopes else frozenset(),
         )
 
     def _extra_run(

@@ -3,13 +3,12 @@ r"""What the structure of a program says of its sites, against what follows from
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.plan.holding import has_known_children
 from pyro_bpq.plan.plan import StructureFacts
 from pyro_bpq.plan.rules import BY_STRUCTURE, Choice, SiteFacts, decide
 from pyro_bpq.tracing.component_costs import Pattern
@@ -53,28 +52,6 @@ def in_rows(traced: TracedRun, graph: StochasticComputationGraph) -> frozenset[s
         if options.is_open
         and not traced.infos[name].has_rsample
         and math.prod(traced.plate_sizes[plate] for plate in graph.node(name).plates) >= MANY_ROWS
-    )
-
-
-def layers(
-    traced: TracedRun,
-    graph: StochasticComputationGraph,
-    facts: StructureFacts,
-    choices: Mapping[str, Choice],
-    many: Sequence[str],
-) -> frozenset[str]:
-    """The sites of many components in rows of data that read each other, where all that reads one has a known law."""
-    if facts.is_dynamic or traced.elimination is not None or traced.user_costs:
-        return frozenset()
-    estimators = {name: choice.estimator for name, choice in choices.items()}
-    linked = {name for name in many if {*graph.children(name), *graph.parents(name)} & {*many}} & in_rows(traced, graph)
-    kinds = {name: traced.infos[name].components for name in linked}
-    is_plain = {n: traced.options[n].baseline is None and n not in traced.untraced for n in linked}
-    return frozenset(
-        name
-        for name, kind in kinds.items()
-        if is_plain[name] and kind is not None and kind.kind in ("bernoulli", "one_hot")
-        if has_known_children(traced, graph, facts, estimators, name)
     )
 
 

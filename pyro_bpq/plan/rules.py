@@ -14,7 +14,6 @@ from pyro_bpq.estimators import (
     DebiasedStraightThrough,
     DisARM,
     Estimator,
-    Hindsight,
     LeaveOneOut,
     Pathwise,
     RunningBaseline,
@@ -40,8 +39,6 @@ __all__ = [
 MOST_PARTICLES = 8
 # A value of so many elements takes about as long as the Python code of a sample statement.
 ELEMENTS = 1 << 16
-# Where values are averaged, a particle more takes this much more variance away.
-GAIN_IN_LAYERS = 16
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,6 @@ class SiteFacts:
             tells what it costs at its other values.
         can_compare: Whether other runs of the program may serve it.
         is_alone: Whether it is the last and the only site of its kind, with plates whose rows stay apart.
-        is_layer: Whether it is one of several layers in rows of data, and the laws of the sites that read it are known.
         has_slopes: Whether costs may have gradients to its values.
         is_ordered: Whether sampled values steer the program, and nobody chose anything that needs its graph.
     """
@@ -73,7 +69,6 @@ class SiteFacts:
     is_untold: bool = False
     can_compare: bool = False
     is_alone: bool = False
-    is_layer: bool = False
     has_slopes: bool = True
     is_ordered: bool = False
 
@@ -145,11 +140,6 @@ BY_STRUCTURE = (
         lambda s: DebiasedStraightThrough(),
     ),
     Rule(
-        "layers in rows of data: averaged over their values given what was drawn after them",
-        lambda s: s.is_untold and s.is_layer and s.has_slopes and s.info.num_particles > 1,
-        lambda s: Hindsight(crossed=True),
-    ),
-    Rule(
         "many binary components of the only site, no slopes: one other value",
         lambda s: s.is_untold and s.is_alone and s.info.num_particles == 1 and DisARM().unsupported(s.info) is None,
         lambda s: DisARM(),
@@ -170,7 +160,6 @@ class ProgramFacts:
     Args:
         by_row: Sites of the default's choice whose costs differ from row to row of their plates.
         sloped: Sites that are served by slopes of the costs.
-        layered: Sites that are averaged over their values given what was drawn after them, if several particles run.
         is_plain: Whether there are no cost statements, and all sites are in the traces and sampled.
         elements: Number of elements of the largest value.
         particles: Number of particles in it.
@@ -181,7 +170,6 @@ class ProgramFacts:
     is_plain: bool
     elements: int
     particles: int = 1
-    layered: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -193,21 +181,15 @@ class ParticleRule:
     number: Callable[[ProgramFacts], int]
 
 
-def _affordable(program: ProgramFacts, gain: int) -> int:
-    return min(MOST_PARTICLES, max(2, gain * ELEMENTS * program.particles // max(program.elements, 1)))
-
-
 PARTICLES = (
     ParticleRule("no costs that differ from row to row", lambda p: not p.by_row, lambda p: 1),
     ParticleRule("particles cannot be taken apart", lambda p: not p.is_plain, lambda p: 1),
     # Slopes need no baseline.
     ParticleRule("slopes serve all sites of rows", lambda p: p.by_row <= p.sloped, lambda p: 2),
-    # Most of the variance that is left comes from baselines.
-    ParticleRule("layers in rows of data", lambda p: bool(p.layered), lambda p: _affordable(p, GAIN_IN_LAYERS)),
     ParticleRule(
         "rows of data: other particles know the row, as many as are nearly free",
         lambda p: True,
-        lambda p: _affordable(p, 1),
+        lambda p: min(MOST_PARTICLES, max(2, ELEMENTS * p.particles // max(p.elements, 1))),
     ),
 )
 

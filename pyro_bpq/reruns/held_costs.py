@@ -42,6 +42,7 @@ class HeldRun:
         has_buffers: Whether the programs may call modules with buffers.
         learning: Whether this run counts as a use of that way.
         one: Model and guide for one particle, and their arguments; ``None`` where particles have no plate.
+        is_checked: Whether the costs of the first row are compared with those of the step.
     """
 
     plan: HeldPlan
@@ -50,6 +51,7 @@ class HeldRun:
     has_buffers: bool = True
     learning: bool = True
     one: Program | None = None
+    is_checked: bool = True
 
 
 def law_of(child: str) -> str:
@@ -237,7 +239,7 @@ def _rows(
     batch_ndim = traced.batch_ndim if part.index is None else part.nesting - 1
     rows = RowProgram(evaluated, shapes, batch_ndim, traced.rng, run.has_buffers)
     key = ("held", traced.key, batch_ndim, tuple(run.plan.flips.start.items()))
-    return run.runs.run(key, rows, sites, {**fixed, **traced.subsamples}, moved, sampled, run.learning)
+    return run.runs.run(key, rows, sites, {**fixed, **traced.subsamples}, moved, sampled, run.learning, run.is_checked)
 
 
 def _add_costs(found: dict[str, Tensor], trace: Any, is_guide: bool, wanted: Mapping[str, Any]) -> None:

@@ -94,14 +94,16 @@ class LinearReads(TorchFunctionMode):
 
     def _scale(self, source: Tensor) -> Tensor | None:
         """The factor between a leaf and what consists of it alone."""
-        node, scale = source.grad_fn, torch.ones(1, dtype=source.dtype, device=source.device)
+        node: Any = source.grad_fn
+        scale = torch.ones(1, dtype=source.dtype, device=source.device)
         while node is not None and getattr(node, "variable", None) is None:
             if node.name() in _SCALED:
                 found = [getattr(node, key) for key in ("_saved_self", "_saved_other")]
                 given = [factor for factor in found if factor is not None]
-                if len(given) != 1 or given[0].numel() != 1:
+                if len(given) != 1 or given[0].dim() > 0:
                     return None
-                factor = given[0].detach().to(scale).reshape(1)
+                # A number of Python is a tensor here that recorders know nothing of but in such operators.
+                factor = given[0].detach() if given[0].requires_grad else given[0]
                 scale = scale / factor if _SCALED[node.name()] else scale * factor
             elif node.name() not in _SHIFTED or getattr(node, "_saved_alpha", 1) != 1:
                 return None
@@ -219,9 +221,9 @@ def _curvatures(
 
 def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Random signs, the same for all rows."""
-    size = like.shape[-1:] if like.dim() else ()
-    drawn = torch.randint(2, size, generator=generator)
-    return (2 * drawn - 1).to(like)
+    assert generator is not None
+    one = like.detach().new_ones(like.shape[-1:] if like.dim() else ())
+    return torch.where(uniform(one, generator) < 0.5, -one, one)
 
 
 def _in_leaf(read: LinearRead, curved: Tensor, leaf: Tensor, block: int | None) -> Tensor | None:

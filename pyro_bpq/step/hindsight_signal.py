@@ -80,7 +80,11 @@ def of_class(signals: RolloutTensors, c: int) -> HeldCosts:
     law, cost = (torch.stack([row[i] for row in rows]) for i in range(2))
     rest: Tensor | None = None
     plan: HeldPlan | None = signals.rerun.held_plan()
-    if found is not None and any(plan.sites[name].rest for name in cls.names if name in plan.sites):
+    if (
+        found is not None
+        and plan is not None
+        and any(plan.sites[name].rest for name in cls.names if name in plan.sites)
+    ):
         shape = tuple(batch.batch_shape)
         rest = torch.stack([found[n][2].expand(shape) if n in found else cost.new_zeros(shape) for n in cls.names])
     if not is_drawn:
@@ -110,7 +114,7 @@ def _runs(signals: RolloutTensors) -> tuple[Any, Any, Any, Any]:
             drawn[c] = index, share if particle is None else number * share
             by_site.update({n: index[g] for g, n in enumerate(cls.names) if n in plan.sites})
     found = signals.rerun.at_other_values(by_site, signals.rollout, particle)
-    if found is None and not signals.rerun.plan.layered.issuperset(plan.sites):
+    if found is None:
         warnings.warn(
             f"Sites {', '.join(map(repr, plan.sites))}: guide and model do not run at other values of them, so "
             "Hindsight() is leave-one-out there. Write ScoreFunction(LeaveOneOut()), which costs less.",
@@ -162,8 +166,8 @@ def _row(
         if drawn is None:
             return kept, none
         one = kept[: len(drawn)]
-        exact = one.gather(-1, drawn) if has_bits else one.gather(-2, _at(drawn, log_q))
-        return kept, none, exact, torch.zeros_like(exact)
+        true_law = one.gather(-1, drawn) if has_bits else one.gather(-2, _at(drawn, log_q))
+        return kept, none, true_law, torch.zeros_like(true_law)
     law, cost = found[name][:2]
     if drawn is None:
         return law.expand_as(log_q), cost.expand_as(log_q)

@@ -204,7 +204,7 @@ class Problem:
         names = tuple("abcdefgh"[: self.sites])
         # All costs read the site, and no other site does.
         change = table - self.cost(value).detach()[..., None, None]
-        held = HeldCosts(names, torch.zeros_like(change), change, torch.zeros_like(cost))
+        held = HeldCosts(names, log_probs, index, torch.zeros_like(change), change, torch.zeros_like(cost))
         score = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
         made = SiteContext(
             names=names,

@@ -247,18 +247,16 @@ def pair(is_small: bool = True) -> Program:
         with pyro.plate("rows", 1):
             with poutine.scale(scale=1.5):
                 low = pyro.sample("low", dist.Bernoulli(logits=pyro.param("q", real(0.4, -0.7))).to_event(1))
-            logits = torch.nn.functional.linear(
-                2.0 * low - 1.0, pyro.param("w", real(0.9, -0.6, 0.3, 1.2).reshape(2, 2))
-            )
+            weight = pyro.param("w", real(0.9, -0.6, 0.3, 1.2).reshape(2, 2))
+            logits = torch.nn.functional.linear(2.0 * low - 1.0, weight)
             pyro.sample("top", dist.Bernoulli(logits=logits[..., :width]).to_event(1), infer=infer)
 
     def model() -> None:
         with pyro.plate("rows", 1):
             top = pyro.sample("top", dist.Bernoulli(logits=pyro.param("p", real(0.2, -0.3))[:width]).to_event(1))
             with poutine.scale(scale=1.5):
-                low = pyro.sample(
-                    "low", dist.Bernoulli(logits=top @ real(0.7, 0.2, -1.1, 0.5).reshape(2, 2)[:width]).to_event(1)
-                )
+                logits = top @ real(0.7, 0.2, -1.1, 0.5).reshape(2, 2)[:width]
+                low = pyro.sample("low", dist.Bernoulli(logits=logits).to_event(1))
             pyro.sample("x", dist.Normal((low * top.flip(-1)).sum(-1) + low[..., 0], 0.6), obs=real(0.7))
 
     return model, guide
@@ -292,13 +290,29 @@ def test_components_of_one_particle_are_exact(
     assert seen == {(2,), (1 if is_small else 2, 1, 1, 2)}
 
 
+def test_small_layers_are_drawn_along_with_large_ones() -> None:
+    def guide() -> None:
+        large = pyro.sample("large", dist.Bernoulli(logits=pyro.param("q", real(*range(5)))).to_event(1))
+        small = pyro.sample("small", dist.Bernoulli(logits=large[..., :3] - 0.5).to_event(1))
+        pyro.sample("bit", dist.Bernoulli(logits=small.sum(-1) - 1.0))
+
+    pyro.clear_param_store()
+    plan = trained((guide, guide), 2, steps=1).plan
+    assert plan is not None and plan.held is not None
+    found = {name: site.is_drawn for name, site in plan.held.sites.items()}
+    assert found == {"large": True, "small": True, "bit": False}
+
+
 def test_a_particle_that_counts_too_little_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     program = pair()
     pyro.clear_param_store()
     elbo = trained(program, 2, steps=3, estimator=Hindsight(draws=1), **TOGETHER)
     noise = with_choices(monkeypatch)
     corrected = estimator_module._corrected
-    smaller = lambda table, log_q, level, held: corrected(table, log_q, level, held._replace(share=0.5 * held.share))
+
+    def smaller(table: Tensor, log_q: Tensor, level: Tensor, held: Any) -> Tensor:
+        return corrected(table, log_q, level, held._replace(share=0.5 * held.share))
+
     monkeypatch.setattr(estimator_module, "_corrected", smaller)
     assert largest_error(elbo, program, noise) > 1e-6
 

@@ -18,7 +18,7 @@ from steps import trained
 from pyro_bpq import CriticLearner, FlipCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.objectives.programs import is_same_program
-from pyro_bpq.plan.rules import ELEMENTS, GAIN_IN_LAYERS, MOST_PARTICLES
+from pyro_bpq.plan.rules import ELEMENTS, MOST_PARTICLES
 from pyro_bpq.rollout.particles import Particles
 
 ROWS = 12
@@ -157,8 +157,7 @@ def losses(elbo: object, programs: Layers, steps: int = 5) -> list[float]:
 def test_small_rows_of_data_get_the_most_particles(programs: Layers) -> None:
     elbo = train(programs)
     assert (elbo.num_particles, elbo.vectorize_particles) == (MOST_PARTICLES, True)
-    expected = "LeaveOneOut" if isinstance(programs, Chains) else "Hindsight"
-    assert all(expected in str(known["estimator"]) for known in elbo.info.values())
+    assert all("LeaveOneOut" in str(known["estimator"]) for known in elbo.info.values())
 
 
 @pytest.mark.parametrize(
@@ -173,15 +172,10 @@ def test_a_number_that_was_chosen_serves_alike(programs: Layers, keeps: bool) ->
     assert all(("AllAction" in str(known["estimator"])) is keeps for known in elbo.info.values())
 
 
-@pytest.mark.parametrize("width", [1000, 20_000, 40_000])
+@pytest.mark.parametrize("width", [1000, 2000, 20_000])
 def test_large_values_get_fewer(width: int) -> None:
     found = train(Layers(width=width)).num_particles
-    assert found == max(2, min(MOST_PARTICLES, GAIN_IN_LAYERS * ELEMENTS // (ROWS * width)))
-
-
-@pytest.mark.parametrize("rows", [3 * ELEMENTS // 8, ELEMENTS // 4])
-def test_more_rows_of_chains_get_fewer(rows: int) -> None:
-    assert train(Chains(rows=rows)).num_particles == ELEMENTS // rows
+    assert found == max(2, min(MOST_PARTICLES, ELEMENTS // (ROWS * width)))
 
 
 @pytest.mark.parametrize(
@@ -503,7 +497,7 @@ def test_larger_batches_get_fewer() -> None:
     for _ in range(4):
         elbo.loss_and_grads(programs.model, programs.guide)
     assert elbo.num_particles == MOST_PARTICLES
-    large = Layers(rows=GAIN_IN_LAYERS * ELEMENTS // 8)
+    large = Layers(rows=ELEMENTS // 4)
     programs.rows, programs.data = large.rows, large.data
     for _ in range(2):
         elbo.loss_and_grads(programs.model, programs.guide)
