@@ -10,8 +10,8 @@ import pytest
 import torch
 from steps import trained
 
-from pyro_bpq import RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.estimators import AllAction
+from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.estimators import AllAction, TrimmedBaseline
 from pyro_bpq.testing import assert_unbiased
 
 
@@ -78,7 +78,7 @@ def test_what_a_branch_shows_counts_from_the_next_step_on(kind: str) -> None:
 def test_the_plan_says_why() -> None:
     elbo = after(3)
     assert elbo.plan is not None and "sampled values steer the program" in str(elbo.plan)
-    assert elbo.plan.layout.specs["a"].estimator == ScoreFunction(RunningBaseline())
+    assert elbo.plan.layout.specs["a"].estimator == ScoreFunction(TrimmedBaseline())
     assert "go in program order" in str(elbo)
     assert elbo.refuses_recording()
 
