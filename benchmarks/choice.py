@@ -1,7 +1,7 @@
 """The default against its own options and Pyro's ELBOs, at equal CPU time, on programs of many kinds.
 
-Methods: the rules (``choice="fixed"``), the choice by measurement (``choice="auto"``), a candidate pinned from the first
-step, ``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO``. The loss is minus the ELBO of fresh
+Methods: the rules (``choice="fixed"``), the choice by measurement (``choice="auto"``), a candidate pinned from the
+first step, ``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO``. The loss is minus the ELBO of fresh
 samples from the trained guide, in nats per row of digits or per program, with two standard errors over seeds. The first
 seed picks each method's learning rate. Rows that the result file has are kept: ``--only`` measures programs anew. The
 programs that ``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``.
@@ -136,10 +136,10 @@ def write(output: Path, rows: list[Row]) -> None:
     """Writes CSV and Markdown."""
     write_csv(output / "choice.csv", rows)
     text = (
-        "Loss in nats, minus the ELBO of fresh samples from the trained guide, per row of digits or per program; less is "
-        "better. CPU seconds of a run, number of seeds and the learning rate, the better one of two for the first seed, "
-        "stand beside it. *fixed* and *auto* are `TraceBackpropQ_ELBO(choice=...)`; the others are candidates pinned from "
-        "the first step, and Pyro's ELBO. One thread; other programs ran on the machine meanwhile."
+        "Loss in nats, minus the ELBO of fresh samples from the trained guide, per row of digits or per program; less "
+        "is better. CPU seconds of a run, number of seeds and the learning rate, the better one of two for the first "
+        "seed, stand beside it. *fixed* and *auto* are `TraceBackpropQ_ELBO(choice=...)`; the others are candidates "
+        "pinned from the first step, and Pyro's ELBO. One thread; other programs ran on the machine meanwhile."
     )
     write_markdown(output / "choice.md", "The choice of an estimator at equal time", [text, table(rows)])
 

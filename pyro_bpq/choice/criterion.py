@@ -41,7 +41,7 @@ def normalised(squares: Mapping[str, Sequence[Sequence[float]]], present: str) -
 
 
 def blocks(values: Sequence[float]) -> list[float]:
-    """Means of consecutive quarters of the rounds: the median of shorter blocks is far below the mean of skewed rounds."""
+    """Means of consecutive quarters of the rounds; the median of shorter blocks is too low where rounds are skewed."""
     size = -(-len(values) // _BLOCKS)
     return [fmean(values[i : i + size]) for i in range(0, len(values), size)]
 
