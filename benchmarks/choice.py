@@ -1,8 +1,8 @@
 """The default against its own options and Pyro's ELBOs, at equal CPU time, on programs of many kinds.
 
 Methods: the rules (``choice="fixed"``), the choice by measurement (``choice="auto"``), a candidate pinned from the
-first step, ``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO``. The loss is minus the ELBO of fresh
-samples from the trained guide, in nats per row of digits or per program, with two standard errors over seeds. The first
+first step, ``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO``. The loss is minus the ELBO of
+fresh samples from the trained guide, in nats per row of digits or per program, with two standard errors. The first
 seed picks each method's learning rate. Rows that the result file has are kept: ``--only`` measures programs anew. The
 programs that ``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``.
 

@@ -39,6 +39,7 @@ __all__ = [
 MOST_PARTICLES = 8
 # A value of so many elements takes about as long as the Python code of a sample statement.
 ELEMENTS = 1 << 16
+_COMPARED, _ALONE = ScoreFunction(LeaveOneOut()), ScoreFunction(TrimmedBaseline())
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class SiteFacts:
     @property
     def plain_score(self) -> Estimator:
         """The same without the site's own baseline."""
-        return ScoreFunction(LeaveOneOut() if self.info.num_particles > 1 else TrimmedBaseline())
+        return _COMPARED if self.info.num_particles > 1 else _ALONE
 
     @property
     def has_few_values(self) -> bool:
