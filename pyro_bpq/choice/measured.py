@@ -2,6 +2,7 @@ r"""What was tried, what it measured and what was chosen."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ _ROUNDS = (4, 8, 16, 32)
 _LATER = 10
 # Seconds of a step's Python that no operator is called for; fitted with the weights, see ``benchmarks/weights.py``.
 _STEP = 1.5e-3
+# Number of trials of a candidate whose work is counted, and how many times as long these take.
+_COUNTED, _COUNTING = 8, 2.0
 # How many times the best product a candidate may have before it is left out of further rounds.
 _HOPELESS = 2.0
 # What a candidate is taken to cost before it was tried, in steps.
@@ -55,10 +58,13 @@ class Measurement:
     tries: int = 0
     squares: list[list[float]] = field(default_factory=list)
 
-    @property
-    def seconds(self) -> float:
-        """Counted seconds of a step: the median, since steps that find things out take longer."""
-        return median(self.taken[_WARM_UP:] or self.taken)
+    def seconds(self, is_steered: bool) -> float:
+        """Counted seconds of a step: the least, since steps that find things out take longer.
+
+        Args:
+            is_steered: Whether steps differ in length by themselves; then it is the median.
+        """
+        return median(self.taken[_WARM_UP:] or self.taken) if is_steered else min(self.taken)
 
     @property
     def is_warm(self) -> bool:
@@ -103,6 +109,7 @@ class MeasuredChoice:
         self.share = _SHARE
         self._start, self._since, self._spent, self._tries = _FIRST_STEP, 0, 0.0, 0
         self._trials: dict[str, Trial] = {}
+        self._is_steered = False
         self._leaves: list[Tensor] = []
 
     def __str__(self) -> str:
@@ -123,7 +130,7 @@ class MeasuredChoice:
 
     def begin(self, facts: ProgramFacts) -> None:
         """Lists what is tried, once the program is known."""
-        self.candidates = candidates_for(facts)
+        self.candidates, self._is_steered = candidates_for(facts), facts.is_steered
 
     def is_due(self, num_steps: int) -> bool:
         """Whether something may be tried after so many steps."""
@@ -135,18 +142,27 @@ class MeasuredChoice:
             return False
         if not self._of(self.chosen).taken:
             return True
-        own = self._of(self.chosen).seconds
+        own = self._seconds(self.chosen.name)
         cost = sum(self._guess(candidate, own) for candidate in self._next())
         return self._spent + cost <= self.share * own * (num_steps - self._since)
 
+    def counting(self, candidate: Candidate | None = None) -> WorkMode | contextlib.nullcontext[None]:
+        """Counts the work of a step: that of the first trials of a candidate, for ``None`` the present one.
+
+        Args:
+            candidate: The candidate.
+        """
+        is_known = len(self._of(candidate or self.chosen).taken) >= _COUNTED
+        return contextlib.nullcontext() if is_known else WorkMode()
+
     def look(
-        self, present: Trial, work: Work, model: Any, guide: Any, args: Any, kwargs: Any, num_steps: int
+        self, present: Trial, work: Work | None, model: Any, guide: Any, args: Any, kwargs: Any, num_steps: int
     ) -> Candidate | None:
         """Tries what is due.
 
         Args:
             present: The objective as it is, which learns nothing meanwhile.
-            work: What the step before has cost.
+            work: What the step before has cost, where that was counted.
             model: The model.
             guide: The guide.
             args: Their arguments.
@@ -158,7 +174,8 @@ class MeasuredChoice:
         """
         if len(self._tried()) == 1:
             return None
-        self.known.setdefault(self.chosen.name, Measurement()).taken.append(work.seconds() + _STEP)
+        if work is not None:
+            self.known.setdefault(self.chosen.name, Measurement()).taken.append(work.seconds() + _STEP)
         for candidate in self._next():
             self._try(candidate, present, model, guide, args, kwargs)
         tried = self._tried()
@@ -166,7 +183,7 @@ class MeasuredChoice:
         if rounds not in _ROUNDS:
             return None
         before, moments = self.chosen, self._moments(rounds)
-        seconds = {name: self.known[name].seconds for name in moments}
+        seconds = {name: self._seconds(name) for name in moments}
         self.report |= _lines(seconds, moments)
         best, found = better_than(seconds, moments, before.name), products(seconds, moments)
         if rounds < _ROUNDS[-1] and found[best] > min(found.values()):
@@ -188,6 +205,9 @@ class MeasuredChoice:
     def _of(self, candidate: Candidate) -> Measurement:
         return self.known.get(candidate.name, Measurement())
 
+    def _seconds(self, name: str) -> float:
+        return self.known[name].seconds(self._is_steered)
+
     def _tried(self) -> list[Candidate]:
         """What is tried, the present choice first."""
         gone = self.dropped.keys() | self.hopeless
@@ -203,7 +223,8 @@ class MeasuredChoice:
     def _guess(self, candidate: Candidate, own: float) -> float:
         known = self._of(candidate)
         # The first step also finds out in which way particles run.
-        return known.seconds if known.is_warm else _GUESS * own
+        factor = _COUNTING if len(known.taken) < _COUNTED else 1.0
+        return factor * (self._seconds(candidate.name) if known.is_warm else _GUESS * own)
 
     def _moments(self, rounds: int) -> dict[str, list[float]]:
         size = len(self._leaves)
@@ -219,7 +240,11 @@ class MeasuredChoice:
         own = self.known.setdefault(name, Measurement())
         self._tries += 1
         try:
-            with Sandbox(self._seed * 1_000_003 + self._tries), warnings.catch_warnings(), WorkMode() as mode:
+            with (
+                Sandbox(self._seed * 1_000_003 + self._tries),
+                warnings.catch_warnings(),
+                self.counting(candidate) as mode,
+            ):
                 warnings.simplefilter("ignore")
                 trial = present if candidate == self.chosen else self._trials.get(name)
                 if trial is None:
@@ -235,11 +260,14 @@ class MeasuredChoice:
             return
         for created in set(pyro.get_param_store().keys()) - store:
             del pyro.get_param_store()[created]
-        seconds = mode.counter.total.seconds() + _STEP
-        self._spent += seconds
-        if candidate != self.chosen:
-            # What the present choice takes, its learning included, is counted in steps of training.
-            own.taken.append(seconds)
+        if mode is None:
+            self._spent += self._seconds(name)
+        else:
+            seconds = mode.counter.total.seconds() + _STEP
+            self._spent += _COUNTING * seconds
+            if candidate != self.chosen:
+                # What the present choice takes, its learning included, is counted in steps of training.
+                own.taken.append(seconds)
         own.tries += 1
         if own.is_warm:
             own.squares.append(self._squares(leaves, gradients))

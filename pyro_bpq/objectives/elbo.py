@@ -37,7 +37,6 @@ from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.step.surrogate import Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.work import WorkMode
 
 __all__ = ["TraceBackpropQ_ELBO"]
 
@@ -362,12 +361,12 @@ class TraceBackpropQ_ELBO(Objective):
         """
         if not (self._is_learning and self.choice.is_due(self.num_steps)):
             return super().loss_and_grads(model, guide, *args, **kwargs)
-        with WorkMode() as mode:
+        with self.choice.counting() as mode:
             loss = super().loss_and_grads(model, guide, *args, **kwargs)
         if not self.choice.candidates:
             self.choice.begin(self._rules.facts(has_ranks=self.trainer.ranks is not None))
-        work, trial = mode.counter.total, StillTrial(self)
-        found = self.choice.look(trial, work, model, guide, args, kwargs, self.num_steps)
+        work = None if mode is None else mode.counter.total
+        found = self.choice.look(StillTrial(self), work, model, guide, args, kwargs, self.num_steps)
         if found is not None:
             self._rules.apply(found)
         return loss
