@@ -83,7 +83,7 @@ def better_than(
     best = min(values, key=lambda name: values[name])
     if not values[best] < (1.0 - gain) * values[present]:
         return present
-    pairs = zip(blocks(moments[present]), blocks(moments[best]), strict=True)
+    pairs = zip(moments[present], moments[best], strict=True)
     gains = [seconds[present] * old - seconds[best] * new for old, new in pairs]
     error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
     return best if values[present] - values[best] > _ERRORS * error else present

@@ -23,7 +23,7 @@ __all__ = ["MeasuredChoice", "Measurement", "Trial"]
 
 _WARM_UP, _FIRST_STEP, _SHARE = 1, 20, 0.05
 # Numbers of rounds after which candidates are compared; where it stays in doubt, the present choice goes on.
-_ROUNDS = (4, 8, 16, 32)
+_ROUNDS = (8, 16, 32, 64)
 # The next look comes when so many times as many steps have been taken.
 _LATER = 10
 # Seconds of a step's Python that no operator is called for; fitted with the weights, see ``benchmarks/weights.py``.
@@ -186,9 +186,9 @@ class MeasuredChoice:
         seconds = {name: self._seconds(name) for name in moments}
         self.report |= _lines(seconds, moments)
         best, found = better_than(seconds, moments, before.name), products(seconds, moments)
-        if rounds < _ROUNDS[-1] and found[best] > min(found.values()):
-            limit = _HOPELESS * min(found.values())
-            self.hopeless |= {name for name, value in found.items() if value > limit and name != before.name}
+        limit = _HOPELESS * min(found.values())
+        self.hopeless |= {name for name, value in found.items() if value > limit and name != before.name}
+        if best == before.name and rounds < _ROUNDS[-1] and len(self._tried()) > 1:
             return None
         self.chosen = next(candidate for candidate in tried if candidate.name == best)
         self.looks += 1
