@@ -219,6 +219,13 @@ class Planner:
         if served:
             extra = self._extra_run(traced, graph, facts, choices, can_flip)
         critics = {name: self._critic(traced, name, choice.estimator) for name, choice in choices.items()}
+        for name in extra.components:
+            # The run tells what a critic would learn: costs that read more than the site and its ancestors.
+            seen = {name, *graph.ancestors(name)}
+            learns = any(not seen.issuperset(graph.cost(cost).parents) for cost in graph.downstream_costs(name))
+            asks = self.asks_for_critics or traced.options[name].critic is not None
+            if learns and not asks and is_complete(traced, graph, name, immediate[name], extra.costs(name)):
+                critics[name] = None
         kinds = {
             name: known_costs(traced, name, graph, choice.estimator, immediate[name])
             | ({Known.MODEL} if name in extra.components else set())
