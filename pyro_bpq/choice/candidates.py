@@ -51,12 +51,14 @@ class ProgramFacts:
         has_critics: Whether sites have critics.
         num_sites: Number of sites with a score.
         many_components: Number of those with many components.
+        num_particles: Number of particles that the default runs.
     """
 
     is_steered: bool = False
     has_critics: bool = False
     num_sites: int = 0
     many_components: int = 0
+    num_particles: int = 1
 
 
 @functools.cache
@@ -66,11 +68,15 @@ def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]
     def several(text: str, number: int, **options: bool) -> Candidate:
         return Candidate(f"{text}, {number} particles", ScoreFunction(LeaveOneOut()), number, critics=False, **options)
 
-    compared = tuple(several("leave-one-out", number, vectorized=True) for number in (4, 8))
+    four, eight = (several("leave-one-out", number, vectorized=True) for number in (4, 8))
+    # In one call they take little longer than one particle, where values are small.
+    more = Candidate("the rules, 8 particles", None, 8, vectorized=True)
     crossed = Candidate("crossed costs, 8 particles", CrossedLeaveOneOut(), 8, vectorized=True, critics=False)
     return (
         (lambda p: p.is_steered, (several("program order", 4, in_order=True),)),
-        (lambda p: not p.is_steered, compared),
+        (lambda p: not p.is_steered and p.num_particles > 1, (four,)),
+        (lambda p: not p.is_steered, (eight,)),
+        (lambda p: not p.is_steered and p.num_particles == 1, (more,)),
         (lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
         (lambda p: not p.is_steered and p.num_sites > 1 and p.many_components > 1, (crossed,)),
     )

@@ -89,6 +89,7 @@ class Rules:
             has_critics=any(spec.critic is not None for spec in specs),
             num_sites=len(specs),
             many_components=sum(size > 1 for size in sizes),
+            num_particles=self.particles.now.number,
         )
 
 

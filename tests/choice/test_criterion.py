@@ -48,5 +48,8 @@ def test_candidates_follow_from_the_program() -> None:
     assert len(steered) == 2
     plain = candidates_for(ProgramFacts(num_sites=3, has_critics=True, many_components=2))
     assert not any(candidate.in_order for candidate in plain)
+    assert "the rules, 8 particles" in {candidate.name for candidate in plain}
+    rows = candidates_for(ProgramFacts(num_sites=1, num_particles=2))
+    assert [candidate.num_particles for candidate in rows] == [None, 4, 8]
     assert {"no critics", "crossed costs, 8 particles"} <= {candidate.name for candidate in plain}
     assert all(BY_NAME[candidate.name] == candidate for candidate in (*steered, *plain))
