@@ -19,19 +19,19 @@ from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.work import Work, WorkMode
 
-__all__ = ["MeasuredChoice", "Measurement", "Trial"]
+__all__ = ["HOPELESS", "ROUNDS", "STEP", "MeasuredChoice", "Measurement", "Trial"]
 
 _WARM_UP, _FIRST_STEP, _SHARE = 1, 20, 0.05
 # Numbers of rounds after which candidates are compared; where it stays in doubt, the present choice goes on.
-_ROUNDS = (8, 16, 32, 64)
+ROUNDS = (8, 16, 32, 64)
 # The next look comes when so many times as many steps have been taken.
 _LATER = 10
 # Seconds of a step's Python that no operator is called for; fitted with the weights, see ``benchmarks/weights.py``.
-_STEP = 1.5e-3
+STEP = 1.5e-3
 # Number of trials of a candidate whose work is counted, and how many times as long these take.
 _COUNTED, _COUNTING = 8, 2.0
 # How many times the best product a candidate may have before it is left out of further rounds.
-_HOPELESS = 2.0
+HOPELESS = 2.0
 # What a candidate is taken to cost before it was tried, in steps.
 _GUESS = 3.0
 
@@ -175,20 +175,20 @@ class MeasuredChoice:
         if len(self._tried()) == 1:
             return None
         if work is not None:
-            self.known.setdefault(self.chosen.name, Measurement()).taken.append(work.seconds() + _STEP)
+            self.known.setdefault(self.chosen.name, Measurement()).taken.append(work.seconds() + STEP)
         for candidate in self._next():
             self._try(candidate, present, model, guide, args, kwargs)
         tried = self._tried()
         rounds = min(len(self._of(candidate).squares) for candidate in tried)
-        if rounds not in _ROUNDS:
+        if rounds not in ROUNDS:
             return None
         before, moments = self.chosen, self._moments(rounds)
         seconds = {name: self._seconds(name) for name in moments}
         self.report |= _lines(seconds, moments)
         best, found = better_than(seconds, moments, before.name), products(seconds, moments)
-        limit = _HOPELESS * min(found.values())
+        limit = HOPELESS * min(found.values())
         self.hopeless |= {name for name, value in found.items() if value > limit and name != before.name}
-        if best == before.name and rounds < _ROUNDS[-1] and len(self._tried()) > 1:
+        if best == before.name and rounds < ROUNDS[-1] and len(self._tried()) > 1:
             return None
         self.chosen = next(candidate for candidate in tried if candidate.name == best)
         self.looks += 1
@@ -263,7 +263,7 @@ class MeasuredChoice:
         if mode is None:
             self._spent += self._seconds(name)
         else:
-            seconds = mode.counter.total.seconds() + _STEP
+            seconds = mode.counter.total.seconds() + STEP
             self._spent += _COUNTING * seconds
             if candidate != self.chosen:
                 # What the present choice takes, its learning included, is counted in steps of training.
