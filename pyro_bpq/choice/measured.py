@@ -26,7 +26,7 @@ _WARM_UP, _FIRST_STEP, _SHARE = 1, 20, 0.05
 ROUNDS = (8, 16, 32, 64)
 # The next look comes when so many times as many steps have been taken.
 _LATER = 10
-# Seconds of a step's Python that no operator is called for; fitted with the weights, see ``benchmarks/weights.py``.
+# Seconds of a step's Python that no operator is called for; fitted together with the weights of work.
 STEP = 1.5e-3
 # Number of trials of a candidate whose work is counted, and how many times as long these take.
 _COUNTED, _COUNTING = 8, 2.0
