@@ -2,8 +2,9 @@
 
 Each is measured where it dominates: products of large matrices, convolutions of many small images, elementwise
 operators on large tensors, and steps of ``Trace_ELBO`` on a chain of binary sites, whose tensors have one element. It
-prints the machine and the number of threads. The weight of a byte in the library is larger than what this shows: it
-was fitted to decoders of VAEs, whose results do not stay in the cache.
+prints the machine and the number of threads. The weights in the library were fitted by least squares of relative errors
+to the CPU times of steps of candidates on seven programs of ``programs.py``, one thread of an Intel Xeon that others
+used meanwhile. Its byte is dearer than what this shows, as elementwise operators do more than copy.
 
     python benchmarks/weights.py
 """

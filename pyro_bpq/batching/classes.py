@@ -2,6 +2,7 @@ r"""What sites, costs and Q-nodes are stacked by: their shapes, and how one call
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,7 +56,7 @@ class SiteSpec:
         """Number of components, and number of entries per component in a critic's table."""
         if self.components is not None:
             return self.components.size, self.components.cardinality
-        return (int(np.prod(self.event_shape, dtype=int)), 2) if self.has_moments else (0, 0)
+        return (math.prod(self.event_shape), 2) if self.has_moments else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class SiteClass:
         """Number of features of an encoded value."""
         components = self.spec.components
         if components is None:
-            return int(np.prod(self.spec.event_shape, dtype=int))
+            return math.prod(self.spec.event_shape)
         return components.size * (components.cardinality if components.cardinality > 2 else 1)
 
 

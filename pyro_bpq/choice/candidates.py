@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from pyro_bpq.estimators import AllAction, CrossedLeaveOneOut, Estimator, LeaveOneOut, ScoreFunction
+from pyro_bpq.estimators import CrossedLeaveOneOut, Estimator, LeaveOneOut, ScoreFunction
 
 __all__ = ["BY_NAME", "FIXED", "Candidate", "ProgramFacts", "candidates_for", "rules"]
 
@@ -23,7 +23,6 @@ class Candidate:
         vectorized: Whether these run in one call.
         critics: Whether sites may have critics.
         in_order: Whether every cost counts, without tracking.
-        tracked: Whether every step is tracked.
     """
 
     name: str
@@ -32,12 +31,11 @@ class Candidate:
     vectorized: bool = False
     critics: bool = True
     in_order: bool = False
-    tracked: bool = False
 
     @property
     def structure(self) -> str:
         """When dependencies are tracked, as the option of that name."""
-        return "dense" if self.in_order else "dynamic" if self.tracked else "auto"
+        return "dense" if self.in_order else "auto"
 
 
 FIXED = Candidate("the rules")
@@ -50,17 +48,17 @@ class ProgramFacts:
 
     Args:
         is_steered: Whether sampled values steer the program.
-        has_extra_run: Whether the model is run once more for exact costs.
         has_critics: Whether sites have critics.
         num_sites: Number of sites with a score.
         many_components: Number of those with many components.
+        num_particles: Number of particles that the default runs.
     """
 
     is_steered: bool = False
-    has_extra_run: bool = False
     has_critics: bool = False
     num_sites: int = 0
     many_components: int = 0
+    num_particles: int = 1
 
 
 @functools.cache
@@ -70,14 +68,16 @@ def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]
     def several(text: str, number: int, **options: bool) -> Candidate:
         return Candidate(f"{text}, {number} particles", ScoreFunction(LeaveOneOut()), number, critics=False, **options)
 
-    ordered = tuple(several("program order", number, in_order=True) for number in (2, 4))
-    compared = tuple(several("leave-one-out", number, vectorized=True) for number in (2, 4, 8))
-    crossed = Candidate("crossed costs, 4 particles", CrossedLeaveOneOut(), 4, vectorized=True, critics=False)
+    four, eight = (several("leave-one-out", number, vectorized=True) for number in (4, 8))
+    # In one call they take little longer than one particle, where values are small.
+    more = Candidate("the rules, 8 particles", None, 8, vectorized=True)
+    crossed = Candidate("crossed costs, 8 particles", CrossedLeaveOneOut(), 8, vectorized=True, critics=False)
     return (
-        (lambda p: p.is_steered, (Candidate("tracked", tracked=True), *ordered)),
-        (lambda p: not p.is_steered, compared),
+        (lambda p: p.is_steered, (several("program order", 4, in_order=True),)),
+        (lambda p: not p.is_steered and p.num_particles > 1, (four,)),
+        (lambda p: not p.is_steered, (eight,)),
+        (lambda p: not p.is_steered and p.num_particles == 1, (more,)),
         (lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
-        (lambda p: p.has_extra_run and not p.is_steered, (Candidate("no extra run", AllAction(exact=False)),)),
         (lambda p: not p.is_steered and p.num_sites > 1 and p.many_components > 1, (crossed,)),
     )
 

@@ -18,7 +18,7 @@ __all__ = ["GAIN", "better_than", "median_of_means", "normalised", "products"]
 
 GAIN = 0.1
 """Smallest relative gain for which a choice changes."""
-_BLOCK = 2
+_BLOCKS = 4
 _ERRORS = 2.0
 
 
@@ -41,8 +41,9 @@ def normalised(squares: Mapping[str, Sequence[Sequence[float]]], present: str) -
 
 
 def blocks(values: Sequence[float]) -> list[float]:
-    """Means of consecutive blocks of rounds."""
-    return [fmean(values[i : i + _BLOCK]) for i in range(0, len(values), _BLOCK)]
+    """Means of consecutive quarters of the rounds; the median of shorter blocks is too low where rounds are skewed."""
+    size = -(-len(values) // _BLOCKS)
+    return [fmean(values[i : i + size]) for i in range(0, len(values), size)]
 
 
 def median_of_means(values: Sequence[float]) -> float:
@@ -82,7 +83,7 @@ def better_than(
     best = min(values, key=lambda name: values[name])
     if not values[best] < (1.0 - gain) * values[present]:
         return present
-    pairs = zip(blocks(moments[present]), blocks(moments[best]), strict=True)
+    pairs = zip(moments[present], moments[best], strict=True)
     gains = [seconds[present] * old - seconds[best] * new for old, new in pairs]
     error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
     return best if values[present] - values[best] > _ERRORS * error else present

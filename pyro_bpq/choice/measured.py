@@ -2,9 +2,11 @@ r"""What was tried, what it measured and what was chosen."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Protocol
 
 import pyro
@@ -15,17 +17,21 @@ from pyro_bpq.choice.candidates import BY_NAME, FIXED, Candidate, ProgramFacts, 
 from pyro_bpq.choice.criterion import better_than, median_of_means, normalised, products
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.tracing.sandbox import Sandbox
-from pyro_bpq.tracing.work import WorkMode
+from pyro_bpq.tracing.work import Work, WorkMode
 
-__all__ = ["MeasuredChoice", "Measurement", "Trial"]
+__all__ = ["HOPELESS", "ROUNDS", "STEP", "MeasuredChoice", "Measurement", "Trial"]
 
-_WARM_UP, _FIRST_STEP, _SHARE = 2, 20, 0.05
+_WARM_UP, _FIRST_STEP, _SHARE = 1, 20, 0.05
 # Numbers of rounds after which candidates are compared; where it stays in doubt, the present choice goes on.
-_ROUNDS = (8, 16, 32)
+ROUNDS = (8, 16, 32, 64)
 # The next look comes when so many times as many steps have been taken.
 _LATER = 10
-# Seconds that following values adds to an operator.
-_TRACKING = 2.2e-5
+# Seconds of a step's Python that no operator is called for; fitted together with the weights of work.
+STEP = 1.5e-3
+# Number of trials of a candidate whose work is counted, and how many times as long these take.
+_COUNTED, _COUNTING = 8, 2.0
+# How many times the best product a candidate may have before it is left out of further rounds.
+HOPELESS = 2.0
 # What a candidate is taken to cost before it was tried, in steps.
 _GUESS = 3.0
 
@@ -37,26 +43,33 @@ class Trial(Protocol):
         """The loss of a step."""
         ...
 
-    def followed_operators(self, model: Any, guide: Any, args: Any, kwargs: Any) -> int:
-        """Number of operators of a step that are followed; 0 where steps are not always tracked."""
-        ...
-
 
 @dataclass
 class Measurement:
     """What is known of a candidate.
 
     Args:
-        seconds: Counted seconds of a step; ``None`` before the first trial.
-        followed: Number of operators of a step that are followed.
+        taken: Counted seconds of each step.
         tries: Number of trials.
         squares: Squared norms of the gradient of each tensor, by trial, without the first ones.
     """
 
-    seconds: float | None = None
-    followed: int = 0
+    taken: list[float] = field(default_factory=list)
     tries: int = 0
     squares: list[list[float]] = field(default_factory=list)
+
+    def seconds(self, is_steered: bool) -> float:
+        """Counted seconds of a step: the least, since steps that find things out take longer.
+
+        Args:
+            is_steered: Whether steps differ in length by themselves; then it is the median.
+        """
+        return median(self.taken[_WARM_UP:] or self.taken) if is_steered else min(self.taken)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether critics and baselines have been taught by the first trials."""
+        return self.tries > _WARM_UP
 
 
 class MeasuredChoice:
@@ -78,7 +91,8 @@ class MeasuredChoice:
         looks: Number of looks that are over.
         dropped: Why a candidate is not tried, by name.
         known: What was measured in this look, by name.
-        report: What the last look found, a line for each candidate.
+        hopeless: What is left out of the further rounds of this look, by name.
+        report: What the last look found, a line for each candidate, by name.
         share: Largest share of the time so far that trials take.
     """
 
@@ -90,10 +104,12 @@ class MeasuredChoice:
         self.looks = 0
         self.dropped: dict[str, str] = {}
         self.known: dict[str, Measurement] = {}
-        self.report: tuple[str, ...] = ()
+        self.hopeless: set[str] = set()
+        self.report: dict[str, str] = {}
         self.share = _SHARE
         self._start, self._since, self._spent, self._tries = _FIRST_STEP, 0, 0.0, 0
         self._trials: dict[str, Trial] = {}
+        self._is_steered = False
         self._leaves: list[Tensor] = []
 
     def __str__(self) -> str:
@@ -101,7 +117,7 @@ class MeasuredChoice:
             return f"{self.chosen.name}, not measured"
         number = f"{self.looks} look{'' if self.looks == 1 else 's'}"
         dropped = [f"{name}: not tried, {reason}" for name, reason in self.dropped.items()]
-        return "\n    ".join([f"{self.chosen.name}, after {number}", *self.report, *dropped])
+        return "\n    ".join([f"{self.chosen.name}, after {number}", *self.report.values(), *dropped])
 
     def __repr__(self) -> str:
         return f"MeasuredChoice({self.chosen.name!r}, {self.looks} looks)"
@@ -114,7 +130,7 @@ class MeasuredChoice:
 
     def begin(self, facts: ProgramFacts) -> None:
         """Lists what is tried, once the program is known."""
-        self.candidates = candidates_for(facts)
+        self.candidates, self._is_steered = candidates_for(facts), facts.is_steered
 
     def is_due(self, num_steps: int) -> bool:
         """Whether something may be tried after so many steps."""
@@ -124,18 +140,29 @@ class MeasuredChoice:
             return True
         if len(self._tried()) == 1:
             return False
-        own = self._of(self.chosen).seconds
-        if own is None:
-            # One step in twenty.
+        if not self._of(self.chosen).taken:
             return True
+        own = self._seconds(self.chosen.name)
         cost = sum(self._guess(candidate, own) for candidate in self._next())
         return self._spent + cost <= self.share * own * (num_steps - self._since)
 
-    def look(self, present: Trial, model: Any, guide: Any, args: Any, kwargs: Any, num_steps: int) -> Candidate | None:
+    def counting(self, candidate: Candidate | None = None) -> WorkMode | contextlib.nullcontext[None]:
+        """Counts the work of a step: that of the first trials of a candidate, for ``None`` the present one.
+
+        Args:
+            candidate: The candidate.
+        """
+        is_known = len(self._of(candidate or self.chosen).taken) >= _COUNTED
+        return contextlib.nullcontext() if is_known else WorkMode()
+
+    def look(
+        self, present: Trial, work: Work | None, model: Any, guide: Any, args: Any, kwargs: Any, num_steps: int
+    ) -> Candidate | None:
         """Tries what is due.
 
         Args:
             present: The objective as it is, which learns nothing meanwhile.
+            work: What the step before has cost, where that was counted.
             model: The model.
             guide: The guide.
             args: Their arguments.
@@ -145,22 +172,28 @@ class MeasuredChoice:
         Returns:
             The new choice, if there is one.
         """
+        if len(self._tried()) == 1:
+            return None
+        if work is not None:
+            self.known.setdefault(self.chosen.name, Measurement()).taken.append(work.seconds() + STEP)
         for candidate in self._next():
             self._try(candidate, present, model, guide, args, kwargs)
         tried = self._tried()
         rounds = min(len(self._of(candidate).squares) for candidate in tried)
-        if rounds not in _ROUNDS:
+        if rounds not in ROUNDS:
             return None
         before, moments = self.chosen, self._moments(rounds)
-        seconds = {name: self.known[name].seconds or 0.0 for name in moments}
-        self.report = _report(seconds, moments)
+        seconds = {name: self._seconds(name) for name in moments}
+        self.report |= _lines(seconds, moments)
         best, found = better_than(seconds, moments, before.name), products(seconds, moments)
-        if rounds < _ROUNDS[-1] and found[best] > min(found.values()):
+        limit = HOPELESS * min(found.values())
+        self.hopeless |= {name for name, value in found.items() if value > limit and name != before.name}
+        if best == before.name and rounds < ROUNDS[-1] and len(self._tried()) > 1:
             return None
         self.chosen = next(candidate for candidate in tried if candidate.name == best)
         self.looks += 1
         self._start, self._since, self._spent = _LATER * num_steps, num_steps, 0.0
-        self.known, self._leaves = {}, []
+        self.known, self.hopeless, self._leaves = {}, set(), []
         if self.looks > 1:
             self._trials = {}
         # What goes on is the objective itself.
@@ -172,21 +205,26 @@ class MeasuredChoice:
     def _of(self, candidate: Candidate) -> Measurement:
         return self.known.get(candidate.name, Measurement())
 
+    def _seconds(self, name: str) -> float:
+        return self.known[name].seconds(self._is_steered)
+
     def _tried(self) -> list[Candidate]:
         """What is tried, the present choice first."""
-        found = [candidate for candidate in self.candidates if candidate.name not in self.dropped]
+        gone = self.dropped.keys() | self.hopeless
+        found = [candidate for candidate in self.candidates if candidate.name not in gone]
         return sorted(found, key=lambda candidate: candidate.name != self.chosen.name)
 
     def _next(self) -> list[Candidate]:
         """What is tried next: the first time one after the other, then all together."""
         tried = self._tried()
-        unknown = [candidate for candidate in tried if self._of(candidate).tries < _WARM_UP]
+        unknown = [candidate for candidate in tried if not self._of(candidate).is_warm]
         return unknown[:1] or tried
 
     def _guess(self, candidate: Candidate, own: float) -> float:
         known = self._of(candidate)
         # The first step also finds out in which way particles run.
-        return _GUESS * own if known.seconds is None or known.tries < _WARM_UP else known.seconds
+        factor = _COUNTING if len(known.taken) < _COUNTED else 1.0
+        return factor * (self._seconds(candidate.name) if known.is_warm else _GUESS * own)
 
     def _moments(self, rounds: int) -> dict[str, list[float]]:
         size = len(self._leaves)
@@ -202,7 +240,11 @@ class MeasuredChoice:
         own = self.known.setdefault(name, Measurement())
         self._tries += 1
         try:
-            with Sandbox(self._seed * 1_000_003 + self._tries), warnings.catch_warnings(), WorkMode() as mode:
+            with (
+                Sandbox(self._seed * 1_000_003 + self._tries),
+                warnings.catch_warnings(),
+                self.counting(candidate) as mode,
+            ):
                 warnings.simplefilter("ignore")
                 trial = present if candidate == self.chosen else self._trials.get(name)
                 if trial is None:
@@ -210,9 +252,6 @@ class MeasuredChoice:
                 loss = trial.differentiable_loss(model, guide, *args, **kwargs)
                 leaves = inputs_of(loss)
                 gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-                work = mode.counter.total
-                if not own.tries:
-                    own.followed = trial.followed_operators(model, guide, args, kwargs)
         except Exception as error:
             if candidate == self.chosen:
                 raise
@@ -221,12 +260,16 @@ class MeasuredChoice:
             return
         for created in set(pyro.get_param_store().keys()) - store:
             del pyro.get_param_store()[created]
-        seconds = work.seconds() + own.followed * _TRACKING
-        self._spent += seconds
-        # Steps that find out the structure are tracked and take longer: they do not count.
-        own.seconds = seconds if own.seconds is None else min(seconds, own.seconds)
+        if mode is None:
+            self._spent += self._seconds(name)
+        else:
+            seconds = mode.counter.total.seconds() + STEP
+            self._spent += _COUNTING * seconds
+            if candidate != self.chosen:
+                # What the present choice takes, its learning included, is counted in steps of training.
+                own.taken.append(seconds)
         own.tries += 1
-        if own.tries > _WARM_UP:
+        if own.is_warm:
             own.squares.append(self._squares(leaves, gradients))
 
     def _squares(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[float]:
@@ -246,7 +289,12 @@ class MeasuredChoice:
 
     def state_dict(self) -> dict[str, Any]:
         """The choice and when it is looked at again, as plain values."""
-        return {"chosen": self.chosen.name, "looks": self.looks, "start": self._start, "report": list(self.report)}
+        return {
+            "chosen": self.chosen.name,
+            "looks": self.looks,
+            "start": self._start,
+            "report": list(self.report.values()),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], num_steps: int) -> None:
         """Inverse of :meth:`state_dict`; a choice that the user pinned stays, and one that is unknown is measured anew.
@@ -258,9 +306,9 @@ class MeasuredChoice:
         if not self.is_measured or state["chosen"] not in BY_NAME:
             return
         self.chosen, self.looks, self._start = BY_NAME[state["chosen"]], state["looks"], state["start"]
-        self.report, self._since = tuple(state["report"]), num_steps
+        self.report, self._since = {line.split(":")[0]: line for line in state["report"]}, num_steps
 
 
-def _report(seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
+def _lines(seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]]) -> dict[str, str]:
     found = {name: (1e3 * seconds[name], median_of_means(rounds)) for name, rounds in moments.items()}
-    return tuple(f"{name}: {ms:.3g} ms counted, squared gradient {m:.3g}" for name, (ms, m) in found.items())
+    return {name: f"{name}: {ms:.3g} ms counted, squared gradient {m:.3g}" for name, (ms, m) in found.items()}

@@ -238,7 +238,10 @@ class CriticBank(nn.Module):
                     None if len(places) == 1 else torch.tensor(positions, device=device),
                 )
             )
-        return Selection(tuple(parts), len(set(keys)) < len(keys))
+        order = None
+        if len(places) > 1:
+            order = torch.argsort(torch.cat([at for *_, at in parts if at is not None]))
+        return Selection(tuple(parts), len(set(keys)) < len(keys), order)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and copy, without the weak references that Pyro's param store puts on parameters."""

@@ -101,10 +101,12 @@ class Selection:
         parts: For each block its name, the module, the rows, and the positions of these rows in the order;
             ``None`` stands for all rows or positions in order.
         repeats: Whether a row occurs more than once (a shared critic).
+        order: Where each position is among the rows of all blocks, one after the other; ``None`` for one block.
     """
 
     parts: tuple[tuple[str, Block, Tensor | None, Tensor | None], ...]
     repeats: bool = False
+    order: Tensor | None = None
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The buffer ``name`` of the selected rows, with a leading site axis; ``dtype=None`` keeps its type."""
@@ -114,10 +116,7 @@ class Selection:
     def gather(self, evaluate: Callable[[Block, Tensor | None, Tensor | None], Tensor]) -> Tensor:
         """Concatenates ``evaluate(block, rows, positions)`` over the parts, in the selected order."""
         results = [evaluate(block, rows, at) for _, block, rows, at in self.parts]
-        if len(results) == 1:
-            return results[0]
-        order = torch.cat([at for *_, at in self.parts if at is not None])
-        return torch.cat(results)[torch.argsort(order)]
+        return results[0] if self.order is None else torch.cat(results)[self.order]
 
     def write(self, name: str, value: Tensor) -> list[Write]:
         """The writes that set the buffer ``name`` of the selected rows to ``value``.

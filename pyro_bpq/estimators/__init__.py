@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pyro_bpq.estimators.baselines import ConstantBaseline as ConstantBaseline
     from pyro_bpq.estimators.baselines import LeaveOneOut as LeaveOneOut
     from pyro_bpq.estimators.baselines import RunningBaseline as RunningBaseline
+    from pyro_bpq.estimators.baselines import TrimmedBaseline as TrimmedBaseline
     from pyro_bpq.estimators.crossed_leave_one_out import CrossedLeaveOneOut as CrossedLeaveOneOut
     from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough as DebiasedStraightThrough
     from pyro_bpq.estimators.disarm import ARM as ARM
@@ -61,7 +62,7 @@ _NAMES = MappingProxyType(
         "all_action": "AllAction",
         "arms": "ARMS DirichletCopula RotationCopula",
         "base": "Estimator SiteContext SiteTerm",
-        "baselines": "ConstantBaseline LeaveOneOut RunningBaseline",
+        "baselines": "ConstantBaseline LeaveOneOut RunningBaseline TrimmedBaseline",
         "crossed_leave_one_out": "CrossedLeaveOneOut",
         "debiased_straight_through": "DebiasedStraightThrough",
         "disarm": "ARM DisARM",

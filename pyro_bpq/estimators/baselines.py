@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from pyro_bpq.estimators.base import SiteInfo, Statistics, check_decay, site_mean, update_mean
@@ -140,3 +141,37 @@ class RunningBaseline:
         mean = statistics["baseline"]
         centred = cost - mean.reshape(-1, *(1,) * (cost.dim() - 1))
         return centred, {"baseline": update_mean(mean, site_mean(cost), count, self.decay)}
+
+
+@dataclass(frozen=True)
+class TrimmedBaseline:
+    r"""The mean of the last 32 costs-to-go of earlier steps without the 4 largest and the 4 smallest, one per site.
+
+    A running mean carries an outlier along for a hundred steps, and every gradient of these steps suffers. Here it is
+    left out. Until there are 32 costs their median serves. They are means over plate rows, as those of
+    :class:`RunningBaseline`. The present step is not among them, so gradients stay unbiased.
+    """
+
+    recent: ClassVar[int] = 32
+    cut: ClassVar[int] = 4
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Serves every site."""
+        return None
+
+    def statistics(self) -> Statistics:
+        """The baseline, and the costs-to-go that it is made of, the last one at the end."""
+        return {"baseline": 0.0, "recent": torch.zeros(self.recent)}
+
+    def __call__(
+        self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Subtracts the trimmed mean of earlier steps."""
+        assert count is not None
+        centred = cost - statistics["baseline"].reshape(-1, *(1,) * (cost.dim() - 1))
+        recent = torch.cat([statistics["recent"][:, 1:], site_mean(cost).unsqueeze(1)], 1)
+        trimmed = recent.sort(1).values[:, self.cut : -self.cut].mean(1)
+        known = torch.arange(self.recent, device=cost.device) >= self.recent - 1.0 - count.unsqueeze(1)
+        median = torch.where(known, recent, torch.nan).nanmedian(1).values
+        baseline = torch.where(count + 1.0 < self.recent, median, trimmed)
+        return centred, {"baseline": baseline, "recent": recent}

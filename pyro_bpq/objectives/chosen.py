@@ -12,9 +12,6 @@ from pyro_bpq.choice.candidates import FIXED, Candidate, ProgramFacts
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.runner import StepRunner
-from pyro_bpq.reruns.apart import Program
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.work import WorkMode
 
 
 def checked_choice(choice: Any, is_open: bool) -> Candidate | None:
@@ -87,10 +84,10 @@ class Rules:
         sizes = [1 if spec.components is None else spec.components.size for spec in specs]
         return ProgramFacts(
             is_steered=last.facts.is_dynamic,
-            has_extra_run=last.plan.flips is not None,
             has_critics=any(spec.critic is not None for spec in specs),
             num_sites=len(specs),
             many_components=sum(size > 1 for size in sizes),
+            num_particles=self.particles.now.number,
         )
 
 
@@ -100,8 +97,6 @@ class _Tried(Protocol):
     runner: StepRunner
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor: ...
-
-    def run_program(self, program: Program) -> TracedRun: ...
 
     def train(self, mode: bool = True) -> Any: ...
 
@@ -135,12 +130,3 @@ class StillTrial:
         finally:
             self.elbo.train(True)
             self.elbo.go_back(mark)
-
-    def followed_operators(self, model: Any, guide: Any, args: Any, kwargs: Any) -> int:
-        """Number of operators of a step that are followed; 0 where steps are not always tracked."""
-        structure = self.elbo.runner.structure
-        if not structure.always_tracks or structure.is_ordered:
-            return 0
-        with WorkMode() as mode:
-            self.elbo.run_program((model, guide, args, kwargs))
-        return mode.counter.total.operators

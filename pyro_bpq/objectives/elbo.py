@@ -259,18 +259,17 @@ class TraceBackpropQ_ELBO(StructuredObjective):
 
         With ``choice="auto"`` candidates may be tried afterwards.
         """
-        loss = super().loss_and_grads(model, guide, *args, **kwargs)
-        if self._is_learning and self.choice.is_due(self.num_steps):
-            self._look(model, guide, args, kwargs)
-        return loss
-
-    def _look(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
+        if not (self._is_learning and self.choice.is_due(self.num_steps)):
+            return super().loss_and_grads(model, guide, *args, **kwargs)
+        with self.choice.counting() as mode:
+            loss = super().loss_and_grads(model, guide, *args, **kwargs)
         if not self.choice.candidates:
             self.choice.begin(self._rules.facts(has_ranks=self.trainer.ranks is not None))
-        if self.choice.is_due(self.num_steps):
-            found = self.choice.look(StillTrial(self), model, guide, args, kwargs, self.num_steps)
-            if found is not None:
-                self._rules.apply(found)
+        work = None if mode is None else mode.counter.total
+        found = self.choice.look(StillTrial(self), work, model, guide, args, kwargs, self.num_steps)
+        if found is not None:
+            self._rules.apply(found)
+        return loss
 
     def _trial(self, candidate: Candidate) -> StillTrial:
         """An objective of its own for a candidate: it learns while it is tried."""

@@ -83,9 +83,10 @@ class Plan:
 
     def _critic(self, name: str) -> str:
         critic, network = self.layout.specs[name].critic, self.layout.network
-        if critic is None:
+        is_told = set(self.graph.downstream_costs(name)).issubset(self.layout.tabled.get(name, ()))
+        if critic is None and not is_told:
             return "none"
-        if network is None or not any(node.is_learned for node in network.q_nodes(name)):
+        if critic is None or network is None or not any(node.is_learned for node in network.q_nodes(name)):
             return "none, as nothing is left to learn"
         return f"{short(critic)}{self._reads(name)}"
 

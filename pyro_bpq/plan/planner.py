@@ -154,11 +154,11 @@ class Planner:
 
     def plain_estimators(self, traced: TracedRun) -> dict[str, Estimator]:
         """The estimators of the default in program order, whatever is chosen at sites."""
-        return {
-            name: SiteFacts(traced.infos[name], traced.options[name]).plain_score
-            for name, record in traced.run.sites.items()
-            if record.score is not None
-        }
+        scored = [name for name, record in traced.run.sites.items() if record.score is not None]
+        if not scored:
+            return {}
+        # All sites have the same number of particles.
+        return dict.fromkeys(scored, SiteFacts(traced.infos[scored[0]], traced.options[scored[0]]).plain_score)
 
     def attach(self, infer: Mapping[str, Any]) -> Any:
         """The estimator of a site with this ``infer``, if it attaches a gradient to the site's value."""
@@ -214,6 +214,13 @@ class Planner:
         if served:
             extra = self._extra_run(traced, graph, facts, choices, can_flip)
         critics = {name: self._critic(traced, name, choice.estimator) for name, choice in choices.items()}
+        for name in extra.components:
+            # The run tells what a critic would learn: costs that read more than the site and its ancestors.
+            seen = {name, *graph.ancestors(name)}
+            learns = any(not seen.issuperset(graph.cost(cost).parents) for cost in graph.downstream_costs(name))
+            asks = self.asks_for_critics or traced.options[name].critic is not None
+            if learns and not asks and is_complete(traced, graph, name, immediate[name], extra.costs(name)):
+                critics[name] = None
         kinds = {
             name: known_costs(traced, name, graph, choice.estimator, immediate[name])
             | ({Known.MODEL} if name in extra.components else set())

@@ -16,9 +16,9 @@ from pyro_bpq.estimators import (
     Estimator,
     LeaveOneOut,
     Pathwise,
-    RunningBaseline,
     ScoreFunction,
     SecondRun,
+    TrimmedBaseline,
 )
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.tracing.config import SiteOptions
@@ -39,6 +39,7 @@ __all__ = [
 MOST_PARTICLES = 8
 # A value of so many elements takes about as long as the Python code of a sample statement.
 ELEMENTS = 1 << 16
+_COMPARED, _ALONE = ScoreFunction(LeaveOneOut()), ScoreFunction(TrimmedBaseline())
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,13 @@ class SiteFacts:
 
     @property
     def score_function(self) -> Estimator:
-        """The score function with the site's own baseline, else leave-one-out or, with one particle, a running mean."""
+        """The score function with the site's own baseline, else leave-one-out or, with one particle, earlier costs."""
         return self.plain_score if self.options.baseline is None else self.options.baseline.estimator()
 
     @property
     def plain_score(self) -> Estimator:
         """The same without the site's own baseline."""
-        return ScoreFunction(LeaveOneOut() if self.info.num_particles > 1 else RunningBaseline())
+        return _COMPARED if self.info.num_particles > 1 else _ALONE
 
     @property
     def has_few_values(self) -> bool:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pyro_bpq.estimators.noise import uniform
+
 # Operators that pass values on, one by one, as they are or shifted and scaled.
 _PASSED_ON = frozenset(
     f"{name}Backward{i}"

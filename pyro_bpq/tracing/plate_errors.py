@@ -57,7 +57,8 @@ def plate_error(error: Exception, plates: Mapping[str, Frames], where: str) -> P
         lines = [
             f"In the {where} the plate {plate!r} has {rows} rows in dimension {dim}, and the distribution of site "
             f"{site!r} has {size} there. If these {size} belong to each row, write .to_event(1) behind the "
-            "distribution. If they are rows, give plate and parameters the same number; a parameter keeps the size it was made with."
+            "distribution. If they are rows, give plate and parameters the same number; a parameter keeps the size "
+            "that it was made with."
         ]
     return PlateError(told(error, *lines, *advice))
 
@@ -276,8 +277,8 @@ def _loose_line(site: Any) -> str:
     """Says which dimension of a site is no plate, and what to write."""
     dim, shape = _loose(site), tuple(site["fn"].batch_shape)
     return (
-        f"A distribution of {site['name']!r} has the batch shape {shape}, and its dimension {dim} is no plate. Where its "
-        "elements belong together, write .to_event(...); where they are rows, put it into a plate with "
+        f"A distribution of {site['name']!r} has the batch shape {shape}, and its dimension {dim} is no plate. "
+        "Where its elements belong together, write .to_event(...); where they are rows, put it into a plate with "
         f"dim={dim}. Tensors of the shapes (n,) and (n, 1) side by side make such a shape too: write squeeze(-1)."
     )
 

@@ -93,8 +93,8 @@ def _observed(guide: list[Any], has_model: bool) -> str:
     if not names or not has_model:
         return ""
     return (
-        f"The guide observes data at {names}: observations belong into the model. Were model and guide handed over in the "
-        "wrong order? It is loss(model, guide, ...) and SVI(model, guide, ...)."
+        f"The guide observes data at {names}: observations belong into the model. Were model and guide handed over in "
+        "the wrong order? It is loss(model, guide, ...) and SVI(model, guide, ...)."
     )
 
 

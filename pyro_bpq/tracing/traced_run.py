@@ -175,8 +175,8 @@ def record_run(
             meant = f" Did you mean {near[0]!r}?" if near else ""
             raise SiteNotFoundError(
                 f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are "
-                f'{_few([*sites])}.{meant} Write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it '
-                'out: infer={"enumerate": "parallel"} there, and enumeration="exact".'
+                f'{_few([*sites])}.{meant} Write pyro.sample("{name}", ...) in the guide, observe it in the model, or '
+                'sum it out: infer={"enumerate": "parallel"} there, and enumeration="exact".'
             )
         cost = cost_of_site(site, False)
         if cost in costs:

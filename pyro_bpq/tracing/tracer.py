@@ -123,6 +123,8 @@ def trace_run(
     escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
     rng = (watch.model_start, torch.get_rng_state())
     traced = record_run(model_trace, guide_trace, guide_sites, reads, escaped, number, watch.subsamples, rng)
+    if not (track or only_costs or watch.enumerated or watch.leaves):
+        return traced
     if track:
         warn_of_program(samples(model_trace), guide_sites, traced.run.loss, step == 0, bool(watch.enumerated))
     traced = replace(

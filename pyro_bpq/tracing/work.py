@@ -28,10 +28,10 @@ class Weights:
         byte: A byte of a result.
     """
 
-    operator: float = 1.0e-5
+    operator: float = 6.7e-6
     flop: float = 1.6e-11
-    convolved: float = 4.0e-11
-    byte: float = 1.7e-10
+    convolved: float = 2.2e-11
+    byte: float = 6.5e-10
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Work:
         operators: Number of calls of operators.
         flops: Floating-point operations of matrix products and attention; two for each multiplication and addition.
         convolved: The same of convolutions, with channels in full blocks of 16, as CPUs compute them.
-        bytes: Bytes of the results of operators.
+        bytes: Bytes of the results of operators; a random draw counts for as many as are written in its time.
     """
 
     operators: int = 0
@@ -90,12 +90,14 @@ class WorkCounter:
             result: What it returned.
         """
         self._operators += 1
-        formula, is_view = _rule(func)
+        formula, is_view, drawn = _rule(func)
         if formula is not None:
             found = formula(*args, **kwargs, out_val=result)
             self._flops, self._convolved = self._flops + found[0], self._convolved + found[1]
         if not is_view:
             self._bytes += _size(result)
+        if drawn:
+            self._bytes += drawn * _size(args[0])
 
 
 class WorkMode(TorchDispatchMode):
@@ -129,19 +131,19 @@ def _size(result: object) -> int:
 
 
 @cache
-def _rule(func: Any) -> tuple[Callable[..., tuple[int, int]] | None, bool]:
-    """The formula of an operator's floating-point operations, if it has one, and whether its result is a view."""
+def _rule(func: Any) -> tuple[Callable[..., tuple[int, int]] | None, bool, int]:
+    """The formula of an operator's floating-point operations, if it has one; whether its result is a view; draws."""
     # The table comes with a module that is not needed otherwise.
     from torch.utils.flop_counter import flop_registry
 
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return None, False
+        return None, False, 0
     name = schema.name.removeprefix("aten::")
     is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
     known = flop_registry.get(func._overloadpacket)
     table = None if known is None or name in _OWN else (lambda *args, **kwargs: (known(*args, **kwargs), 0))
-    return _OWN.get(name, table), is_view
+    return _OWN.get(name, table), is_view, _DRAWN.get(name, 0)
 
 
 def _of_convolution(value: Tensor, weight: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> tuple[int, int]:
@@ -184,3 +186,5 @@ _OWN: Mapping[str, Callable[..., tuple[int, int]]] = MappingProxyType(
         "mkldnn_rnn_layer": _of_recurrent,
     }
 )
+# Operators that draw: how many times the bytes of their argument are written in the time.
+_DRAWN: Mapping[str, int] = MappingProxyType({"bernoulli": 4, "multinomial": 9, "_standard_gamma": 20})

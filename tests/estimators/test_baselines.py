@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_bpq.estimators import LeaveOneOut, RunningBaseline
+from pyro_bpq.estimators import LeaveOneOut, RunningBaseline, TrimmedBaseline
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.estimators.baselines import leave_one_out
 
@@ -38,6 +38,27 @@ def test_running_baseline_subtracts_what_was_before() -> None:
     # Means: 0, then 4, then (4 + 8) / 2 = 6; from then on with weight 1 - decay.
     assert seen == [[4.0, 1.0], [4.0, 1.0], [-4.0, 1.5]]
     assert statistics["baseline"].tolist() == [4.0, 2.25]
+
+
+def test_an_outlier_stays_out_of_the_trimmed_baseline() -> None:
+    baseline, generator = TrimmedBaseline(), torch.Generator().manual_seed(0)
+    statistics = {
+        k: torch.as_tensor(v).repeat(1, *(1,) * torch.as_tensor(v).dim()) for k, v in baseline.statistics().items()
+    }
+    statistics["baseline"] = torch.zeros(1)
+    values = 5.0 + torch.randn(100, generator=generator)
+    # The very first costs may be outliers, too.
+    values[[0, 1, 40, 41, 60, 61]] = 1e6
+    for count, value in enumerate(values):
+        cost = value.reshape(1, 1)
+        centred, new = baseline(cost, statistics, torch.tensor([float(count)]))
+        # It reads earlier costs alone.
+        assert centred.item() == value.item() - statistics["baseline"].item()
+        statistics = dict(new)
+        if count > 4:
+            assert abs(statistics["baseline"].item() - 5.0) < 1.5
+    kept = values[-32:].sort().values[4:-4]
+    assert statistics["baseline"].item() == pytest.approx(kept.mean().item())
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])

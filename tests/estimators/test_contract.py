@@ -59,6 +59,7 @@ from pyro_bpq.estimators import (
     SecondRun,
     StraightThrough,
     SumAndSample,
+    TrimmedBaseline,
     UnorderedSet,
 )
 from pyro_bpq.estimators.base import SiteContext, SiteTerm, initial_statistics
@@ -71,6 +72,7 @@ ESTIMATORS: list[Any] = [
     ScoreFunction(),
     ScoreFunction(LeaveOneOut()),
     ScoreFunction(RunningBaseline()),
+    ScoreFunction(TrimmedBaseline()),
     AllAction(),
     AllAction(exact=True),
     AllAction(exact=False),

@@ -10,8 +10,8 @@ import pytest
 import torch
 from steps import trained
 
-from pyro_bpq import RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.estimators import AllAction
+from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.estimators import AllAction, TrimmedBaseline
 from pyro_bpq.testing import assert_unbiased
 
 
@@ -80,7 +80,7 @@ def test_the_plan_says_why() -> None:
     assert elbo.plan is not None and "sampled values steer the program" in str(elbo.plan)
     # Another run may have other sites, and another plan.
     assert "the last run: sampled values steer this program" in str(elbo.plan)
-    assert elbo.plan.layout.specs["a"].estimator == ScoreFunction(RunningBaseline())
+    assert elbo.plan.layout.specs["a"].estimator == ScoreFunction(TrimmedBaseline())
     assert "go in program order" in str(elbo)
     assert elbo.runner.refuses_recording()
 

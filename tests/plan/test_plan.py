@@ -13,10 +13,17 @@ import torch
 from torch import Tensor
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
-from pyro_bpq.estimators import AllAction, DebiasedStraightThrough, DisARM, Estimator, SecondRun
+from pyro_bpq.estimators import (
+    AllAction,
+    DebiasedStraightThrough,
+    DisARM,
+    Estimator,
+    SecondRun,
+    TrimmedBaseline,
+)
 
 DATA = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-MEAN = ScoreFunction(RunningBaseline())
+MEAN = ScoreFunction(TrimmedBaseline())
 AVERAGE = {"baseline": {"use_decaying_avg_baseline": True}}
 
 

@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, LeaveOneOut, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.plan.rules import BY_OPTIONS, BY_STRUCTURE
 from pyro_bpq.short import short
 
@@ -112,3 +112,25 @@ def test_rules_have_names_of_their_own() -> None:
     says = [rule.says for rule in (*BY_OPTIONS, *BY_STRUCTURE)]
     assert len(set(says)) == len(says)
     assert {rule for rule, _, _ in CASES.values()} <= set(says)
+
+
+def test_what_an_extra_run_tells_is_not_learned() -> None:
+    # The last cost reads a site beside the one whose values are run: it is not immediate, but known.
+    def sites(rate: torch.Tensor) -> tuple[Any, Any]:
+        return pyro.sample("s", dist.Poisson(rate.exp())), pyro.sample("k", dist.Bernoulli(logits=rate))
+
+    def model() -> None:
+        s, k = sites(torch.tensor(0.1))
+        pyro.sample("x", dist.Normal(k, 1.0 + s), obs=torch.tensor(1.3))
+
+    def guide() -> None:
+        sites(pyro.param("rate", torch.tensor(0.2)))
+
+    def plan(**options: Any) -> str:
+        pyro.clear_param_store()
+        elbo = TraceBackpropQ_ELBO(**options)
+        elbo.loss_and_grads(model, guide)
+        return str(elbo.plan)
+
+    assert "critic: none, as nothing is left to learn\n    known at all values: -log p(x)" in plan()
+    assert "critic: LinearCritic()" in plan(critic=LinearCritic())

@@ -199,10 +199,9 @@ def test_the_program_that_fails_is_named() -> None:
 
 
 def test_numpy_arrays_are_told() -> None:
-    text = str(
-        pytest.raises(BPQError, TraceBackpropQ_ELBO().loss_and_grads, seen, amortised, torch.ones(3).numpy()).value
-    )
-    assert "Argument 0 of the programs is a NumPy array: hand over torch.as_tensor(...) of it." in text
+    with pytest.raises(BPQError) as caught:
+        TraceBackpropQ_ELBO().loss_and_grads(seen, amortised, torch.ones(3).numpy())
+    assert "Argument 0 of the programs is a NumPy array: hand over torch.as_tensor(...) of it." in str(caught.value)
 
 
 SIZES: dict[str, tuple[Any, Any, str]] = {

@@ -57,6 +57,11 @@ def test_views_write_nothing() -> None:
     assert counted(lambda: values + 1.0) == Work(operators=1, bytes=20 * values.element_size())
 
 
+def test_a_draw_takes_longer_than_a_copy() -> None:
+    values = torch.full((4, 5), 0.5)
+    assert counted(lambda: values.bernoulli()).bytes == (1 + 4) * 20 * values.element_size()
+
+
 def test_rows_share_their_calls() -> None:
     work = Work(operators=3, flops=5, convolved=6, bytes=7)
     assert work.of_rows(2) == Work(3, 10, 12, 14) and work.times(2) == Work(6, 10, 12, 14)

@@ -1,0 +1,159 @@
+"""How often the choice by measurement picks well: its regret, against many gradients at fixed weights.
+
+The default is trained for some steps. At these weights every candidate then gives many gradients; methods take turns,
+and critics and baselines are taught before. ``J`` is the median CPU time of a step times the mean of
+``Σ_p |g_p|² / s_p`` (:mod:`pyro_bpq.choice.criterion`). A look is simulated with rounds that are drawn from these
+gradients, and counted time. *regret*: mean over looks of the ``J`` of the pick over the best. Rows that the result file
+has are kept. The programs that ``programs.HELD_OUT`` names are left out unless asked for.
+
+    python benchmarks/criterion.py [--steps 300] [--draws 60] [--only NAME;NAME] [--held-out] [--output DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from choice import digits
+from common import RESULTS, Row, read_csv, table, write_csv, write_markdown
+from programs import HELD_OUT, PROGRAMS, Program
+from pyro.infer import SVI
+from pyro.optim import Adam
+from torch import Tensor
+
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.choice.candidates import FIXED
+from pyro_bpq.choice.criterion import better_than, normalised, products
+from pyro_bpq.choice.measured import HOPELESS, ROUNDS, STEP
+from pyro_bpq.tracing.work import WorkMode
+
+LOOKS, TEACHING, COUNTED = 60, 40, 9
+
+
+class Gradients:
+    """Steps of a candidate at fixed weights."""
+
+    def __init__(self, elbo: TraceBackpropQ_ELBO, module: Any) -> None:
+        self.elbo, self.module = elbo, module
+        self.parameters = list(module.parameters())
+        self.squares: list[list[float]] = []
+        self.seconds: list[float] = []
+        self.counted: list[float] = []
+
+    def draw(self, args: tuple[Tensor, ...], keeps: bool = True) -> None:
+        """Takes a step, and notes the squared norm of each tensor's gradient."""
+        start = time.process_time()
+        self.elbo.loss_and_grads(self.module.model, self.module.guide, *args)
+        if keeps:
+            self.seconds.append(time.process_time() - start)
+            found = [None if p.grad is None else p.grad.double().square().sum() for p in self.parameters]
+            self.squares.append([0.0 if one is None else float(one) for one in found])
+        for p in self.parameters:
+            p.grad = None
+
+    def count(self, args: tuple[Tensor, ...]) -> None:
+        """Counts the work of a step."""
+        with WorkMode() as mode:
+            self.draw(args, False)
+        self.counted.append(mode.counter.total.seconds() + STEP)
+
+
+def look(found: dict[str, Gradients], seconds: dict[str, float], draws: random.Random) -> str:
+    """The pick of a simulated look."""
+    names, present = list(found), FIXED.name
+    rounds = {name: draws.choices(one.squares, k=ROUNDS[-1]) for name, one in found.items()}
+    for number in ROUNDS:
+        moments = normalised({name: rounds[name][:number] for name in names}, present)
+        own = {name: seconds[name] for name in names}
+        best, values = better_than(own, moments, present), products(own, moments)
+        if best != present:
+            return best
+        limit = HOPELESS * min(values.values())
+        names = [name for name in names if name == present or values[name] <= limit]
+    return present
+
+
+def measure(program: Program, options: argparse.Namespace, data: Tensor) -> list[Row]:
+    """The rows of a program."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    module, rules = program.make(), TraceBackpropQ_ELBO()
+    generator = torch.Generator().manual_seed(0)
+
+    def batch() -> tuple[Tensor, ...]:
+        rows = torch.randint(len(data), (program.rows,), generator=generator)
+        return (data[rows],) if program.rows else ()
+
+    svi = SVI(module.model, module.guide, Adam({"lr": 3e-3 if program.rows else 1e-2}), rules)
+    for _ in range(options.steps):
+        svi.step(*batch())
+    rules.choice.begin(rules._rules.facts(has_ranks=False))
+    found = {
+        one.name: Gradients(rules if one == FIXED else TraceBackpropQ_ELBO(choice=one), module)
+        for one in rules.choice.candidates
+    }
+    for one in found.values():
+        for _ in range(TEACHING):
+            one.draw(batch(), False)
+        for _ in range(COUNTED):
+            one.count(batch())
+    for _ in range(options.draws):
+        args = batch()
+        for one in found.values():
+            one.draw(args)
+    least = statistics.median if program.steered else min
+    seconds = {name: least(one.counted) for name, one in found.items()}
+    moments = normalised({name: one.squares for name, one in found.items()}, FIXED.name)
+    truth = {n: statistics.median(one.seconds) * statistics.fmean(moments[n]) for n, one in found.items()}
+    best, draws = min(truth.values()), random.Random(0)
+    picks = [look(found, seconds, draws) for _ in range(LOOKS)]
+    regret = statistics.fmean(truth[pick] / best for pick in picks)
+    return [
+        {
+            "program": program.name,
+            "candidate": name,
+            "ms": 1e3 * statistics.median(one.seconds),
+            "counted ms": 1e3 * seconds[name],
+            "squared gradient": statistics.fmean(moments[name]),
+            "J over the best": truth[name] / best,
+            "share of picks": picks.count(name) / LOOKS,
+            "regret": regret,
+        }
+        for name, one in found.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--draws", type=int, default=60)
+    parser.add_argument("--only", default="", help="names of programs, separated by semicolons")
+    parser.add_argument("--held-out", action="store_true", help="the programs that rules were not made on")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rows, named = read_csv(options.output / "criterion.csv"), [name for name in options.only.split(";") if name]
+    chosen = [p for p in PROGRAMS if (p.name in named if named else (p.name in HELD_OUT) is options.held_out)]
+    data = digits()
+    for program in chosen:
+        if all(row["program"] != program.name for row in rows):
+            rows += measure(program, options, data)
+            write_csv(options.output / "criterion.csv", rows)
+            text = (
+                f"{options.draws} gradients of each candidate after {options.steps} steps of the default, one thread; "
+                f"candidates took turns. {LOOKS} simulated looks of each program."
+            )
+            write_markdown(options.output / "criterion.md", "Regret of the choice by measurement", [text, table(rows)])
+            print(program.name, f"regret {rows[-1]['regret']:.3g}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
