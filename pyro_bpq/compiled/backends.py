@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pyro_bpq.compiled.batching import batched
 from pyro_bpq.compiled.draws import eager_draws, fused_draws
+from pyro_bpq.compiled.editing import Editor
 from pyro_bpq.compiled.options import Backend
 
 __all__ = ["compile_graph", "missing"]
@@ -59,12 +61,13 @@ def compile_graph(graph: fx.GraphModule, backend: Backend, examples: Sequence[Te
     if callable(backend):
         return backend(graph, list(examples))
     if backend == "inductor":
-        graph = eager_draws(graph) if torch._inductor.config.fallback_random else fused_draws(graph)
+        options = _options(graph)
+        graph = _prepared(graph)
         # Ahead of time: torch.compile would take the graph apart once more, which doubles the time.
         with _uncollected(), warnings.catch_warnings():
             # Those are of torch's own modules.
             warnings.simplefilter("ignore", FutureWarning)
-            return torch._inductor.compile(graph, list(examples), options=_options(graph))
+            return torch._inductor.compile(graph, list(examples), options=options)
     compiled: Any = torch.compile(graph, backend=backend, dynamic=False, fullgraph=True)
 
     def kept(*tensors: Tensor) -> Sequence[Tensor]:
@@ -72,6 +75,13 @@ def compile_graph(graph: fx.GraphModule, backend: Backend, examples: Sequence[Te
         return [result.clone() for result in compiled(*tensors)]
 
     return kept
+
+
+def _prepared(graph: fx.GraphModule) -> fx.GraphModule:
+    """A graph that is compiled sooner, and does the same."""
+    editor, keeps_draws = Editor(graph), torch._inductor.config.fallback_random
+    (eager_draws if keeps_draws else fused_draws)(editor)
+    return batched(editor, keeps_draws)
 
 
 def _options(graph: fx.GraphModule) -> dict[str, Any]:

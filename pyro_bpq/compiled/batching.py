@@ -11,7 +11,6 @@ added up in another order, so results agree up to rounding.
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,11 +21,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from pyro_bpq.compiled.editing import Editor, value_of
+
 __all__ = ["batched"]
 
 _ATEN = torch.ops.aten
 # Fewer operators than these are not worth a stack of their tensors.
-_FEWEST = 4
+_FEWEST = 8
 # Larger tensors spend their time on elements, not on calls, and a stack copies them.
 _MOST_ELEMENTS = 4096
 # Elementwise operators that torch does not mark as such.
@@ -66,18 +67,23 @@ _BY_ROW = frozenset(
 )
 _DIMENSIONS = frozenset({"dim", "dim0", "dim1"})
 _SHAPES = frozenset({"size", "input_sizes"})
+_FREE_DRAWS = frozenset({_ATEN.rand.default, _ATEN.randn.default})
 _VIEWS = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
 
 
-def batched(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph with equal operators joined.
+def batched(editor: Editor, keeps_draws: bool) -> fx.GraphModule:
+    """The graph with equal operators joined.
 
     Args:
-        graph: The graph, as ``make_fx`` records it.
+        editor: The graph; it is changed.
+        keeps_draws: Whether draws keep their order.
     """
-    copied = copy.deepcopy(graph)
-    _simplify(copied.graph)
-    return _Writer(copied).write()
+    # What many results wait for is alike by its way to the end, what waits for inputs alone by its way from the start.
+    for from_start in (False, True):
+        _simplify(editor.module.graph)
+        _Writer(editor, keeps_draws).write(from_start)
+    editor.module.recompile()
+    return editor.module
 
 
 def _sum_of(terms: Sequence[Tensor]) -> Tensor:
@@ -131,15 +137,15 @@ def written_by(node: fx.Node) -> Iterator[fx.Node]:
             yield from _nodes_in(value)
 
 
-def _heights(nodes: Sequence[fx.Node], storage: _Storage) -> dict[fx.Node, int]:
-    """The longest way from each operator to the end."""
+def _levels(nodes: Sequence[fx.Node], storage: _Storage, from_start: bool, keeps_draws: bool) -> dict[fx.Node, int]:
+    """A number for each operator that grows along every way: operators of one level do not wait for each other."""
     before: dict[fx.Node, list[fx.Node]] = {}
     writer: dict[fx.Node, fx.Node] = {}
     readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     last_draw: fx.Node | None = None
     for node in nodes:
         ahead = list(node.all_input_nodes)
-        if _draws(node):
+        if keeps_draws and _draws(node):
             ahead += [] if last_draw is None else [last_draw]
             last_draw = node
         writes = {storage.root(each) for each in written_by(node)}
@@ -151,11 +157,15 @@ def _heights(nodes: Sequence[fx.Node], storage: _Storage) -> dict[fx.Node, int]:
             else:
                 readers[root].append(node)
         before[node] = ahead
-    heights = dict.fromkeys(nodes, 0)
-    for node in reversed(nodes):
-        for each in before[node]:
-            heights[each] = max(heights[each], heights[node] + 1)
-    return heights
+    levels = dict.fromkeys(nodes, 0)
+    if from_start:
+        for node in nodes:
+            levels[node] = max((levels[each] + 1 for each in before[node]), default=0)
+    else:
+        for node in reversed(nodes):
+            for each in before[node]:
+                levels[each] = min(levels[each], levels[node] - 1)
+    return levels
 
 
 def _draws(node: fx.Node) -> bool:
@@ -196,7 +206,7 @@ def _is_view(node: fx.Node) -> bool:
 def _does_nothing(node: fx.Node) -> bool:
     if node.target not in (_ATEN.expand.default, _ATEN.view.default, _ATEN.sum.default):
         return False
-    own, source = _value(node), _value(node.all_input_nodes[0])
+    own, source = value_of(node), value_of(node.all_input_nodes[0])
     if own is None or source is None or own.shape != source.shape or own.dtype != source.dtype:
         return False
     return own.dim() == 0 or node.target is not _ATEN.sum.default
@@ -234,20 +244,15 @@ def _join_sums(graph: fx.Graph) -> None:
 
 def _is_plain_addition(node: Any) -> bool:
     is_addition = isinstance(node, fx.Node) and node.target is _ATEN.add.Tensor and not node.kwargs
-    value = _value(node) if is_addition else None
+    value = value_of(node) if is_addition else None
     return value is not None and value.is_floating_point() and all(isinstance(each, fx.Node) for each in node.args)
 
 
 # Groups of operators that are alike.
 
 
-def _value(node: fx.Node) -> Tensor | None:
-    value = node.meta.get("val")
-    return value if isinstance(value, Tensor) else None
-
-
 def _kind(node: fx.Node) -> Any:
-    value = _value(node)
+    value = value_of(node)
     return None if value is None else (value.shape, value.dtype, value.device)
 
 
@@ -264,14 +269,14 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _can_join(node: fx.Node, storage: _Storage) -> bool:
-    value = _value(node)
+    value = value_of(node)
     if node.op != "call_function" or value is None or value.numel() > _MOST_ELEMENTS or _draws(node):
         return False
     if not (_is_elementwise(node) or node.target in _BY_ROW) or any(True for _ in written_by(node)):
         return False
     if storage.root(node) in storage.written and not _is_view(node):
         return False
-    inputs = [_value(each) for each in node.all_input_nodes]
+    inputs = [value_of(each) for each in node.all_input_nodes]
     if not inputs or any(each is None or each.device != value.device for each in inputs):
         return False
     # A tensor without dimensions does not decide on the type of a result, a row of them does.
@@ -313,38 +318,50 @@ class _Writer:
     """Writes a graph anew.
 
     Args:
-        source: The graph.
+        editor: The graph.
+        keeps_draws: Whether draws keep their order.
     """
 
-    def __init__(self, source: fx.GraphModule) -> None:
-        self._source = source
+    def __init__(self, editor: Editor, keeps_draws: bool) -> None:
+        self._editor = editor
+        self._keeps_draws = keeps_draws
+        self._source = editor.module.graph
         self._graph = fx.Graph()
         self._found: dict[fx.Node, _Found] = {}
         self._rows: dict[_Row, fx.Node] = {}
-        self._stacks: dict[tuple[_Found, ...], fx.Node] = {}
+        # Rows of stacks that were made of single tensors.
+        self._stacked: dict[fx.Node, _Row] = {}
         self._sizes: dict[fx.Node, int] = {}
-        self._storage = _Storage(source.graph.nodes)
+        self._storage = _Storage(self._source.nodes)
 
-    def write(self) -> fx.GraphModule:
-        """The new graph."""
-        nodes = list(self._source.graph.nodes)
-        heights = _heights(nodes, self._storage)
+    def write(self, from_start: bool) -> None:
+        """Writes it.
+
+        Args:
+            from_start: Whether to join operators at the same distance from the start, or from the end.
+        """
+        nodes = list(self._source.nodes)
+        self._editor.module.graph = self._graph
+        levels = _levels(nodes, self._storage, from_start, self._keeps_draws)
         groups: dict[Any, list[fx.Node]] = {}
         for node in nodes:
-            joins = _can_join(node, self._storage)
-            groups.setdefault((heights[node], _signature(node)) if joins else node, []).append(node)
-        levels: dict[int, list[list[fx.Node]]] = defaultdict(list)
+            key: Any = node
+            if not self._keeps_draws and node.target in _FREE_DRAWS:
+                key = _signature(node)
+            elif _can_join(node, self._storage):
+                key = levels[node], _signature(node)
+            groups.setdefault(key, []).append(node)
+        by_level: dict[int, list[list[fx.Node]]] = defaultdict(list)
         for node in nodes:
             if node.op in ("placeholder", "get_attr"):
-                self._found[node] = self._graph.node_copy(node)
+                self._found[node] = self._copied(node)
         for group in groups.values():
-            levels[heights[group[0]]].append(group)
-        for height in sorted(levels, reverse=True):
-            for group in levels[height]:
+            by_level[min(levels[node] for node in group)].append(group)
+        for level in sorted(by_level):
+            for group in by_level[level]:
                 self._write(group)
+        self._graph.output(map_arg(nodes[-1].args[0], self._result))
         self._graph.eliminate_dead_code()
-        written = fx.GraphModule(self._source, self._graph)
-        return written
 
     def _write(self, group: list[fx.Node]) -> None:
         node = group[0]
@@ -361,11 +378,13 @@ class _Writer:
                 self._found[node] = row
             elif node.target is _ATEN.stack.default and self._is_first(node):
                 self._found[node] = self._stack(list(_nodes_in(node.args[0])))
-            elif node.op == "output":
-                self._graph.output(map_arg(node.args[0], self._result))
-            else:
-                self._found[node] = self._graph.node_copy(node, self._node)
-                self._found[node].meta = dict(node.meta)
+            elif node.op != "output":
+                self._found[node] = self._copied(node)
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        made = self._graph.node_copy(node, self._node)
+        made.meta = dict(node.meta)
+        return made
 
     # Rows
 
@@ -378,7 +397,7 @@ class _Writer:
             source, dim = (*taken.args, 0)[:2]  # type: ignore[union-attr]
         else:
             return None
-        base, value = self._found[source], _value(source)  # type: ignore[index]
+        base, value = self._found[source], value_of(source)  # type: ignore[index]
         if isinstance(base, _Row) or value is None or dim % value.dim():  # type: ignore[operator]
             return None
         self._sizes[base] = value.shape[0]
@@ -389,7 +408,7 @@ class _Writer:
 
     def _is_first(self, node: fx.Node) -> bool:
         """Whether a stack makes a first dimension."""
-        value = _value(node)
+        value = value_of(node)
         return value is not None and (*node.args, 0)[1] % value.dim() == 0  # type: ignore[operator]
 
     def _node(self, node: fx.Node) -> fx.Node:
@@ -400,7 +419,7 @@ class _Writer:
         if isinstance(found, fx.Node):
             return found
         if found not in self._rows:
-            self._rows[found] = self._graph.call_function(_ATEN.select.int, (found.base, 0, found.index))
+            self._rows[found] = self._editor.call(_ATEN.select.int, found.base, 0, found.index)
         return self._rows[found]
 
     def _result(self, node: fx.Node) -> fx.Node:
@@ -408,95 +427,99 @@ class _Writer:
         found = self._found[node]
         if isinstance(found, fx.Node):
             return found
-        return self._graph.call_function(_ATEN.clone.default, (self._of(found),))
+        return self._editor.call(_ATEN.clone.default, self._of(found))
 
     # Stacks and sums
 
     def _stack(self, members: Sequence[fx.Node]) -> fx.Node:
         """One tensor whose rows are some tensors."""
-        found = tuple(self._found[each] for each in members)
-        if found in self._stacks:
-            return self._stacks[found]
-        call = self._graph.call_function
+        is_written = any(self._storage.root(each) in self._storage.written for each in members)
+        found = [self._found[each] for each in members]
+        if not is_written:
+            found = [self._stacked.get(each, each) if isinstance(each, fx.Node) else each for each in found]
         pieces: list[fx.Node] = []
         for run in _runs(found):
             first = run[0]
             if isinstance(first, _Row) and len(run) > 1:
                 is_whole = len(run) == self._sizes[first.base]
-                rows = (first.base, 0, first.index, first.index + len(run))
-                pieces.append(first.base if is_whole else call(_ATEN.slice.Tensor, rows))
+                stop = first.index + len(run)
+                pieces.append(
+                    first.base if is_whole else self._editor.call(_ATEN.slice.Tensor, first.base, 0, first.index, stop)
+                )
             else:
-                pieces.append(call(_ATEN.stack.default, ([self._of(each) for each in run],)))
-        stack = pieces[0] if len(pieces) == 1 else call(_ATEN.cat.default, (pieces,))
+                pieces.append(self._editor.call(_ATEN.stack.default, [self._of(each) for each in run]))
+        stack = pieces[0] if len(pieces) == 1 else self._editor.call(_ATEN.cat.default, pieces)
         self._sizes[stack] = len(found)
-        if not any(self._storage.root(each) in self._storage.written for each in members):
-            self._stacks[found] = stack
+        if not is_written:
+            for i, each in enumerate(found):
+                if isinstance(each, fx.Node):
+                    self._stacked[each] = _Row(stack, i)
         return stack
 
     def _sum(self, terms: Sequence[fx.Node]) -> fx.Node:
         """The sum of some tensors of one shape."""
-        ordered = sorted(terms, key=lambda each: _place(self._found[each]))
-        total = self._graph.call_function(_ATEN.sum.dim_IntList, (self._stack(ordered), [0]))
-        return total
+        ordered = sorted(terms, key=lambda each: self._place(self._found[each]))
+        return self._editor.call(_ATEN.sum.dim_IntList, self._stack(ordered), [0])
 
     # Operators on all rows
 
     def _join(self, group: list[fx.Node]) -> None:
-        node = group[0]
-        size = len(group)
-        firsts = [each.all_input_nodes[0] for each in group]
-        order = sorted(range(size), key=lambda i: _place(self._found[firsts[i]]))
-        group = [group[i] for i in order]
+        node, size = group[0], len(group)
+        if node.all_input_nodes:
+            group = sorted(group, key=lambda each: self._place(self._found[each.all_input_nodes[0]]))
         schema = node.target._schema  # type: ignore[union-attr]
-        names = [argument.name for argument in schema.arguments]
-        shapes = [value.dim() for each in node.all_input_nodes if (value := _value(each)) is not None]
-        rank = max(shapes) if _is_elementwise(node) else None
+        dims = [value.dim() for each in node.all_input_nodes if (value := value_of(each)) is not None]
+        rank = max(dims) if _is_elementwise(node) else None
         args = [
-            self._argument(names[i], [each.args[i] for each in group], size, rank, node) for i in range(len(node.args))
+            self._argument(schema.arguments[i].name, [each.args[i] for each in group], rank, node)
+            for i in range(len(node.args))
         ]
-        kwargs = {
-            name: self._argument(name, [each.kwargs[name] for each in group], size, rank, node) for name in node.kwargs
-        }
-        target = _ATEN.reshape.default if node.target in _VIEWS else node.target
+        kwargs = {name: self._argument(name, [each.kwargs[name] for each in group], rank, node) for name in node.kwargs}
         if node.target in (_ATEN.sum.dim_IntList, _ATEN.mean.dim) and not args[1]:
-            args[1] = list(range(1, shapes[0] + 1))
-        joined = self._graph.call_function(target, tuple(args), kwargs)  # type: ignore[arg-type]
+            args[1] = list(range(1, dims[0] + 1))
+        joined = self._editor.call(_ATEN.reshape.default if node.target in _VIEWS else node.target, *args, **kwargs)
         self._sizes[joined] = size
         for i, each in enumerate(group):
             self._found[each] = _Row(joined, i)
 
-    def _argument(self, name: str, items: list[Any], size: int, rank: int | None, node: fx.Node) -> Any:
+    def _argument(self, name: str, items: list[Any], rank: int | None, node: fx.Node) -> Any:
         """An argument for all rows at once."""
         first = items[0]
         if isinstance(first, (tuple, list)) and any(isinstance(part, fx.Node) for part in first):
             parts = zip(*items, strict=True)
-            return [self._argument("", list(part), size, rank, node) for part in parts]
+            return [self._argument("", list(part), rank, node) for part in parts]
         if isinstance(first, fx.Node):
-            return self._tensors(items, size, rank, node)
+            return self._tensors(items, rank, node)
         if rank is not None:
             return first
         if name in _SHAPES:
-            return [size, *first]
+            return [len(items), *first]
         if name in _DIMENSIONS and first is not None:
             return _moved(first)
         return first
 
-    def _tensors(self, members: list[fx.Node], size: int, rank: int | None, node: fx.Node) -> fx.Node:
-        call, value = self._graph.call_function, _value(members[0])
+    def _tensors(self, members: list[fx.Node], rank: int | None, node: fx.Node) -> fx.Node:
+        size, value = len(members), value_of(members[0])
         assert value is not None
         if all(each is members[0] for each in members):
             if rank is not None:
                 return self._node(members[0])
-            row = call(_ATEN.unsqueeze.default, (self._node(members[0]), 0))
-            stack = call(_ATEN.expand.default, (row, [size, *value.shape]))
+            row = self._editor.call(_ATEN.unsqueeze.default, self._node(members[0]), 0)
+            stack = self._editor.call(_ATEN.expand.default, row, [size, *value.shape])
         else:
             stack = self._stack(members)
         if node.target is _ATEN.expand.default:
             rank = len(node.args[1])  # type: ignore[arg-type]
         if rank is not None and value.dim() < rank:
             ones = [1] * (rank - value.dim())
-            stack = call(_ATEN.reshape.default, (stack, [size, *ones, *value.shape]))
+            stack = self._editor.call(_ATEN.reshape.default, stack, [size, *ones, *value.shape])
         return stack
+
+    def _place(self, found: _Found) -> tuple[str, int]:
+        """Sorts rows of a tensor by their number."""
+        if isinstance(found, fx.Node):
+            found = self._stacked.get(found, found)
+        return (found.base.name, found.index) if isinstance(found, _Row) else ("", 0)
 
 
 def _moved(dim: Any) -> Any:
@@ -504,11 +527,6 @@ def _moved(dim: Any) -> Any:
     if isinstance(dim, (tuple, list)):
         return [_moved(each) for each in dim]
     return dim + 1 if dim >= 0 else dim
-
-
-def _place(found: _Found) -> tuple[int, int]:
-    """Sorts rows of a tensor by their number."""
-    return (id(found.base), found.index) if isinstance(found, _Row) else (0, 0)
 
 
 def _runs(found: Sequence[_Found]) -> Iterator[list[_Found]]:
