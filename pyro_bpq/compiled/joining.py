@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 
 from pyro_bpq.compiled.editing import Editor, value_of
 
-__all__ = ["batched"]
+__all__ = ["joined"]
 
 _ATEN = torch.ops.aten
 # Fewer operators than these are not worth a stack of their tensors.
@@ -71,7 +71,7 @@ _FREE_DRAWS = frozenset({_ATEN.rand.default, _ATEN.randn.default})
 _VIEWS = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
 
 
-def batched(editor: Editor, keeps_draws: bool) -> fx.GraphModule:
+def joined(editor: Editor, keeps_draws: bool) -> fx.GraphModule:
     """The graph with equal operators joined.
 
     Args:
@@ -223,8 +223,9 @@ def _told(item: Any) -> Any:
 
 def _join_sums(graph: fx.Graph) -> None:
     """Puts one sum in the place of additions one after the other, as autograd makes them for shared parameters."""
+    seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if not _is_plain_addition(node):
+        if node in seen or not _is_plain_addition(node):
             continue
         terms: list[fx.Node] = []
         waiting = [node.args[1], node.args[0]]
@@ -232,6 +233,7 @@ def _join_sums(graph: fx.Graph) -> None:
             term = waiting.pop()
             if _is_plain_addition(term) and len(term.users) == 1 and _kind(term) == _kind(node):
                 waiting += [term.args[1], term.args[0]]
+                seen.add(term)
             else:
                 terms.append(term)
         if len(terms) > _FEWEST and all(_kind(term) == _kind(node) for term in terms):
@@ -475,6 +477,10 @@ class _Writer:
             for i in range(len(node.args))
         ]
         kwargs = {name: self._argument(name, [each.kwargs[name] for each in group], rank, node) for name in node.kwargs}
+        if rank is None:
+            given = {argument.name for argument in schema.arguments[: len(args)]} | kwargs.keys()
+            left = [argument for argument in schema.arguments if argument.name in _DIMENSIONS - given]
+            kwargs |= {argument.name: _moved(argument.default_value) for argument in left}
         if node.target in (_ATEN.sum.dim_IntList, _ATEN.mean.dim) and not args[1]:
             args[1] = list(range(1, dims[0] + 1))
         joined = self._editor.call(_ATEN.reshape.default if node.target in _VIEWS else node.target, *args, **kwargs)
