@@ -12,16 +12,18 @@ added up in another order, so results agree up to rounding.
 from __future__ import annotations
 
 import operator
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.node import map_arg
 
 from pyro_bpq.compiled.editing import Editor, value_of
+from pyro_bpq.compiled.simplifying import kind_of_node, simplify, sum_of, told
+from pyro_bpq.compiled.storage import Storage, draws, levels_of, nodes_in, written_by
 
 __all__ = ["joined"]
 
@@ -42,16 +44,22 @@ _ELEMENTWISE = frozenset(
     }
 )
 # Operators that do the same on each row once dimensions are counted from the second one on and shapes get one more.
-_BY_ROW = frozenset(
+_OF_SHAPE = frozenset(
     {
         _ATEN.view.default,
         _ATEN._unsafe_view.default,
         _ATEN.expand.default,
         _ATEN.unsqueeze.default,
+        _ATEN.select_backward.default,
+        _ATEN.stack.default,
+    }
+)
+# The same for tensors that have dimensions.
+_BY_ROW = frozenset(
+    {
         _ATEN.squeeze.dim,
         _ATEN.select.int,
         _ATEN.slice.Tensor,
-        _ATEN.select_backward.default,
         _ATEN.transpose.int,
         _ATEN.sum.dim_IntList,
         _ATEN.mean.dim,
@@ -61,7 +69,6 @@ _BY_ROW = frozenset(
         _ATEN._log_softmax_backward_data.default,
         _ATEN._softmax_backward_data.default,
         _ATEN.gather.default,
-        _ATEN.stack.default,
         _ATEN.cat.default,
     }
 )
@@ -80,224 +87,45 @@ def joined(editor: Editor, keeps_draws: bool) -> fx.GraphModule:
     """
     # What many results wait for is alike by its way to the end, what waits for inputs alone by its way from the start.
     for from_start in (False, True):
-        _simplify(editor.module.graph)
+        simplify(editor.module.graph)
         _Writer(editor, keeps_draws).write(from_start)
     editor.module.recompile()
     return editor.module
-
-
-def _sum_of(terms: Sequence[Tensor]) -> Tensor:
-    """Stands for a sum of many terms of one shape."""
-    return torch.stack(list(terms)).sum(0)
-
-
-# What the operators of a graph write, and in which order they have to stay.
-
-
-class _Storage:
-    """Whose memory the results of operators are.
-
-    Args:
-        nodes: The operators.
-    """
-
-    def __init__(self, nodes: Iterable[fx.Node]) -> None:
-        self._root: dict[fx.Node, fx.Node] = {}
-        self.written: set[fx.Node] = set()
-        for node in nodes:
-            self.written.update(map(self.root, written_by(node)))
-            self._root[node] = self._own(node)
-
-    def root(self, node: fx.Node) -> fx.Node:
-        """The operator that made the memory of a result."""
-        return self._root.get(node, node)
-
-    def reads(self, node: fx.Node) -> set[fx.Node]:
-        """Memory that an operator sees and that is written somewhere."""
-        return {self.root(each) for each in node.all_input_nodes} & self.written
-
-    def _own(self, node: fx.Node) -> fx.Node:
-        if node.op != "call_function" or not node.all_input_nodes:
-            return node
-        if node.target is operator.getitem:
-            return self.root(node.all_input_nodes[0])
-        schema = getattr(node.target, "_schema", None)
-        shares = schema is not None and any(each.alias_info is not None for each in schema.returns)
-        return self.root(node.all_input_nodes[0]) if shares else node
-
-
-def written_by(node: fx.Node) -> Iterator[fx.Node]:
-    """The tensors that an operator writes in place."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            yield from _nodes_in(value)
-
-
-def _levels(nodes: Sequence[fx.Node], storage: _Storage, from_start: bool, keeps_draws: bool) -> dict[fx.Node, int]:
-    """A number for each operator that grows along every way: operators of one level do not wait for each other."""
-    before: dict[fx.Node, list[fx.Node]] = {}
-    writer: dict[fx.Node, fx.Node] = {}
-    readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    last_draw: fx.Node | None = None
-    for node in nodes:
-        ahead = list(node.all_input_nodes)
-        if keeps_draws and _draws(node):
-            ahead += [] if last_draw is None else [last_draw]
-            last_draw = node
-        writes = {storage.root(each) for each in written_by(node)}
-        for root in storage.reads(node) | writes:
-            ahead += [writer[root]] if root in writer else []
-            if root in writes:
-                ahead += readers.pop(root, [])
-                writer[root] = node
-            else:
-                readers[root].append(node)
-        before[node] = ahead
-    levels = dict.fromkeys(nodes, 0)
-    if from_start:
-        for node in nodes:
-            levels[node] = max((levels[each] + 1 for each in before[node]), default=0)
-    else:
-        for node in reversed(nodes):
-            for each in before[node]:
-                levels[each] = min(levels[each], levels[node] - 1)
-    return levels
-
-
-def _draws(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-# Simplifications that show which operators are alike.
-
-
-def _simplify(graph: fx.Graph) -> None:
-    """Drops operators that do nothing, keeps one of those with equal inputs, and joins additions to sums."""
-    storage = _Storage(graph.nodes)
-    versions, known = Counter[fx.Node](), dict[Any, fx.Node]()
-    for node in list(graph.nodes):
-        versions.update({storage.root(each) for each in written_by(node)})
-        if node.op != "call_function" or _draws(node) or any(True for _ in written_by(node)):
-            continue
-        if storage.root(node) in storage.written and not _is_view(node):
-            continue
-        if _does_nothing(node):
-            same = node.all_input_nodes[0]
-        else:
-            seen = tuple((each, versions[storage.root(each)]) for each in node.all_input_nodes)
-            same = known.setdefault((node.target, _told(node.args), _told(node.kwargs), seen), node)
-        if same is not node:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-    _join_sums(graph)
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.target is operator.getitem or (
-        schema is not None and any(each.alias_info is not None for each in schema.returns)
-    )
-
-
-def _does_nothing(node: fx.Node) -> bool:
-    if node.target not in (_ATEN.expand.default, _ATEN.view.default, _ATEN.sum.default):
-        return False
-    own, source = value_of(node), value_of(node.all_input_nodes[0])
-    if own is None or source is None or own.shape != source.shape or own.dtype != source.dtype:
-        return False
-    return own.dim() == 0 or node.target is not _ATEN.sum.default
-
-
-def _told(item: Any) -> Any:
-    if isinstance(item, (tuple, list)):
-        return tuple(map(_told, item))
-    if isinstance(item, dict):
-        return tuple((key, _told(value)) for key, value in item.items())
-    # True == 1 == 1.0, but not for an operator.
-    return item if isinstance(item, fx.Node) else (type(item), str(item))
-
-
-def _join_sums(graph: fx.Graph) -> None:
-    """Puts one sum in the place of additions one after the other, as autograd makes them for shared parameters."""
-    seen: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node in seen or not _is_plain_addition(node):
-            continue
-        terms: list[fx.Node] = []
-        waiting = [node.args[1], node.args[0]]
-        while waiting:
-            term = waiting.pop()
-            if _is_plain_addition(term) and len(term.users) == 1 and _kind(term) == _kind(node):
-                waiting += [term.args[1], term.args[0]]
-                seen.add(term)
-            else:
-                terms.append(term)
-        if len(terms) > _FEWEST and all(_kind(term) == _kind(node) for term in terms):
-            with graph.inserting_before(node):
-                joined = graph.call_function(_sum_of, (terms,))
-            joined.meta = node.meta
-            node.replace_all_uses_with(joined)
-    graph.eliminate_dead_code()
-
-
-def _is_plain_addition(node: Any) -> bool:
-    is_addition = isinstance(node, fx.Node) and node.target is _ATEN.add.Tensor and not node.kwargs
-    value = value_of(node) if is_addition else None
-    return value is not None and value.is_floating_point() and all(isinstance(each, fx.Node) for each in node.args)
-
-
-# Groups of operators that are alike.
-
-
-def _kind(node: fx.Node) -> Any:
-    value = value_of(node)
-    return None if value is None else (value.shape, value.dtype, value.device)
-
-
-def _nodes_in(item: Any) -> Iterator[fx.Node]:
-    if isinstance(item, fx.Node):
-        yield item
-    elif isinstance(item, (tuple, list)):
-        for part in item:
-            yield from _nodes_in(part)
 
 
 def _is_elementwise(node: fx.Node) -> bool:
     return node.target in _ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def _can_join(node: fx.Node, storage: _Storage) -> bool:
+def _can_join(node: fx.Node, storage: Storage) -> bool:
     value = value_of(node)
-    if node.op != "call_function" or value is None or value.numel() > _MOST_ELEMENTS or _draws(node):
+    if node.op != "call_function" or value is None or value.numel() > _MOST_ELEMENTS:
         return False
-    if not (_is_elementwise(node) or node.target in _BY_ROW) or any(True for _ in written_by(node)):
+    # Rows are copies: what is written later would not be seen in them.
+    if draws(node) or written_by(node) or storage.is_written(node):
         return False
-    if storage.root(node) in storage.written and not _is_view(node):
-        return False
-    inputs = [value_of(each) for each in node.all_input_nodes]
-    if not inputs or any(each is None or each.device != value.device for each in inputs):
+    inputs = [each for each in map(value_of, node.all_input_nodes) if each is not None and each.device == value.device]
+    if not inputs or len(inputs) < len(node.all_input_nodes):
         return False
     # A tensor without dimensions does not decide on the type of a result, a row of them does.
-    floats = {each.dtype for each in inputs if each is not None and each.is_floating_point()}
-    others = {each.dtype for each in inputs if each is not None and not each.is_floating_point()} - {torch.bool}
-    is_plain = all(each is not None and each.dim() > 0 for each in inputs) or _is_elementwise(node)
-    return len(floats) <= 1 and len(others) <= 1 and (is_plain or node.target is not _ATEN.gather.default)
+    floats = {each.dtype for each in inputs if each.is_floating_point()}
+    others = {each.dtype for each in inputs if not each.is_floating_point()} - {torch.bool}
+    if len(floats) > 1 or len(others) > 1:
+        return False
+    dims = [each.dim() for each in inputs]
+    return _is_elementwise(node) or node.target in _OF_SHAPE or (node.target in _BY_ROW and 0 not in dims)
 
 
 def _signature(node: fx.Node) -> Any:
     """Equal for operators that are alike but for their tensors."""
 
-    def told(item: Any) -> Any:
-        return ("tensor", _kind(item)) if isinstance(item, fx.Node) else _told(item)
-
     def all_told(item: Any) -> Any:
-        return tuple(map(all_told, item)) if isinstance(item, (tuple, list)) else told(item)
+        if isinstance(item, (tuple, list)):
+            return tuple(map(all_told, item))
+        return ("tensor", kind_of_node(item)) if isinstance(item, fx.Node) else told(item)
 
-    return node.target, all_told(node.args), tuple((k, all_told(v)) for k, v in node.kwargs.items()), _kind(node)
+    kwargs = tuple((name, all_told(value)) for name, value in node.kwargs.items())
+    return node.target, all_told(node.args), kwargs, kind_of_node(node)
 
 
 @dataclass(frozen=True)
@@ -334,7 +162,7 @@ class _Writer:
         # Rows of stacks that were made of single tensors.
         self._stacked: dict[fx.Node, _Row] = {}
         self._sizes: dict[fx.Node, int] = {}
-        self._storage = _Storage(self._source.nodes)
+        self._storage = Storage(self._source.nodes)
 
     def write(self, from_start: bool) -> None:
         """Writes it.
@@ -344,7 +172,7 @@ class _Writer:
         """
         nodes = list(self._source.nodes)
         self._editor.module.graph = self._graph
-        levels = _levels(nodes, self._storage, from_start, self._keeps_draws)
+        levels = levels_of(nodes, self._storage, from_start, self._keeps_draws)
         groups: dict[Any, list[fx.Node]] = {}
         for node in nodes:
             key: Any = node
@@ -374,17 +202,20 @@ class _Writer:
             return
         for node in group:
             row = self._as_row(node)
-            if node.target is _sum_of:
-                self._found[node] = self._sum(list(_nodes_in(node.args)))
+            if node.target is sum_of:
+                self._found[node] = self._sum(list(nodes_in(node.args)))
             elif row is not None:
                 self._found[node] = row
             elif node.target is _ATEN.stack.default and self._is_first(node):
-                self._found[node] = self._stack(list(_nodes_in(node.args[0])))
+                self._found[node] = self._own_stack(node)
             elif node.op != "output":
                 self._found[node] = self._copied(node)
 
     def _copied(self, node: fx.Node) -> fx.Node:
         made = self._graph.node_copy(node, self._node)
+        if node.target in _VIEWS and not self._storage.is_written(node):
+            # Rows lie one after the other, whatever the strides of their originals.
+            made.target = _ATEN.reshape.default
         made.meta = dict(node.meta)
         return made
 
@@ -435,7 +266,7 @@ class _Writer:
 
     def _stack(self, members: Sequence[fx.Node]) -> fx.Node:
         """One tensor whose rows are some tensors."""
-        is_written = any(self._storage.root(each) in self._storage.written for each in members)
+        is_written = any(map(self._storage.is_written, members))
         found = [self._found[each] for each in members]
         if not is_written:
             found = [self._stacked.get(each, each) if isinstance(each, fx.Node) else each for each in found]
@@ -451,11 +282,23 @@ class _Writer:
             else:
                 pieces.append(self._editor.call(_ATEN.stack.default, [self._of(each) for each in run]))
         stack = pieces[0] if len(pieces) == 1 else self._editor.call(_ATEN.cat.default, pieces)
+        if not value_of(stack).is_contiguous():  # type: ignore[union-attr]
+            stack = self._editor.call(_ATEN.clone.default, stack, memory_format=torch.contiguous_format)
         self._sizes[stack] = len(found)
         if not is_written:
             for i, each in enumerate(found):
                 if isinstance(each, fx.Node):
                     self._stacked[each] = _Row(stack, i)
+        return stack
+
+    def _own_stack(self, node: fx.Node) -> fx.Node:
+        """The result of a stack."""
+        members = list(nodes_in(node.args[0]))
+        stack = self._stack(members)
+        is_result = any(user.op == "output" for user in node.users)
+        if is_result or any(map(self._storage.is_written, (node, *members))):
+            # It may be a tensor that exists, which is written later.
+            stack = self._editor.call(_ATEN.clone.default, stack)
         return stack
 
     def _sum(self, terms: Sequence[fx.Node]) -> fx.Node:
@@ -484,6 +327,9 @@ class _Writer:
         if node.target in (_ATEN.sum.dim_IntList, _ATEN.mean.dim) and not args[1]:
             args[1] = list(range(1, dims[0] + 1))
         joined = self._editor.call(_ATEN.reshape.default if node.target in _VIEWS else node.target, *args, **kwargs)
+        shape, dtype, _ = kind_of_node(node)
+        if kind_of_node(joined)[:2] != ((size, *shape), dtype):
+            raise AssertionError(f"{node.target} does not work on rows")
         self._sizes[joined] = size
         for i, each in enumerate(group):
             self._found[each] = _Row(joined, i)
