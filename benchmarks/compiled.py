@@ -91,6 +91,8 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
 }
 # Programs of the quick run.
 QUICK = 6
+COLUMNS = ("program", "way", "milliseconds", "seconds to make", "CPU seconds to make", "operators")
+RIVAL = "NumPyro"
 LONGEST = "chain, 500 sites"
 # What the long chains are measured with: nothing that takes minutes to make and is known from the short ones.
 ON_LONG = ("Trace_ELBO", "JitTrace_ELBO", "default, eager", "default, compiled")
@@ -143,8 +145,7 @@ def measure(program: str, rounds: int) -> list[Row]:
             continue
         if is_long(program) and (way not in ON_LONG or (way == "JitTrace_ELBO" and program == LONGEST)):
             continue
-        row: Row = {"program": program, "way": way, "milliseconds": "", "seconds to make": ""}
-        row |= {"CPU seconds to make": "", "operators": ""}
+        row: Row = {**dict.fromkeys(COLUMNS, ""), "program": program, "way": way}
         rows.append(row)
         pyro.set_rng_seed(0)
         elbo = make()
@@ -171,7 +172,7 @@ def measure(program: str, rounds: int) -> list[Row]:
         start, before, step = time.perf_counter(), all_cpu_seconds(), by_hand(int(program.split()[1]))
         step()
         made = {"seconds to make": time.perf_counter() - start, "CPU seconds to make": all_cpu_seconds() - before}
-        rows.append({"program": program, "way": BY_HAND, **made})
+        rows.append({**dict.fromkeys(COLUMNS, ""), "program": program, "way": BY_HAND, **made})
         steps[BY_HAND] = Turn(step, None)
     times = cpu_seconds(steps, rounds, 60.0)
     for row in rows:
@@ -227,7 +228,10 @@ def by_numpyro(python: str) -> list[Row]:
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     found = [json.loads(line) for line in lines if line.startswith("{")]
     way = "NumPyro's TraceGraph_ELBO, jitted, particles:"
-    return [{"program": OF_ONE_CHAIN, "way": f"{way} {row.pop('particles')}", **row} for row in found]
+    return [
+        {**dict.fromkeys(COLUMNS, ""), "program": OF_ONE_CHAIN, "way": f"{way} {row.pop('particles')}", **row}
+        for row in found
+    ]
 
 
 def main() -> None:
@@ -244,7 +248,10 @@ def main() -> None:
         return
     names = [name for name in list(PROGRAMS)[: None if options.full else QUICK] if name.startswith(options.only)]
     known = read_csv(options.output / "compiled.csv") if options.only else []
-    rows = [row for row in known if row["program"] not in names]
+    kept = [
+        row for row in known if row["program"] not in names or (row["way"].startswith(RIVAL) and not options.numpyro)
+    ]
+    rows = [{**dict.fromkeys(COLUMNS, ""), **row} for row in kept]
     for name in names:
         rows += in_new_process(name, 40 if options.full else 12)
         if options.numpyro and name == OF_ONE_CHAIN:

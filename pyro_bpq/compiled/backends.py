@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +18,28 @@ from pyro_bpq.compiled.editing import Editor
 from pyro_bpq.compiled.joining import joined
 from pyro_bpq.compiled.options import Backend
 
-__all__ = ["compile_graph", "missing"]
+__all__ = ["OLDEST_TORCH", "compile_graph", "missing", "outdated"]
 
 Compiled = Callable[..., Sequence[Tensor]]
 
+# The oldest release of torch that steps were recorded and compiled with.
+OLDEST_TORCH = "2.13"
 # Number of operators that Inductor may join in a kernel. Its own number, 64, is for larger tensors.
 _FUSED = 512
 # Elements of an operator's result, in the mean over a graph, up to which plain loops are as fast as vectorised ones.
 _FEW_ELEMENTS = 128
+
+
+def outdated(version: str) -> str:
+    """Why steps are not recorded with a release of torch, as the end of a sentence; empty if they are.
+
+    Args:
+        version: The release.
+    """
+    numbers = [tuple(map(int, re.findall(r"\d+", each)[:2])) for each in (version, OLDEST_TORCH)]
+    return (
+        f"torch {version} is older than {OLDEST_TORCH}, the oldest that was tested" if numbers[0] < numbers[1] else ""
+    )
 
 
 def missing(backend: Backend, device: torch.device) -> str:

@@ -223,26 +223,26 @@ class _Writer:
 
     def _as_row(self, node: fx.Node) -> _Row | None:
         """A row of a tensor that exists, if that is what an operator takes."""
-        if node.target is _ATEN.select.int:
-            source, dim, index = node.args
-        elif node.target is operator.getitem and node.args[0].target is _ATEN.unbind.int:  # type: ignore[union-attr]
-            taken, index = node.args
-            source, dim = (*taken.args, 0)[:2]  # type: ignore[union-attr]
+        taken: Any = node.args[0] if node.target is operator.getitem else node
+        if taken.target is _ATEN.select.int:
+            source, dim, index = taken.args
+        elif taken.target is _ATEN.unbind.int and taken is not node:
+            (source, dim), index = (*taken.args, 0)[:2], node.args[1]
         else:
             return None
-        base, value = self._found[source], value_of(source)  # type: ignore[index]
-        if isinstance(base, _Row) or value is None or dim % value.dim():  # type: ignore[operator]
+        base, value = self._found[source], value_of(source)
+        if isinstance(base, _Row) or value is None or dim % value.dim():
             return None
         self._sizes[base] = value.shape[0]
-        return _Row(base, index % value.shape[0])  # type: ignore[operator, arg-type]
+        return _Row(base, index % value.shape[0])
 
     def _all_rows(self, group: list[fx.Node]) -> bool:
         return all(self._as_row(node) is not None for node in group)
 
     def _is_first(self, node: fx.Node) -> bool:
         """Whether a stack makes a first dimension."""
-        value = value_of(node)
-        return value is not None and (*node.args, 0)[1] % value.dim() == 0  # type: ignore[operator]
+        value, (_, dim) = value_of(node), (*node.args, 0)[:2]
+        return value is not None and isinstance(dim, int) and dim % value.dim() == 0
 
     def _node(self, node: fx.Node) -> fx.Node:
         found = self._found[node]
