@@ -14,14 +14,14 @@ from pyro.optim import ClippedAdam
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pyro_bpq import CompiledSVI, TraceBackpropQ_ELBO
+from pyro_bpq import CompiledSVI, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.compiled.draws import fused_draws
 from pyro_bpq.compiled.editing import Editor
 from pyro_bpq.compiled.joining import joined
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NUMBER = 12
-SHORT = ("chain", "plate_subsample", "sequential_plate", "vector")
+SHORT = ("plate_subsample", "vector")
 
 
 def number_of(graph: fx.GraphModule, name: str = "") -> int:
@@ -55,7 +55,7 @@ def recorded(model: Any, guide: Any, *args: Any, **options: Any) -> tuple[fx.Gra
 
     pyro.set_rng_seed(0)
     svi = CompiledSVI(model, guide, ClippedAdam({"lr": 0.01}), TraceBackpropQ_ELBO(**options), compile=backend)
-    for _ in range(8):
+    for _ in range(9):
         svi.step(*args)
     return kept[0], kept[1]
 
@@ -88,7 +88,7 @@ def chain(sites: int, kind: str) -> tuple[Callable[[], None], Callable[[], None]
         z = torch.tensor(0.0, dtype=torch.float64)
         for t in range(sites):
             z = 1.0 * pyro.sample(f"z_{t}", law(prior, z))
-            pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=torch.tensor(0.7, dtype=torch.float64))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.7, dtype=torch.float64))
 
     def guide() -> None:
         logits = pyro.param("logits", torch.linspace(-1.0, 1.0, sites, dtype=torch.float64))
@@ -99,16 +99,17 @@ def chain(sites: int, kind: str) -> tuple[Callable[[], None], Callable[[], None]
     return model, guide
 
 
-@pytest.mark.parametrize(("kind", "particles"), [("binary", 1), ("category", 1), ("normal", 4)])
-def test_chains_have_few_operators_a_site(kind: str, particles: int) -> None:
-    sizes = {}
+@pytest.mark.parametrize("kind", ["binary", pytest.param("category", marks=pytest.mark.slow), "normal"])
+def test_chains_have_few_operators_a_site(kind: str) -> None:
+    sizes = []
     for sites in (10, 20):
         pyro.clear_param_store()
-        options = {"num_particles": particles, "vectorize_particles": True, "max_plate_nesting": 0}
-        graph, inputs = recorded(*chain(sites, kind), **(options if particles > 1 else {}))
-        sizes[sites] = number_of(graph), number_of(check(graph, inputs))
-    (recorded_10, joined_10), (recorded_20, joined_20) = sizes[10], sizes[20]
-    assert joined_20 - joined_10 < 0.6 * (recorded_20 - recorded_10)
+        estimator = None if kind == "normal" else ScoreFunction()
+        graph, inputs = recorded(*chain(sites, kind), estimator=estimator, critic=None)
+        sizes.append((number_of(graph), number_of(check(graph, inputs))))
+    before, after = (sizes[1][i] - sizes[0][i] for i in range(2))
+    # Normal values are a chain of their own in the backward pass.
+    assert after < (0.6 if kind == "normal" else 0.35) * before
 
 
 def test_what_is_written_in_place_is_read_before_or_after_as_recorded() -> None:
