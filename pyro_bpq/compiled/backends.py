@@ -23,7 +23,7 @@ __all__ = ["OLDEST_TORCH", "compile_graph", "missing", "outdated"]
 Compiled = Callable[..., Sequence[Tensor]]
 
 # The oldest release of torch that steps were recorded and compiled with.
-OLDEST_TORCH = "2.13"
+OLDEST_TORCH = "2.8"
 # Number of operators that Inductor may join in a kernel. Its own number, 64, is for larger tensors.
 _FUSED = 512
 # Elements of an operator's result, in the mean over a graph, up to which plain loops are as fast as vectorised ones.

@@ -114,17 +114,19 @@ def test_chains_have_few_operators_a_site(kind: str) -> None:
 
 def test_what_is_written_in_place_is_read_before_or_after_as_recorded() -> None:
     def body(x: Tensor, y: Tensor) -> list[Tensor]:
-        early = [(x[i] * y[i]).exp() for i in range(NUMBER)]
+        parts = [x[i] for i in range(NUMBER)]
+        early = [(part * y[i]).exp() for i, part in enumerate(parts)]
         x.mul_(2.0)
+        seen = [(part * y[i]).exp() for i, part in enumerate(parts)]
         room = torch.zeros_like(x)
         room[0] = 3.0
         late = [(x[i] * y[i]).exp() for i in range(NUMBER)]
         room.add_(1.0)
-        return [torch.stack(early) - torch.stack(late), *late, room, room[0] * y[0]]
+        return [torch.stack(early) - torch.stack(late), *seen, *late, room, room[0] * y[0]]
 
     inputs = [torch.rand(NUMBER), torch.rand(NUMBER)]
     found = check(make_fx(body)(*inputs), inputs)
-    assert number_of(found, "exp") <= 2
+    assert number_of(found, "exp") <= 3
 
 
 def test_types_that_rows_would_change_are_left_alone() -> None:
@@ -137,7 +139,7 @@ def test_types_that_rows_would_change_are_left_alone() -> None:
 
 def test_shapes_are_aligned_from_the_right() -> None:
     def body(x: Tensor, y: Tensor, z: Tensor) -> list[Tensor]:
-        sums = [(x[i] * y[i] + z).sum() + (x[i].unsqueeze(0) * z).mean([-1])[0] for i in range(NUMBER)]
+        sums = [(x[i] * y[i] + z * y[i][0]).sum() + (x[i].unsqueeze(0) * z).mean([-1])[0] for i in range(NUMBER)]
         parts = [torch.cat([x[i], y[i].expand(2), x[i].view(3, 1).transpose(0, 1)[0]], 0) for i in range(NUMBER)]
         chosen = [torch.log_softmax(x[i], 0).gather(0, torch.tensor([1])) for i in range(NUMBER)]
         return [sum(sums[1:], sums[0]), torch.stack(parts[::-1]), torch.stack(parts, 1), torch.cat(chosen), *sums]
