@@ -30,8 +30,8 @@ __all__ = ["joined"]
 _ATEN = torch.ops.aten
 # Fewer operators than these are not worth a stack of their tensors.
 _FEWEST = 8
-# Larger tensors spend their time on elements, not on calls, and a stack copies them.
-_MOST_ELEMENTS = 4096
+# A stack copies its tensors: from some particles on, that costs more than the joined calls win.
+_MOST_ELEMENTS = 16
 # Elementwise operators that torch does not mark as such.
 _ELEMENTWISE = frozenset(
     {
