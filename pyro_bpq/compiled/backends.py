@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +14,32 @@ import torch
 from torch import Tensor, fx
 
 from pyro_bpq.compiled.draws import eager_draws, fused_draws
+from pyro_bpq.compiled.editing import Editor
+from pyro_bpq.compiled.joining import joined
 from pyro_bpq.compiled.options import Backend
 
-__all__ = ["compile_graph", "missing"]
+__all__ = ["OLDEST_TORCH", "compile_graph", "missing", "outdated"]
 
 Compiled = Callable[..., Sequence[Tensor]]
 
+# The oldest release of torch that steps were recorded and compiled with.
+OLDEST_TORCH = "2.8"
 # Number of operators that Inductor may join in a kernel. Its own number, 64, is for larger tensors.
 _FUSED = 512
 # Elements of an operator's result, in the mean over a graph, up to which plain loops are as fast as vectorised ones.
 _FEW_ELEMENTS = 128
+
+
+def outdated(version: str) -> str:
+    """Why steps are not recorded with a release of torch, as the end of a sentence; empty if they are.
+
+    Args:
+        version: The release.
+    """
+    numbers = [tuple(map(int, re.findall(r"\d+", each)[:2])) for each in (version, OLDEST_TORCH)]
+    return (
+        f"torch {version} is older than {OLDEST_TORCH}, the oldest that was tested" if numbers[0] < numbers[1] else ""
+    )
 
 
 def missing(backend: Backend, device: torch.device) -> str:
@@ -59,12 +76,13 @@ def compile_graph(graph: fx.GraphModule, backend: Backend, examples: Sequence[Te
     if callable(backend):
         return backend(graph, list(examples))
     if backend == "inductor":
-        graph = eager_draws(graph) if torch._inductor.config.fallback_random else fused_draws(graph)
+        options = _options(graph)
+        graph = _prepared(graph)
         # Ahead of time: torch.compile would take the graph apart once more, which doubles the time.
         with _uncollected(), warnings.catch_warnings():
             # Those are of torch's own modules.
             warnings.simplefilter("ignore", FutureWarning)
-            return torch._inductor.compile(graph, list(examples), options=_options(graph))
+            return torch._inductor.compile(graph, list(examples), options=options)
     compiled: Any = torch.compile(graph, backend=backend, dynamic=False, fullgraph=True)
 
     def kept(*tensors: Tensor) -> Sequence[Tensor]:
@@ -72,6 +90,13 @@ def compile_graph(graph: fx.GraphModule, backend: Backend, examples: Sequence[Te
         return [result.clone() for result in compiled(*tensors)]
 
     return kept
+
+
+def _prepared(graph: fx.GraphModule) -> fx.GraphModule:
+    """A graph that is compiled sooner, and does the same."""
+    editor, keeps_draws = Editor(graph), torch._inductor.config.fallback_random
+    (eager_draws if keeps_draws else fused_draws)(editor)
+    return joined(editor, keeps_draws)
 
 
 def _options(graph: fx.GraphModule) -> dict[str, Any]:

@@ -2,10 +2,10 @@ r"""Replaces draws of a recorded graph by ones that Inductor can compile, or by 
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import fx
+
+from pyro_bpq.compiled.editing import Editor
 
 __all__ = ["eager_draws", "fused_draws"]
 
@@ -14,44 +14,55 @@ _ATEN = torch.ops.aten
 _SHORTEST = 2.0**-25
 
 
-def eager_draws(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy that draws coins by the kernel of eager steps, where Inductor would compare other uniform draws.
+def eager_draws(editor: Editor) -> None:
+    """Draws coins by the kernel of eager steps, where Inductor would compare other uniform draws.
 
     Args:
-        graph: The graph.
+        editor: The graph.
     """
-    copied = copy.deepcopy(graph)
-    for node in copied.graph.nodes:
-        if node.target is _ATEN.bernoulli.default:
-            with copied.graph.inserting_before(node):
-                room = copied.graph.call_function(_ATEN.empty_like.default, (node.args[0],))
-                drawn = copied.graph.call_function(_ATEN.bernoulli.Tensor, (room, node.args[0]))
-            node.replace_all_uses_with(drawn)
-            copied.graph.erase_node(node)
-    copied.recompile()
-    return copied
+    for node in _nodes(editor, _ATEN.bernoulli.default):
+        with editor.module.graph.inserting_before(node):
+            room = editor.call(_ATEN.empty_like.default, node.args[0])
+            drawn = editor.call(_ATEN.bernoulli.Tensor, room, node.args[0])
+        _replace(node, drawn)
 
 
-def fused_draws(graph: fx.GraphModule) -> fx.GraphModule:
-    r"""A copy that draws one value of several by a race, in place of ``multinomial``, which Inductor does not compile.
+def fused_draws(editor: Editor) -> None:
+    r"""Draws coins and values from uniform numbers, which wait for nothing.
 
-    The winner of ``argmin_v T_v`` with independent ``T_v ~ Exponential(p_v)`` is ``v`` with probability
-    ``p_v / Σ_w p_w``. Eager steps do the same, after a dozen operators that check the probabilities.
+    ``u < p`` with ``u ~ Uniform(0, 1)`` has the probability ``p``. One value of several is drawn by a race, in place of
+    ``multinomial``, which Inductor does not compile: the winner of ``argmin_v T_v`` with independent
+    ``T_v ~ Exponential(p_v)`` is ``v`` with probability ``p_v / Σ_w p_w``. Eager steps do the same, after a dozen
+    operators that check the probabilities.
 
     Args:
-        graph: The graph.
+        editor: The graph.
     """
-    copied = copy.deepcopy(graph)
-    add = copied.graph.call_function
-    for node in copied.graph.nodes:
-        if node.target is _ATEN.multinomial.default and node.args[1] == 1:
-            weights = node.args[0]
-            with copied.graph.inserting_before(node):
-                uniform = add(_ATEN.rand_like.default, (weights,))
-                log = add(_ATEN.log1p.default, (add(_ATEN.neg.default, (uniform,)),))
-                times = add(_ATEN.clamp.default, (add(_ATEN.neg.default, (log,)), _SHORTEST))
-                drawn = add(_ATEN.argmax.default, (add(_ATEN.div.Tensor, (weights, times)), -1, True))
-            node.replace_all_uses_with(drawn)
-            copied.graph.erase_node(node)
-    copied.recompile()
-    return copied
+    call = editor.call
+    for node in _nodes(editor, _ATEN.bernoulli.default):
+        own = node.meta["val"]
+        with editor.module.graph.inserting_before(node):
+            uniform = call(_ATEN.rand.default, list(own.shape), dtype=torch.float32, device=own.device)
+            is_one = call(_ATEN.lt.Tensor, uniform, node.args[0])
+            drawn = call(_ATEN._to_copy.default, is_one, dtype=own.dtype)
+        _replace(node, drawn)
+    for node in _nodes(editor, _ATEN.multinomial.default):
+        if node.args[1] != 1:
+            continue
+        weights = node.args[0]
+        own = weights.meta["val"]  # type: ignore[union-attr]
+        with editor.module.graph.inserting_before(node):
+            uniform = call(_ATEN.rand.default, list(own.shape), dtype=own.dtype, device=own.device)
+            log = call(_ATEN.log1p.default, call(_ATEN.neg.default, uniform))
+            times = call(_ATEN.clamp.default, call(_ATEN.neg.default, log), _SHORTEST)
+            drawn = call(_ATEN.argmax.default, call(_ATEN.div.Tensor, weights, times), -1, True)
+        _replace(node, drawn)
+
+
+def _nodes(editor: Editor, target: object) -> list[fx.Node]:
+    return [node for node in editor.module.graph.nodes if node.target is target and not node.kwargs]
+
+
+def _replace(node: fx.Node, other: fx.Node) -> None:
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
-from pyro_bpq.compiled.backends import compile_graph, missing
+from pyro_bpq.compiled.backends import compile_graph, missing, outdated
 from pyro_bpq.compiled.calls import Call, kind_of, reach
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.compiled.recorder import Recording, Subject, distinct, fingerprint, record
@@ -213,7 +213,7 @@ class CompiledSteps:
             self.outside = updates.refuses()
             if self.outside:
                 return None
-        refusal = subject.refuses()
+        refusal = outdated(torch.__version__) or subject.refuses()
         if refusal:
             self._tell(refusal)
             return None

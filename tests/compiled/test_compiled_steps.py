@@ -528,6 +528,21 @@ def test_without_a_compiler_the_recorded_operators_run(monkeypatch: pytest.Monke
     assert entries(elbo)[0].steps > 3
 
 
+@pytest.mark.parametrize(("version", "runs_eagerly"), [("2.4.1+cu121", True), ("2.100.0", False), ("3.0", False)])
+def test_an_old_torch_runs_eagerly_with_one_warning(
+    version: str, runs_eagerly: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    elbo = TraceBackpropQ_ELBO(compile="eager")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            elbo.loss_and_grads(slope_model, slope_guide, ROWS)
+    texts = [str(each.message) for each in told if "older than" in str(each.message)]
+    assert len(texts) == runs_eagerly and bool(entries(elbo)) != runs_eagerly
+    assert f"torch {version} is older than" in compile_report(elbo) or not runs_eagerly
+
+
 def test_numpy_within_a_program_runs_eagerly() -> None:
     def model(x: Tensor) -> None:
         z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))

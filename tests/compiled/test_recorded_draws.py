@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_bpq.compiled.draws import eager_draws, fused_draws
+from pyro_bpq.compiled.editing import Editor
 
 WEIGHTS = torch.tensor([[0.1, 0.2, 0.0, 0.7], [0.5, 0.1, 0.4, 0.0], [3.0, 1.0, 0.0, 0.0]])
 NUMBER = 40_000
@@ -17,6 +18,14 @@ NUMBER = 40_000
 
 def graph_of(draw: Callable[[Tensor], Tensor], weights: Tensor) -> fx.GraphModule:
     return make_fx(draw)(weights)
+
+
+def edited(graph: fx.GraphModule, edit: Callable[[Editor], None]) -> fx.GraphModule:
+    """A copy of a graph with other draws."""
+    editor = Editor(graph)
+    edit(editor)
+    editor.module.recompile()
+    return editor.module
 
 
 def largest_z(draw: Callable[[Tensor], Tensor]) -> float:
@@ -32,7 +41,8 @@ def largest_z(draw: Callable[[Tensor], Tensor]) -> float:
 
 
 def test_the_race_has_the_probabilities_of_multinomial() -> None:
-    graph = fused_draws(graph_of(lambda weights: torch.multinomial(weights, 1, True), WEIGHTS.repeat(NUMBER, 1)))
+    draw = graph_of(lambda weights: torch.multinomial(weights, 1, True), WEIGHTS.repeat(NUMBER, 1))
+    graph = edited(draw, fused_draws)
     assert not any("multinomial" in str(node.target) for node in graph.graph.nodes)
     assert largest_z(graph) < 4.0
 
@@ -48,13 +58,13 @@ def test_a_wrong_race_is_seen(wrong: str) -> None:
 
 
 def test_several_draws_at_once_stay_as_they_are() -> None:
-    graph = fused_draws(graph_of(lambda weights: torch.multinomial(weights, 3, True), WEIGHTS))
+    graph = edited(graph_of(lambda weights: torch.multinomial(weights, 3, True), WEIGHTS), fused_draws)
     assert any("multinomial" in str(node.target) for node in graph.graph.nodes)
 
 
 def test_coins_are_those_of_eager_steps() -> None:
     probabilities = torch.linspace(0.0, 1.0, 50)
-    graph = eager_draws(graph_of(torch.bernoulli, probabilities))
+    graph = edited(graph_of(torch.bernoulli, probabilities), eager_draws)
     torch.manual_seed(3)
     expected = torch.bernoulli(probabilities)
     torch.manual_seed(3)

@@ -1,0 +1,399 @@
+r"""Joins equal operators of a recorded graph: what a program repeats site by site becomes one operator on all of them.
+
+A chain of ``T`` sites calls each operator of its log-probabilities and of their gradients ``T`` times. Operators that
+are alike but for their tensors, and that do not wait for each other, are called once, on tensors with a leading axis of
+``T`` rows. Two operators of the same *height*, the longest way to the end of the graph, never wait for each other. So
+a graph is compiled in a time that hardly grows with the number of sites, but for what has to run one after the other.
+
+Draws keep their order, and so does what reads or writes tensors that the graph changes in place. Sums of many terms are
+added up in another order, so results agree up to rounding.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from pyro_bpq.compiled.editing import Editor, value_of
+from pyro_bpq.compiled.simplifying import kind_of_node, simplify, sum_of, told
+from pyro_bpq.compiled.storage import Storage, draws, levels_of, nodes_in, written_by
+
+__all__ = ["joined"]
+
+_ATEN = torch.ops.aten
+# Fewer operators than these are not worth a stack of their tensors.
+_FEWEST = 8
+# A stack copies its tensors: from some particles on, that costs more than the joined calls win.
+_MOST_ELEMENTS = 16
+# Elementwise operators that torch does not mark as such.
+_ELEMENTWISE = frozenset(
+    {
+        _ATEN.binary_cross_entropy_with_logits.default,
+        _ATEN._to_copy.default,
+        _ATEN.softplus_backward.default,
+        _ATEN.tanh_backward.default,
+        _ATEN.zeros_like.default,
+        _ATEN.ones_like.default,
+    }
+)
+# Operators that do the same on each row once dimensions are counted from the second one on and shapes get one more.
+_OF_SHAPE = frozenset(
+    {
+        _ATEN.view.default,
+        _ATEN._unsafe_view.default,
+        _ATEN.expand.default,
+        _ATEN.unsqueeze.default,
+        _ATEN.select_backward.default,
+        _ATEN.stack.default,
+    }
+)
+# The same for tensors that have dimensions.
+_BY_ROW = frozenset(
+    {
+        _ATEN.squeeze.dim,
+        _ATEN.select.int,
+        _ATEN.slice.Tensor,
+        _ATEN.transpose.int,
+        _ATEN.sum.dim_IntList,
+        _ATEN.mean.dim,
+        _ATEN.logsumexp.default,
+        _ATEN._softmax.default,
+        _ATEN._log_softmax.default,
+        _ATEN._log_softmax_backward_data.default,
+        _ATEN._softmax_backward_data.default,
+        _ATEN.gather.default,
+        _ATEN.cat.default,
+    }
+)
+_DIMENSIONS = frozenset({"dim", "dim0", "dim1"})
+_SHAPES = frozenset({"size", "input_sizes"})
+_FREE_DRAWS = frozenset({_ATEN.rand.default, _ATEN.randn.default})
+_VIEWS = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
+
+
+def joined(editor: Editor, keeps_draws: bool) -> fx.GraphModule:
+    """The graph with equal operators joined.
+
+    Args:
+        editor: The graph; it is changed.
+        keeps_draws: Whether draws keep their order.
+    """
+    # What many results wait for is alike by its way to the end, what waits for inputs alone by its way from the start.
+    for from_start in (False, True):
+        simplify(editor.module.graph)
+        _Writer(editor, keeps_draws).write(from_start)
+    editor.module.recompile()
+    return editor.module
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    return node.target in _ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _can_join(node: fx.Node, storage: Storage) -> bool:
+    value = value_of(node)
+    if node.op != "call_function" or value is None or value.numel() > _MOST_ELEMENTS:
+        return False
+    # Rows are copies: what is written later would not be seen in them.
+    if draws(node) or written_by(node) or storage.is_written(node):
+        return False
+    inputs = [each for each in map(value_of, node.all_input_nodes) if each is not None and each.device == value.device]
+    if not inputs or len(inputs) < len(node.all_input_nodes):
+        return False
+    # A tensor without dimensions does not decide on the type of a result, a row of them does.
+    floats = {each.dtype for each in inputs if each.is_floating_point()}
+    others = {each.dtype for each in inputs if not each.is_floating_point()} - {torch.bool}
+    if len(floats) > 1 or len(others) > 1:
+        return False
+    dims = [each.dim() for each in inputs]
+    return _is_elementwise(node) or node.target in _OF_SHAPE or (node.target in _BY_ROW and 0 not in dims)
+
+
+def _signature(node: fx.Node) -> Any:
+    """Equal for operators that are alike but for their tensors."""
+
+    def all_told(item: Any) -> Any:
+        if isinstance(item, (tuple, list)):
+            return tuple(map(all_told, item))
+        return ("tensor", kind_of_node(item)) if isinstance(item, fx.Node) else told(item)
+
+    kwargs = tuple((name, all_told(value)) for name, value in node.kwargs.items())
+    return node.target, all_told(node.args), kwargs, kind_of_node(node)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of a tensor.
+
+    Args:
+        base: The tensor.
+        index: Which row.
+    """
+
+    base: fx.Node
+    index: int
+
+
+_Found = fx.Node | _Row
+
+
+class _Writer:
+    """Writes a graph anew.
+
+    Args:
+        editor: The graph.
+        keeps_draws: Whether draws keep their order.
+    """
+
+    def __init__(self, editor: Editor, keeps_draws: bool) -> None:
+        self._editor = editor
+        self._keeps_draws = keeps_draws
+        self._source = editor.module.graph
+        self._graph = fx.Graph()
+        self._found: dict[fx.Node, _Found] = {}
+        self._rows: dict[_Row, fx.Node] = {}
+        # Rows of stacks that were made of single tensors.
+        self._stacked: dict[fx.Node, _Row] = {}
+        self._sizes: dict[fx.Node, int] = {}
+        self._storage = Storage(self._source.nodes)
+
+    def write(self, from_start: bool) -> None:
+        """Writes it.
+
+        Args:
+            from_start: Whether to join operators at the same distance from the start, or from the end.
+        """
+        nodes = list(self._source.nodes)
+        self._editor.module.graph = self._graph
+        levels = levels_of(nodes, self._storage, from_start, self._keeps_draws)
+        groups: dict[Any, list[fx.Node]] = {}
+        for node in nodes:
+            key: Any = node
+            if not self._keeps_draws and node.target in _FREE_DRAWS:
+                key = _signature(node)
+            elif _can_join(node, self._storage):
+                key = levels[node], _signature(node)
+            groups.setdefault(key, []).append(node)
+        by_level: dict[int, list[list[fx.Node]]] = defaultdict(list)
+        for node in nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._found[node] = self._copied(node)
+        for group in groups.values():
+            by_level[min(levels[node] for node in group)].append(group)
+        for level in sorted(by_level):
+            for group in by_level[level]:
+                self._write(group)
+        self._graph.output(map_arg(nodes[-1].args[0], self._result))
+        self._graph.eliminate_dead_code()
+
+    def _write(self, group: list[fx.Node]) -> None:
+        node = group[0]
+        if node in self._found:
+            return
+        if len(group) >= _FEWEST and not self._all_rows(group):
+            self._join(group)
+            return
+        for node in group:
+            row = self._as_row(node)
+            if node.target is sum_of:
+                self._found[node] = self._sum(list(nodes_in(node.args)))
+            elif row is not None:
+                self._found[node] = row
+            elif node.target is _ATEN.stack.default and self._is_first(node):
+                self._found[node] = self._own_stack(node)
+            elif node.op != "output":
+                self._found[node] = self._copied(node)
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        made = self._graph.node_copy(node, self._node)
+        if node.target in _VIEWS and not self._storage.is_written(node):
+            # Rows lie one after the other, whatever the strides of their originals.
+            made.target = _ATEN.reshape.default
+        made.meta = dict(node.meta)
+        return made
+
+    # Rows
+
+    def _as_row(self, node: fx.Node) -> _Row | None:
+        """A row of a tensor that exists, if that is what an operator takes."""
+        taken: Any = node.args[0] if node.target is operator.getitem else node
+        if taken.target is _ATEN.select.int:
+            source, dim, index = taken.args
+        elif taken.target is _ATEN.unbind.int and taken is not node:
+            (source, dim), index = (*taken.args, 0)[:2], node.args[1]
+        else:
+            return None
+        base, value = self._found[source], value_of(source)
+        if isinstance(base, _Row) or value is None or dim % value.dim():
+            return None
+        self._sizes[base] = value.shape[0]
+        return _Row(base, index % value.shape[0])
+
+    def _all_rows(self, group: list[fx.Node]) -> bool:
+        return all(self._as_row(node) is not None for node in group)
+
+    def _is_first(self, node: fx.Node) -> bool:
+        """Whether a stack makes a first dimension."""
+        value, (_, dim) = value_of(node), (*node.args, 0)[:2]
+        return value is not None and isinstance(dim, int) and dim % value.dim() == 0
+
+    def _node(self, node: fx.Node) -> fx.Node:
+        found = self._found[node]
+        return self._of(found)
+
+    def _of(self, found: _Found) -> fx.Node:
+        if isinstance(found, fx.Node):
+            return found
+        if found not in self._rows:
+            self._rows[found] = self._editor.call(_ATEN.select.int, found.base, 0, found.index)
+        return self._rows[found]
+
+    def _result(self, node: fx.Node) -> fx.Node:
+        """A result of the graph: a tensor of its own."""
+        found = self._found[node]
+        if isinstance(found, fx.Node):
+            return found
+        return self._editor.call(_ATEN.clone.default, self._of(found))
+
+    # Stacks and sums
+
+    def _stack(self, members: Sequence[fx.Node]) -> fx.Node:
+        """One tensor whose rows are some tensors."""
+        is_written = any(map(self._storage.is_written, members))
+        found = [self._found[each] for each in members]
+        if not is_written:
+            found = [self._stacked.get(each, each) if isinstance(each, fx.Node) else each for each in found]
+        pieces: list[fx.Node] = []
+        for run in _runs(found):
+            first = run[0]
+            if isinstance(first, _Row) and len(run) > 1:
+                is_whole = len(run) == self._sizes[first.base]
+                stop = first.index + len(run)
+                pieces.append(
+                    first.base if is_whole else self._editor.call(_ATEN.slice.Tensor, first.base, 0, first.index, stop)
+                )
+            else:
+                pieces.append(self._editor.call(_ATEN.stack.default, [self._of(each) for each in run]))
+        stack = pieces[0] if len(pieces) == 1 else self._editor.call(_ATEN.cat.default, pieces)
+        if not value_of(stack).is_contiguous():  # type: ignore[union-attr]
+            stack = self._editor.call(_ATEN.clone.default, stack, memory_format=torch.contiguous_format)
+        self._sizes[stack] = len(found)
+        if not is_written:
+            for i, each in enumerate(found):
+                if isinstance(each, fx.Node):
+                    self._stacked[each] = _Row(stack, i)
+        return stack
+
+    def _own_stack(self, node: fx.Node) -> fx.Node:
+        """The result of a stack."""
+        members = list(nodes_in(node.args[0]))
+        stack = self._stack(members)
+        is_result = any(user.op == "output" for user in node.users)
+        if is_result or any(map(self._storage.is_written, (node, *members))):
+            # It may be a tensor that exists, which is written later.
+            stack = self._editor.call(_ATEN.clone.default, stack)
+        return stack
+
+    def _sum(self, terms: Sequence[fx.Node]) -> fx.Node:
+        """The sum of some tensors of one shape."""
+        ordered = sorted(terms, key=lambda each: self._place(self._found[each]))
+        return self._editor.call(_ATEN.sum.dim_IntList, self._stack(ordered), [0])
+
+    # Operators on all rows
+
+    def _join(self, group: list[fx.Node]) -> None:
+        node, size = group[0], len(group)
+        if node.all_input_nodes:
+            group = sorted(group, key=lambda each: self._place(self._found[each.all_input_nodes[0]]))
+        schema = node.target._schema  # type: ignore[union-attr]
+        dims = [value.dim() for each in node.all_input_nodes if (value := value_of(each)) is not None]
+        rank = max(dims) if _is_elementwise(node) else None
+        args = [
+            self._argument(schema.arguments[i].name, [each.args[i] for each in group], rank, node)
+            for i in range(len(node.args))
+        ]
+        kwargs = {name: self._argument(name, [each.kwargs[name] for each in group], rank, node) for name in node.kwargs}
+        if rank is None:
+            given = {argument.name for argument in schema.arguments[: len(args)]} | kwargs.keys()
+            left = [argument for argument in schema.arguments if argument.name in _DIMENSIONS - given]
+            kwargs |= {argument.name: _moved(argument.default_value) for argument in left}
+        if node.target in (_ATEN.sum.dim_IntList, _ATEN.mean.dim) and not args[1]:
+            args[1] = list(range(1, dims[0] + 1))
+        joined = self._editor.call(_ATEN.reshape.default if node.target in _VIEWS else node.target, *args, **kwargs)
+        shape, dtype, _ = kind_of_node(node)
+        if kind_of_node(joined)[:2] != ((size, *shape), dtype):
+            raise AssertionError(f"{node.target} does not work on rows")
+        self._sizes[joined] = size
+        for i, each in enumerate(group):
+            self._found[each] = _Row(joined, i)
+
+    def _argument(self, name: str, items: list[Any], rank: int | None, node: fx.Node) -> Any:
+        """An argument for all rows at once."""
+        first = items[0]
+        if isinstance(first, (tuple, list)) and any(isinstance(part, fx.Node) for part in first):
+            parts = zip(*items, strict=True)
+            return [self._argument("", list(part), rank, node) for part in parts]
+        if isinstance(first, fx.Node):
+            return self._tensors(items, rank, node)
+        if rank is not None:
+            return first
+        if name in _SHAPES:
+            return [len(items), *first]
+        if name in _DIMENSIONS and first is not None:
+            return _moved(first)
+        return first
+
+    def _tensors(self, members: list[fx.Node], rank: int | None, node: fx.Node) -> fx.Node:
+        size, value = len(members), value_of(members[0])
+        assert value is not None
+        if all(each is members[0] for each in members):
+            if rank is not None:
+                return self._node(members[0])
+            row = self._editor.call(_ATEN.unsqueeze.default, self._node(members[0]), 0)
+            stack = self._editor.call(_ATEN.expand.default, row, [size, *value.shape])
+        else:
+            stack = self._stack(members)
+        if node.target is _ATEN.expand.default:
+            rank = len(node.args[1])  # type: ignore[arg-type]
+        if rank is not None and value.dim() < rank:
+            ones = [1] * (rank - value.dim())
+            stack = self._editor.call(_ATEN.reshape.default, stack, [size, *ones, *value.shape])
+        return stack
+
+    def _place(self, found: _Found) -> tuple[str, int]:
+        """Sorts rows of a tensor by their number."""
+        if isinstance(found, fx.Node):
+            found = self._stacked.get(found, found)
+        return (found.base.name, found.index) if isinstance(found, _Row) else ("", 0)
+
+
+def _moved(dim: Any) -> Any:
+    """Dimensions of a tensor with one more in front."""
+    if isinstance(dim, (tuple, list)):
+        return [_moved(each) for each in dim]
+    return dim + 1 if dim >= 0 else dim
+
+
+def _runs(found: Sequence[_Found]) -> Iterator[list[_Found]]:
+    """Cuts a sequence where rows are not neighbours in one tensor."""
+    run: list[_Found] = []
+    for each in found:
+        if run and not _follows(run[-1], each):
+            yield run
+            run = []
+        run.append(each)
+    if run:
+        yield run
+
+
+def _follows(one: _Found, other: _Found) -> bool:
+    if isinstance(one, _Row) and isinstance(other, _Row):
+        return one.base is other.base and other.index == one.index + 1
+    return isinstance(one, fx.Node) and isinstance(other, fx.Node)
