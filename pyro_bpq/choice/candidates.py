@@ -9,8 +9,6 @@ from types import MappingProxyType
 
 from pyro_bpq.estimators import CrossedLeaveOneOut, Estimator, LeaveOneOut, ScoreFunction
 
-__all__ = ["BY_NAME", "FIXED", "Candidate", "ProgramFacts", "candidates_for", "rules"]
-
 
 @dataclass(frozen=True)
 class Candidate:

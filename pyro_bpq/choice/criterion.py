@@ -14,8 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median, stdev
 
-__all__ = ["GAIN", "better_than", "median_of_means", "normalised", "products"]
-
 GAIN = 0.1
 """Smallest relative gain for which a choice changes."""
 _BLOCKS = 4

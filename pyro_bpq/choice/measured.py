@@ -19,8 +19,6 @@ from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.work import Work, WorkMode
 
-__all__ = ["HOPELESS", "ROUNDS", "STEP", "MeasuredChoice", "Measurement", "Trial"]
-
 _WARM_UP, _FIRST_STEP, _SHARE = 1, 20, 0.05
 # Numbers of rounds after which candidates are compared; where it stays in doubt, the present choice goes on.
 ROUNDS = (8, 16, 32, 64)

@@ -5,5 +5,3 @@ gradients. It counts only for calls like the one that it was made from. May impo
 objectives only by what :class:`~pyro_bpq.compiled.recorder.Subject` asks of them. Read ``steps.py`` first, then
 ``recorder.py``.
 """
-
-__all__: tuple[str, ...] = ()

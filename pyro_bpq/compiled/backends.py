@@ -18,8 +18,6 @@ from pyro_bpq.compiled.editing import Editor
 from pyro_bpq.compiled.joining import joined
 from pyro_bpq.compiled.options import Backend
 
-__all__ = ["OLDEST_TORCH", "compile_graph", "missing", "outdated"]
-
 Compiled = Callable[..., Sequence[Tensor]]
 
 # The oldest release of torch that steps were recorded and compiled with.

@@ -22,8 +22,6 @@ from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
-__all__ = ["Call", "Kind", "kind_of", "reach"]
-
 # Libraries whose functions and classes are taken to be constant.
 _LIBRARIES = frozenset(
     {"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"}

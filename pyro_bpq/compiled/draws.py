@@ -7,8 +7,6 @@ from torch import fx
 
 from pyro_bpq.compiled.editing import Editor
 
-__all__ = ["eager_draws", "fused_draws"]
-
 _ATEN = torch.ops.aten
 # Smallest exponential time: torch's own draws have no smaller one in single precision.
 _SHORTEST = 2.0**-25

@@ -10,8 +10,6 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
-__all__ = ["Editor", "value_of"]
-
 
 def value_of(node: fx.Node) -> Tensor | None:
     """What the result of an operator looks like; ``None`` if it is no tensor."""

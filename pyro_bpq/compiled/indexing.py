@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.compiled.watch import draws_seed, refuse_read
 
-__all__ = ["RecordedIndexing", "selected"]
-
 # What hands out the memory of a tensor; no operator shows it.
 _LEAVES_TORCH = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.untyped_storage))
 

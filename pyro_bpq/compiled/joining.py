@@ -25,8 +25,6 @@ from pyro_bpq.compiled.editing import Editor, value_of
 from pyro_bpq.compiled.simplifying import kind_of_node, simplify, sum_of, told
 from pyro_bpq.compiled.storage import Storage, draws, levels_of, nodes_in, written_by
 
-__all__ = ["joined"]
-
 _ATEN = torch.ops.aten
 # Fewer operators than these are not worth a stack of their tensors.
 _FEWEST = 8

@@ -8,8 +8,6 @@ from typing import Any
 
 from pyro_bpq.errors import OptionError
 
-__all__ = ["Backend", "Compile"]
-
 # The name of a backend, or a function from a graph and example inputs to a function of these inputs.
 Backend = str | Callable[..., Any]
 

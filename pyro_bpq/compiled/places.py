@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Place", "tensors_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Place:

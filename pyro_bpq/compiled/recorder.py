@@ -30,8 +30,6 @@ from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep, scheduled
 from pyro_bpq.tracing.sandbox import LentBuffers
 
-__all__ = ["Inputs", "RecordedResult", "Recording", "Subject", "distinct", "fingerprint", "record"]
-
 Info = dict[str, dict[str, Any]]
 
 # Stands for a tensor among the results of a graph.

@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from pyro_bpq.compiled.recorder import Recording
     from pyro_bpq.compiled.steps import CompiledSteps, Entry
 
-__all__ = ["compile_report"]
-
 
 def compile_report(objective: Any) -> str:
     """What was recorded and compiled so far, and what runs eagerly and why.

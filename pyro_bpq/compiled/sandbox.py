@@ -15,8 +15,6 @@ from torch import Tensor
 from pyro_bpq.compiled.watch import NotYet, Unrecordable
 from pyro_bpq.tracing.draws import Draws
 
-__all__ = ["Marked", "untraced"]
-
 
 class Marked(Protocol):
     """Something that can be taken back to an earlier state."""

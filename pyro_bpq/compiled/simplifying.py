@@ -12,8 +12,6 @@ from torch import Tensor, fx
 from pyro_bpq.compiled.editing import value_of
 from pyro_bpq.compiled.storage import Storage, draws, written_by
 
-__all__ = ["kind_of_node", "simplify", "sum_of", "told"]
-
 _ATEN = torch.ops.aten
 _NOTHING = frozenset({_ATEN.expand.default, _ATEN.view.default, _ATEN.sum.default})
 # Fewer terms than these are not worth a stack of them.

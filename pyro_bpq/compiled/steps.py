@@ -33,8 +33,6 @@ from pyro_bpq.errors import BPQWarning
 from pyro_bpq.rollout.schedule import scheduled
 from pyro_bpq.tracing.draws import Draws
 
-__all__ = ["CompiledSteps", "Entry", "Outcome", "SiteInfo", "StepSubject"]
-
 LOG = logging.getLogger("pyro_bpq")
 # Number of eager steps of a kind before it is recorded.
 _EAGER_STEPS = 3

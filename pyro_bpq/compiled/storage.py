@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["Storage", "draws", "levels_of", "nodes_in", "written_by"]
-
 
 class Storage:
     """Whose memory the results of operators are.

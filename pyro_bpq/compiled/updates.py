@@ -19,8 +19,6 @@ from torch import Tensor
 
 from pyro_bpq.compiled.places import Place
 
-__all__ = ["OptimizerUpdate", "Updates", "apply_all", "numbers_of"]
-
 # Those of torch whose own code takes the step size as a tensor.
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 # How a recorded update differs from an eager one: no number is read, no kernel is fused by hand.

@@ -22,8 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pyro_bpq.errors import UnsupportedProgramError
 
-__all__ = ["Fingerprint", "Noise", "NotYet", "StepWatch", "Unrecordable", "draws_seed", "refuse_read"]
-
 # Operators that hand numbers to Python, or make tensors whose size depends on them.
 _READS = frozenset(
     f"aten.{name}" for name in "_local_scalar_dense equal is_nonzero masked_select nonzero _unique2 unique_dim".split()

@@ -29,8 +29,6 @@ from pyro_bpq.testing import exact_gradient
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
 
-__all__ = ["compare_estimators"]
-
 Program = Callable[..., Any]
 # What this package, torch and Pyro raise where an estimator does not serve a program.
 _DOES_NOT_RUN = (BPQError, ValueError, RuntimeError, LookupError, TypeError, AssertionError)

@@ -11,8 +11,6 @@ from typing import Any
 from pyro_bpq.diagnostics.rivals import DEFAULT
 from pyro_bpq.diagnostics.text import number, table
 
-__all__ = ["Comparison", "Row", "recommend"]
-
 # Limit on the bias in standard errors. By chance it is exceeded with probability 6e-5 at the worst covariance.
 LIMIT = 4.0
 

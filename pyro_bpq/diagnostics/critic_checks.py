@@ -9,8 +9,6 @@ from pyro_bpq.diagnostics.findings import Finding
 from pyro_bpq.diagnostics.look import Look, listed
 from pyro_bpq.diagnostics.text import number
 
-__all__ = ["check_critics", "check_gradient_by_critic", "check_scales"]
-
 # After this many steps a critic that explains nothing is unlikely to improve.
 _MANY_STEPS = 200
 _EXPLAINS = 0.02

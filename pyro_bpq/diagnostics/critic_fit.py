@@ -18,8 +18,6 @@ from pyro_bpq.step.signals import Signals
 from pyro_bpq.testing import Moments
 from pyro_bpq.testing.parameters import GradientReader
 
-__all__ = ["CriticFit", "Fit", "critic_fit"]
-
 _LEARNED, _EXACT = "learned", "exact"
 _LEGEND = (
     "explained variance compares the critic's predictions with the costs that then came, between samples of the same",

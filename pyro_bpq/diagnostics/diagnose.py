@@ -32,8 +32,6 @@ from pyro_bpq.diagnostics.text import number
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 
-__all__ = ["diagnose"]
-
 # Findings of the same severity are listed in this order.
 _CHECKS = (
     check_finite,

@@ -6,8 +6,6 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["SEVERITIES", "Diagnosis", "Finding"]
-
 SEVERITIES = ("error", "warning", "hint")
 
 

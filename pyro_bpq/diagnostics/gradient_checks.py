@@ -21,16 +21,6 @@ from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
 from pyro_bpq.tracing.watch import samples
 
-__all__ = [
-    "check_bias",
-    "check_finite",
-    "check_parameters",
-    "check_particles",
-    "check_steps",
-    "check_time",
-    "check_variance",
-]
-
 _NOISE_SAMPLES, _ZERO_SAMPLES = 50, 8
 # Steps in which a parameter without a gradient is looked at again, and steps that are timed.
 _TRIES, _TIMED = 5, 5

@@ -13,8 +13,6 @@ from torch import Tensor
 from pyro_bpq.diagnostics.moments import COSTS, gradient_moments
 from pyro_bpq.errors import BPQError, OptionError
 
-__all__ = ["SCALES", "History", "LogCallback", "scalars"]
-
 # Names of the four scales of AllAction, in its order.
 SCALES = ("exact", "level", "advantage", "later")
 

@@ -21,8 +21,6 @@ from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.sandbox import LentBuffers
 from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = ["Look", "listed"]
-
 
 @dataclass(frozen=True, eq=False)
 class Look:

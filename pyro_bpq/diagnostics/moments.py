@@ -17,8 +17,6 @@ from pyro_bpq.testing import Moments
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
 
-__all__ = ["COSTS", "GradientMoments", "gradient_moments", "site_gradients"]
-
 # Name of the gradient without the sites' terms, i.e. the gradient through values and parameters of the costs.
 COSTS = "(differentiable costs)"
 

@@ -12,8 +12,6 @@ from pyro_bpq.diagnostics.comparison import Comparison
 from pyro_bpq.diagnostics.history import SCALES, History
 from pyro_bpq.errors import BPQError, OptionError
 
-__all__ = ["plot_comparison", "plot_diagnostics"]
-
 _MOST = 8
 _STYLES = ("-", "--", ":", "-.")
 

@@ -14,14 +14,6 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.short import short
 from pyro_bpq.tracing.traced_run import TracedRun
 
-__all__ = [
-    "check_baseline_options",
-    "check_extra_run",
-    "check_hidden_rsample",
-    "check_structure",
-    "check_supports",
-]
-
 
 def check_supports(look: Look) -> Iterator[Finding]:
     """Sites with too many values to sum over."""

@@ -18,8 +18,6 @@ from pyro_bpq.errors import BPQError
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 
-__all__ = ["Drawing", "render_network", "render_scg"]
-
 # Okabe and Ito's colours, which remain distinct for the colour-blind.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D00")
 _PARALLEL = 4

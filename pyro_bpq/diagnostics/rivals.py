@@ -14,8 +14,6 @@ from pyro_bpq.estimators import LeaveOneOut, ScoreFunction
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.short import short
 
-__all__ = ["DEFAULT", "GraphELBO", "Rival", "default_rivals", "signature", "took"]
-
 DEFAULT, LOO = "default", "leave-one-out"
 _STORED = "__baseline_avg_downstream_cost_"
 

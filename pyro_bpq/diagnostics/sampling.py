@@ -20,8 +20,6 @@ from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.testing import TwoPoint, iter_outcomes
 
-__all__ = ["Accumulated", "accumulate", "num_outcomes_of", "seeded", "untouched"]
-
 _NUM_BATCHES = 10
 Step = Callable[[], Mapping[Hashable, Tensor]]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["number", "table"]
-
 
 def number(value: float | None) -> str:
     """Formats a number with three significant digits; very small or large ones get an exponent.

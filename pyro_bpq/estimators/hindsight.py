@@ -13,8 +13,6 @@ from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm,
 from pyro_bpq.estimators.baselines import RunningBaseline, leave_one_out
 from pyro_bpq.estimators.requirements import needs_finite
 
-__all__ = ["HeldCosts", "Hindsight"]
-
 # Weight of the past in the moments of crossed costs.
 _DECAY = 0.99
 

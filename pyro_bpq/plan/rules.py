@@ -23,19 +23,6 @@ from pyro_bpq.estimators import (
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.tracing.config import SiteOptions
 
-__all__ = [
-    "BY_OPTIONS",
-    "BY_STRUCTURE",
-    "PARTICLES",
-    "Choice",
-    "ParticleRule",
-    "ProgramFacts",
-    "Rule",
-    "SiteFacts",
-    "decide",
-    "has_many_components",
-]
-
 MOST_PARTICLES = 8
 # A value of so many elements takes about as long as the Python code of a sample statement.
 ELEMENTS = 1 << 16

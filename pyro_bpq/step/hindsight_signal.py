@@ -17,8 +17,6 @@ from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.step.asked import RolloutTensors
 
-__all__ = ["HeldRuns", "of_class"]
-
 # Share of the chance of a component that does not depend on how far its values are open.
 _EVEN = 0.5
 

@@ -13,20 +13,6 @@ from pyro_bpq.tracing.cost_statement import cost_options
 from pyro_bpq.tracing.described import data_line, told
 from pyro_bpq.tracing.watch import PARTICLES, distribution_name, number_of_values, samples
 
-__all__ = [
-    "Frames",
-    "check_declared",
-    "nesting_error",
-    "own_plates",
-    "particle_advice",
-    "plate_error",
-    "plate_error_of_traces",
-    "plates_of",
-    "rows_of",
-    "statements",
-    "unlike_line",
-]
-
 Frames = tuple[Any, ...]
 """The plates around a statement, as Pyro's frames."""
 

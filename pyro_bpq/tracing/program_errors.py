@@ -34,8 +34,6 @@ from pyro_bpq.tracing.plate_errors import (
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name, where_of
 
-__all__ = ["explain_runs", "explain_scores"]
-
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
 _EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
 # Parts of the errors that torch raises when Python asks a tensor with several elements for one value.

@@ -25,19 +25,6 @@ from pyro_bpq.tracing.cost_statement import Given, cost_options
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.work import Work, WorkMode
 
-__all__ = [
-    "HANDED",
-    "PARTICLES",
-    "Attach",
-    "Choose",
-    "Watch",
-    "distribution_name",
-    "is_enumerated",
-    "number_of_values",
-    "samples",
-    "site_info",
-]
-
 # Returns the estimator of a site.
 Choose = Callable[[SiteInfo, SiteOptions], Estimator]
 
