@@ -29,7 +29,8 @@ def public() -> dict[str, Any]:
     found = {}
     for package in PACKAGES:
         module = importlib.import_module(package)
-        for name in module.__all__:
+        own = [name for name, thing in vars(module).items() if getattr(thing, "__module__", None) == package]
+        for name in getattr(module, "__all__", [name for name in own if not name.startswith("_")]):
             thing = getattr(module, name)
             if inspect.isclass(thing) or inspect.isfunction(thing):
                 found.setdefault(id(thing), (f"{package}.{name}", thing))

@@ -205,7 +205,10 @@ def _recorded(subject: Subject, program: Any, call: Call, number: int, updates: 
     # Under make_fx torch takes some operators apart; two plain runs are compared.
     found, again = (fingerprint(subject, program, inputs, number) for _ in range(2))
     if not found.is_like(again):
-        raise Unrecordable("it does other things each time that it runs")
+        raise Unrecordable(
+            f"it computes something else each time that it runs ({found.number} operators, then {again.number}): does "
+            "Python count in it? Hand over what changes as an argument of step(), where numbers may change"
+        )
     return _finished(graph, inputs, found, info, graded)
 
 

@@ -191,6 +191,7 @@ class CompiledSteps:
         """Forgets all recordings."""
         self.entries: list[Entry] = []
         self.reasons: list[str] = []
+        self._told = set[str]()
         # Number of eager steps of each kind of call, and number of attempts to record.
         self._seen: dict[int, int] = {}
         self._made = 0
@@ -257,7 +258,7 @@ class CompiledSteps:
         if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
             return None
         if self._made >= self.options.max_recordings:
-            self._tell(self._too_many(roots))
+            self._tell(*self._too_many(roots))
             return None
         start = time.perf_counter()
         try:
@@ -278,12 +279,14 @@ class CompiledSteps:
         self.entries.append(entry)
         return entry
 
-    def _too_many(self, roots: Any) -> str:
+    def _too_many(self, roots: Any) -> tuple[str, str]:
+        """Why no more is recorded, and what to write; and the kind of that reason."""
         changed = ""
         if self.entries:
             changed = self.entries[-1].recording.inputs.call.difference(reach(roots))
         why = f", the last time because {changed}" if changed else ""
-        return f"it was recorded {self._made} times{why}; further kinds of calls run eagerly"
+        text = f"it was recorded {self._made} times{why}; further kinds of calls run eagerly"
+        return f"{text}. Batches of one size need one recording; or write Compile(max_recordings=...)", "many kinds"
 
     def _compile(self, entry: Entry) -> None:
         examples = [entry.recording.inputs.tensors[i] for i in entry.recording.used]
@@ -384,9 +387,10 @@ class CompiledSteps:
         rest = results[ahead:]
         return Outcome(results[0], leaves, results[1:ahead], SiteInfo(functools.partial(recording.info, rest)))
 
-    def _tell(self, reason: str) -> None:
-        """Warns of a reason for eager steps, once."""
-        if reason not in self.reasons:
+    def _tell(self, reason: str, kind: str = "") -> None:
+        """Warns of a reason for eager steps, once; of a kind of reasons, once."""
+        if (kind or reason) not in self._told:
+            self._told.add(kind or reason)
             self.reasons.append(reason)
             warnings.warn(f"compile: steps run eagerly, because {reason}.", BPQWarning, stacklevel=2)
 

@@ -217,8 +217,8 @@ class ParticleCount:
         number = 1 if mode.has_ranks else runner.good_for(traced)
         if number == 1:
             self.said = (
-                "One particle runs: more are taken only where ten rows of data or more need a baseline each, and no "
-                "value steers the program."
+                "One particle runs: more are taken only where ten sites, or ten rows of data, or more have costs that "
+                "are not known at other values, and no value steers the program."
             )
         if number > 1:
             # One particle may still have to be reckoned with in this step.

@@ -16,8 +16,9 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
         M = min(8, max(2, 65536 / n)),   n elements of the largest value of a particle
 
     where costs after a site of the default's choice are known of the sampled value alone, and differ from row to row
-    of its plates; else one. Baselines from other particles know the row, those from other steps do not. Two, where
-    :class:`~pyro_bpq.estimators.DebiasedStraightThrough` serves all such sites, which needs no baseline. The table is
+    of its plates, or where there are ten such sites or more; else one. Baselines from other particles know the row,
+    those from other steps do not. Two, where :class:`~pyro_bpq.estimators.DebiasedStraightThrough` serves all such
+    sites of rows, which needs no baseline. The table is
     ``PARTICLES`` in ``plan/rules.py``.
 
     Args:
@@ -32,6 +33,7 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     largest = max((value.numel() for value in values if isinstance(value, Tensor)), default=0)
     facts = ProgramFacts(
         by_row=frozenset(plan.by_row),
+        untold=len(plan.untold),
         sloped=frozenset(plan.sloped),
         is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,
         elements=largest,

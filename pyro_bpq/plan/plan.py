@@ -38,6 +38,7 @@ class Plan:
         num_particles: Number of particles.
         held: The extra run of guide and model at other values while all other sites keep theirs, or ``None``.
         refused: Why there is no extra run of the model, where its price speaks against it; else empty.
+        untold: Sites of the default's choice whose cost-to-go is not known at other values.
         is_dynamic: Whether sampled values may steer the program, so that another run may have another plan.
     """
 
@@ -55,6 +56,7 @@ class Plan:
     held: HeldPlan | None = None
     refused: str = ""
     is_dynamic: bool = False
+    untold: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         """What each site got and why, its critic, and what is known exactly; sites that are alike together."""

@@ -28,7 +28,7 @@ from pyro_bpq.plan.crossable import crossable
 from pyro_bpq.plan.extra_run import ExtraRun, immediate_of, is_complete, known_costs, plan_extra_run
 from pyro_bpq.plan.holding import held_plan
 from pyro_bpq.plan.plan import Plan, StructureFacts
-from pyro_bpq.plan.revisions import charged_costs, in_rows, pays_to_compare, revise, untold
+from pyro_bpq.plan.revisions import charged_costs, in_rows, open_sites, pays_to_compare, revise, untold
 from pyro_bpq.plan.rules import BY_OPTIONS, Choice, SiteFacts, decide, has_many_components
 from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.config import SiteOptions
@@ -208,7 +208,7 @@ class Planner:
         can_flip = can_flip and is_exact
         extra = self._extra_run(traced, graph, facts, choices, can_flip and not facts.is_dynamic)
         immediate = immediate_of(graph, facts) if is_exact else {name: () for name in choices}
-        by_row, served = self._by_row(traced, graph, facts, extra, immediate)
+        untold_sites, by_row, served = self._by_row(traced, graph, facts, extra, immediate)
         for name in served:
             revise(choices, replace(sites[name], is_by_row=True))
         if served:
@@ -259,6 +259,7 @@ class Planner:
             held=held_plan(traced, graph, facts, estimators),
             refused=extra.refused,
             is_dynamic=facts.is_dynamic,
+            untold=untold_sites,
         )
 
     def _extra_run(
@@ -279,19 +280,24 @@ class Planner:
         facts: StructureFacts,
         extra: ExtraRun,
         immediate: Mapping[str, tuple[str, ...]],
-    ) -> tuple[frozenset[str], Collection[str]]:
-        """Sites in rows of data whose cost-to-go is not known at other values; those that other particles serve."""
+    ) -> tuple[frozenset[str], frozenset[str], Collection[str]]:
+        """Sites whose cost-to-go is not known at other values; those in rows of data; those that particles serve."""
         # Costs of a user's own may be dear: critics save calls.
         is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)
-        rows = frozenset() if is_chosen or facts.is_dynamic else in_rows(traced, graph)
-        by_row = frozenset(
-            name for name in rows if not is_complete(traced, graph, name, immediate[name], extra.costs(name))
+        if is_chosen or facts.is_dynamic:
+            return frozenset(), frozenset(), ()
+        rows = in_rows(traced, graph)
+        untold = frozenset(
+            name
+            for name in open_sites(traced)
+            if not is_complete(traced, graph, name, immediate[name], extra.costs(name))
         )
+        by_row = rows & untold
         if not any(pays_to_compare(traced.infos[name]) for name in by_row):
-            return by_row, ()
+            return untold, by_row, ()
         # The extra run goes on only where it tells most sites everything.
         others = by_row if 2 * len(by_row) < len(rows) else rows
-        return by_row, [name for name in others if pays_to_compare(traced.infos[name])]
+        return untold, by_row, [name for name in others if pays_to_compare(traced.infos[name])]
 
     def _layout(
         self,

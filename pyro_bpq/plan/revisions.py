@@ -48,11 +48,14 @@ def in_rows(traced: TracedRun, graph: StochasticComputationGraph) -> frozenset[s
     """
     return frozenset(
         name
-        for name, options in traced.options.items()
-        if options.is_open
-        and not traced.infos[name].has_rsample
-        and math.prod(traced.plate_sizes[plate] for plate in graph.node(name).plates) >= MANY_ROWS
+        for name in open_sites(traced)
+        if math.prod(traced.plate_sizes[plate] for plate in graph.node(name).plates) >= MANY_ROWS
     )
+
+
+def open_sites(traced: TracedRun) -> list[str]:
+    """Sites without ``rsample`` for which nothing is chosen."""
+    return [n for n, options in traced.options.items() if options.is_open and not traced.infos[n].has_rsample]
 
 
 def pays_to_compare(info: SiteInfo) -> bool:

@@ -24,6 +24,8 @@ from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.tracing.config import SiteOptions
 
 MOST_PARTICLES = 8
+# Sites from which on several particles run, whatever their plates.
+MANY_SITES = 10
 # A value of so many elements takes about as long as the Python code of a sample statement.
 ELEMENTS = 1 << 16
 _COMPARED, _ALONE = ScoreFunction(LeaveOneOut()), ScoreFunction(TrimmedBaseline())
@@ -151,6 +153,7 @@ class ProgramFacts:
         is_plain: Whether there are no cost statements, and all sites are in the traces and sampled.
         elements: Number of elements of the largest value.
         particles: Number of particles in it.
+        untold: Number of sites of the default's choice whose cost-to-go is not known at other values.
     """
 
     by_row: frozenset[str]
@@ -158,6 +161,7 @@ class ProgramFacts:
     is_plain: bool
     elements: int
     particles: int = 1
+    untold: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,16 +173,24 @@ class ParticleRule:
     number: Callable[[ProgramFacts], int]
 
 
+def _affordable(program: ProgramFacts) -> int:
+    return min(MOST_PARTICLES, max(2, ELEMENTS * program.particles // max(program.elements, 1)))
+
+
 PARTICLES = (
-    ParticleRule("no costs that differ from row to row", lambda p: not p.by_row, lambda p: 1),
+    ParticleRule(
+        "few sites, and no costs that differ from row to row",
+        lambda p: not p.by_row and p.untold < MANY_SITES,
+        lambda p: 1,
+    ),
     ParticleRule("particles cannot be taken apart", lambda p: not p.is_plain, lambda p: 1),
     # Slopes need no baseline.
-    ParticleRule("slopes serve all sites of rows", lambda p: p.by_row <= p.sloped, lambda p: 2),
+    ParticleRule("slopes serve all sites of rows", lambda p: bool(p.by_row) and p.by_row <= p.sloped, lambda p: 2),
+    # A step of a long program is mostly Python, which particles of one call share.
     ParticleRule(
-        "rows of data: other particles know the row, as many as are nearly free",
-        lambda p: True,
-        lambda p: min(MOST_PARTICLES, max(2, ELEMENTS * p.particles // max(p.elements, 1))),
+        "many sites: particles average their noise, as many as are nearly free", lambda p: not p.by_row, _affordable
     ),
+    ParticleRule("rows of data: other particles know the row, as many as are nearly free", lambda p: True, _affordable),
 )
 
 

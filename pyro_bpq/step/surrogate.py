@@ -249,8 +249,7 @@ def estimate(
         writes += average_over_ranks(context.ranks, new, context.cost[0].numel())
         writes += selection.write("count", selection.read("count") + 1)
     if build:
-        shown = {k: v.unbind() for k, v in term.statistics.items() if k in ("scales", "baseline")}
-        shown["cost_to_go"] = context.cost.unbind()
+        shown = {k: v for k, v in term.statistics.items() if k in ("scales", "baseline")} | {"cost_to_go": context.cost}
         for i, name in enumerate(context.names):
             info[name] = {"estimator": estimator, **{k: v[i] for k, v in shown.items()}}
     return term.surrogate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import pyro
@@ -46,7 +46,7 @@ _NUMBERS = re.compile("to satisfy the constraint|to be true, but got false|proba
 _OUT_OF_RANGE = re.compile(
     r"Expected parameter (\w+) .*of distribution (\w+).*to satisfy the constraint (\w+)", re.DOTALL
 )
-_CONSTRAINTS = {"GreaterThan": "positive", "Interval": "unit_interval", "Simplex": "simplex"}
+_CONSTRAINTS = MappingProxyType({"GreaterThan": "positive", "Interval": "unit_interval", "Simplex": "simplex"})
 _AT_SITE = re.compile(r"""^Error while computing \w+ at site '(.*)':""")
 _TWICE = re.compile("Multiple sample sites named '(.*)'")
 _NOT_SAMPLED = re.compile("site (.*) must be sampled in trace")

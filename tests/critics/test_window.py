@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pyro
@@ -82,10 +83,11 @@ def test_the_plan_says_what_a_critic_reads() -> None:
 
 
 def printed(elbo: TraceBackpropQ_ELBO, site: str) -> str:
-    """What the network prints of a site's critic."""
+    """What the network prints of a site's critic, in one line."""
     title, *lines = str(elbo.network).splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{site} "))
-    return line[title.index("critic reads") :]
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"{site} "))
+    own = [lines[start], *itertools.takewhile(lambda line: line.startswith(" "), lines[start + 1 :])]
+    return " ".join(line[title.index("critic reads") :] for line in own)
 
 
 @pytest.mark.parametrize(

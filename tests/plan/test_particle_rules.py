@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyro_bpq.plan.rules import ELEMENTS, MOST_PARTICLES, PARTICLES, ProgramFacts
+from pyro_bpq.plan.rules import ELEMENTS, MANY_SITES, MOST_PARTICLES, PARTICLES, ProgramFacts
 
 ROWS = frozenset(("y", "z"))
 
@@ -17,7 +17,11 @@ def number(facts: ProgramFacts) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("facts", "expected", "why"),
     [
-        (ProgramFacts(frozenset(), frozenset(), True, 10), 1, "differ from row to row"),
+        (ProgramFacts(frozenset(), frozenset(), True, 10), 1, "few sites"),
+        (ProgramFacts(frozenset(), frozenset(), True, 10, untold=MANY_SITES - 1), 1, "few sites"),
+        (ProgramFacts(frozenset(), frozenset(), True, 10, untold=MANY_SITES), MOST_PARTICLES, "many sites"),
+        (ProgramFacts(frozenset(), frozenset(), True, ELEMENTS // 3, untold=MANY_SITES), 3, "many sites"),
+        (ProgramFacts(frozenset(), frozenset(), False, 10, untold=MANY_SITES), 1, "taken apart"),
         (ProgramFacts(ROWS, frozenset(), False, 10), 1, "taken apart"),
         (ProgramFacts(ROWS, ROWS | {"x"}, True, 10), 2, "slopes"),
         (ProgramFacts(ROWS, frozenset("y"), True, 10), MOST_PARTICLES, "rows of data"),
