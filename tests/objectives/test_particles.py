@@ -18,7 +18,7 @@ from steps import trained
 from pyro_bpq import CriticLearner, FlipCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.objectives.programs import is_same_program
-from pyro_bpq.plan.rules import ELEMENTS, MOST_PARTICLES
+from pyro_bpq.plan.rules import ELEMENTS, MANY_SITES, MOST_PARTICLES
 from pyro_bpq.rollout.particles import Particles
 
 ROWS = 12
@@ -218,6 +218,45 @@ def test_it_draws_as_pyro_does_with_that_number(programs: Layers, nesting: float
     pyro.set_rng_seed(3)
     expected = [each.loss(programs.model, programs.guide) for each in [alone, *[together] * 5]]
     torch.testing.assert_close(found, expected[1:])
+
+
+class Bits:
+    """Bits outside of plates, each conditioned on the one before, and one cost of all of them.
+
+    Args:
+        number: Number of bits.
+        mixes: Whether the cost of a particle depends on those that it runs with.
+    """
+
+    def __init__(self, number: int, mixes: bool = False) -> None:
+        self.number, self.mixes = number, mixes
+
+    def model(self) -> None:
+        values = [pyro.sample(f"z{i}", dist.Bernoulli(0.4)) for i in range(self.number)]
+        total = torch.stack(values).sum() if self.mixes else sum(values[1:], values[0])
+        pyro.sample("x", dist.Normal(total, 1.0), obs=torch.tensor(4.0))
+
+    def guide(self) -> None:
+        q, z = pyro.param("q", torch.zeros(self.number)), torch.tensor(0.0)
+        for i in range(self.number):
+            z = pyro.sample(f"z{i}", dist.Bernoulli(logits=q[i] + z))
+
+
+@pytest.mark.parametrize("number", [MANY_SITES - 1, MANY_SITES])
+def test_many_sites_get_the_most_particles_and_keep_critics(number: int) -> None:
+    elbo, bits = TraceBackpropQ_ELBO(), Bits(number)
+    for _ in range(4):
+        elbo.loss_and_grads(bits.model, bits.guide)
+    assert elbo.num_particles == (MOST_PARTICLES if number >= MANY_SITES else 1)
+    assert elbo.plan is not None and len(elbo.plan.untold) == number
+    assert elbo.plan.layout.specs["z0"].critic is not None and not elbo.particles.now.is_hidden
+
+
+def test_many_sites_of_a_program_that_mixes_particles_run_in_hiding() -> None:
+    elbo, bits = TraceBackpropQ_ELBO(), Bits(MANY_SITES + 2, mixes=True)
+    for _ in range(4):
+        elbo.loss_and_grads(bits.model, bits.guide)
+    assert elbo.num_particles == MOST_PARTICLES and elbo.particles.now.is_hidden
 
 
 def test_evaluation_takes_one() -> None:
