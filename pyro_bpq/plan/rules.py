@@ -28,7 +28,6 @@ MOST_PARTICLES = 8
 MANY_SITES = 10
 # A value of so many elements takes about as long as the Python code of a sample statement.
 ELEMENTS = 1 << 16
-_COMPARED, _ALONE = ScoreFunction(LeaveOneOut()), ScoreFunction(TrimmedBaseline())
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class SiteFacts:
     @property
     def plain_score(self) -> Estimator:
         """The same without the site's own baseline."""
-        return _COMPARED if self.info.num_particles > 1 else _ALONE
+        return ScoreFunction(LeaveOneOut() if self.info.num_particles > 1 else TrimmedBaseline())
 
     @property
     def has_few_values(self) -> bool:

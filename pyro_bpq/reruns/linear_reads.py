@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ _SHIFTED = frozenset(
     for name in "Add Clone Neg ReshapeAlias Rsub Squeeze Sub UnsafeView Unsqueeze View".split()
     for i in range(3)
 )
-_SCALED = {"MulBackward0": False, "DivBackward0": True}
+_SCALED = MappingProxyType({"MulBackward0": False, "DivBackward0": True})
 
 
 @dataclass(frozen=True, eq=False)
