@@ -1,0 +1,115 @@
+"""Recorded steps of several objectives, in a forked process, and of a program that begins to branch."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_bpq import TraceBackpropQ_ELBO, compile_report
+from pyro_bpq.errors import BPQWarning
+
+OBSERVED = torch.tensor(0.7)
+
+
+def program(name: str, width: int) -> tuple[Any, Any]:
+    """A model and a guide whose sites and parameters carry a name."""
+
+    def model() -> None:
+        z = pyro.sample(f"{name}_z", dist.Bernoulli(torch.full((width,), 0.4)).to_event(1))
+        pyro.sample(f"{name}_x", dist.Normal(z.sum(-1), 1.0), obs=OBSERVED)
+
+    def guide() -> None:
+        q = pyro.param(f"{name}_q", torch.full((width,), 0.3))
+        pyro.sample(f"{name}_z", dist.Bernoulli(logits=q).to_event(1))
+
+    return model, guide
+
+
+def test_two_objectives_in_turn_go_on_as_each_does_alone() -> None:
+    programs = {"a": program("a", 1), "b": program("b", 3)}
+
+    def losses(compiled: Any, names: str) -> list[float]:
+        pyro.clear_param_store()
+        elbos = {name: TraceBackpropQ_ELBO(compile=compiled) for name in programs}
+        found = []
+        for step in range(12):
+            for name in names:
+                pyro.set_rng_seed(step)
+                found.append(elbos[name].loss_and_grads(*programs[name]))
+        assert not compiled or all(elbos[name].compiled.entries[0].steps > 3 for name in names)
+        return found
+
+    together = losses("eager", "ab")
+    assert together == pytest.approx(losses(False, "ab"), abs=1e-9)
+    assert together[::2] == pytest.approx(losses("eager", "a"), abs=1e-9)
+    assert together[1::2] == pytest.approx(losses("eager", "b"), abs=1e-9)
+
+
+class Hidden:
+    """State of a program."""
+
+    branches = False
+
+
+def test_a_program_that_begins_to_branch_runs_eagerly_from_the_next_check_on() -> None:
+    hidden = Hidden()
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
+        if hidden.branches and z > 0:
+            z = 2.0 * z
+        pyro.sample("x", dist.Normal(z, 1.0), obs=OBSERVED)
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+
+    elbo = TraceBackpropQ_ELBO(compile="eager")
+    for _ in range(20):
+        elbo.loss_and_grads(model, guide)
+    (entry,) = elbo.compiled.entries
+    recorded = entry.steps
+    assert recorded > 10
+    hidden.branches = True
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(recorded + 4):
+            elbo.loss_and_grads(model, guide)
+    texts = [str(one.message) for one in found if one.category is BPQWarning]
+    assert any("if hidden.branches and z > 0" in text for text in texts), texts
+    # The next check comes before as many steps are over again; from then on its branches run.
+    assert entry.steps <= 2 * recorded and "eagerly" in compile_report(elbo)
+    last = entry.steps
+    for _ in range(5):
+        elbo.loss_and_grads(model, guide)
+    assert entry.steps == last
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_goes_on_with_the_recording() -> None:
+    elbo, programs = TraceBackpropQ_ELBO(compile="eager"), program("a", 2)
+    for _ in range(8):
+        elbo.loss_and_grads(*programs)
+    assert elbo.compiled.entries[0].steps > 1
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            pyro.set_rng_seed(5)
+            text = " ".join(f"{elbo.loss_and_grads(*programs):.17g}" for _ in range(3))
+            os.write(writer, text.encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    pyro.set_rng_seed(5)
+    own = [elbo.loss_and_grads(*programs) for _ in range(3)]
+    with os.fdopen(reader) as pipe:
+        theirs = [float(word) for word in pipe.read().split()]
+    os.waitpid(child, 0)
+    assert theirs == own
