@@ -22,7 +22,7 @@ import numpy as np
 import pyro
 import torch
 from common import RESULTS, Row, read_csv, table, write_csv, write_markdown
-from programs import HELD_OUT, PROGRAMS, Program
+from programs import Program, selected
 from pyro.infer import ELBO, SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import Adam
 from torch import Tensor
@@ -120,11 +120,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = read_csv(options.output / "choice.csv")
-    named = [name for name in options.only.split(";") if name]
-    chosen = [program for program in PROGRAMS if (program.name in HELD_OUT) is options.held_out]
-    if named:
-        chosen = [next(program for program in PROGRAMS if program.name == name) for name in named]
-        rows = [row for row in rows if row["program"] not in named]
+    chosen = selected(options.only, options.held_out)
+    if options.only:
+        rows = [row for row in rows if row["program"] not in {program.name for program in chosen}]
     data = digits()
     for program in chosen:
         if all(row["program"] != program.name for row in rows):

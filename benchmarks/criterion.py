@@ -23,7 +23,7 @@ import pyro
 import torch
 from choice import digits
 from common import RESULTS, Row, read_csv, table, write_csv, write_markdown
-from programs import HELD_OUT, PROGRAMS, Program
+from programs import Program, selected
 from pyro.infer import SVI
 from pyro.optim import Adam
 from torch import Tensor
@@ -140,8 +140,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rows, named = read_csv(options.output / "criterion.csv"), [name for name in options.only.split(";") if name]
-    chosen = [p for p in PROGRAMS if (p.name in named if named else (p.name in HELD_OUT) is options.held_out)]
+    rows = read_csv(options.output / "criterion.csv")
+    chosen = selected(options.only, options.held_out)
     data = digits()
     for program in chosen:
         if all(row["program"] != program.name for row in rows):

@@ -558,3 +558,16 @@ PROGRAMS = (
     Program("table of 20", lambda: Table(20), 0, True),
     Program("models", Models, 0, True),
 )
+
+
+def selected(names: str, held_out: bool) -> list[Program]:
+    """The programs of some names, separated by semicolons; else those that are held out, or the others.
+
+    Args:
+        names: The names, or nothing.
+        held_out: Whether to take those that rules were not made on.
+    """
+    if not names:
+        return [program for program in PROGRAMS if (program.name in HELD_OUT) is held_out]
+    known = {program.name: program for program in PROGRAMS}
+    return [known[name] for name in names.split(";") if name]

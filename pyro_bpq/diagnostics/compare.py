@@ -28,6 +28,7 @@ from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.testing import exact_gradient
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
+from pyro_bpq.tracing.described import own_text
 
 Program = Callable[..., Any]
 # What this package, torch and Pyro raise where an estimator does not serve a program.
@@ -76,11 +77,12 @@ def compare_estimators(
         *args: Arguments of both.
         estimators: ELBOs (of this package or of Pyro) or estimators, by name. An estimator becomes
             ``TraceBackpropQ_ELBO(num_particles, estimator=...)``. Default: this package's default, the same with
-            ``num_particles``, the same without critics, leave-one-out, and Pyro's ``Trace_ELBO`` and
-            ``TraceGraph_ELBO``, the latter with and without baselines. Of those that are the same on this program one
-            is left out; the result says so.
-        num_particles: Number of particles of estimators that are not ELBOs, and of two of the default ``estimators``:
-            leave-one-out, and this package's default with so many. The others have as many as they take by themselves.
+            ``num_particles``, the same without critics, leave-one-out, and Pyro's ``Trace_ELBO``, also with
+            ``num_particles``, and ``TraceGraph_ELBO``, with and without baselines. Of those that are the same on this
+            program one is left out; the result says so.
+        num_particles: Number of particles of estimators that are not ELBOs, and of three of the default
+            ``estimators``: leave-one-out, and this package's default and ``Trace_ELBO`` with so many. The others have
+            as many as they take by themselves.
         num_samples: Number of steps if outcomes are not enumerated.
         num_warmup: Number of steps that critics learn before; the result reports it. ELBOs with ``learner=None``
             are not warmed up, because the user's optimiser trains their critics.
@@ -101,9 +103,8 @@ def compare_estimators(
         OptionError: If ``estimators`` is empty or holds another kind of object.
     """
     rivals = default_rivals(num_particles) if estimators is None else {}
-    elbos = {name: rival.build() for name, rival in rivals.items()}
-    if estimators is not None:
-        elbos = _elbos(estimators, num_particles)
+    built = {name: rival.build() for name, rival in rivals.items()}
+    elbos = built if estimators is None else _elbos(estimators, num_particles)
     if num_rounds < 1:
         raise OptionError(f"num_rounds={num_rounds!r}: write a positive number.")
     options: dict[str, Any] = {"num_outcomes": num_outcomes, "seed": seed, **kwargs}
@@ -128,7 +129,7 @@ def compare_estimators(
             except _DOES_NOT_RUN as error:
                 if estimators is not None and not isinstance(error, UnsupportedSiteError):
                     raise
-                rows[name] = Row(name, ran=False, note=str(error).split("\nTrace Shapes:")[0].strip())
+                rows[name] = Row(name, ran=False, note=own_text(error).strip())
                 continue
             rows[name] = {"num_warmup": warm, "warmup_s": seconds, "write": write, **_figures(elbo, moments, truth)}
             ready[name] = elbo

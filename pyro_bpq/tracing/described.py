@@ -12,6 +12,11 @@ from pyro_bpq.tracing.watch import distribution_name
 _SHAPES = "\nTrace Shapes:"
 
 
+def own_text(error: Exception) -> str:
+    """The text of an error without the table of shapes that Pyro appends."""
+    return str(error).partition(_SHAPES)[0]
+
+
 def told(error: Exception, *lines: str) -> str:
     """The text of an error, what to write, and the table of shapes that Pyro appends.
 

@@ -82,7 +82,7 @@ def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) 
         else:
             lines.append(f"Site {name!r} is in the plates {_listed(plates_of(sites[0]))} (name, dim, size).")
         if len({tuple(_listed(plates_of(site))) for site in sites}) == 1:
-            lines += [_loose_line(site) for site in sites[-1:] + sites[:-1] if _is_loose(site)][:1]
+            lines += list(filter(None, map(_loose_line, reversed(sites))))[:1]
     return PlateError(told(error, *lines, *particle_advice(frames)))
 
 
@@ -255,13 +255,11 @@ def _both_line(name: str, model: Frames, guide: Frames) -> str:
     return line
 
 
-def _is_loose(site: Any) -> bool:
-    return cost_options(site) is None and _loose(site) is not None
-
-
 def _loose_line(site: Any) -> str:
-    """Says which dimension of a site is no plate, and what to write."""
+    """Says which dimension of a site is no plate, and what to write; empty if there is none."""
     dim, shape = _loose(site), tuple(site["fn"].batch_shape)
+    if dim is None or cost_options(site) is not None:
+        return ""
     return (
         f"A distribution of {site['name']!r} has the batch shape {shape}, and its dimension {dim} is no plate. "
         "Where its elements belong together, write .to_event(...); where they are rows, put it into a plate with "

@@ -18,6 +18,7 @@ from pyro_bpq.tracing.described import (
     left_torch,
     nan_line,
     number_missing,
+    own_text,
     support,
     support_line,
     told,
@@ -32,7 +33,7 @@ from pyro_bpq.tracing.plate_errors import (
     unlike_line,
 )
 from pyro_bpq.tracing.provenance import DependencyTracker
-from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name, where_of
+from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name
 
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
 _EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
@@ -94,7 +95,7 @@ def _of_run(
     error: Exception, watch: Watch, tracker: DependencyTracker | None, inputs: Mapping[int | str, Any]
 ) -> BPQError | None:
     """The error to raise instead of one that came while guide or model ran; ``None`` to leave it."""
-    text, plates = _own_text(error), watch.plates.values()
+    text, plates = own_text(error), watch.plates.values()
     unlike = watch.unlike()
     if unlike:
         # The program goes on with a value of a shape that it does not expect, and fails somewhere else.
@@ -104,7 +105,7 @@ def _of_run(
     found = (
         nesting_error(error, plates, declared)
         or _name_error(error, watch.costs)
-        or plate_error(error, watch.plates, where_of(watch))
+        or plate_error(error, watch.plates, watch.where)
     )
     # Values that carry gradients make torch refuse what it does otherwise: the caller tries again without.
     if found is not None or watch.sloped or type(error) not in _EXPLAINED:
@@ -129,14 +130,9 @@ def _of_run(
     return None
 
 
-def _own_text(error: Exception) -> str:
-    """The text of an error without the shapes that Pyro appends."""
-    return str(error).split("\nTrace Shapes:")[0]
-
-
 def _one_value_error(error: Exception, number: int, tracker: DependencyTracker) -> BPQError | None:
     """Says that Python asked for one value where each of so many particles has its own."""
-    read, text = _read_tensor(error.__traceback__), _own_text(error)
+    read, text = _read_tensor(error.__traceback__), own_text(error)
     if read is None:
         # NumPy or a list may complain later, after the value has left torch.
         gone = tracker.escaped - {HANDED}
@@ -168,7 +164,7 @@ def _number_error(
         if number_missing(value):
             line = (
                 f"{_argument(key)} of the programs has NaN in {number_missing(value)} of {value.numel()} elements, and "
-                f"the {where_of(watch)} computes with them. Leave these out: let the guide read x.nan_to_num(), and "
+                f"the {watch.where} computes with them. Leave these out: let the guide read x.nan_to_num(), and "
                 "observe under pyro.poutine.mask(mask=~x.isnan())."
             )
             return UnsupportedSiteError(f"{line}\n{text}")
@@ -183,8 +179,9 @@ def _number_error(
         if constraint
         else ""
     )
-    where = where_of(watch)
-    line = f"The {found[1]} of a {found[2]} that the {where} makes{after} is out of range: look at it there.{advice}"
+    line = (
+        f"The {found[1]} of a {found[2]} that the {watch.where} makes{after} is out of range: look at it there.{advice}"
+    )
     return UnsupportedSiteError(f"{line}\n{text}")
 
 
@@ -201,7 +198,7 @@ def _read_tensor(traceback: TracebackType | None) -> Tensor | None:
 
 def _name_error(error: Exception, costs: set[str]) -> UnsupportedProgramError | None:
     """Says that a cost has the name of a site. Pyro's error is a ``RuntimeError``, too."""
-    text = _own_text(error)
+    text = own_text(error)
     twice, other = _TWICE.search(text), _NOT_SAMPLED.search(text)
     name = twice[1] if twice else other[1] if other else ""
     if twice and name not in costs:
@@ -221,7 +218,7 @@ def _name_error(error: Exception, costs: set[str]) -> UnsupportedProgramError | 
 
 def _support_error(error: Exception, model: Mapping[str, Any], guide: Mapping[str, Any]) -> BPQError | None:
     """Says of a site without a log-probability which data or which distributions are at fault."""
-    text, at = _own_text(error), _AT_SITE.match(str(error))
+    text, at = own_text(error), _AT_SITE.match(str(error))
     if at is None:
         # Torch's errors name no site. The first one without a log-probability is where it failed.
         name = next((name for name, site in model.items() if "log_prob" not in site), "")

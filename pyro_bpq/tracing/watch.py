@@ -96,6 +96,11 @@ class Watch(Messenger):
     def __repr__(self) -> str:
         return f"Watch({self.particles} particles, tracked={self.tracker is not None})"
 
+    @property
+    def where(self) -> str:
+        """Which program is running: ``"guide"`` or ``"model"``."""
+        return "model" if self.is_past_guide else "guide"
+
     def unlike(self) -> list[str]:
         """Sites whose values have another form in the model than in the guide."""
         both = [name for name in self.scored_as if name in self.drawn_as]
@@ -284,11 +289,6 @@ def number_of_values(fn: Any) -> int | None:
     if components is None or components.kind not in ("categorical", "one_hot"):
         return None
     return components.cardinality
-
-
-def where_of(watch: Watch) -> str:
-    """Which program is running: ``"guide"`` or ``"model"``."""
-    return "model" if watch.is_past_guide else "guide"
 
 
 def is_enumerated(site: Any) -> bool:

@@ -69,6 +69,8 @@ def test_steps_are_the_same(name: str) -> None:
     try:
         graph, inputs = recorded(case.model, case.guide, *case.args)
     except IndexError:
+        # Steered programs run eagerly; those of the default suite are known to be recorded.
+        assert name not in SHORT
         pytest.skip("it is not recorded")
     check(graph, inputs)
 
