@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from pyro_bpq import (
     RunningBaseline,
     ScoreFunction,
     TraceBackpropQ_ELBO,
+    compile_report,
     paper_settings,
 )
 from pyro_bpq.critics.slow import SlowTracking
+from pyro_bpq.errors import BPQWarning
 
 PROCESSES, LENGTH, EXACT_STEPS, RANDOM_STEPS = 2, 4, 6, 10
 
@@ -167,6 +170,33 @@ def train_apart(rank: int) -> dict[str, Any]:
     return state_of(fit)
 
 
+def train_compiled(rank: int) -> dict[str, Any]:
+    """Parameters after eager and after recorded steps, and the number of recorded ones."""
+    found = {}
+    for name, compiled in (("eager", False), ("compiled", "eager")):
+        fit = make({"learner": CriticLearner(ranks=None), "compile": compiled})
+        trained = DistributedDataParallel(fit, broadcast_buffers=False)
+        optimiser_ = torch.optim.SGD(fit.parameters(), lr=0.02)
+        torch.manual_seed(rank)
+        for step in range(RANDOM_STEPS):
+            optimiser_.zero_grad()
+            trained(batch(step)[0][rank::PROCESSES]).backward()
+            optimiser_.step()
+        found[name] = {key: parameter.detach().clone() for key, parameter in fit.named_parameters()}
+    found["steps"] = sum(entry.steps for entry in fit.elbo.compiled.entries)
+    return found
+
+
+def refused(rank: int) -> str:
+    """What is said of compiled steps where processes train the critics together."""
+    fit = make({"compile": "eager"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BPQWarning)
+        for step in range(6):
+            fit(batch(step)[0][rank::PROCESSES])
+    return compile_report(fit.elbo)
+
+
 def collide(rank: int) -> str:
     """What is said where processes do not take the same steps."""
     fit = make({})
@@ -206,6 +236,8 @@ def main() -> None:
         "random": {name: train_randomly(name, rank, False) for name in RANDOM_CASES},
         "broadcast": train_randomly("default", rank, True),
         "apart": train_apart(rank),
+        "compiled": train_compiled(rank),
+        "refused": refused(rank),
         "collide": collide(rank),
         "skip": skip(rank),
     }

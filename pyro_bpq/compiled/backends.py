@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pyro_bpq.compiled.draws import eager_draws, fused_draws
+from pyro_bpq.compiled.draws import called_draws, eager_draws, fused_draws
 from pyro_bpq.compiled.editing import Editor
 from pyro_bpq.compiled.joining import joined
 from pyro_bpq.compiled.options import Backend
@@ -94,7 +94,11 @@ def _prepared(graph: fx.GraphModule) -> fx.GraphModule:
     """A graph that is compiled sooner, and does the same."""
     editor, keeps_draws = Editor(graph), torch._inductor.config.fallback_random
     (eager_draws if keeps_draws else fused_draws)(editor)
-    return joined(editor, keeps_draws)
+    joined(editor, keeps_draws)
+    if not keeps_draws:
+        called_draws(editor)
+    editor.module.recompile()
+    return editor.module
 
 
 def _options(graph: fx.GraphModule) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Recorded steps of several objectives, in a forked process, and of a program that begins to branch."""
+"""Recorded steps of several objectives, in a forked process, in the background, and of a program that begins to branch."""
 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_bpq import TraceBackpropQ_ELBO, compile_report
+from pyro_bpq import Compile, TraceBackpropQ_ELBO, compile_report
 from pyro_bpq.errors import BPQWarning
 
 OBSERVED = torch.tensor(0.7)
@@ -113,3 +114,42 @@ def test_a_forked_process_goes_on_with_the_recording() -> None:
         theirs = [float(word) for word in pipe.read().split()]
     os.waitpid(child, 0)
     assert theirs == own
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_go_on_eagerly_while_a_thread_compiles(fails: bool) -> None:
+    released, runs = threading.Event(), []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        assert released.wait(60.0)
+        if fails:
+            raise RuntimeError("no such kernel")
+
+        def run(*tensors: Any) -> Any:
+            runs.append(threading.current_thread())
+            return graph(*tensors)
+
+        return run
+
+    elbo = TraceBackpropQ_ELBO(compile=Compile(backend, background=True))
+    model, guide = program("background", 2)
+
+    def take(steps: int) -> None:
+        for _ in range(steps):
+            assert elbo.loss_and_grads(model, guide) == pytest.approx(1.0, abs=20.0)
+
+    take(12)
+    (entry,) = elbo.compiled.entries
+    assert not entry.is_ready and entry.steps == 0 and not runs and elbo.num_steps == 12
+    assert "being compiled, steps run eagerly meanwhile" in compile_report(elbo)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        released.set()
+        assert entry.thread is not None
+        entry.thread.join(60.0)
+    assert ["the compiler failed (no such kernel)" in str(each.message) for each in found] == [True] * fails
+    take(5)
+    assert entry.steps == 5 and elbo.num_steps == 17
+    # The thread's own run is the first one.
+    assert len(runs) == (0 if fails else 6)
+    assert ("the compiler failed" in compile_report(elbo)) == fails

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pyro_bpq.compiled.draws import eager_draws, fused_draws
+from pyro_bpq.compiled.draws import called_draws, eager_draws, fused_draws
 from pyro_bpq.compiled.editing import Editor
 
 WEIGHTS = torch.tensor([[0.1, 0.2, 0.0, 0.7], [0.5, 0.1, 0.4, 0.0], [3.0, 1.0, 0.0, 0.0]])
@@ -68,4 +68,21 @@ def test_coins_are_those_of_eager_steps() -> None:
     torch.manual_seed(3)
     expected = torch.bernoulli(probabilities)
     torch.manual_seed(3)
+    assert torch.equal(graph(probabilities), expected)
+
+
+@pytest.mark.parametrize(("number", "is_called"), [(5000, True), (50, False)])
+def test_many_uniform_numbers_are_those_of_torch_s_kernel(number: int, is_called: bool) -> None:
+    probabilities = torch.full((number,), 0.3)
+
+    def both(editor: Editor) -> None:
+        fused_draws(editor)
+        called_draws(editor)
+
+    graph = edited(graph_of(torch.bernoulli, probabilities), both)
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert ("aten.uniform.default" in names, "aten.rand.default" in names) == (is_called, not is_called)
+    torch.manual_seed(0)
+    expected = (torch.rand(number, dtype=torch.float32) < 0.3).to(probabilities.dtype)
+    torch.manual_seed(0)
     assert torch.equal(graph(probabilities), expected)

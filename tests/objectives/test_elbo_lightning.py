@@ -22,6 +22,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 OPTIONS: dict[str, dict[str, Any]] = {"default": {}, "two": {"num_particles": 2}, "no_learner": {"learner": None}}
+OPTIONS["compiled"] = {"compile": "eager"}
 each_options = pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
 BATCHES = torch.cat((DATA, DATA.flip(0) - 0.3, DATA + 0.2, DATA * 0.5))
 
@@ -82,6 +83,23 @@ def test_lightning_gives_the_numbers_of_a_plain_loop(options: dict[str, Any], ac
                 optimiser.zero_grad()
     assert module.losses == losses
     assert_equal(dict(module.fit.state_dict()), dict(fit.state_dict()))
+    if "compile" in options:
+        assert sum(entry.steps for entry in module.fit.elbo.compiled.entries) > 2
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lightning_trains_compiled_as_eagerly(accumulate: int) -> None:
+    found = []
+    for options in ({}, {"compile": "eager"}):
+        module = Training(options)
+        torch.manual_seed(1)
+        trainer(3, accumulate_grad_batches=accumulate).fit(module, loader())
+        found.append(module)
+    eager, compiled = found
+    assert compiled.losses == pytest.approx(eager.losses, abs=1e-9)
+    for name, parameter in eager.named_parameters():
+        torch.testing.assert_close(compiled.get_parameter(name), parameter, rtol=1e-8, atol=1e-8)
+    assert compiled.fit.elbo.compiled.entries[0].steps > 5
 
 
 @each_options

@@ -110,6 +110,23 @@ def test_critics_of_each_process_s_own(ranks: list[dict[str, Any]]) -> None:
     assert not is_equal(left, right)
 
 
+def test_recorded_steps_train_as_eager_ones(ranks: list[dict[str, Any]]) -> None:
+    for state in ranks:
+        found = state["compiled"]
+        assert found["steps"] > 3
+        far = {key: each for key, each in differences(found["eager"], found["compiled"]).items() if each > 1e-8}
+        assert not far, far
+    shared = [key for key in ranks[0]["compiled"]["compiled"] if "elbo" not in key]
+    assert shared
+    for key in shared:
+        assert torch.equal(*(state["compiled"]["compiled"][key] for state in ranks)), key
+
+
+def test_critics_that_processes_train_together_learn_in_eager_steps(ranks: list[dict[str, Any]]) -> None:
+    for state in ranks:
+        assert state["refused"] == "Some steps run eagerly, because several processes train the critics together."
+
+
 def test_processes_that_take_other_steps_raise(ranks: list[dict[str, Any]]) -> None:
     for state in ranks:
         assert state["collide"].startswith("UnsupportedProgramError: The processes of this group")
