@@ -2,8 +2,9 @@ r"""Checks that each particle in a vectorised call costs the same as in a run of
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.reruns.row_runs import agree, is_due, probe, probe_generator
+from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute
@@ -21,6 +23,8 @@ from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, samples
 
 # Smallest number of particles that are run alone, in the first comparison and in later ones.
 FIRST, LATER = 16, 4
+# The same from so many sites on: a run takes long, so that each shows more.
+LONG, FIRST_OF_LONG, LATER_OF_LONG = 100, 4, 1
 
 # Model, guide, and their arguments.
 Program = tuple[Any, Any, Any, Any]
@@ -53,8 +57,10 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     """Compares particles that run together with the same particles on their own.
 
     The comparison draws the values of every site evenly (:func:`~pyro_bpq.reruns.row_runs.probe`). Sampled values may
-    be equal in all particles, and equal values do not show that particles are mixed. If the program fails at some
-    values, the comparison uses the sampled ones.
+    be equal in all particles, and equal values do not show that particles are mixed. In long programs it runs few
+    particles alone. So there all other particles get other values than the one that runs alone, and that one other
+    values than the one before: of binary sites both are seen. If the program fails at some values, the comparison uses
+    the sampled ones.
 
     Args:
         compared: The programs to compare.
@@ -74,27 +80,39 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     }
     runs, generator = _Runs(compared), probe_generator(seed)
     sampled = {name: site["value"].detach() for name, site in sites.items()}
+    is_long = len(sites) >= LONG
+    wanted = (FIRST_OF_LONG if is_long else FIRST) if is_first else (LATER_OF_LONG if is_long else LATER)
 
     def is_same(values: Mapping[str, Tensor], index: int, among: Mapping[str, Tensor]) -> bool | None:
         own = {name: value_alone(sites[name], values[name], index, nesting) for name in sites}
         alone = runs.costs(compared.one, own)
         return None if alone is None else _is_same(among, alone, index, nesting)
 
-    def compare(values: Mapping[str, Tensor]) -> bool | None:
+    def compare(values: Mapping[str, Tensor], picked: Sequence[int]) -> bool | None:
         among = runs.costs(compared.together, values)
-        picked = torch.randperm(number, generator=generator)[:wanted].tolist()
         found = [False if among is None else is_same(values, i, among) for i in picked]
         return None if among is None or None in found else all(found)
 
-    # Few particles are more likely to be alike by chance: they are compared more than once.
-    wanted = FIRST if is_first else LATER
+    def chosen() -> Iterator[tuple[Mapping[str, Tensor], Sequence[int]]]:
+        """Values, and the particles that run alone at them."""
+        if not is_long:
+            # Few particles are more likely to be alike by chance: they are compared more than once.
+            for _ in range(-(-wanted // number)):
+                values = {name: probe(site["fn"], sampled[name], 1, generator)[0] for name, site in sites.items()}
+                yield values, torch.randperm(number, generator=generator)[:wanted].tolist()
+            return
+        values, order = sampled, torch.randperm(number, generator=generator).tolist()
+        for last, index in itertools.pairwise([order[-1], *itertools.islice(itertools.cycle(order), wanted)]):
+            values = {name: _contrasted(sites[name], values[name], last, index, nesting, generator) for name in sites}
+            yield values, [index]
+
     found: list[bool | None] = []
-    for _ in range(-(-wanted // number)):
-        found.append(compare({name: probe(site["fn"], sampled[name], 1, generator)[0] for name, site in sites.items()}))
+    for values, picked in chosen():
+        found.append(compare(values, picked))
         if not found[-1]:
             break
     if None in found:
-        found = [compare(sampled)]
+        found = [compare(sampled, torch.randperm(number, generator=generator)[:wanted].tolist())]
     return None if runs.has_drawn else found == [True] * len(found)
 
 
@@ -170,6 +188,28 @@ class _Runs:
             return None
         self.has_drawn |= any(not torch.equal(*pair) for pair in zip(sandbox.before, sandbox.after, strict=True))
         return {name: cost.detach() for name, cost in run.costs.items()}
+
+
+def _contrasted(site: Any, value: Tensor, last: int, index: int, nesting: int, generator: torch.Generator) -> Tensor:
+    """Values at which one particle differs from all others, and from the particle that differed last.
+
+    They are drawn evenly where there are finitely many. Else all particles get new values.
+    """
+    fn = site["fn"]
+    split = finite_components(fn)
+    if (
+        split is None
+        or split.cardinality < 2
+        or value.dim() - len(fn.event_shape) < nesting
+        or len(value) <= max(last, index)
+    ):
+        return probe(fn, value, 1, generator)[0]
+    old = split.index(value, fn)
+    further = torch.randint(1, split.cardinality, (2, *old.shape), generator=generator).to(old.device)
+    own = old[last] + further[0, index]
+    new = own + further[1]
+    new[index] = own
+    return split.value(new % split.cardinality, fn).to(value.dtype).reshape(value.shape)
 
 
 def _is_same(among: Mapping[str, Tensor], alone: Mapping[str, Tensor], index: int, nesting: int) -> bool:

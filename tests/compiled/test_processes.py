@@ -1,4 +1,4 @@
-"""Recorded steps of several objectives, in a forked process, in the background, and of a program that begins to branch."""
+"""Recorded steps of several objectives, in a fork, in the background, and of a program that begins to branch."""
 
 from __future__ import annotations
 

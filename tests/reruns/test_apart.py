@@ -61,6 +61,68 @@ def test_particles_of_an_open_number_are_hidden_where_they_mix(mixes: str, proba
         assert elbo.particles.now.is_hidden and elbo.num_particles == 8
 
 
+def chain(read: Any, length: int, probability: float, last: int) -> tuple[Any, Any]:
+    """A chain of draws of ``last + 1`` values, one of which the model reads in its own way."""
+    start = torch.tensor(probability).log().expand(last + 1).clone()
+    start[0] = 0.0
+
+    def guide() -> None:
+        z = torch.tensor(0)
+        for t in range(length):
+            logits = pyro.param(f"q_{t}", start) * (1.0 + 0.01 * z.unsqueeze(-1))
+            z = pyro.sample(f"z_{t}", dist.Categorical(logits=logits))
+
+    def model() -> None:
+        for t in range(length):
+            z = pyro.sample(f"z_{t}", dist.Categorical(logits=torch.zeros(last + 1))).double()
+            pyro.factor(f"f_{t}", 0.1 * (read(z) if t == length // 2 else z))
+
+    return model, guide
+
+
+@pytest.mark.parametrize("mixes", MIXES)
+@pytest.mark.parametrize("last", [1, 4])
+def test_long_programs_show_it_in_few_runs(mixes: str, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One site is mixed, and its sampled values are nearly always the same."""
+    monkeypatch.setattr(module, "LONG", 12)
+    elbo = TraceBackpropQ_ELBO()
+    elbo.loss_and_grads(*chain(MIXES[mixes], module.LONG, 1e-4, last))
+    assert elbo.particles.now.is_hidden and elbo.num_particles == 8
+
+
+def test_long_programs_that_keep_apart_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONG", 12)
+    elbo = TraceBackpropQ_ELBO()
+    programs = chain(lambda z: z, module.LONG, 0.5, 2)
+    for _ in range(3):
+        elbo.loss_and_grads(*programs)
+    assert elbo.num_particles == 8 and not elbo.particles.now.is_hidden
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        dist.Bernoulli(torch.full((4, 3), 0.5)),
+        dist.Bernoulli(torch.full((4, 3, 2), 0.5)).to_event(1),
+        dist.Categorical(torch.ones(4, 3, 5)),
+        dist.OneHotCategorical(torch.ones(4, 3, 5)),
+        dist.OneHotCategorical(torch.ones(4, 3, 2, 5)).to_event(1),
+    ],
+    ids=repr,
+)
+def test_one_particle_differs_from_all_others_and_from_the_last(fn: Any) -> None:
+    split, generator = module.finite_components(fn), module.probe_generator(0)
+    value, last = fn.sample(), 2
+    assert split is not None
+    for index in (1, 3, 1, 0):
+        new = module._contrasted({"fn": fn}, value, last, index, 2, generator)
+        assert new.shape == value.shape and new.dtype == value.dtype and fn.support.check(new).all()
+        before, after = split.index(value, fn), split.index(new, fn)
+        assert (after[index] != before[last]).all()
+        assert all((after[i] != after[index]).all() for i in range(4) if i != index)
+        value, last = new, index
+
+
 def test_an_open_number_falls_to_one_where_particles_cannot_be_hidden() -> None:
     kept = []
 
