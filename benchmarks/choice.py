@@ -6,7 +6,8 @@ fresh samples from the trained guide, in nats per row of digits or per program, 
 seed picks each method's learning rate. Rows that the result file has are kept: ``--only`` measures programs anew. The
 programs that ``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``.
 
-    python benchmarks/choice.py [--seconds 12] [--seeds 2] [--only NAME;NAME] [--held-out] [--all] [--output DIRECTORY]
+    python benchmarks/choice.py [--seconds 12] [--seeds 2] [--only NAME;NAME] [--held-out] [--all] [--methods NAME;NAME]
+        [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pyro_bpq.choice.candidates import BY_NAME
 STEERED = ("program order, 4 particles",)
 PLAIN = ("leave-one-out, 4 particles", "leave-one-out, 8 particles", "no critics")
 # Learning rates: with rows of data, and without.
-RATES = {True: (3e-3, 1e-2), False: (1e-2, 3e-2)}
+RATES = {True: (1e-3, 3e-3, 1e-2), False: (1e-2, 3e-2, 1e-1)}
 
 
 def digits() -> Tensor:
@@ -48,7 +49,7 @@ def pinned(candidate: Candidate) -> Callable[[], ELBO]:
     return lambda: TraceBackpropQ_ELBO(choice=candidate)
 
 
-def methods(program: Program, everything: bool) -> dict[str, Callable[[], ELBO]]:
+def methods(program: Program, everything: bool, chosen: str = "") -> dict[str, Callable[[], ELBO]]:
     """The rivals on a program."""
     names = STEERED if program.steered else PLAIN
     found: dict[str, Callable[[], ELBO]] = {
@@ -56,6 +57,9 @@ def methods(program: Program, everything: bool) -> dict[str, Callable[[], ELBO]]
         "auto": lambda: TraceBackpropQ_ELBO(choice="auto"),
         "Trace_ELBO": Trace_ELBO,
     }
+    if chosen:
+        found |= {"TraceGraph_ELBO": TraceGraph_ELBO} | {name: pinned(one) for name, one in BY_NAME.items()}
+        return {name: found[name] for name in chosen.split(";") if name in names or name not in BY_NAME}
     if everything:
         found["TraceGraph_ELBO"] = TraceGraph_ELBO
     return found | {name: pinned(BY_NAME[name]) for name in (names if everything else names[:1])}
@@ -87,7 +91,7 @@ def train(program: Program, elbo: ELBO, data: Tensor, rate: float, seconds: floa
 def race(program: Program, options: argparse.Namespace, data: Tensor) -> list[Row]:
     """The rows of a program."""
     found: list[Row] = []
-    for name, make in methods(program, options.all).items():
+    for name, make in methods(program, options.all, options.methods).items():
         first = {rate: train(program, make(), data, rate, options.seconds, 0) for rate in RATES[bool(program.rows)]}
         rate = min(first, key=lambda one: first[one][0])
         others = [train(program, make(), data, rate, options.seconds, seed) for seed in range(1, options.seeds)]
@@ -116,6 +120,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of programs, separated by semicolons")
     parser.add_argument("--held-out", action="store_true", help="the programs that rules were not made on")
     parser.add_argument("--all", action="store_true", help="every candidate, and TraceGraph_ELBO")
+    parser.add_argument("--methods", default="", help="names of methods, separated by semicolons")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -135,7 +140,7 @@ def write(output: Path, rows: list[Row]) -> None:
     write_csv(output / "choice.csv", rows)
     text = (
         "Loss in nats, minus the ELBO of fresh samples from the trained guide, per row of digits or per program; less "
-        "is better. CPU seconds of a run, number of seeds and the learning rate, the better one of two for the first "
+        "is better. CPU seconds of a run, number of seeds and the learning rate, the best of three for the first "
         "seed, stand beside it. *fixed* and *auto* are `TraceBackpropQ_ELBO(choice=...)`; the others are candidates "
         "pinned from the first step, and Pyro's ELBO. One thread; other programs ran on the machine meanwhile."
     )

@@ -3,7 +3,8 @@ r"""Simplifications of a recorded graph that show which of its operators are ali
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from pyro_bpq.compiled.storage import Storage, draws, written_by
 
 _ATEN = torch.ops.aten
 _NOTHING = frozenset({_ATEN.expand.default, _ATEN.view.default, _ATEN.sum.default})
+# Reductions of all elements, and those of named dimensions, which rows of a tensor have as well.
+_REDUCTIONS: Mapping[Any, Any] = MappingProxyType(
+    {_ATEN.sum.default: _ATEN.sum.dim_IntList, _ATEN.mean.default: _ATEN.mean.dim}
+)
 # Fewer terms than these are not worth a stack of them.
 _FEWEST_TERMS = 5
 
@@ -33,6 +38,7 @@ def simplify(graph: fx.Graph) -> None:
             continue
         if storage.root(node) is node and node in storage.written:
             continue
+        _name_dimensions(node)
         if _does_nothing(node):
             same = node.all_input_nodes[0]
         else:
@@ -70,6 +76,13 @@ def _does_nothing(node: fx.Node) -> bool:
     if node.target not in _NOTHING or kind_of_node(node) != kind_of_node(node.all_input_nodes[0]):
         return False
     return node.target is not _ATEN.sum.default or kind_of_node(node)[0] == ()
+
+
+def _name_dimensions(node: fx.Node) -> None:
+    """Writes a reduction of all elements as one of all dimensions."""
+    value = value_of(node.all_input_nodes[0]) if node.target in _REDUCTIONS else None
+    if value is not None and value.dim():
+        node.target, node.args = _REDUCTIONS[node.target], (node.args[0], list(range(value.dim())))
 
 
 def _join_sums(graph: fx.Graph, storage: Storage) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pyro_bpq.plan.plan import Plan
+from pyro_bpq.plan.revisions import has_many_reads
 from pyro_bpq.plan.rules import PARTICLES, ProgramFacts
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
@@ -13,13 +14,12 @@ from pyro_bpq.tracing.watch import samples
 def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     r"""Number of particles that a program is good for.
 
-        M = min(8, max(2, 65536 / n)),   n elements of the largest value of a particle
+        M = min(8, max(2, 524288 / n)),   n elements of the largest value of a particle
 
     where costs after a site of the default's choice are known of the sampled value alone, and differ from row to row
     of its plates, or where there are ten such sites or more; else one. Baselines from other particles know the row,
-    those from other steps do not. Two, where :class:`~pyro_bpq.estimators.DebiasedStraightThrough` serves all such
-    sites of rows, which needs no baseline. The table is
-    ``PARTICLES`` in ``plan/rules.py``.
+    those from other steps do not. Two, where :class:`~pyro_bpq.estimators.DebiasedStraightThrough` is to serve all
+    such sites of rows, which needs no baseline. The table is ``PARTICLES`` in ``plan/rules.py``.
 
     Args:
         plan: The plan of a run.
@@ -34,7 +34,7 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     facts = ProgramFacts(
         by_row=frozenset(plan.by_row),
         untold=len(plan.untold),
-        sloped=frozenset(plan.sloped),
+        sloped=frozenset(name for name in plan.sloped if has_many_reads(traced, name)),
         is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,
         elements=largest,
         particles=particles,

@@ -235,7 +235,8 @@ class Planner:
             if critics[name] is None:
                 kinds[name] = set()
                 told = charged_costs(graph, name, SecondRun(), (), patterns)
-                found = untold(sites[name], traced, graph, facts, is_alone=len(many) == 1 and not told)
+                is_alone = len(many) == 1 and not told
+                found = untold(sites[name], traced, graph, facts, is_alone, is_layer=len(many) > 1)
                 revise(choices, found)
         estimators = {name: choice.estimator for name, choice in choices.items()}
         layout, charged = self._layout(traced, graph, facts, estimators, critics, kinds, extra, immediate, patterns)

@@ -10,9 +10,10 @@ from pyro_bpq.estimators import Estimator
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.plan import StructureFacts
-from pyro_bpq.plan.rules import BY_STRUCTURE, Choice, SiteFacts, decide
+from pyro_bpq.plan.rules import BY_STRUCTURE, MANY_READS, Choice, SiteFacts, decide
 from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
+from pyro_bpq.tracing.watch import samples
 
 # Rows of a plate from which on they are taken for data.
 MANY_ROWS = 10
@@ -26,9 +27,14 @@ def revise(choices: dict[str, Choice], facts: SiteFacts) -> None:
 
 
 def untold(
-    site: SiteFacts, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts, is_alone: bool
+    site: SiteFacts,
+    traced: TracedRun,
+    graph: StochasticComputationGraph,
+    facts: StructureFacts,
+    is_alone: bool,
+    is_layer: bool,
 ) -> SiteFacts:
-    """The facts of a site of many components of whose costs nothing is told."""
+    """The facts of a site of many components of whose costs nothing is told; those of others may be told or not."""
     name = site.info.name
     keeps_rows = facts.cuts_plates or not graph.node(name).plates
     is_last = not graph.descendants(name) and not graph.leaves_plates(name) and traced.elimination is None
@@ -38,7 +44,25 @@ def untold(
         is_untold=True,
         can_compare=is_plain and not facts.is_dynamic,
         is_alone=is_alone and keeps_rows and is_last,
+        is_layer=is_layer and keeps_rows and is_plain and site.options.is_open,
+        has_many_reads=has_many_reads(traced, name),
     )
+
+
+def has_many_reads(traced: TracedRun, name: str) -> bool:
+    """Whether the values of all components of a site times the observed elements of a row are many.
+
+    Other particles tell what all components cost together. Their noise grows with the number of components, and with
+    what they explain together; that of slopes, which tell of each component, hardly does.
+    """
+    components = traced.infos[name].components
+    own = {frame.name for frame in traced.guide_trace.nodes[name]["cond_indep_stack"]}
+    observed = 0
+    for site in samples(traced.model_trace).values():
+        if site["is_observed"]:
+            others = [frame.size for frame in site["cond_indep_stack"] if frame.name not in own]
+            observed += site["fn"].event_shape.numel() * math.prod(others)
+    return components is not None and components.size * components.cardinality * observed >= MANY_READS
 
 
 def in_rows(traced: TracedRun, graph: StochasticComputationGraph) -> frozenset[str]:

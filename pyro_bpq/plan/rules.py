@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pyro_bpq.estimators import (
     AllAction,
+    CrossedLeaveOneOut,
     DebiasedStraightThrough,
     DisARM,
     Estimator,
@@ -26,8 +27,12 @@ from pyro_bpq.tracing.config import SiteOptions
 MOST_PARTICLES = 8
 # Sites from which on several particles run, whatever their plates.
 MANY_SITES = 10
-# A value of so many elements takes about as long as the Python code of a sample statement.
-ELEMENTS = 1 << 16
+# Elements that the largest values of all particles may have: as many particles are worth their time and memory.
+ELEMENTS = 1 << 19
+# Fewer particles than these tell little of a site with many components.
+FEW_PARTICLES = 4
+# Values of all components of a site times observed elements of a row: from here on slopes tell more than particles.
+MANY_READS = 10_000
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class SiteFacts:
             tells what it costs at its other values.
         can_compare: Whether other runs of the program may serve it.
         is_alone: Whether it is the last and the only site of its kind, with plates whose rows stay apart.
+        is_layer: Whether other such sites are sampled too, and rows of plates stay apart.
+        has_many_reads: Whether the values of its components times the observed elements of a row are many.
         has_slopes: Whether costs may have gradients to its values.
         is_ordered: Whether sampled values steer the program, and nobody chose anything that needs its graph.
     """
@@ -58,6 +65,8 @@ class SiteFacts:
     is_untold: bool = False
     can_compare: bool = False
     is_alone: bool = False
+    is_layer: bool = False
+    has_many_reads: bool = True
     has_slopes: bool = True
     is_ordered: bool = False
 
@@ -70,6 +79,17 @@ class SiteFacts:
     def plain_score(self) -> Estimator:
         """The same without the site's own baseline."""
         return ScoreFunction(LeaveOneOut() if self.info.num_particles > 1 else TrimmedBaseline())
+
+    @property
+    def is_sloped(self) -> bool:
+        """Whether slopes of the costs, corrected exactly, may serve it."""
+        may = self.is_untold and self.is_alone and self.has_slopes
+        return may and DebiasedStraightThrough().unsupported(self.info) is None
+
+    @property
+    def may_cross(self) -> bool:
+        """Whether it is one of several layers, whose costs may be those of other particles' later layers."""
+        return self.is_untold and self.is_layer and CrossedLeaveOneOut().unsupported(self.info) is None
 
     @property
     def has_few_values(self) -> bool:
@@ -125,7 +145,7 @@ BY_STRUCTURE = (
     ),
     Rule(
         "many components of the only site: slopes of the costs, corrected exactly",
-        lambda s: s.is_untold and s.is_alone and s.has_slopes and DebiasedStraightThrough().unsupported(s.info) is None,
+        lambda s: s.is_sloped and (s.has_many_reads or s.info.num_particles < FEW_PARTICLES),
         lambda s: DebiasedStraightThrough(),
     ),
     Rule(
@@ -137,6 +157,11 @@ BY_STRUCTURE = (
         "many components, one particle: a second run on the same data",
         lambda s: s.is_untold and s.info.num_particles == 1,
         lambda s: SecondRun(),
+    ),
+    Rule(
+        "layers of many components: other particles, beside this particle's own past",
+        lambda s: s.may_cross and s.info.num_particles >= FEW_PARTICLES,
+        lambda s: CrossedLeaveOneOut(),
     ),
     Rule("many components: other particles", lambda s: s.is_untold, lambda s: s.score_function),
 )

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.estimators import (
     AllAction,
+    CrossedLeaveOneOut,
     DebiasedStraightThrough,
     DisARM,
     Estimator,
@@ -93,12 +94,14 @@ def chosen(
     [
         (flat(), "z", {}, DebiasedStraightThrough()),
         (flat(), "z", {"num_particles": 2}, DebiasedStraightThrough()),
+        (flat(), "z", {"num_particles": 4}, ScoreFunction(LeaveOneOut())),
         (stepped(), "z", {}, DisARM()),
         (stepped(), "z", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
         (flat(faces), "z", {}, SecondRun()),
         (stack(), "z", {}, SecondRun()),
         (stack(), "y", {}, SecondRun()),
         (stack(), "y", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
+        (stack(), "y", {"num_particles": 4}, CrossedLeaveOneOut()),
         # Its values may be dear: a cost statement is passed once.
         (charged(), "z", {}, MEAN),
         (flat(), "z", {"estimator": AllAction()}, AllAction()),
@@ -106,12 +109,14 @@ def chosen(
     ids=[
         "flat",
         "particles",
+        "more particles",
         "no slope",
         "no slope, particles",
         "categorical",
         "below",
         "top",
         "stack of particles",
+        "stack of more particles",
         "cost statement",
         "own choice",
     ],
