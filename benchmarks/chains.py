@@ -10,11 +10,14 @@ leaves a difference its error is scaled by the ratio of the times. Time is that 
 thread, so that on a machine of one's own the wall clock shows the same.
 
     python benchmarks/chains.py [--full] [--seeds N] [--resume] [--only CHAIN] [--output DIRECTORY]
+
+``--compiled`` measures compiled steps against compiled ones: ``chains_compiled.py``, which has options of its own.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -507,6 +510,12 @@ def write_page(rows: list[Row], folder: Path, *remarks: str) -> None:
 
 def main() -> None:
     """Measures, prints, writes ``chains.csv`` and ``chains.md``."""
+    if "--compiled" in sys.argv:
+        # It imports this module.
+        import chains_compiled
+
+        sys.argv.remove("--compiled")
+        return chains_compiled.main()
     options = arguments(__doc__, resumes=True)
     size = FULL if options.full else QUICK
     warnings.filterwarnings("ignore", module="pyro")

@@ -6,7 +6,7 @@ time of whole compiled steps, the optimiser and the critics' learning included. 
 critics, compiled in the same way; of its numbers of particles the one counts that has the least error times time.
 *gain*: its error times time over ours. *ceiling*: the same with the exact Q in place of our critics, in our time.
 
-    python benchmarks/chains_compiled.py [--particles 1 32 1000] [--seeds 1] [--only CHAIN] [--output DIRECTORY]
+    python benchmarks/chains.py --compiled [--particles 1 8 32 100 1000] [--seeds 1] [--only CHAIN] [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def measure(name: str, particles: int, seed: int, rivals: dict[int, float]) -> R
 def main() -> None:
     """Measures, prints, and writes CSV and Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--particles", type=int, nargs="+", default=[1, 32, 1000])
+    parser.add_argument("--particles", type=int, nargs="+", default=[1, 8, 32, 100, 1000])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", default="", help="one chain")
     parser.add_argument("--output", type=Path, default=RESULTS)

@@ -151,6 +151,16 @@ def test_shapes_are_aligned_from_the_right() -> None:
     assert number_of(found, "log_softmax") == 1 and number_of(found, "add") < NUMBER
 
 
+def test_reductions_of_all_elements_are_joined() -> None:
+    def body(x: Tensor) -> list[Tensor]:
+        sums = [x[i].exp().sum() * x[i].mean() for i in range(NUMBER)]
+        return [torch.stack(sums), sum(sums, x.sum()), x[0, 0, 0].sum(), x[0].to(torch.int32).sum()]
+
+    inputs = [torch.rand(NUMBER, 3, 2)]
+    found = check(make_fx(body)(*inputs), inputs)
+    assert number_of(found, "mean") == 1 and number_of(found, "sum") <= 5
+
+
 @pytest.mark.parametrize("scale", [1.0, 1.1])
 def test_joined_coins_have_their_probabilities(scale: float) -> None:
     probabilities = torch.linspace(0.05, 0.8, NUMBER)
