@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pyro
@@ -95,6 +99,98 @@ def test_a_pinned_candidate_is_unbiased(name: str) -> None:
     elbo, _ = trained(6, BY_NAME[name])
     assert elbo.choice.chosen == BY_NAME[name] and not elbo.choice.is_due(10**6)
     assert_unbiased(elbo.eval(), model, guide)
+
+
+@functools.cache
+def chain() -> tuple[Any, Any]:
+    """Two coins, the second of which leans on the first, and a cost that reads both."""
+
+    def coins(q: torch.Tensor) -> torch.Tensor:
+        a = pyro.sample("a", dist.Bernoulli(logits=q[0]))
+        return a + 2.0 * pyro.sample("b", dist.Bernoulli(logits=q[1] + a))
+
+    def model() -> None:
+        pyro.sample(
+            "x", dist.Normal(coins(torch.zeros(2)) * pyro.param("w", torch.tensor(0.6)), 0.8), obs=torch.ones(())
+        )
+
+    def guide() -> None:
+        coins(pyro.param("q", torch.tensor([0.3, -0.4])))
+
+    return model, guide
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("the rules", "no critics"),
+        ("no critics", "the rules"),
+        ("leave-one-out, 4 particles", "the rules"),
+        pytest.param("the rules", "leave-one-out, 4 particles", marks=pytest.mark.slow),
+    ],
+)
+def test_a_change_of_choice_is_unbiased(before: str, after: str) -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(choice="auto")
+    svi = SVI(*chain(), SGD({"lr": 1e-3}), elbo)
+    for name in (before, after):
+        elbo._rules.apply(BY_NAME[name])
+        assert_unbiased(copy.deepcopy(elbo).eval(), *chain())
+        for _ in range(4):
+            svi.step()
+    assert_unbiased(elbo.eval(), *chain())
+
+
+PROGRAM = """
+import pyro, torch, pyro.distributions as dist
+from pyro.infer import SVI
+from pyro.optim import Adam
+from pyro_bpq import TraceBackpropQ_ELBO
+
+data, table = torch.linspace(-1.0, 1.0, 12), torch.linspace(-1.0, 1.0, 4)
+
+def sites(q, obs=None):
+    kind = pyro.sample("kind", dist.Categorical(logits=q))
+    with pyro.plate("rows", 12):
+        z = pyro.sample("z", dist.Bernoulli(logits=table[kind] + data))
+        y = pyro.sample("y", dist.Bernoulli(logits=z - 0.5))
+        n = pyro.sample("n", dist.Poisson(1.0 + y))
+        if obs is not None:
+            pyro.sample("x", dist.Normal(z + n * pyro.param("w", torch.tensor(0.3)), 1.0), obs=obs)
+
+def model():
+    sites(torch.zeros(4), data)
+
+def guide():
+    sites(pyro.param("q", torch.zeros(4)))
+
+for choice in ("fixed", "auto"):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(choice=choice)
+    elbo.choice.share = 0.5
+    svi = SVI(model, guide, Adam({"lr": 0.05}), elbo)
+    for _ in range(50):
+        svi.step()
+    print({name: value.tolist() for name, value in pyro.get_param_store().items()}, elbo.choice)
+    print({name: weight.sum().item() for name, weight in elbo.critics.weights().items()})
+"""
+
+
+def test_processes_with_one_seed_agree() -> None:
+    # The order of sets differs between them.
+    found = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", PROGRAM],
+            env=os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert found[0] == found[1] and "'q'" in found[0]
 
 
 def test_options_of_the_user_stay() -> None:
