@@ -9,6 +9,8 @@ used for a long time, see :class:`CriticBank`.
 from __future__ import annotations
 
 import hashlib
+import re
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -16,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from pyro_bpq.critics.block import Block, Selection, Write
+from pyro_bpq.errors import BPQWarning
 
 # Number of kept rows of sites that the last step did not use; number of largest steps whose rows are always kept.
 MAX_IDLE, _STEPS = 2048, 8
 # Key under which a loaded row stores the name of the block that it comes from.
 _HOME = ""
+# What the kinds of critics begin with, those of statistics do not.
+_CRITIC = "critic "
 
 
 class CriticBank(nn.Module):
@@ -50,6 +55,7 @@ class CriticBank(nn.Module):
         self._index: dict[tuple[str, str], tuple[str, int]] = {}
         self._selections: dict[Hashable, Selection] = {}
         self._waiting: dict[str, Any] = {}
+        self._has_warned = False
         # Names of blocks with their numbers of rows, the most recently used block last.
         self._order: dict[str, int] = {}
         # Since the last call of tidy: blocks that learning steps used, and all blocks that were selected.
@@ -276,6 +282,7 @@ class CriticBank(nn.Module):
             for row, name in enumerate(described["keys"]):
                 rows: dict[str, Any] = {tensor: value[row].clone() for tensor, value in tensors.items()}
                 waiting[_waiting_key(described["kind"], name)] = rows | {_HOME: key}
+        self._has_warned = False
         self._waiting, self._most_rows = waiting, max(self._most_rows, extra.get("most_rows", 0))
         for key, block in self.blocks.items():
             assert isinstance(block, Block)
@@ -291,11 +298,36 @@ class CriticBank(nn.Module):
             return
         own = block.state_dict(keep_vars=True)
         names = [_waiting_key(block.kind, name) for name in block.keys]
+        self._warn_of_other_critics(block, names)
         found = self._take(names, key)
         for row, name in enumerate(names):
             for tensor, value in found.get(name, {}).items():
                 if tensor in own and own[tensor].shape[1:] == value.shape:
                     own[tensor][row] = value.to(own[tensor])
+
+    def _warn_of_other_critics(self, block: Block, names: Sequence[str]) -> None:
+        """Warns where critics start anew, since those that were loaded are others."""
+        if block.critic is None or self._has_warned:
+            return
+        waiting = [key.split("\n", 1) for key in self._waiting]
+        own = _critic(block.kind)
+        loaded = {name: _critic(kind) for kind, name in waiting if kind.startswith(_CRITIC) and _critic(kind) != own}
+        anew = [
+            name for name, key in zip(block.keys, names, strict=True) if name in loaded and key not in self._waiting
+        ]
+        if anew:
+            self._has_warned = True
+            warnings.warn(
+                f"The critics of {anew} start anew as {own}: the state that was loaded has {loaded[anew[0]]} there. "
+                "Write the same critic= as in the run that was saved to go on with its critics.",
+                BPQWarning,
+                stacklevel=2,
+            )
+
+
+def _critic(kind: str) -> str:
+    """The critic of a block's kind, without its sizes."""
+    return re.sub(r"( \d+)*$", "", kind.removeprefix(_CRITIC))
 
 
 def _block_name(kind: str, keys: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.block import Block, Selection
+from pyro_bpq.errors import BPQWarning
 
 
 class Weight(nn.Module):
@@ -171,6 +173,24 @@ def test_rows_of_another_shape_are_not_loaded() -> None:
     select(bank, "ab", width=3)
     fresh.load_state_dict(bank.state_dict())
     assert weights(select(fresh, "ab", width=4)).shape == (2, 4)
+
+
+def test_loaded_critics_of_another_kind_are_told() -> None:
+    bank, fresh, same = CriticBank(), CriticBank(), CriticBank()
+    select(bank, "ab", kind="critic Linear(1, 2) 3 4")
+    fresh.load_state_dict(bank.state_dict())
+    same.load_state_dict(bank.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Another number of features, as where a program has grown, other sites, and running statistics.
+        select(same, "ab", kind="critic Linear(1, 2) 3 5")
+        select(same, "c", kind="critic Deep()")
+        select(same, "ab", kind="critic Linear(1, 2) 3 4")
+    with pytest.warns(BPQWarning, match=r"critics of \['a'\] start anew as Deep\(\): .* has Linear\(1, 2\) there"):
+        select(fresh, "a", kind="critic Deep() 3 4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        select(fresh, "b", kind="critic Deep() 3 4")
 
 
 def test_names_of_blocks_do_not_depend_on_the_order_of_building() -> None:
