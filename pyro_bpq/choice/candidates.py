@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from pyro_bpq.estimators import CrossedLeaveOneOut, Estimator, LeaveOneOut, ScoreFunction
+from pyro_bpq.estimators import CrossedLeaveOneOut, Estimator, Hindsight, LeaveOneOut, ScoreFunction
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,15 @@ def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]
     # In one call they take little longer than one particle, where values are small.
     more = Candidate("the rules, 8 particles", None, 8, vectorized=True)
     crossed = Candidate("crossed costs, 8 particles", CrossedLeaveOneOut(), 8, vectorized=True, critics=False)
+    # A step takes twice as long, so that it pays late, when noise is most of what is left.
+    hindsight = Candidate("hindsight, 4 particles", Hindsight(crossed=True), 4, vectorized=True, critics=False)
     return (
         (lambda p: p.is_steered, (several("program order", 4, in_order=True),)),
         (lambda p: not p.is_steered and p.num_particles > 1, (four,)),
         (lambda p: not p.is_steered, (eight,)),
         (lambda p: not p.is_steered and p.num_particles == 1, (more,)),
         (lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
-        (lambda p: not p.is_steered and p.num_sites > 1 and p.many_components > 1, (crossed,)),
+        (lambda p: not p.is_steered and p.num_sites > 1 and p.many_components > 1, (crossed, hindsight)),
     )
 
 
