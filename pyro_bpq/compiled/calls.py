@@ -27,6 +27,8 @@ _LIBRARIES = frozenset(
     {"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"}
 )
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size, range, slice)
+# Most of what is reached is of these very types, which is sooner told.
+_PLAINEST = frozenset(kind for kind in _PLAIN if kind is not slice)
 # Attributes of handlers that change while they are in use.
 _IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
 # More things than these belong to a program that reaches a whole library or data set.
@@ -115,11 +117,14 @@ class _Walk:
 
     def visit(self, path: str, item: Any) -> None:
         """Notes an item and what it reaches."""
-        if isinstance(item, Tensor):
+        kind = type(item)
+        if kind in _PLAINEST:
+            # True == 1 == 1.0, but not for a program.
+            self.note(path, (kind, item))
+        elif isinstance(item, Tensor):
             self._tensor(path, item)
         elif isinstance(item, _PLAIN):
-            # True == 1 == 1.0, but not for a program.
-            self.note(path, (type(item), item if not isinstance(item, slice) else str(item)))
+            self.note(path, (kind, item if not isinstance(item, slice) else str(item)))
         elif id(item) in self._seen:
             self.note(path, ("again", self._seen[id(item)]))
         elif len(self.spec) < _MOST:
@@ -182,9 +187,9 @@ class _Walk:
             self.visit(f"{path}.{name}" if self._explains else "", value)
 
     def _function(self, path: str, item: FunctionType) -> None:
-        code = item.__code__
+        code, is_of_library = item.__code__, _is_of_library(item)
         self.note(path, code)
-        if _is_of_library(item) and not item.__closure__:
+        if is_of_library and not item.__closure__:
             return
         where = f" of {item.__qualname__}" if self._explains else ""
         for name, cell in zip(code.co_freevars, item.__closure__ or (), strict=True):
@@ -194,7 +199,7 @@ class _Walk:
                 self.note(name + where, "no value yet")
         if item.__defaults__ or item.__kwdefaults__:
             self.visit(f"a default{where}", (item.__defaults__, item.__kwdefaults__))
-        if not _is_of_library(item):
+        if not is_of_library:
             for name in _names_of(code):
                 value = item.__globals__.get(name)
                 if value is not None and not isinstance(value, (ModuleType, type)):
@@ -206,8 +211,9 @@ class _Walk:
         for kind in ("_parameters", "_buffers", "_modules"):
             for name, part in own[kind].items():
                 self.visit(f"{path}.{name}" if self._explains else "", part)
+        usual = _of_every_module()
         for name, value in own.items():
-            if name not in _of_every_module():
+            if name not in usual:
                 self.visit(f"{path}.{name}" if self._explains else "", value)
 
 
@@ -225,7 +231,12 @@ def _names_of(code: CodeType) -> tuple[str, ...]:
 
 
 def _is_of_library(item: Any) -> bool:
-    head = (getattr(item, "__module__", None) or "").partition(".")[0]
+    return _is_library(getattr(item, "__module__", None) or "")
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_library(module: str) -> bool:
+    head = module.partition(".")[0]
     return head in _LIBRARIES or head in sys.stdlib_module_names
 
 

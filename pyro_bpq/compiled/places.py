@@ -23,9 +23,14 @@ class Place:
     key: Any
     value: Any
 
-    def holds(self) -> bool:
-        """Whether it is still there."""
-        return self.container.get(self.key) is self.value
+
+def all_hold(places: Iterable[Place]) -> bool:
+    """Whether everything is still at its place."""
+    for place in places:
+        # Called in every step: neither a generator nor another call.
+        if place.container.get(place.key) is not place.value:
+            return False
+    return True
 
 
 def tensors_of(places: Iterable[Place]) -> tuple[Tensor, ...]:

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from pyro_bpq.compiled.backends import compile_graph, missing, outdated
 from pyro_bpq.compiled.calls import Call, kind_of, reach
 from pyro_bpq.compiled.options import Compile
+from pyro_bpq.compiled.places import all_hold
 from pyro_bpq.compiled.recorder import Recording, Subject, distinct, fingerprint, record
 from pyro_bpq.compiled.updates import Updates, numbers_of
 from pyro_bpq.compiled.watch import NotYet, Unrecordable
@@ -123,6 +124,7 @@ class Entry:
         seconds: Seconds to record, and to compile.
         note: What went wrong when it was compiled.
         thread: Compiles it, if that goes on in the background.
+        numbers: The optimiser's numbers in the last step, and the same as a tensor.
     """
 
     recording: Recording
@@ -132,17 +134,24 @@ class Entry:
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
     note: str = ""
     thread: threading.Thread | None = None
+    numbers: tuple[list[float], Tensor] = field(default_factory=lambda: ([], torch.zeros(0)))
 
     @property
     def is_ready(self) -> bool:
         """Whether it is compiled, or will not be."""
         return self.thread is None or not self.thread.is_alive()
 
+    def as_tensor(self, numbers: list[float]) -> Tensor:
+        """The optimiser's numbers as an input; that of the last step where they are the same."""
+        if numbers != self.numbers[0]:
+            self.numbers = numbers, torch.tensor(numbers, dtype=torch.float64)
+        return self.numbers[1]
+
     @property
     def holds(self) -> bool:
         """Whether critics, statistics and the optimiser's state are where they were."""
         inputs = self.recording.inputs
-        return all(place.holds() for place in inputs.places) and all(update.holds for update in inputs.updates)
+        return all_hold(inputs.places) and all(update.holds for update in inputs.updates)
 
     def tensors(self, call: Call) -> list[Tensor] | None:
         """The inputs of a call, without noise and schedules; ``None`` if the recording does not serve it."""
@@ -371,7 +380,7 @@ class CompiledSteps:
             tensors += [noise.draw(generators[noise.source]) for noise in inputs.noise]
         tensors += [scheduled(schedule, number) for schedule in inputs.schedules]
         if inputs.updates:
-            tensors.append(torch.tensor(numbers_of(inputs.updates), dtype=torch.float64))
+            tensors.append(entry.as_tensor(numbers_of(inputs.updates)))
         if am_i_wrapped():
             # SVI learns from these messages which parameters there are.
             store = pyro.get_param_store()

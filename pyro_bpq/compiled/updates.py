@@ -17,7 +17,7 @@ from pyro.optim.clipped_adam import ClippedAdam
 from pyro.optim.optim import is_scheduler
 from torch import Tensor
 
-from pyro_bpq.compiled.places import Place
+from pyro_bpq.compiled.places import Place, all_hold
 
 # Those of torch whose own code takes the step size as a tensor.
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -53,7 +53,7 @@ class OptimizerUpdate:
         """Whether settings and state are where they were."""
         group, settings = self.group, self.settings
         settings["lr"] = group["lr"]
-        return group == settings and all(place.holds() for place in self.places)
+        return group == settings and all_hold(self.places)
 
     @property
     def numbers(self) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyro_bpq.compiled.places import Place
+from pyro_bpq.compiled.places import Place, all_hold
 from pyro_bpq.compiled.recorder import RecordedResult
 from pyro_bpq.critics.learner import AveragedAdam
 from pyro_bpq.reruns.apart import Program
@@ -73,7 +73,7 @@ class Recordable:
         """Goes back to a mark."""
         whole, places, states = mark
         self.objective.go_back(whole)
-        if all(place.holds() for place in places):
+        if all_hold(places):
             return
         # The step has made an optimiser's state.
         own = self.objective.trainer.optimizer

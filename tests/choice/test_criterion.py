@@ -51,5 +51,7 @@ def test_candidates_follow_from_the_program() -> None:
     assert "the rules, 8 particles" in {candidate.name for candidate in plain}
     rows = candidates_for(ProgramFacts(num_sites=1, num_particles=2))
     assert [candidate.num_particles for candidate in rows] == [None, 4, 8]
-    assert {"no critics", "crossed costs, 8 particles", "hindsight, 4 particles"} <= {candidate.name for candidate in plain}
+    assert {"no critics", "crossed costs, 8 particles", "hindsight, 4 particles"} <= {
+        candidate.name for candidate in plain
+    }
     assert all(BY_NAME[candidate.name] == candidate for candidate in (*steered, *plain))
