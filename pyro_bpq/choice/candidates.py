@@ -71,7 +71,7 @@ def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]
     more = Candidate("the rules, 8 particles", None, 8, vectorized=True)
     crossed = Candidate("crossed costs, 8 particles", CrossedLeaveOneOut(), 8, vectorized=True, critics=False)
     # A step takes twice as long, so that it pays late, when noise is most of what is left.
-    hindsight = Candidate("hindsight, 4 particles", Hindsight(crossed=True), 4, vectorized=True, critics=False)
+    hindsight = Candidate("hindsight, 4 particles", Hindsight(crossed=True, draws=1), 4, vectorized=True, critics=False)
     return (
         (lambda p: p.is_steered, (several("program order", 4, in_order=True),)),
         (lambda p: not p.is_steered and p.num_particles > 1, (four,)),
