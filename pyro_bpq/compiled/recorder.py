@@ -129,6 +129,22 @@ class Inputs:
         return tensors_of(place for update in self.updates for place in update.places)
 
     @cached_property
+    def unchanged(self) -> frozenset[int]:
+        """Identities of the tensors whose kinds stay as long as they are the same tensors: the optimiser's state."""
+        return frozenset(map(id, self.optimizer_state))
+
+    def kinds_of(self, tensors: Sequence[Tensor]) -> list[Kind]:
+        """Shapes and types of some tensors, but for those that stay."""
+        unchanged = self.unchanged
+        return [kind_of(tensor) for tensor in tensors if id(tensor) not in unchanged]
+
+    @cached_property
+    def expected(self) -> list[Kind]:
+        """Shapes and types that the tensors of a call need to have."""
+        found = zip(self.tensors[: self.num_found], self.kinds, strict=False)
+        return [kind for tensor, kind in found if id(tensor) not in self.unchanged]
+
+    @cached_property
     def num_found(self) -> int:
         """Number of tensors that stand before noise, schedules and the optimiser's numbers."""
         return len(self.tensors) - len(self.noise) - len(self.schedules) - bool(self.updates)

@@ -167,7 +167,8 @@ class Entry:
             # The store was cleared: an optimiser keeps its state by parameter, not by name.
             return None
         tensors = distinct(call.tensors, params, inputs.state, inputs.optimizer_state, inputs.extras)
-        return tensors if tuple(map(kind_of, tensors)) == inputs.kinds[: inputs.num_found] else None
+        serves = len(tensors) == inputs.num_found and inputs.kinds_of(tensors) == inputs.expected
+        return tensors if serves else None
 
 
 class CompiledSteps:
