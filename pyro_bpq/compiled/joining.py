@@ -50,6 +50,7 @@ _OF_SHAPE = frozenset(
         _ATEN.unsqueeze.default,
         _ATEN.select_backward.default,
         _ATEN.stack.default,
+        _ATEN.new_zeros.default,
     }
 )
 # The same for tensors that have dimensions.
@@ -67,6 +68,7 @@ _BY_ROW = frozenset(
         _ATEN._log_softmax_backward_data.default,
         _ATEN._softmax_backward_data.default,
         _ATEN.gather.default,
+        _ATEN.scatter_add.default,
         _ATEN.cat.default,
     }
 )
