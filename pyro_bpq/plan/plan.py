@@ -16,8 +16,10 @@ from pyro_bpq.short import short
 from pyro_bpq.tracing.component_costs import Pattern, Patterns
 from pyro_bpq.tracing.work import Work
 
-# Stands for a site's own name, and the number of sites from which on those that are alike are printed together.
-_OWN, _ALIKE = "\0", 3
+# Stand for a site's own name, and for its number in the names of other sites.
+_OWN, _NUMBER = "\0", "\1"
+# Number of sites from which on those that are alike are printed together.
+_ALIKE = 3
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,12 @@ class Plan:
         lines += [f"no extra run of the model: {self.refused}"] if self.refused else []
         alike: dict[str, list[str]] = {}
         for name in self.layout.specs:
-            own = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
-            alike.setdefault(own.sub(_OWN, self._about(name)), []).append(name)
+            alike.setdefault(_unnamed(name, self._about(name)), []).append(name)
         for text, names in alike.items():
             if len(names) < _ALIKE:
-                lines += [f"{name}: {text.replace(_OWN, name)}" for name in names]
+                lines += [f"{name}: {_named(text, name, _number(name))}" for name in names]
             else:
-                lines.append(f"{names[0]} to {names[-1]}, {len(names)} sites: {text.replace(_OWN, 'the site')}")
+                lines.append(f"{names[0]} to {names[-1]}, {len(names)} sites: {_named(text, 'the site', 't')}")
         return "\n".join(lines)
 
     def _about(self, name: str) -> str:
@@ -148,3 +149,20 @@ class StructureFacts:
     num_particles: int = 1
     is_ordered: bool = False
     work: tuple[Work, Work] | None = field(default=None, compare=False)
+
+
+def _number(name: str) -> str:
+    """The number at the end of a site's name; empty if there is none."""
+    found = re.search(r"\d+$", name)
+    return found[0] if found else ""
+
+
+def _unnamed(name: str, text: str) -> str:
+    """A text about a site without its name, and without its number in other names: for ``z_3`` that of ``x_3``."""
+    text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", _OWN, text)
+    number = _number(name)
+    return re.sub(rf"(?<=[^\W\d]){number}(?!\w)", _NUMBER, text) if number else text
+
+
+def _named(text: str, name: str, number: str) -> str:
+    return text.replace(_OWN, name).replace(_NUMBER, number)

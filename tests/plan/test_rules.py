@@ -101,6 +101,21 @@ def test_a_plan_tells_sites_that_are_alike_together() -> None:
     assert "z_0 to " in str(chain(12).plan) and "z_1: " in str(chain(2).plan)
 
 
+def test_sites_with_observations_of_their_own_are_told_together() -> None:
+    def program(obs: torch.Tensor | None) -> None:
+        z = torch.tensor(0.0)
+        for t in range(12):
+            z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3)) + z))
+            if obs is not None:
+                pyro.sample(f"x_{t}", dist.Normal(z, 1.0), obs=obs)
+
+    elbo = TraceBackpropQ_ELBO()
+    elbo.loss_and_grads(lambda: program(torch.tensor(0.5)), lambda: program(None))
+    text = str(elbo.plan)
+    assert "-log p(x_t), -log p(the site), log q(the site)" in text and text.count("because") < 6
+    assert "-log p(x_11)" in text and "\0" not in text and "\1" not in text
+
+
 def test_the_last_rule_by_options_serves_every_site() -> None:
     elbo = after(lambda r: dist.Poisson(r.exp()), num_particles=2)
     assert elbo.plan is not None
