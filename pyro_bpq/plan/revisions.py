@@ -34,7 +34,7 @@ def untold(
     is_alone: bool,
     is_layer: bool,
 ) -> SiteFacts:
-    """The facts of a site of many components of whose costs nothing is told; those of others may be told or not."""
+    """The facts of a site of many components of whose costs nothing is told."""
     name = site.info.name
     keeps_rows = facts.cuts_plates or not graph.node(name).plates
     is_last = not graph.descendants(name) and not graph.leaves_plates(name) and traced.elimination is None
