@@ -9,7 +9,6 @@ used for a long time, see :class:`CriticBank`.
 from __future__ import annotations
 
 import hashlib
-import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -24,8 +23,8 @@ from pyro_bpq.errors import BPQWarning
 MAX_IDLE, _STEPS = 2048, 8
 # Key under which a loaded row stores the name of the block that it comes from.
 _HOME = ""
-# What the kinds of critics begin with, those of statistics do not.
-_CRITIC = "critic "
+# Key under which it stores the name of its site and its critic, in words.
+_ABOUT = "\n"
 
 
 class CriticBank(nn.Module):
@@ -264,7 +263,7 @@ class CriticBank(nn.Module):
         order = {**self._order, **self._used, **dict.fromkeys(self.blocks)}
         found = {key: self.blocks[key] for key in order}
         blocks = {
-            key: {"kind": block.kind, "keys": list(block.keys)}
+            key: {"kind": block.kind, "keys": list(block.keys), "about": block.about}
             for key, block in found.items()
             if isinstance(block, Block)
         }
@@ -281,7 +280,8 @@ class CriticBank(nn.Module):
             tensors = {name[len(start) :]: state_dict.pop(name) for name in list(state_dict) if name.startswith(start)}
             for row, name in enumerate(described["keys"]):
                 rows: dict[str, Any] = {tensor: value[row].clone() for tensor, value in tensors.items()}
-                waiting[_waiting_key(described["kind"], name)] = rows | {_HOME: key}
+                about = name, described.get("about", "")
+                waiting[_waiting_key(described["kind"], name)] = rows | {_HOME: key, _ABOUT: about}
         self._has_warned = False
         self._waiting, self._most_rows = waiting, max(self._most_rows, extra.get("most_rows", 0))
         for key, block in self.blocks.items():
@@ -307,27 +307,20 @@ class CriticBank(nn.Module):
 
     def _warn_of_other_critics(self, block: Block, names: Sequence[str]) -> None:
         """Warns where critics start anew, since those that were loaded are others."""
-        if block.critic is None or self._has_warned:
+        if not block.about or self._has_warned:
             return
-        waiting = [key.split("\n", 1) for key in self._waiting]
-        own = _critic(block.kind)
-        loaded = {name: _critic(kind) for kind, name in waiting if kind.startswith(_CRITIC) and _critic(kind) != own}
-        anew = [
-            name for name, key in zip(block.keys, names, strict=True) if name in loaded and key not in self._waiting
-        ]
+        known = (rows.get(_ABOUT, ("", "")) for rows in self._waiting.values())
+        loaded = {name: about for name, about in known if about not in ("", block.about)}
+        rows = zip(block.keys, names, strict=True)
+        anew = [name for name, key in rows if name in loaded and key not in self._waiting]
         if anew:
             self._has_warned = True
             warnings.warn(
-                f"The critics of {anew} start anew as {own}: the state that was loaded has {loaded[anew[0]]} there. "
-                "Write the same critic= as in the run that was saved to go on with its critics.",
+                f"The critics of {anew} start anew as {block.about}: the state that was loaded has "
+                f"{loaded[anew[0]]} there. Write the same critic= as in the run that was saved to go on with its critics.",
                 BPQWarning,
                 stacklevel=2,
             )
-
-
-def _critic(kind: str) -> str:
-    """The critic of a block's kind, without its sizes."""
-    return re.sub(r"( \d+)*$", "", kind.removeprefix(_CRITIC))
 
 
 def _block_name(kind: str, keys: Sequence[str]) -> str:

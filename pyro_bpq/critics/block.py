@@ -29,6 +29,7 @@ class Block(nn.Module):
         keys: Key of each row.
         critic: The critics, a module whose parameters have a leading site axis, or ``None``.
         buffers: Running statistics with a leading site axis.
+        about: The critic in words; empty if there is none.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Block(nn.Module):
         keys: Sequence[str],
         critic: nn.Module | None = None,
         buffers: Mapping[str, Tensor] | None = None,
+        about: str = "",
     ) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.about = kind, about
         self.keys = tuple(keys)
         self.critic = critic
         self.slow: nn.Module | None = None

@@ -246,7 +246,7 @@ def _builder(
             buffers["value_mean"] = torch.zeros(len(keys), shape.components)
             buffers["value_square"] = torch.ones(len(keys), shape.components)
         buffers |= {"rows": ones.clone(), "count": 0 * ones}
-        return Block(_kind(critic, shape), keys, module, buffers).to(like.device, like.dtype)
+        return Block(_kind(critic, shape), keys, module, buffers, repr(critic)).to(like.device, like.dtype)
 
     return make
 

@@ -22,17 +22,21 @@ class Weight(nn.Module):
         self.w = nn.Parameter(torch.arange(float(rows)).unsqueeze(-1).expand(rows, width).clone())
 
 
-def make(kind: str = "k", width: int = 3) -> Callable[[tuple[str, ...]], Block]:
+def make(kind: str = "k", width: int = 3, about: str = "") -> Callable[[tuple[str, ...]], Block]:
     def build(keys: tuple[str, ...]) -> Block:
         return Block(
-            kind, keys, Weight(len(keys), width), {"mean": torch.zeros(len(keys)), "gram": torch.zeros(len(keys), 2)}
+            kind,
+            keys,
+            Weight(len(keys), width),
+            {"mean": torch.zeros(len(keys)), "gram": torch.zeros(len(keys), 2)},
+            about,
         )
 
     return build
 
 
-def select(bank: CriticBank, keys: str, kind: str = "k", width: int = 3) -> Selection:
-    found = bank.select(kind, tuple(keys), make(kind, width))
+def select(bank: CriticBank, keys: str, kind: str = "k", width: int = 3, about: str = "") -> Selection:
+    found = bank.select(kind, tuple(keys), make(kind, width, about))
     assert found is not None
     return found
 
@@ -177,20 +181,20 @@ def test_rows_of_another_shape_are_not_loaded() -> None:
 
 def test_loaded_critics_of_another_kind_are_told() -> None:
     bank, fresh, same = CriticBank(), CriticBank(), CriticBank()
-    select(bank, "ab", kind="critic Linear(1, 2) 3 4")
+    select(bank, "ab", kind="critic Linear(1, 2) 3 4", about="Linear(1, 2)")
     fresh.load_state_dict(bank.state_dict())
     same.load_state_dict(bank.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # Another number of features, as where a program has grown, other sites, and running statistics.
-        select(same, "ab", kind="critic Linear(1, 2) 3 5")
-        select(same, "c", kind="critic Deep()")
-        select(same, "ab", kind="critic Linear(1, 2) 3 4")
+        select(same, "ab", kind="critic Linear(1, 2) 3 5", about="Linear(1, 2)")
+        select(same, "c", kind="critic Deep()", about="Deep()")
+        select(same, "ab", kind="critic Linear(1, 2) 3 4", about="Linear(1, 2)")
     with pytest.warns(BPQWarning, match=r"critics of \['a'\] start anew as Deep\(\): .* has Linear\(1, 2\) there"):
-        select(fresh, "a", kind="critic Deep() 3 4")
+        select(fresh, "a", kind="critic Deep() 3 4", about="Deep()")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        select(fresh, "b", kind="critic Deep() 3 4")
+        select(fresh, "b", kind="critic Deep() 3 4", about="Deep()")
 
 
 def test_names_of_blocks_do_not_depend_on_the_order_of_building() -> None:
