@@ -317,7 +317,8 @@ class CriticBank(nn.Module):
             self._has_warned = True
             warnings.warn(
                 f"The critics of {anew} start anew as {block.about}: the state that was loaded has "
-                f"{loaded[anew[0]]} there. Write the same critic= as in the run that was saved to go on with its critics.",
+                f"{loaded[anew[0]]} there. Write the same critic= as in the run that was saved to go on with its "
+                "critics.",
                 BPQWarning,
                 stacklevel=2,
             )
