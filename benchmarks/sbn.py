@@ -41,8 +41,8 @@ METHODS = (
     *(plain_leave_one_out(particles) for particles in (2, 4, 8)),
 )
 FEW = (DEFAULT, DEFAULT_ONE, AVERAGE, leave_one_out(2), plain_leave_one_out(4), DISARM, REINMAX)
-# The default is crossed leave-one-out with 8 particles.
-STRONG = (DEFAULT, plain_leave_one_out(8), hindsight(4))
+# The default is hindsight with 4 particles.
+STRONG = (DEFAULT, plain_leave_one_out(8), crossed(8))
 
 
 def main() -> None:

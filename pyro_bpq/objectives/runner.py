@@ -27,7 +27,7 @@ from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
 from pyro_bpq.reruns.flipped_costs import flipped_costs
-from pyro_bpq.reruns.held_costs import HeldRun
+from pyro_bpq.reruns.held_costs import HeldRun, is_refused
 from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.rollout.runs import Rollout
@@ -150,6 +150,7 @@ class StepRunner(Runner):
         num_steps: int,
         track: bool = False,
         sloped: frozenset[str] = frozenset(),
+        maps: bool = False,
         put: Callable[[Any], Any] = lambda part: part,
     ) -> TracedRun:
         """Runs a program once.
@@ -160,6 +161,7 @@ class StepRunner(Runner):
             num_steps: Number of steps taken.
             track: Whether to track which values depend on which.
             sloped: Sites of whose costs slopes are wanted.
+            maps: Whether the linear maps that read their values are noted.
             put: Puts values in: it wraps model and guide, within enumeration.
         """
         model, guide, args, kwargs = program
@@ -172,6 +174,7 @@ class StepRunner(Runner):
             only_costs=self.only_costs,
             components=structure.follows_components and not self.enumerates,
             sloped=sloped,
+            maps=maps,
             rows=structure.follows_rows and not self.enumerates,
             counts=track and not structure.escapes,
         )
@@ -279,7 +282,7 @@ class StepRunner(Runner):
         draws = Draws()
         try:
             with UngraphedBuffers() if last.plan.has_buffers else contextlib.nullcontext():
-                return [trace(program, sloped=last.plan.led_back) for program in programs]
+                return [trace(program, sloped=last.plan.led_back, maps=last.plan.notes_maps) for program in programs]
         except BPQError:
             raise
         except RuntimeError as error:
@@ -376,6 +379,9 @@ class StepRunner(Runner):
                 self.plans.do_without_flips(traced[0].key)
                 plan = self.plans.plan(traced[0], graph, facts)
             tables = found or {}
+        if plan.held is not None and not plan.held.asked and is_refused(plan.held, traced[0], rollout, self.row_runs):
+            self.plans.do_without_holding(traced[0].key)
+            plan = self.plans.plan(traced[0], graph, facts)
         rerun = generator = None
         if one is not None and (plan.needs_program or mode.first_order) and not facts.is_dynamic:
             generator = self.noise()

@@ -41,7 +41,24 @@ class HeldPlan:
     Args:
         flips: Which rows flip which sites.
         sites: The sites that are flipped. A site whose children have unknown laws is not among them.
+        asked: Those of them for which the user has chosen the estimator.
     """
 
     flips: FlipPlan
     sites: Mapping[str, HeldSite]
+    asked: frozenset[str] = frozenset()
+
+    @property
+    def sloped(self) -> frozenset[str]:
+        """Sites whose changes are predicted from slopes."""
+        return frozenset(name for name, site in self.sites.items() if site.is_drawn and has_slopes(site.components))
+
+    @property
+    def curved(self) -> bool:
+        """Whether curvatures are asked for, too."""
+        return any(self.sites[name].curvature for name in self.sloped)
+
+
+def has_slopes(components: Components) -> bool:
+    """Whether costs may have slopes in values with these components: those of bits and of one-hot values."""
+    return components.kind in ("bernoulli", "one_hot")

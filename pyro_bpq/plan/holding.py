@@ -8,7 +8,7 @@ from dataclasses import replace
 from pyro_bpq.estimators import Estimator, Hindsight
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.flips import flip_plan
-from pyro_bpq.plan.held import HeldPlan, HeldSite
+from pyro_bpq.plan.held import HeldPlan, HeldSite, has_slopes
 from pyro_bpq.plan.plan import StructureFacts
 from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
@@ -30,7 +30,8 @@ def held_plan(
         estimators: Those of all sites.
 
     Returns:
-        The plan. ``None`` if nobody asks for it, or if sampled values may steer the program.
+        The plan, as if the user had chosen all estimators. ``None`` if nobody asks for it, or if sampled values may
+        steer the program.
     """
     if facts.is_dynamic or traced.enumerated & samples(traced.guide_trace).keys():
         return None
@@ -49,12 +50,12 @@ def held_plan(
     sizes = {name: replace(site.components, event_shape=(site.number,)) for name, site in sites.items()}
     costs = {name: site.costs for name, site in sites.items()}
     laws = {name: _read_by_laws(graph, site.children) for name, site in sites.items()}
-    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites)
+    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, frozenset(sites))
 
 
 def _has_few_slopes(site: HeldSite) -> bool:
     """Whether slopes may predict the changes of a site of a few components."""
-    return site.components.size > 1 and site.components.kind in ("bernoulli", "one_hot")
+    return site.components.size > 1 and has_slopes(site.components)
 
 
 def _read_by_laws(graph: StochasticComputationGraph, children: tuple[str, ...]) -> int:

@@ -19,7 +19,8 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     where costs after a site of the default's choice are known of the sampled value alone, and differ from row to row
     of its plates, or where there are ten such sites or more; else one. Baselines from other particles know the row,
     those from other steps do not. Two, where :class:`~pyro_bpq.estimators.DebiasedStraightThrough` is to serve all
-    such sites of rows, which needs no baseline. The table is ``PARTICLES`` in ``plan/rules.py``.
+    such sites of rows, which needs no baseline; four, where :class:`~pyro_bpq.estimators.Hindsight` is. The table is
+    ``PARTICLES`` in ``plan/rules.py``.
 
     Args:
         plan: The plan of a run.
@@ -34,7 +35,8 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     facts = ProgramFacts(
         by_row=frozenset(plan.by_row),
         untold=len(plan.untold),
-        sloped=frozenset(name for name in plan.sloped if has_many_reads(traced, name)),
+        sloped=frozenset(name for name in plan.sloped if has_many_reads(traced, name)) - plan.layers,
+        held=plan.layers,
         is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,
         elements=largest,
         particles=particles,

@@ -34,6 +34,7 @@ class Plan:
         patterns: What components of sites read, by site and cost, where costs are charged to components.
         by_row: Sites of the default's choice in many rows, whose cost-to-go is not known at other values.
         led_back: Sites whose estimators ask for slopes that the costs of a run have itself.
+        notes_maps: Whether a run notes the linear maps that read these sites, for curvatures.
         handed: Costs of the model that read values of the guide itself.
         has_buffers: Whether the programs may call modules with buffers.
         rules: For each site the rule by which it got its estimator.
@@ -41,6 +42,7 @@ class Plan:
         held: The extra run of guide and model at other values while all other sites keep theirs, or ``None``.
         refused: Why there is no extra run of the model, where its price speaks against it; else empty.
         untold: Sites of the default's choice whose cost-to-go is not known at other values.
+        layers: Sites that hindsight serves where there are enough particles.
         is_dynamic: Whether sampled values may steer the program, so that another run may have another plan.
     """
 
@@ -51,6 +53,7 @@ class Plan:
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
     by_row: frozenset[str] = frozenset()
     led_back: frozenset[str] = frozenset()
+    notes_maps: bool = False
     handed: frozenset[str] = frozenset()
     has_buffers: bool = True
     rules: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +62,7 @@ class Plan:
     refused: str = ""
     is_dynamic: bool = False
     untold: frozenset[str] = frozenset()
+    layers: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         """What each site got and why, its critic, and what is known exactly; sites that are alike together."""
@@ -122,7 +126,8 @@ class Plan:
     def sloped(self) -> tuple[str, ...]:
         """Sites whose estimator is poor where costs have no gradient to their values."""
         kinds = {name: cls.spec.estimator for cls in self.layout.classes for name in cls.names}
-        return tuple(name for name, kind in kinds.items() if kind.relies_on_slopes)
+        held = frozenset() if self.held is None else self.held.sloped
+        return tuple(name for name, kind in kinds.items() if kind.relies_on_slopes or name in held)
 
 
 @dataclass(frozen=True)

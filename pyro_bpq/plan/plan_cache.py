@@ -40,6 +40,7 @@ class PlanCache:
         last: The plan of the last step; ``None`` before the first one.
         plans: All plans, by what they were made for.
         unflippable: Keys of structures whose model could not be run at other values.
+        unheld: Keys of structures whose programs could not be run at other values with all other sites held.
         slopes: Whether costs have gradients to the values of sites, by key, where that was looked at.
     """
 
@@ -48,6 +49,7 @@ class PlanCache:
         self.last: Planned | None = None
         self.plans: dict[Any, Plan] = {}
         self.unflippable: set[Any] = set()
+        self.unheld: set[Any] = set()
         self.slopes: dict[Any, bool] = {}
 
     def __repr__(self) -> str:
@@ -70,7 +72,7 @@ class PlanCache:
             if len(self.plans) >= _PLANS:
                 self.plans.clear()
             can_flip, has_slopes = traced.key not in self.unflippable, self.slopes.get(traced.key, True)
-            plan = self.planner.plan(traced, graph, facts, can_flip, has_slopes)
+            plan = self.planner.plan(traced, graph, facts, can_flip, has_slopes, traced.key not in self.unheld)
             self.plans[key] = replace(plan, has_buffers=facts.has_buffers)
         self.last = Planned(traced.key, graph, facts, self.plans[key])
         return self.last.plan
@@ -80,6 +82,13 @@ class PlanCache:
         if len(self.unflippable) >= _STRUCTURES:
             self.unflippable.clear()
         self.unflippable.add(key)
+        self.forget()
+
+    def do_without_holding(self, key: Any) -> None:
+        """Notes that the programs do not run at other values with all other sites held; plans are made anew."""
+        if len(self.unheld) >= _STRUCTURES:
+            self.unheld.clear()
+        self.unheld.add(key)
         self.forget()
 
     def know_slopes(self, key: Any, there: bool) -> None:

@@ -174,6 +174,7 @@ class Planner:
         facts: StructureFacts,
         can_flip: bool = True,
         has_slopes: bool = True,
+        can_hold: bool = True,
     ) -> Plan:
         """Plans the steps on a structure.
 
@@ -188,6 +189,7 @@ class Planner:
             facts: What else is known of it.
             can_flip: Whether the model has not failed to run at other values.
             has_slopes: Whether costs are not known to be without gradients to the values of sites.
+            can_hold: Whether guide and model have not failed to run at other values with all other sites held.
 
         Returns:
             The plan.
@@ -196,6 +198,7 @@ class Planner:
             name: SiteFacts(
                 *(info, traced.options[name], self.estimator, self.max_support),
                 has_slopes=has_slopes,
+                can_hold=can_hold,
                 is_ordered=facts.is_ordered,
             )
             for name, info in traced.infos.items()
@@ -231,6 +234,7 @@ class Planner:
         # Sums in the same order in every process.
         patterns = dict(sorted(facts.patterns, key=lambda pair: pair[0]))
         many = [n for n in choices if n not in extra.components and has_many_components(sites[n])]
+        layers = set[str]()
         for name in many:
             if critics[name] is None:
                 kinds[name] = set()
@@ -238,14 +242,19 @@ class Planner:
                 is_alone = len(many) == 1 and not told
                 found = untold(sites[name], traced, graph, facts, is_alone, is_layer=len(many) > 1)
                 revise(choices, found)
+                layers |= {name} if found.may_hold else set()
         estimators = {name: choice.estimator for name, choice in choices.items()}
         layout, charged = self._layout(traced, graph, facts, estimators, critics, kinds, extra, immediate, patterns)
         used = {pair: pattern for pair, pattern in patterns.items() if pair[1] in charged.get(pair[0], ())}
-        # Where sites are sampled downstream slopes belong to runs of their own; costs of a user's own get plain values.
+        # What is sampled downstream is drawn anew where slopes count it; costs of a user's own get plain values.
         has_own = has_slopes and not (
             facts.is_dynamic or traced.user_costs or traced.untraced or traced.elimination is not None
         )
         sloped = {name for name, estimator in estimators.items() if "slope" in estimator.needs}
+        last = frozenset(name for name in sloped if not graph.descendants(name))
+        held = held_plan(traced, graph, facts, estimators)
+        if held is not None and self.estimator is None:
+            held = replace(held, asked=frozenset(n for n in held.sites if not traced.options[n].is_open))
         return Plan(
             graph,
             layout,
@@ -253,14 +262,16 @@ class Planner:
             extra.components,
             used,
             by_row,
-            frozenset(name for name in sloped if has_own and not graph.descendants(name)),
+            last | (frozenset() if held is None else held.sloped) if has_own else frozenset(),
+            has_own and held is not None and held.curved,
             facts.handed,
             rules={name: choice.rule for name, choice in choices.items()},
             num_particles=facts.num_particles,
-            held=held_plan(traced, graph, facts, estimators),
+            held=held,
             refused=extra.refused,
             is_dynamic=facts.is_dynamic,
             untold=untold_sites,
+            layers=frozenset(layers),
         )
 
     def _extra_run(

@@ -15,6 +15,7 @@ from pyro_bpq.estimators import (
     DebiasedStraightThrough,
     DisARM,
     Estimator,
+    Hindsight,
     LeaveOneOut,
     Pathwise,
     ScoreFunction,
@@ -22,6 +23,7 @@ from pyro_bpq.estimators import (
     TrimmedBaseline,
 )
 from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.plan.held import has_slopes
 from pyro_bpq.tracing.config import SiteOptions
 
 MOST_PARTICLES = 8
@@ -53,6 +55,7 @@ class SiteFacts:
         is_layer: Whether other such sites are sampled too, and rows of plates stay apart.
         has_many_reads: Whether the values of its components times the observed elements of a row are many.
         has_slopes: Whether costs may have gradients to its values.
+        can_hold: Whether guide and model have not failed to run at its other values with all other sites held.
         is_ordered: Whether sampled values steer the program, and nobody chose anything that needs its graph.
     """
 
@@ -68,6 +71,7 @@ class SiteFacts:
     is_layer: bool = False
     has_many_reads: bool = True
     has_slopes: bool = True
+    can_hold: bool = True
     is_ordered: bool = False
 
     @property
@@ -89,7 +93,13 @@ class SiteFacts:
     @property
     def may_cross(self) -> bool:
         """Whether it is one of several layers, whose costs may be those of other particles' later layers."""
-        return self.is_untold and self.is_layer and CrossedLeaveOneOut().unsupported(self.info) is None
+        return self.is_untold and self.is_layer and self.info.num_particles >= FEW_PARTICLES
+
+    @property
+    def may_hold(self) -> bool:
+        """Whether it is one of several layers, and slopes and curvatures may tell what its components cost."""
+        predicts = self.info.components is not None and has_slopes(self.info.components) and self.has_slopes
+        return self.is_layer and self.can_compare and self.can_hold and self.has_many_reads and predicts
 
     @property
     def has_few_values(self) -> bool:
@@ -159,8 +169,13 @@ BY_STRUCTURE = (
         lambda s: SecondRun(),
     ),
     Rule(
+        "layers of many components that much is read of: their law given what was drawn after them",
+        lambda s: s.may_cross and s.may_hold,
+        lambda s: Hindsight(draws=1, crossed=True),
+    ),
+    Rule(
         "layers of many components: other particles, beside this particle's own past",
-        lambda s: s.may_cross and s.info.num_particles >= FEW_PARTICLES,
+        lambda s: s.may_cross,
         lambda s: CrossedLeaveOneOut(),
     ),
     Rule("many components: other particles", lambda s: s.is_untold, lambda s: s.score_function),
@@ -174,6 +189,7 @@ class ProgramFacts:
     Args:
         by_row: Sites of the default's choice whose costs differ from row to row of their plates.
         sloped: Sites that are served by slopes of the costs.
+        held: Layers that are served by their law given what was drawn after them, if there are enough particles.
         is_plain: Whether there are no cost statements, and all sites are in the traces and sampled.
         elements: Number of elements of the largest value.
         particles: Number of particles in it.
@@ -182,6 +198,7 @@ class ProgramFacts:
 
     by_row: frozenset[str]
     sloped: frozenset[str]
+    held: frozenset[str]
     is_plain: bool
     elements: int
     particles: int = 1
@@ -210,6 +227,11 @@ PARTICLES = (
     ParticleRule("particles cannot be taken apart", lambda p: not p.is_plain, lambda p: 1),
     # Slopes need no baseline.
     ParticleRule("slopes serve all sites of rows", lambda p: bool(p.by_row) and p.by_row <= p.sloped, lambda p: 2),
+    ParticleRule(
+        "hindsight serves all sites of rows",
+        lambda p: bool(p.by_row) and p.by_row <= p.held,
+        lambda p: min(FEW_PARTICLES, _affordable(p)),
+    ),
     # A step of a long program is mostly Python, which particles of one call share.
     ParticleRule(
         "many sites: particles average their noise, as many as are nearly free", lambda p: not p.by_row, _affordable

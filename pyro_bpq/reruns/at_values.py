@@ -261,7 +261,7 @@ def _model_run(name: str, value: Tensor, trace: Any, traced: TracedRun) -> Run:
 
 
 def _own_slope(run: Run, name: str) -> Tensor:
-    """The gradient of ``log q - log p`` of a site to its value, minus that of the run's own ``-log p``."""
+    """The gradient of ``log q - log p`` of a site to its value."""
     record = run.sites[name]
     sides = {
         cost_of_guide(name): (1.0, record.fn, record.scale, record.mask),
@@ -273,8 +273,6 @@ def _own_slope(run: Run, name: str) -> Tensor:
         for cost, (sign, fn, scale, mask) in sides.items():
             if cost in run.costs and fn is not None:
                 total = total + sign * scale_and_mask(relaxed_log_prob(fn, leaf), scale, mask).sum()
-        if cost_of_model(name) in run.costs and record.prior is not None:
-            total = total + scale_and_mask(record.prior.log_prob(leaf), record.prior_scale, record.prior_mask).sum()
     return gradient_to(total, leaf)
 
 

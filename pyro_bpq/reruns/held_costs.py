@@ -20,7 +20,7 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.held import HeldPlan, HeldSite
 from pyro_bpq.reruns.apart import particle_of, value_alone
 from pyro_bpq.reruns.flipped_costs import flipped, table
-from pyro_bpq.reruns.row_runs import RowProgram, RowRuns
+from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Way
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
 from pyro_bpq.tracing.substitute import Substitute
@@ -134,6 +134,22 @@ class Part:
         return cost.detach() if self.index is None else particle_of(cost.detach(), self.index, self.nesting)
 
 
+def is_refused(plan: HeldPlan, traced: TracedRun, rollout: Rollout, runs: RowRuns) -> bool:
+    """Whether guide and model were seen to run in no way at other values of the sites of a plan.
+
+    Args:
+        plan: Which row flips which sites.
+        traced: A run of the step.
+        rollout: The tensors of the step's runs.
+        runs: Chooses the way in which the rows run.
+    """
+    return any(runs.way(_key(plan, traced, ndim)) is Way.NONE for ndim in (traced.batch_ndim, rollout.plate_ndim))
+
+
+def _key(plan: HeldPlan, traced: TracedRun, batch_ndim: int) -> Any:
+    return "held", traced.key, batch_ndim, tuple(plan.flips.start.items())
+
+
 def _rest(run: HeldRun, traced: TracedRun, name: str, site: HeldSite, rollout: Rollout) -> Tensor:
     """The sum ``(M, plates)`` of the costs that read a site and are not known at other values."""
     graph, plates = run.graph, run.graph.node(name).plates
@@ -238,7 +254,7 @@ def _rows(
     shapes = {name: cost.shape for name, cost in sampled.items()}
     batch_ndim = traced.batch_ndim if part.index is None else part.nesting - 1
     rows = RowProgram(evaluated, shapes, batch_ndim, traced.rng, run.has_buffers)
-    key = ("held", traced.key, batch_ndim, tuple(run.plan.flips.start.items()))
+    key = _key(run.plan, traced, batch_ndim)
     return run.runs.run(key, rows, sites, {**fixed, **traced.subsamples}, moved, sampled, run.learning, run.is_checked)
 
 

@@ -1,7 +1,8 @@
 r"""Predicts costs at other values of large sites, and laws of their children, from slopes and curvatures.
 
-One run of guide and model at the drawn values, which carry gradients. With ``g`` and ``H`` the first and second
-derivatives of the costs that read a site, a step of component ``d`` from its value to ``v`` changes them by about
+The drawn values carry gradients: in the step's own run where it has leaves, else in another run of guide and model.
+With ``g`` and ``H`` the first and second derivatives of the costs that read a site, a step of component ``d`` from its
+value to ``v`` changes them by about
 
     g · δ + ½ δ · H δ,   δ = e_v - e_{x_d}.
 """
@@ -19,11 +20,12 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning
-from pyro_bpq.plan.held import HeldSite
+from pyro_bpq.plan.held import HeldSite, has_slopes
+from pyro_bpq.reruns.expansions import expansions
 from pyro_bpq.reruns.held_costs import HeldRun, Program, law_name, law_of, unmasked
-from pyro_bpq.reruns.linear_reads import LinearReads, expansions
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
+from pyro_bpq.tracing.linear_reads import LinearRead, LinearReads
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
@@ -72,21 +74,26 @@ def _expansions(
     run: HeldRun, traced: TracedRun, program: Program, generator: torch.Generator | None, nesting: int | None
 ) -> tuple[dict[str, Expansion], dict[str, Expansion]]:
     """Expansions of the children's laws and of the costs, by site; empty where the program has no gradients."""
-    kinds = {n: site for n, site in run.plan.sites.items() if site.is_drawn}
-    leaves = {
-        name: traced.run.sites[name].value.detach().clone().requires_grad_()
-        for name, site in kinds.items()
-        if site.components.kind in ("bernoulli", "one_hot") and traced.run.sites[name].value.is_floating_point()
-    }
-    if not leaves or traced.elimination is not None:
+    sites = traced.run.sites
+    names = [n for n, site in run.plan.sites.items() if site.is_drawn and has_slopes(site.components)]
+    names = [name for name in names if sites[name].value.is_floating_point()]
+    if not names or traced.elimination is not None:
         return {}, {}
+    own = {name: leaf for name in names if (leaf := sites[name].leaf) is not None}
     try:
-        return _expanded(run, traced, program, leaves, generator, nesting)
+        with pyro.validation_enabled(False), torch.enable_grad():
+            if len(own) == len(names):
+                pair = traced.guide_trace, None if traced.only_costs else traced.model_trace
+                return _expanded(run, traced, pair, own, traced.maps, generator, nesting)
+            leaves = {name: sites[name].value.detach().clone().requires_grad_() for name in names}
+            with Sandbox(traced.rng[0], run.has_buffers):
+                pair, maps = _run_again(traced, program, leaves)
+                return _expanded(run, traced, pair, leaves, maps, generator, nesting)
     except BPQError:
         raise
     except RuntimeError as error:
         warnings.warn(
-            f"Sites {', '.join(map(repr, leaves))}: the program failed while their values carried gradients. Changes "
+            f"Sites {', '.join(map(repr, names))}: the program failed while their values carried gradients. Changes "
             f"of its costs are taken for zero, and estimates have more variance: {error}",
             BPQWarning,
             stacklevel=2,
@@ -94,31 +101,45 @@ def _expansions(
         return {}, {}
 
 
+def _run_again(
+    traced: TracedRun, program: Program, leaves: Mapping[str, Tensor]
+) -> tuple[tuple[Any, Any], tuple[LinearRead, ...]]:
+    """The traces of guide and model at leaves, and the linear maps that read these."""
+    model, guide, args, kwargs = program
+    values: dict[str, Any] = {name: record.value.detach() for name, record in traced.run.sites.items()}
+    values |= {name: leaf.clone() for name, leaf in leaves.items()}
+    values |= traced.subsamples
+
+    def again(one: Any) -> Any:
+        return poutine.trace(SkipCosts(exact=True)(Substitute(values)(one))).get_trace(*args, **kwargs)
+
+    with LinearReads(leaves) as reads:
+        pair = again(guide), None if traced.only_costs else again(model)
+    return pair, tuple(reads.found)
+
+
 def _expanded(
     run: HeldRun,
     traced: TracedRun,
-    program: Program,
+    traces: tuple[Any, Any],
     leaves: Mapping[str, Tensor],
+    maps: Sequence[LinearRead],
     generator: torch.Generator | None,
     nesting: int | None,
 ) -> tuple[dict[str, Expansion], dict[str, Expansion]]:
-    reads = LinearReads(leaves)
-    has_buffers = run.has_buffers
-    with Sandbox(traced.rng[0], has_buffers), pyro.validation_enabled(False), torch.enable_grad():
-        of_model, of_guide, laws = _totals(run, traced, program, leaves, reads)
-        if not any(run.plan.sites[name].curvature for name in leaves):
-            reads.found.clear()
-        blocks = {n: s.components.cardinality for n, s in run.plan.sites.items() if s.components.kind == "one_hot"}
+    of_model, of_guide, laws = _totals(run, traced, traces)
+    maps = maps if any(run.plan.sites[name].curvature for name in leaves) else ()
+    blocks = {n: s.components.cardinality for n, s in run.plan.sites.items() if s.components.kind == "one_hot"}
 
-        def expansion(total: Tensor | None) -> dict[str, Expansion]:
-            if total is None or not total.requires_grad:
-                return {}
-            slopes, bent = expansions(total, reads.found, leaves, blocks, generator, nesting)
-            return {name: (slope, bent.get(name)) for name, slope in slopes.items()}
+    def expansion(total: Tensor | None) -> dict[str, Expansion]:
+        if total is None or not total.requires_grad:
+            return {}
+        slopes, bent = expansions(total, maps, leaves, blocks, generator, nesting)
+        return {name: (slope, bent.get(name)) for name, slope in slopes.items()}
 
-        found = expansion(laws)
-        scored = found if of_guide is laws else expansion(of_guide)
-        rest = expansion(of_model)
+    found = expansion(laws)
+    scored = found if of_guide is laws else expansion(of_guide)
+    rest = expansion(of_model)
     return found, {name: _sum([part[name] for part in (scored, rest) if name in part]) for name in {**scored, **rest}}
 
 
@@ -128,46 +149,48 @@ def _sum(parts: Sequence[Expansion]) -> Expansion:
 
 
 def _totals(
-    run: HeldRun, traced: TracedRun, program: Program, leaves: Mapping[str, Tensor], reads: LinearReads
+    run: HeldRun, traced: TracedRun, traces: tuple[Any, Any]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The sums of the model's costs, of the guide's, and of the children's laws, as functions of the leaves.
 
     A site's own log-probability takes its plain value: at other values it is known.
     """
-    model, guide, args, kwargs = program
-    values: dict[str, Any] = {name: record.value.detach() for name, record in traced.run.sites.items()}
-    values |= {name: leaf.clone() for name, leaf in leaves.items()}
-    values |= traced.subsamples
     drawn = [site for site in run.plan.sites.values() if site.is_drawn]
     wanted = {cost for site in drawn for cost in site.costs}
     children = {child for site in drawn for child in site.children}
-
-    def again(one: Any) -> Any:
-        with reads:
-            return poutine.trace(SkipCosts(exact=True)(Substitute(values)(one))).get_trace(*args, **kwargs)
 
     def scored(trace: Any, is_guide: bool) -> tuple[Tensor | None, Tensor | None]:
         costs: list[Tensor] = []
         laws: list[Tensor] = []
         for name, site in samples(trace).items():
-            value = site["value"]
-            value = value.detach() if isinstance(value, Tensor) else value
             if cost_of_site(site, is_guide) in wanted:
                 sign = 1.0 if is_guide and cost_options(site) is None else -1.0
-                log_prob = site["fn"].log_prob(value)
-                costs.append(sign * scale_and_mask(log_prob, site["scale"], site["mask"]).sum())
+                costs.append(sign * _log_prob(site))
             if is_guide and name in children:
                 is_cost = law_name(traced, name) != law_of(name)
-                laws.append(costs[-1] if is_cost else unmasked(site["fn"]).log_prob(value).sum())
+                laws.append(costs[-1] if is_cost else unmasked(site["fn"]).log_prob(_plain(site)).sum())
         return _total(costs), _total(laws)
 
-    first = again(guide)
+    first, second = traces
     of_guide, laws = scored(first, True)
-    of_model = None if traced.only_costs else scored(again(model), False)[0]
+    of_model = None if second is None else scored(second, False)[0]
     are_laws = all(law_name(traced, child) != law_of(child) for child in children)
     are_laws &= not any(site["is_observed"] and cost_of_site(site, True) in wanted for site in samples(first).values())
     # The log-probability of a site that is nobody's child has no gradient to the leaves.
     return of_model, of_guide, of_guide if are_laws and children else laws
+
+
+def _log_prob(site: Any) -> Tensor:
+    """The sum of the log-probabilities of a site, which the step's own run has."""
+    if "log_prob_sum" in site:
+        found: Tensor = site["log_prob_sum"]
+        return found
+    return scale_and_mask(site["fn"].log_prob(_plain(site)), site["scale"], site["mask"]).sum()
+
+
+def _plain(site: Any) -> Any:
+    value = site["value"]
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _total(terms: Sequence[Tensor]) -> Tensor | None:

@@ -35,6 +35,7 @@ def importance_traces(
     kwargs: Mapping[str, Any],
     max_plate_nesting: float,
     ledger: Ledger | None = None,
+    leaves: Mapping[str, Tensor] | None = None,
 ) -> tuple[Trace, Trace, Heard]:
     """Traces the guide, and the model replayed against it, with log-probabilities.
 
@@ -45,6 +46,8 @@ def importance_traces(
         kwargs: Keyword arguments of both.
         max_plate_nesting: Bound on the number of nested plates, for Pyro's checks.
         ledger: Ledger of the active tracker, or ``None``.
+        leaves: Sites whose values are leaves of autograd. It grows during the run. Their own log-probabilities take
+            the plain values, so that only what the programs compute from a value has a gradient to it.
 
     Returns:
         The trace of the model, the trace of the guide, and the sources heard at each site (:data:`Heard`).
@@ -62,6 +65,9 @@ def importance_traces(
         if is_validation_enabled():
             check_model_guide_match(model_trace, guide_trace, max_plate_nesting)
         guide_trace, model_trace = prune_subsample_sites(guide_trace), prune_subsample_sites(model_trace)
+        for trace in (guide_trace, model_trace):
+            for name in trace.nodes.keys() & (leaves or {}).keys():
+                trace.nodes[name]["value"] = trace.nodes[name]["value"].detach()  # type: ignore[union-attr]
         heard = {
             **_score(model_trace, Trace.compute_log_prob, False, ledger),
             **_score(guide_trace, Trace.compute_score_parts, True, ledger),

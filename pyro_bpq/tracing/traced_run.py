@@ -21,6 +21,7 @@ from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.config import SiteOptions, site_options
 from pyro_bpq.tracing.cost_statement import CostOptions, cost_options
+from pyro_bpq.tracing.linear_reads import LinearRead
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, samples, site_info
 from pyro_bpq.tracing.work import Work
 
@@ -74,6 +75,7 @@ class TracedRun:
         of_guide: Costs that are log-probabilities of the guide.
         met: Costs in whose plates rows meet, with the names of these plates. Only some tracked runs look for them.
         work: What the guide and the model computed; ``None`` if that was not counted.
+        maps: The linear maps that read leaves, if they were noted.
     """
 
     key: tuple[Any, ...]
@@ -102,6 +104,7 @@ class TracedRun:
     met: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     of_guide: frozenset[str] = frozenset()
     work: tuple[Work, Work] | None = None
+    maps: tuple[LinearRead, ...] = ()
 
     @cached_property
     def plates(self) -> dict[str, tuple[Plate, ...]]:

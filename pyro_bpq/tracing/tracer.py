@@ -15,6 +15,7 @@ from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.cost_statement import cost_options
+from pyro_bpq.tracing.linear_reads import LinearReads
 from pyro_bpq.tracing.program_errors import explain_runs
 from pyro_bpq.tracing.program_warnings import warn_of_program
 from pyro_bpq.tracing.provenance import DependencyTracker
@@ -40,6 +41,7 @@ class TraceOptions:
         step: Number of steps taken, for estimators with a schedule.
         components: Whether to also track which components of a site a cost reads.
         sloped: Sites that need the slope of the costs in their value. Their records have autograd leaves of the costs.
+        maps: Whether to note the linear maps that read these leaves.
         rows: Whether to look for rows of a plate that meet.
         counts: Whether to count what guide and model compute.
     """
@@ -54,6 +56,7 @@ class TraceOptions:
     step: int = 0
     components: bool = False
     sloped: frozenset[str] = frozenset()
+    maps: bool = False
     rows: bool = False
     counts: bool = False
 
@@ -91,9 +94,10 @@ def trace_run(
     work = WorkMode() if options.counts else None
     watch = Watch(tracker, options.choose, number, options.attach, options.noise, step, elements, options.sloped, work)
     ledger = None if tracker is None else tracker.ledger
+    maps = LinearReads(watch.leaves) if options.maps else None
     with contextlib.ExitStack() as stack:
         modules = BufferedModules() if track else None
-        for mode in (tracker, None if elements is None else elements.elements, work, watch, modules):
+        for mode in (tracker, None if elements is None else elements.elements, work, maps, watch, modules):
             if mode is not None:
                 stack.enter_context(mode)
         with explain_runs(watch, tracker, dict([*enumerate(args), *kwargs.items()])):
@@ -102,7 +106,7 @@ def trace_run(
                 guide_trace, heard = program_trace(watch.guide(guide), args, kwargs, nesting, ledger)
             else:
                 model_trace, guide_trace, heard = importance_traces(
-                    model, watch.guide(guide), args, kwargs, nesting, ledger
+                    model, watch.guide(guide), args, kwargs, nesting, ledger, watch.leaves
                 )
         guide_sites, reads, handed = watch.guide_sites(guide_trace), None, frozenset[str]()
         if tracker is not None:
@@ -137,6 +141,7 @@ def trace_run(
         met=met,
         handed=handed,
         has_buffers=modules is None or bool(modules),
+        maps=() if maps is None else tuple(maps.found),
         work=None if work is None else (watch.guide_work, work.counter.total - watch.guide_work),
     )
     return _only_costs(traced) if only_costs else traced

@@ -20,7 +20,7 @@ from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_EL
 from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import Hindsight, StraightThrough
 from pyro_bpq.estimators import hindsight as estimator_module
-from pyro_bpq.reruns import linear_reads
+from pyro_bpq.reruns import expansions
 from pyro_bpq.step import hindsight_signal as module
 from pyro_bpq.testing import (
     ChoiceNoise,
@@ -213,7 +213,7 @@ def with_choices(monkeypatch: pytest.MonkeyPatch) -> ChoiceNoise:
         return torch.stack([noise.draw_choice(chance) for _ in range(number)], -1)
 
     monkeypatch.setattr(module, "_draw", draw)
-    monkeypatch.setattr(linear_reads, "_signs", lambda like, generator: torch.ones_like(like))
+    monkeypatch.setattr(expansions, "_signs", lambda like, generator: torch.ones_like(like))
     return noise
 
 
