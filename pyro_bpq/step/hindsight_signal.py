@@ -113,8 +113,9 @@ def _runs(signals: RolloutTensors) -> tuple[Any, Any, Any, Any]:
             by_site.update({n: index[g] for g, n in enumerate(cls.names) if n in plan.sites})
     found = signals.rerun.at_other_values(by_site, signals.rollout, particle)
     if found is None and plan.asked:
+        names = ", ".join(repr(name) for name in plan.sites if name in plan.asked)
         warnings.warn(
-            f"Sites {', '.join(map(repr, sorted(plan.asked)))}: guide and model do not run at other values of them, so "
+            f"Sites {names}: guide and model do not run at other values of them, so "
             "Hindsight() is leave-one-out there. Write ScoreFunction(LeaveOneOut()), which costs less.",
             BPQWarning,
             stacklevel=2,

@@ -303,6 +303,33 @@ def test_small_layers_are_drawn_along_with_large_ones() -> None:
     assert found == {"large": True, "small": True, "bit": False}
 
 
+@pytest.mark.parametrize("name", ["bits", "nonlinear", "masked", "hot"])
+def test_slopes_of_the_steps_own_run_are_those_of_a_run_of_their_own(name: str) -> None:
+    found, calls = [], []
+    for is_own in (True, False):
+        (model, guide), count = LAYERS[name], [0]
+
+        def counted(model: Callable[[], None] = model, count: list[int] = count) -> None:
+            count[0] += 1
+            model()
+
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        elbo = TraceBackpropQ_ELBO(estimator=Hindsight(draws=1))
+        elbo.loss_and_grads(counted, guide)
+        if not is_own:
+            assert elbo.runner.plans.last is not None
+            elbo.runner.plans.know_slopes(elbo.runner.plans.last.key, False)
+        for _ in range(5):
+            before = count[0]
+            elbo.loss_and_grads(counted, guide)
+        calls.append(count[0] - before)
+        found.append([param.grad for _, param in pyro.get_param_store().named_parameters()])
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
+    assert calls[0] == calls[1] - 1
+
+
 def test_a_particle_that_counts_too_little_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     program = pair()
     pyro.clear_param_store()

@@ -19,9 +19,11 @@ from pyro_bpq.estimators import (
     DebiasedStraightThrough,
     DisARM,
     Estimator,
+    Hindsight,
     SecondRun,
     TrimmedBaseline,
 )
+from pyro_bpq.plan import revisions
 
 DATA = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 MEAN = ScoreFunction(TrimmedBaseline())
@@ -123,6 +125,57 @@ def chosen(
 )
 def test_many_components_without_the_extra_run(program: Any, site: str, options: Any, expected: Estimator) -> None:
     assert chosen(program, site, 0, **options) == expected
+
+
+def noisy() -> tuple[Callable[[], None], Callable[[], None]]:
+    """A stack whose data read one layer through dropout: other runs have other noise."""
+    guide = stack()[1]
+
+    def model() -> None:
+        with pyro.plate("rows", 2):
+            z = bits("z", bits("y", torch.zeros(2, 2)) @ torch.ones(2, 3))
+            bits("x", torch.nn.functional.dropout(z, training=True)[..., :2], obs=DATA)
+
+    return model, guide
+
+
+def coarse() -> tuple[Callable[[], None], Callable[[], None]]:
+    """A stack whose upper layer is read as an index."""
+
+    def guide() -> None:
+        with pyro.plate("rows", 2):
+            bits("y", bits("z", pyro.param("q", torch.zeros(3)).expand(2, 3))[..., :2])
+
+    def model() -> None:
+        with pyro.plate("rows", 2):
+            y = bits("y", torch.zeros(2, 2))
+            z = bits("z", torch.eye(3)[y.sum(-1).long()])
+            bits("x", z[..., :2], obs=DATA)
+
+    return model, guide
+
+
+@pytest.mark.parametrize(
+    ("program", "is_wide", "expected"),
+    [
+        (stack(), True, Hindsight(draws=1, crossed=True)),
+        (stack(), False, CrossedLeaveOneOut()),
+        (coarse(), True, CrossedLeaveOneOut()),
+        (noisy(), True, CrossedLeaveOneOut()),
+    ],
+    ids=["many reads", "few reads", "no slopes", "runs that do not compare"],
+)
+def test_layers_get_hindsight_where_it_may_serve(
+    program: Any, is_wide: bool, expected: Estimator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revisions, "MANY_READS", 1 if is_wide else 1_000)
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(4, vectorize_particles=True, max_plate_nesting=1)
+    elbo.planner = replace(elbo.planner, max_elements=0)
+    # Nobody chose it, so that nothing is to be said where it does not run.
+    for _ in range(3):
+        elbo.loss_and_grads(*program)
+    assert [elbo.info[name]["estimator"] for name in ("y", "z")] == [expected, expected]
 
 
 def test_many_components_keep_pyros_baseline() -> None:
