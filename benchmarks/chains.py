@@ -514,7 +514,6 @@ def main() -> None:
         # It imports this module.
         import chains_compiled
 
-        sys.argv.remove("--compiled")
         return chains_compiled.main()
     options = arguments(__doc__, resumes=True)
     size = FULL if options.full else QUICK

@@ -97,6 +97,7 @@ def measure(name: str, particles: int, seed: int, rivals: dict[int, float]) -> R
 def main() -> None:
     """Measures, prints, and writes CSV and Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compiled", action="store_true", help="said to chains.py, which comes here")
     parser.add_argument("--particles", type=int, nargs="+", default=[1, 8, 32, 100, 1000])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", default="", help="one chain")

@@ -32,13 +32,14 @@ def arguments(description: str | None, resumes: bool = False) -> argparse.Namesp
         resumes: Whether the benchmark can leave out what a result file already has.
 
     Returns:
-        ``full``, ``all``, ``long``, ``smoke``, ``seeds``, ``output``; ``resume`` and ``only``.
+        ``full``, ``all``, ``long``, ``smoke``, ``compiled``, ``seeds``, ``output``; ``resume`` and ``only``.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the published figures instead of the quick check")
     parser.add_argument("--all", action="store_true", help="every method and size, each as long as in a quick run")
     parser.add_argument("--long", action="store_true", help="the strongest rivals, five times as long as a quick run")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--compiled", action="store_true", help="compiled steps, where the benchmark has some")
     parser.add_argument("--seeds", type=int, default=None, help="number of seeds")
     parser.add_argument("--output", type=Path, default=RESULTS)
     if resumes:

@@ -4,7 +4,9 @@ Layers of 200 Bernoulli latents above binary images of 784 pixels, one affine la
 same shape; otherwise as in ``vae.py``. DisARM and its like take one more run of the programs for every layer.
 References that are biased (ReinMax, straight-through) are shown and no rivals.
 
-    python benchmarks/sbn.py [--full | --all | --long | --smoke] [--seeds N] [--output DIRECTORY]
+``--compiled`` races compiled steps; the time that it takes to make them is told apart.
+
+    python benchmarks/sbn.py [--full | --all | --long | --compiled | --smoke] [--seeds N] [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from common import arguments
 from race import Method, Size, leave_one_out, ours, plain_leave_one_out, report, run_race
 from vae import AVERAGE, DEFAULT, DEFAULT_ONE, DISARM, LATENTS, NET, REINMAX, STRAIGHT, begin
 
-from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, LeaveOneOut, ScoreFunction
 
 QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=8.0, slices=16)
 FULL = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=120.0, slices=40)
 LONG = Size(rates=(1e-3, 3e-3), seeds=3, seconds=60.0, slices=20)
+COMPILED = Size(rates=(1e-3, 3e-3), seeds=3, seconds=40.0, slices=20)
 SMOKE = Size(rates=(1e-3, 3e-3), seeds=2, seconds=0.01, slices=2, samples=3)
 
 
@@ -43,10 +47,15 @@ METHODS = (
 FEW = (DEFAULT, DEFAULT_ONE, AVERAGE, leave_one_out(2), plain_leave_one_out(4), DISARM, REINMAX)
 # The default is hindsight with 4 particles.
 STRONG = (DEFAULT, plain_leave_one_out(8), crossed(8))
+COMPILE = (
+    Method("default", lambda: TraceBackpropQ_ELBO(compile=True), group="ours"),
+    Method("leave-one-out, 8", lambda: ours(ScoreFunction(LeaveOneOut()), 8, compile=True), group="leave-one-out"),
+    Method("crossed leave-one-out, 8", lambda: ours(CrossedLeaveOneOut(), 8, compile=True), group="ours"),
+)
 
 
 def main() -> None:
-    """Races, prints, writes ``sbn.csv``, ``sbn.md`` and ``sbn.png``, or ``sbn_long``."""
+    """Races, prints, writes ``sbn.csv``, ``sbn.md`` and ``sbn.png``, or ``sbn_long``, or ``sbn_compiled``."""
     options = arguments(__doc__)
     size, digits, number = begin(options, (QUICK, FULL, SMOKE, LONG), "sbn.py")
     if digits is None:
@@ -54,13 +63,16 @@ def main() -> None:
     methods, part = (METHODS, "") if options.full or options.smoke else (FEW, "Some of the methods.")
     if options.long:
         methods, part = STRONG, "Long run: the rivals that came closest in short ones."
+    if options.compiled:
+        size, methods = replace(COMPILED, seeds=options.seeds or COMPILED.seeds), COMPILE
+        part = "Compiled steps; what it takes to make them, by the clock, is not among the seconds of training."
     depths = (2, 4, 8, 16) if options.full or options.all else (2, 4) if options.smoke else (4,)
-    depths = (4, 2) if options.long else depths
+    depths = (4, 2) if options.long or options.compiled else depths
     about = (
         f"Sigmoid belief networks with {LATENTS} Bernoulli latents a layer, affine nets between layers, a fair prior, "
         f"on MNIST binarised afresh at every visit; held-out images binarised once ({number} test images). " + part
     )
-    name, races = "sbn_long" if options.long else "sbn", []
+    name, races = "sbn_long" if options.long else "sbn_compiled" if options.compiled else "sbn", []
     for depth in depths:
         races.append(run_race(replace(digits, name=f"{depth} layers", depth=depth), methods, size))
         # After each race, since all of them take long.
