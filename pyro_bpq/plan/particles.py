@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.plan.revisions import has_many_reads
-from pyro_bpq.plan.rules import PARTICLES, ProgramFacts
+from pyro_bpq.plan.revisions import num_reads
+from pyro_bpq.plan.rules import MANY_READS, PARTICLES, ProgramFacts
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
 
@@ -35,7 +35,7 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     facts = ProgramFacts(
         by_row=frozenset(plan.by_row),
         untold=len(plan.untold),
-        sloped=frozenset(name for name in plan.sloped if has_many_reads(traced, name)) - plan.layers,
+        sloped=frozenset(n for n in plan.sloped if num_reads(traced, n) >= MANY_READS) - plan.layers,
         held=plan.layers,
         is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,
         elements=largest,

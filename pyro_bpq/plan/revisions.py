@@ -10,7 +10,7 @@ from pyro_bpq.estimators import Estimator
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.plan import StructureFacts
-from pyro_bpq.plan.rules import BY_STRUCTURE, MANY_READS, Choice, SiteFacts, decide
+from pyro_bpq.plan.rules import BY_STRUCTURE, Choice, SiteFacts, decide
 from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 from pyro_bpq.tracing.watch import samples
@@ -45,12 +45,12 @@ def untold(
         can_compare=is_plain and not facts.is_dynamic,
         is_alone=is_alone and keeps_rows and is_last,
         is_layer=is_layer and keeps_rows and is_plain and site.options.is_open,
-        has_many_reads=has_many_reads(traced, name),
+        reads=num_reads(traced, name),
     )
 
 
-def has_many_reads(traced: TracedRun, name: str) -> bool:
-    """Whether the values of all components of a site times the observed elements of a row are many.
+def num_reads(traced: TracedRun, name: str) -> int:
+    """The values of all components of a site times the observed elements of a row.
 
     Other particles tell what all components cost together. Their noise grows with the number of components, and with
     what they explain together; that of slopes, which tell of each component, hardly does.
@@ -62,7 +62,7 @@ def has_many_reads(traced: TracedRun, name: str) -> bool:
         if site["is_observed"]:
             others = [frame.size for frame in site["cond_indep_stack"] if frame.name not in own]
             observed += site["fn"].event_shape.numel() * math.prod(others)
-    return components is not None and components.size * components.cardinality * observed >= MANY_READS
+    return 0 if components is None else components.size * components.cardinality * observed
 
 
 def in_rows(traced: TracedRun, graph: StochasticComputationGraph) -> frozenset[str]:

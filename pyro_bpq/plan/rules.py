@@ -6,6 +6,7 @@ structure of the program tells more. The third says how many particles a program
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ ELEMENTS = 1 << 19
 FEW_PARTICLES = 4
 # Values of all components of a site times observed elements of a row: from here on slopes tell more than particles.
 MANY_READS = 10_000
+# The same where there are several such sites: a step is longer then.
+MANY_READS_OF_LAYERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class SiteFacts:
         can_compare: Whether other runs of the program may serve it.
         is_alone: Whether it is the last and the only site of its kind, with plates whose rows stay apart.
         is_layer: Whether other such sites are sampled too, and rows of plates stay apart.
-        has_many_reads: Whether the values of its components times the observed elements of a row are many.
+        reads: The values of its components times the observed elements of a row.
         has_slopes: Whether costs may have gradients to its values.
         can_hold: Whether guide and model have not failed to run at its other values with all other sites held.
         is_ordered: Whether sampled values steer the program, and nobody chose anything that needs its graph.
@@ -69,7 +72,7 @@ class SiteFacts:
     can_compare: bool = False
     is_alone: bool = False
     is_layer: bool = False
-    has_many_reads: bool = True
+    reads: float = math.inf
     has_slopes: bool = True
     can_hold: bool = True
     is_ordered: bool = False
@@ -99,7 +102,8 @@ class SiteFacts:
     def may_hold(self) -> bool:
         """Whether it is one of several layers, and slopes and curvatures may tell what its components cost."""
         predicts = self.info.components is not None and has_slopes(self.info.components) and self.has_slopes
-        return self.is_layer and self.can_compare and self.can_hold and self.has_many_reads and predicts
+        is_large = self.reads >= MANY_READS_OF_LAYERS
+        return self.is_layer and is_large and self.can_compare and self.can_hold and predicts
 
     @property
     def has_few_values(self) -> bool:
@@ -155,7 +159,7 @@ BY_STRUCTURE = (
     ),
     Rule(
         "many components of the only site: slopes of the costs, corrected exactly",
-        lambda s: s.is_sloped and (s.has_many_reads or s.info.num_particles < FEW_PARTICLES),
+        lambda s: s.is_sloped and (s.reads >= MANY_READS or s.info.num_particles < FEW_PARTICLES),
         lambda s: DebiasedStraightThrough(),
     ),
     Rule(

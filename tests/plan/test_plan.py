@@ -23,7 +23,7 @@ from pyro_bpq.estimators import (
     SecondRun,
     TrimmedBaseline,
 )
-from pyro_bpq.plan import revisions
+from pyro_bpq.plan import rules
 
 DATA = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 MEAN = ScoreFunction(TrimmedBaseline())
@@ -168,7 +168,7 @@ def coarse() -> tuple[Callable[[], None], Callable[[], None]]:
 def test_layers_get_hindsight_where_it_may_serve(
     program: Any, is_wide: bool, expected: Estimator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(revisions, "MANY_READS", 1 if is_wide else 1_000)
+    monkeypatch.setattr(rules, "MANY_READS_OF_LAYERS", 1 if is_wide else 1_000)
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(4, vectorize_particles=True, max_plate_nesting=1)
     elbo.planner = replace(elbo.planner, max_elements=0)
