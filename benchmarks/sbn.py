@@ -65,7 +65,10 @@ def main() -> None:
         methods, part = STRONG, "Long run: the rivals that came closest in short ones."
     if options.compiled:
         size, methods = replace(COMPILED, seeds=options.seeds or COMPILED.seeds), COMPILE
-        part = "Compiled steps; what it takes to make them, by the clock, is not among the seconds of training."
+        part = (
+            "Compiled steps; what it takes to make them, by the clock, is not among the seconds of training. Most runs "
+            "found Inductor's cache warm."
+        )
     depths = (2, 4, 8, 16) if options.full or options.all else (2, 4) if options.smoke else (4,)
     depths = (4, 2) if options.long or options.compiled else depths
     about = (
