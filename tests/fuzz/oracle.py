@@ -17,16 +17,19 @@ from pyro.infer import RenyiELBO, Trace_ELBO, TraceEnum_ELBO
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
-from fuzz.programs import FLOAT_KINDS, UNLIMITED, Allowed, Program, random_program
+from fuzz.programs import FLOAT_KINDS, LAWFUL_KINDS, UNLIMITED, Allowed, Program, random_program
 from pyro_bpq import LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, TraceBackpropQ_IWAE
 from pyro_bpq.errors import BPQError
 from pyro_bpq.estimators import (
     CrossedLeaveOneOut,
     DebiasedStraightThrough,
+    Hindsight,
     SecondRun,
     debiased_straight_through,
     disarm,
 )
+from pyro_bpq.reruns import expansions
+from pyro_bpq.step import hindsight_signal
 from pyro_bpq.testing import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
 from pyro_bpq.testing.parameters import GradientReader, ParameterCollector
@@ -94,6 +97,8 @@ CONFIGS: dict[str, Config] = {
     "score": _served(ScoreFunction(), max_states=32),
     "leave_one_out": _served(ScoreFunction(LeaveOneOut()), 2, **PAIRS),
     "crossed": _served(CrossedLeaveOneOut(), 2, **PAIRS),
+    "hindsight": _served(Hindsight(), max_states=16, kinds=LAWFUL_KINDS),
+    "hindsight_drawn": _served(Hindsight(draws=1), max_states=8, kinds=LAWFUL_KINDS),
     "second_run": _served(SecondRun(), **PAIRS),
     "straight_through": _served(DebiasedStraightThrough(), **PAIRS, kinds=FLOAT_KINDS),
     "enumeration": Config(
@@ -212,8 +217,9 @@ def _trained_gradient(program: Program, config: Config) -> dict[str, Tensor]:
 
 
 def draws_again(elbo: Any) -> bool:
-    """Whether an estimator runs the programs once more."""
-    return any("program" in known["estimator"].needs for known in getattr(elbo, "info", {}).values())
+    """Whether an estimator runs the programs once more, with new draws."""
+    needs = [known["estimator"].needs for known in getattr(elbo, "info", {}).values()]
+    return any("program" in found and "hindsight" not in found for found in needs)
 
 
 def expectation(elbo: Any, model: Any, guide: Any, noise: ChoiceNoise) -> dict[str, Tensor]:
@@ -257,7 +263,15 @@ def _enumerable_noise(noise: ChoiceNoise) -> Iterator[None]:
         one = torch.where(value == 1, (2 * p - 1).clamp(min=0.0) / p, torch.minimum(p, 1 - p) / (1 - p))
         return noise.draw_choice(torch.stack((1 - one, one), -1)).to(p)
 
+    def component(chance: Tensor, number: int, generator: torch.Generator) -> Tensor:
+        return torch.stack([noise.draw_choice(chance) for _ in range(number)], -1)
+
+    def signs(like: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.ones_like(like)
+
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(hindsight_signal, "_draw", component))
+        stack.enter_context(mock.patch.object(expansions, "_signs", signs))
         stack.enter_context(mock.patch.object(debiased_straight_through, "_draw", entry))
         stack.enter_context(mock.patch.object(disarm, "uniform_given", partner))
         yield

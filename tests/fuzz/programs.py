@@ -30,6 +30,8 @@ _KINDS = ("coin", "coin", "coin", "bits", "bits", "bits", "pick", "onehot", "one
 _KINDS += ("digits", "point")
 MANY = frozenset(("bits", "faces", "digits"))
 FLOAT_KINDS = frozenset(("coin", "bits", "onehot", "faces"))
+# Those whose log-probability is that of the law that they are drawn from.
+LAWFUL_KINDS = frozenset(_KINDS) - {"real"}
 
 
 class NotRunnable(Exception):
