@@ -4,7 +4,8 @@ Methods: the rules (``choice="fixed"``), the choice by measurement (``choice="au
 first step, ``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO``. The loss is minus the ELBO of
 fresh samples from the trained guide, in nats per row of digits or per program, with two standard errors. The first
 seed picks each method's learning rate. Rows that the result file has are kept: ``--only`` measures programs anew. The
-programs that ``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``.
+programs that ``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``. A candidate that refuses a
+program has no row.
 
     python benchmarks/choice.py [--seconds 12] [--seeds 2] [--only NAME;NAME] [--held-out] [--all] [--methods NAME;NAME]
         [--output DIRECTORY]
@@ -31,6 +32,7 @@ from torch import Tensor
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.choice import Candidate
 from pyro_bpq.choice.candidates import BY_NAME
+from pyro_bpq.errors import BPQError
 
 STEERED = ("program order, 4 particles",)
 PLAIN = ("leave-one-out, 4 particles", "leave-one-out, 8 particles", "no critics")
@@ -92,9 +94,14 @@ def race(program: Program, options: argparse.Namespace, data: Tensor) -> list[Ro
     """The rows of a program."""
     found: list[Row] = []
     for name, make in methods(program, options.all, options.methods).items():
-        first = {rate: train(program, make(), data, rate, options.seconds, 0) for rate in RATES[bool(program.rows)]}
-        rate = min(first, key=lambda one: first[one][0])
-        others = [train(program, make(), data, rate, options.seconds, seed) for seed in range(1, options.seeds)]
+        try:
+            first = {rate: train(program, make(), data, rate, options.seconds, 0) for rate in RATES[bool(program.rows)]}
+            rate = min(first, key=lambda one: first[one][0])
+            others = [train(program, make(), data, rate, options.seconds, seed) for seed in range(1, options.seeds)]
+        except BPQError as error:
+            # A pinned candidate may not serve a program.
+            print(f"{program.name}, {name}: {error}", flush=True)
+            continue
         losses = [loss for loss, _ in (first[rate], *others)]
         error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else float("nan")
         found.append(
