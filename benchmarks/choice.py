@@ -98,7 +98,9 @@ def race(program: Program, options: argparse.Namespace, data: Tensor) -> list[Ro
             first = {rate: train(program, make(), data, rate, options.seconds, 0) for rate in RATES[bool(program.rows)]}
             rate = min(first, key=lambda one: first[one][0])
             others = [train(program, make(), data, rate, options.seconds, seed) for seed in range(1, options.seeds)]
-        except BPQError as error:
+        except (BPQError, RuntimeError, ValueError) as error:
+            if name not in BY_NAME:
+                raise
             # A pinned candidate may not serve a program.
             print(f"{program.name}, {name}: {error}", flush=True)
             continue
