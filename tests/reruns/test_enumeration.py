@@ -164,7 +164,8 @@ def masked_model() -> None:
 def masked_guide() -> None:
     with pyro.plate("rows", 3), poutine.mask(mask=torch.tensor([False, True, True])), poutine.scale(scale=0.7):
         pick("z", p("q"), infer=PARALLEL)
-        pyro.factor("f", p("pf") ** 2, has_rsample=True)
+        # A number for each row, since one for all would be counted once per row.
+        pyro.factor("f", p("pf") ** 2 + torch.zeros(3), has_rsample=True)
 
 
 def both_model() -> None:
