@@ -253,8 +253,12 @@ def _look(subject: Subject, program: Any, call: Call, number: int, updates: Upda
     own = tensors_of(places)
     with untraced(subject, own), _quiet(), LentBuffers() as lent:
         made = subject.num_generators()
-        with messages, watch, RecordedIndexing():
-            result = subject.recorded_step(program, step)
+        try:
+            with messages, watch, RecordedIndexing():
+                result = subject.recorded_step(program, step)
+        finally:
+            if watch.refusal is not None:
+                raise watch.refusal
         made = subject.num_generators() - made
         leaves = inputs_of(result.surrogate)
         subject.learn()

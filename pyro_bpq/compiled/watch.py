@@ -97,12 +97,14 @@ class StepWatch(TorchDispatchMode):
     Attributes:
         noise: The step's own noise.
         drawn: The tensors that it drew itself.
+        refusal: Why the step cannot be recorded, if further runs of the programs showed it; their errors are caught.
     """
 
     def __init__(self, inputs: Sequence[Tensor], first_seed: int, given: Sequence[Tensor] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noise: list[Noise] = []
         self.drawn: list[Tensor] = []
+        self.refusal: Unrecordable | None = None
         self._first_seed, self._given = first_seed, given
         self._known = WeakIdKeyDictionary()
         self._hash = hashlib.sha256()
@@ -163,7 +165,11 @@ class StepWatch(TorchDispatchMode):
         generator = kwargs.get("generator")
         if generator is None:
             if _is_in("pyro_bpq.reruns."):
-                raise Unrecordable("it draws values in further runs of the programs")
+                self.refusal = Unrecordable(
+                    "it draws values that are no sites, and the programs run again at other values. Where these are "
+                    'initial values, give a function: pyro.param("w", lambda: torch.randn(2))'
+                )
+                raise self.refusal
             return None
         source = generator.initial_seed() - self._first_seed
         if name not in ("aten.rand", "aten.randn") or not 0 <= source < 1 << 20:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -260,6 +261,23 @@ def test_a_number_read_from_a_closure_runs_eagerly() -> None:
         for _ in range(10):
             elbo.loss_and_grads(model, guide)
     assert not entries(elbo)
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+def test_initial_values_that_every_run_draws_run_eagerly_and_functions_do_not(is_function: bool) -> None:
+    def model() -> None:
+        w = pyro.param("w", (lambda: torch.randn(())) if is_function else torch.randn(()))
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
+        pyro.sample("x", dist.Normal(w * z, 1.0), obs=torch.tensor(0.3))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+
+    elbo = TraceBackpropQ_ELBO(compile="eager")
+    with contextlib.nullcontext() if is_function else pytest.warns(BPQWarning, match=r"lambda: torch\.randn\(2\)"):
+        for _ in range(20):
+            elbo.loss_and_grads(model, guide)
+    assert bool(entries(elbo)) == is_function
 
 
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
