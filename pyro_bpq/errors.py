@@ -59,6 +59,10 @@ class UnsupportedProgramError(BPQError, NotImplementedError):
     """A program uses a feature for which no right gradient can be given."""
 
 
+class Unrecordable(UnsupportedProgramError):
+    """A step cannot be recorded; the text is the end of a sentence that says why."""
+
+
 class PlateError(BPQError, ValueError):
     """Plates or shapes of a site do not fit together."""
 

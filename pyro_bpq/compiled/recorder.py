@@ -25,7 +25,8 @@ from pyro_bpq.compiled.indexing import RecordedIndexing
 from pyro_bpq.compiled.places import Place, tensors_of
 from pyro_bpq.compiled.sandbox import untraced
 from pyro_bpq.compiled.updates import OptimizerUpdate, Updates, apply_all, numbers_of
-from pyro_bpq.compiled.watch import Fingerprint, Noise, NotYet, StepWatch, Unrecordable
+from pyro_bpq.compiled.watch import Fingerprint, Noise, NotYet, StepWatch
+from pyro_bpq.errors import Unrecordable
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep, scheduled
 from pyro_bpq.tracing.sandbox import LentBuffers
@@ -253,12 +254,8 @@ def _look(subject: Subject, program: Any, call: Call, number: int, updates: Upda
     own = tensors_of(places)
     with untraced(subject, own), _quiet(), LentBuffers() as lent:
         made = subject.num_generators()
-        try:
-            with messages, watch, RecordedIndexing():
-                result = subject.recorded_step(program, step)
-        finally:
-            if watch.refusal is not None:
-                raise watch.refusal
+        with messages, watch, RecordedIndexing():
+            result = subject.recorded_step(program, step)
         made = subject.num_generators() - made
         leaves = inputs_of(result.surrogate)
         subject.learn()

@@ -12,7 +12,8 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_bpq.compiled.watch import NotYet, Unrecordable
+from pyro_bpq.compiled.watch import NotYet
+from pyro_bpq.errors import Unrecordable
 from pyro_bpq.tracing.draws import Draws
 
 

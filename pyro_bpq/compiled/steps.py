@@ -29,8 +29,8 @@ from pyro_bpq.compiled.options import Compile
 from pyro_bpq.compiled.places import all_hold
 from pyro_bpq.compiled.recorder import Recording, Subject, distinct, fingerprint, record
 from pyro_bpq.compiled.updates import Updates, numbers_of
-from pyro_bpq.compiled.watch import NotYet, Unrecordable
-from pyro_bpq.errors import BPQWarning
+from pyro_bpq.compiled.watch import NotYet
+from pyro_bpq.errors import BPQWarning, Unrecordable
 from pyro_bpq.rollout.schedule import scheduled
 from pyro_bpq.tracing.draws import Draws
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.errors import Unrecordable
 
 # Operators that hand numbers to Python, or make tensors whose size depends on them.
 _READS = frozenset(
@@ -30,10 +30,6 @@ _FRESH = frozenset({"aten.lift_fresh", "aten.lift_fresh_copy", "aten.lift"})
 _TOLD = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Folders of code that is not the user's.
 _FOREIGN = ("/torch/", "/pyro/", "/pyro_bpq/", "/contextlib.py", "/functools.py")
-
-
-class Unrecordable(UnsupportedProgramError):
-    """A step cannot be recorded; the text is the end of a sentence that says why."""
 
 
 class NotYet(Unrecordable):
@@ -97,14 +93,12 @@ class StepWatch(TorchDispatchMode):
     Attributes:
         noise: The step's own noise.
         drawn: The tensors that it drew itself.
-        refusal: Why the step cannot be recorded, if further runs of the programs showed it; their errors are caught.
     """
 
     def __init__(self, inputs: Sequence[Tensor], first_seed: int, given: Sequence[Tensor] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noise: list[Noise] = []
         self.drawn: list[Tensor] = []
-        self.refusal: Unrecordable | None = None
         self._first_seed, self._given = first_seed, given
         self._known = WeakIdKeyDictionary()
         self._hash = hashlib.sha256()
@@ -165,11 +159,10 @@ class StepWatch(TorchDispatchMode):
         generator = kwargs.get("generator")
         if generator is None:
             if _is_in("pyro_bpq.reruns."):
-                self.refusal = Unrecordable(
+                raise Unrecordable(
                     "it draws values that are no sites, and the programs run again at other values. Where these are "
                     'initial values, give a function: pyro.param("w", lambda: torch.randn(2))'
                 )
-                raise self.refusal
             return None
         source = generator.initial_seed() - self._first_seed
         if name not in ("aten.rand", "aten.randn") or not 0 <= source < 1 << 20:

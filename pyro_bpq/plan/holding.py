@@ -20,6 +20,7 @@ def held_plan(
     graph: StochasticComputationGraph,
     facts: StructureFacts,
     estimators: Mapping[str, Estimator],
+    is_chosen: bool,
 ) -> HeldPlan | None:
     """Plans the extra run for the sites whose estimator is :class:`~pyro_bpq.estimators.Hindsight`.
 
@@ -28,10 +29,10 @@ def held_plan(
         graph: Its graph.
         facts: What else is known of it.
         estimators: Those of all sites.
+        is_chosen: Whether the user has chosen an estimator for all sites.
 
     Returns:
-        The plan, as if the user had chosen all estimators. ``None`` if nobody asks for it, or if sampled values may
-        steer the program.
+        The plan. ``None`` if nobody asks for it, or if sampled values may steer the program.
     """
     if facts.is_dynamic or traced.enumerated & samples(traced.guide_trace).keys():
         return None
@@ -50,7 +51,8 @@ def held_plan(
     sizes = {name: replace(site.components, event_shape=(site.number,)) for name, site in sites.items()}
     costs = {name: site.costs for name, site in sites.items()}
     laws = {name: _read_by_laws(graph, site.children) for name, site in sites.items()}
-    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, frozenset(sites))
+    asked = frozenset(name for name in sites if is_chosen or not traced.options[name].is_open)
+    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, asked)
 
 
 def _has_few_slopes(site: HeldSite) -> bool:

@@ -252,9 +252,7 @@ class Planner:
         )
         sloped = {name for name, estimator in estimators.items() if "slope" in estimator.needs}
         last = frozenset(name for name in sloped if not graph.descendants(name))
-        held = held_plan(traced, graph, facts, estimators)
-        if held is not None and self.estimator is None:
-            held = replace(held, asked=frozenset(n for n in held.sites if not traced.options[n].is_open))
+        held = held_plan(traced, graph, facts, estimators, self.estimator is not None)
         return Plan(
             graph,
             layout,

@@ -193,20 +193,20 @@ class ProgramFacts:
     Args:
         by_row: Sites of the default's choice whose costs differ from row to row of their plates.
         sloped: Sites that are served by slopes of the costs.
-        held: Layers that are served by their law given what was drawn after them, if there are enough particles.
         is_plain: Whether there are no cost statements, and all sites are in the traces and sampled.
         elements: Number of elements of the largest value.
         particles: Number of particles in it.
         untold: Number of sites of the default's choice whose cost-to-go is not known at other values.
+        held: Layers that are served by their law given what was drawn after them, if there are enough particles.
     """
 
     by_row: frozenset[str]
     sloped: frozenset[str]
-    held: frozenset[str]
     is_plain: bool
     elements: int
     particles: int = 1
     untold: int = 0
+    held: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

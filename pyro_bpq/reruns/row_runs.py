@@ -23,6 +23,7 @@ import pyro
 import torch
 from torch import Tensor
 
+from pyro_bpq.errors import Unrecordable
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.tracing.hidden_particles import Wrapped
 from pyro_bpq.tracing.sandbox import Sandbox
@@ -105,6 +106,8 @@ class RowProgram:
             with sandbox, pyro.validation_enabled(False), warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
                 found = run(fixed, rows, event_ndims)
+        except Unrecordable:
+            raise
         except Exception:
             # The program may raise anything. It then cannot run in that way, and the sampled run stays valid.
             return None

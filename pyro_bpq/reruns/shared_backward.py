@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.rollout.runs import Run
+from pyro_bpq.tracing.autograd_nodes import nodes_behind
 
 
 @dataclass(frozen=True)
@@ -107,15 +108,6 @@ class _Known(torch.autograd.Function):
 
 def inputs_of(total: Tensor, leaves: Sequence[Tensor] = ()) -> list[Tensor]:
     """The leaves of an autograd graph that collect gradients, without the given ``leaves``."""
-    known, seen, found = {id(leaf) for leaf in leaves}, set(), []
-    nodes = [total.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            found.append(variable)
-        nodes += [following for following, _ in node.next_functions]
-    return found
+    known = {id(leaf) for leaf in leaves}
+    variables = (getattr(node, "variable", None) for node in nodes_behind(total))
+    return [variable for variable in variables if variable is not None and id(variable) not in known]

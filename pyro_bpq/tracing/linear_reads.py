@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pyro_bpq.tracing.autograd_nodes import nodes_behind
+
 # Operators that pass values on, one by one, as they are or shifted and scaled.
 _PASSED_ON = frozenset(
     f"{name}Backward{i}"
@@ -109,20 +111,12 @@ class LinearReads(TorchFunctionMode):
     def _sources(self, source: Tensor) -> tuple[str, ...]:
         """The leaves that a tensor consists of; none if anything but a shift or a scale was done to them."""
         names: dict[str, None] = {}
-        seen: set[Any] = set()
-        nodes: list[Any] = [source.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_behind(source):
             variable = getattr(node, "variable", None)
             if variable is not None:
                 names.update({name: None for name, leaf in self.leaves.items() if leaf is variable})
-                continue
-            if node.name() not in _PASSED_ON:
+            elif node.name() not in _PASSED_ON:
                 return ()
-            nodes += [following for following, _ in node.next_functions]
         return tuple(names)
 
 
