@@ -7,13 +7,17 @@ no guide: a reference, no rival. Besides the bound, the exact log-likelihood of 
 
 The chorales are those of ``jsb.npz`` in the folder that the environment variable PYRO_BPQ_DATA names.
 
-    python benchmarks/chorales.py [--full | --all | --long | --smoke] [--seeds N] [--output DIRECTORY]
+``--compiled`` races compiled steps, but for ``TraceEnum_ELBO``, the reference; the time that it takes to make them is
+told apart.
+
+    python benchmarks/chorales.py [--full | --all | --long | --compiled | --smoke] [--seeds N] [--output DIRECTORY]
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +32,13 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
-from pyro_bpq.estimators import DisARMTree, Hindsight, ReinMax
+from pyro_bpq.estimators import DisARMTree, Estimator, Hindsight, LeaveOneOut, ReinMax, ScoreFunction
 
 KEYS, HIDDEN, BATCH = 88, 64, 20
 QUICK = Size(rates=(1e-2, 3e-2), seeds=1, seconds=10.0, slices=10)
 LONG = Size(rates=(3e-3, 1e-2, 3e-2), seeds=3, seconds=60.0, slices=30)
 FULL = Size(rates=(3e-3, 1e-2, 3e-2), seeds=3, seconds=300.0, slices=40)
+COMPILED = Size(rates=(3e-3, 1e-2, 3e-2), seeds=3, seconds=60.0, slices=30)
 SMOKE = Size(rates=(3e-3, 1e-2), seeds=1, seconds=0.01, slices=1, samples=3)
 
 
@@ -185,6 +190,22 @@ METHODS = (
 )
 
 
+def compiled(particles: int, estimator: Estimator) -> TraceBackpropQ_ELBO:
+    """Compiled steps of an estimator."""
+    return ours(estimator, particles, compile=True)
+
+
+COMPILE = (
+    Method("default", lambda: TraceBackpropQ_ELBO(compile=True), group="ours"),
+    *(
+        Method(f"leave-one-out, {n}", partial(compiled, n, ScoreFunction(LeaveOneOut())), group="leave-one-out")
+        for n in (8, 16, 32)
+    ),
+    Method("hindsight, 8", partial(compiled, 8, Hindsight()), group="ours"),
+    STRONG[-1],
+)
+
+
 def gaps(race: Race) -> list[Row]:
     """Exact log-likelihood of the learned models, and distances from enumeration; medians over seeds."""
     data, rows = race.task.held_out("test"), []
@@ -205,27 +226,29 @@ def gaps(race: Race) -> list[Row]:
 
 
 def main() -> None:
-    """Races, prints, writes ``chorales.csv``, ``chorales.md`` and ``chorales.png``, or ``chorales_long``."""
+    """Races, prints, writes ``chorales.csv``, ``chorales.md`` and ``chorales.png``; long and compiled ones apart."""
     options = arguments(__doc__)
     torch.set_num_threads(1)
-    size = FULL if options.full else SMOKE if options.smoke else LONG if options.long else QUICK
+    kinds = ((options.full, FULL), (options.smoke, SMOKE), (options.long, LONG), (options.compiled, COMPILED))
+    size = next((size for is_asked, size in kinds if is_asked), QUICK)
     size = replace(size, seeds=options.seeds or size.seeds)
     task = load_chorales(60 if options.full else 3 if options.smoke else 16, 16)
     if task is None:
         print("chorales.py: skipped, PYRO_BPQ_DATA names no folder with jsb.npz")
         return
     methods = METHODS if options.full or options.all or options.smoke else STRONG if options.long else FEW
+    methods = COMPILE if options.compiled else methods
     race = run_race(task, methods, size)
     part = "" if options.all else ", some of the methods"
+    kind = "Compiled" if options.compiled else "Long" if options.long else "Quick"
     about = (
         "Markov model with discrete states and nets on Bach chorales (one frame a quarter note, 88 keys; not the "
         f"published JSB files, whose figures do not compare), batches of {BATCH}. TraceEnum sums the states out and "
-        "has no guide, so its figure is exact. "
-        + ("" if options.full else f"{'Long' if options.long else 'Quick'} run: short chorales{part}.")
+        "has no guide, so its figure is exact. " + ("" if options.full else f"{kind} run: short chorales{part}.")
     )
     report(
         options.output,
-        "chorales_long" if options.long else "chorales",
+        "chorales_long" if options.long else "chorales_compiled" if options.compiled else "chorales",
         "Discrete deep Markov model on chorales",
         about.strip(),
         [race],

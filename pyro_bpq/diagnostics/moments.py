@@ -192,7 +192,8 @@ def site_gradients(
     seen = elbo.observe(model, guide, args, kwargs, shows=False)
     runs, signals = seen.runs, [item.signals for item in seen.items]
     result = seen.step(torch.zeros(()), elbo.critics, elbo.learning())
-    summands: dict[Any, Tensor] = {COSTS: sum((run.run.differentiable for run in runs), torch.zeros(()))}
+    costs = sum((run.run.differentiable for run in runs), torch.zeros(()))
+    summands: dict[Any, Tensor] = {COSTS: costs if seen.summed is None else result.paths}
     for names, term in result.terms:
         if term.dim() and term.shape[0] == len(names):
             rows = [(name, term[i].sum()) for i, name in enumerate(names)]

@@ -38,8 +38,8 @@ class CountedELBO(ELBO):
 
     @property
     def num_particles(self) -> int:
-        """Number of particles."""
-        return self.particles.now.number
+        """Number of particles; 1 where the loss is summed over all values."""
+        return self.particles.now.draws
 
     @num_particles.setter
     def num_particles(self, number: int) -> None:
@@ -48,7 +48,7 @@ class CountedELBO(ELBO):
     @property
     def vectorize_particles(self) -> bool:
         """Whether particles run in one call, in a plate of their own."""
-        return self.particles.now.is_vectorized
+        return self.particles.drawn.is_vectorized
 
     @vectorize_particles.setter
     def vectorize_particles(self, is_vectorized: bool) -> None:

@@ -239,9 +239,7 @@ class TraceBackpropQ_ELBO(StructuredObjective):
         start = time.perf_counter()
         seen = self.particles.observe(self.runner, program, mode)
         ready = time.perf_counter()
-        losses = [traced.run.loss for traced in seen.runs]
-        loss = sum(losses[1:], losses[0]) / self.num_particles
-        result = seen.step(loss, self.critics, self.learning(mode), mode.learning)
+        result = seen.step(seen.loss / self.num_particles, self.critics, self.learning(mode), mode.learning)
         if self.analytic_kl:
             # One graph for all particles, or one for each.
             graphs = [item.signals.layout.graph for item in seen.items] * (len(seen.runs) // len(seen.items))
@@ -259,7 +257,8 @@ class TraceBackpropQ_ELBO(StructuredObjective):
 
         With ``choice="auto"`` candidates may be tried afterwards.
         """
-        if not (self._is_learning and self.choice.is_due(self.num_steps)):
+        # What is exact needs no choice.
+        if self.particles.now.sums or not (self._is_learning and self.choice.is_due(self.num_steps)):
             return super().loss_and_grads(model, guide, *args, **kwargs)
         with self.choice.counting() as mode:
             loss = super().loss_and_grads(model, guide, *args, **kwargs)

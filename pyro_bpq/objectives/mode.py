@@ -43,6 +43,11 @@ class Mode:
     may_order: bool = False
     shows: bool = False
 
+    @property
+    def asks_for_more(self) -> bool:
+        """Whether it needs more than a loss and its gradient."""
+        return self.shows or self.by_value or not self.may_order
+
 
 class NoiseSource:
     """Generators for what an objective draws itself; the global generators are left alone.
@@ -105,6 +110,10 @@ class Runner(ABC):
 
     def forget_last(self) -> None:  # noqa: B027 # some keep nothing
         """Forgets the last step: the next one is planned anew."""
+
+    def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
+        """Number of rows of a run that tells the costs of all values; 0 where the loss is not summed over them."""
+        return 0
 
     def good_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of particles that a program is good for, from a run of so many; 1 where values steer it."""

@@ -108,7 +108,7 @@ class Objective(CountedELBO, nn.Module):
     @property
     def _num_draws(self) -> int:
         """Number of draws whose mean the loss is."""
-        return self.particles.now.number
+        return self.particles.now.draws
 
     def _alone(self, model: Any, guide: Any) -> tuple[Any, Any]:
         """Model and guide as they run for one particle."""

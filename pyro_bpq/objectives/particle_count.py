@@ -56,6 +56,8 @@ class ParticleCount:
         self._sizes = dict[Plate, int]()
         # Structures whose particles were proved to keep apart, where the user has asked for a plate of them.
         self._proved = Together()
+        # How they run if the loss is not summed over all values after all.
+        self._otherwise: Particles | None = None
         self.said = ""
 
     def __repr__(self) -> str:
@@ -111,6 +113,11 @@ class ParticleCount:
         """One particle for programs that nothing is settled for: those of an evaluation may be others."""
         return self._one if self.is_open else self.now
 
+    @property
+    def drawn(self) -> Particles:
+        """The particles of a run that draws: one where the loss is summed."""
+        return self._one if self.now.sums else self.now
+
     def close(self) -> None:
         """One particle from now on, where the number is open: with more, sites in rows of data have no critics."""
         if self.is_open:
@@ -133,6 +140,8 @@ class ParticleCount:
         """
         if not self.is_open:
             return self._observe_given(runner, program, mode)
+        if self.now.sums and mode.asks_for_more:
+            return runner.observe(program, self.drawn, mode)
         if self._next is not None and mode.learning:
             self._take(self._next)
         if not all(is_same_program(*pair) for pair in zip(self._settled.items, program[:2], strict=False)):
@@ -212,24 +221,30 @@ class ParticleCount:
 
     def _settle(self, runner: Runner, program: Program, traced: TracedRun, mode: Mode) -> None:
         """Settles the number for the steps to come."""
-        given = self._given_nesting
+        given, self._otherwise = self._given_nesting, None
         self._settled, self._is_compared = Transient(program[:2]), False
         number = 1 if mode.has_ranks else runner.good_for(traced)
+        # One particle may still have to be reckoned with in this step.
+        nesting = 1 + (traced.batch_ndim if math.isinf(given) else given)
         if number == 1:
             self.said = (
                 "One particle runs: more are taken only where ten sites, or ten rows of data, or more have costs that "
                 "are not known at other values, and no value steers the program."
             )
-        if number > 1:
-            # One particle may still have to be reckoned with in this step.
-            nesting = 1 + (traced.batch_ndim if math.isinf(given) else given)
+        else:
             self._next = Particles(number, True, False, nesting)
+        rows = 0 if mode.asks_for_more else runner.rows_for(traced)
+        if rows:
+            self._otherwise, self._next = self._next, Particles(rows, True, False, nesting, sums=True)
         self._sizes = dict(traced.plate_sizes)
 
     def _lower(self, runner: Runner, traced: TracedRun) -> None:
         """Lets fewer particles run from the next step on, where plates have grown or values steer the program."""
         if traced.plate_sizes != self._sizes or self.now.is_hidden:
             self._sizes = dict(traced.plate_sizes)
+            if self.now.sums:
+                self._next = None if runner.rows_for(traced, self.now.number) else self._otherwise or self._one
+                return
             number = runner.good_for(traced, self.now.number if self.now.has_plate else 1)
             if number < self.now.number and (number > 1 or self.now.is_hidden):
                 self._next = replace(self.now, number=number) if number > 1 else self._one
@@ -245,9 +260,9 @@ class ParticleCount:
         settled_before = bool(self._settled.items)
         was_compared, settled, number = self._is_compared and settled_before, program[:2], self.now.number
         hidden = Particles(number, False, True, self._given_nesting)
-        ways = [self.now] if self.now.is_hidden else [self.now, hidden]
+        ways = [self.now] if self.now.is_hidden or self.now.sums else [self.now, hidden]
         reason, refused, draws = "", list[str](), Draws()
-        if not settled_before:
+        if not settled_before and not self.now.sums:
             # Copied or loaded. Parameters of modules may be missing in Pyro's store, as in a new process.
             self._make_parameters(runner, program, mode)
         for way in ways:
@@ -257,7 +272,8 @@ class ParticleCount:
             if found is not None:
                 if not is_known:
                     where = "a dimension that the program does not see" if way.is_hidden else "a plate of their own"
-                    self._say(f"{number} particles run in one call, in {where}.", refused)
+                    what = "All values run" if way.sums else f"{number} particles run"
+                    self._say(f"{what} in one call, in {where}.", refused)
                 self._settled, self._is_compared = Transient(settled), True
                 if mode.learning:
                     self._lower(runner, found.runs[0])
@@ -271,6 +287,11 @@ class ParticleCount:
                 self._settled, self._next, self._is_compared = Transient(settled), way, False
                 return None, ""
         self._take(self._one)
+        if ways[0].sums:
+            self._say("The loss is not summed over all values.", refused)
+            self._take(self._otherwise or self._one)
+            self._settled, self._is_compared = Transient(settled), False
+            return self._observe_many(runner, program, mode, is_first) if self.now.number > 1 else (None, "")
         self._say("One particle runs from now on.", refused)
         self._settled = Transient(settled)
         if not was_compared:

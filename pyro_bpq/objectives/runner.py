@@ -18,10 +18,11 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.mode import Mode, NoiseSource, Runner
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.staged import Observation, Staged
-from pyro_bpq.plan.particles import num_particles_for
+from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.plan_cache import PlanCache
 from pyro_bpq.plan.planner import Planner, check_gradients
+from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.elimination import eliminate
@@ -31,8 +32,10 @@ from pyro_bpq.reruns.held_costs import HeldRun, is_refused
 from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.rollout.particles import Particles
 from pyro_bpq.rollout.runs import Rollout
+from pyro_bpq.step.exact_sum import exact_sum
 from pyro_bpq.step.program_order import RunInOrder, in_order
 from pyro_bpq.step.signals import Signals
+from pyro_bpq.tracing.all_values import AllValues
 from pyro_bpq.tracing.described import left_torch
 from pyro_bpq.tracing.draws import Draws
 from pyro_bpq.tracing.hidden_particles import trace_particles
@@ -143,6 +146,12 @@ class StepRunner(Runner):
             return 1
         return num_particles_for(self.plans.last.plan, traced, particles)
 
+    def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
+        """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed over them."""
+        if self.plans.last is None or self.structure.is_dynamic(traced) or self.structure.always_tracks:
+            return 0
+        return num_rows_for(self.plans.last.plan, traced, particles)
+
     def trace(
         self,
         program: Program,
@@ -151,6 +160,7 @@ class StepRunner(Runner):
         track: bool = False,
         sloped: frozenset[str] = frozenset(),
         maps: bool = False,
+        warns: bool = True,
         put: Callable[[Any], Any] = lambda part: part,
     ) -> TracedRun:
         """Runs a program once.
@@ -162,6 +172,7 @@ class StepRunner(Runner):
             track: Whether to track which values depend on which.
             sloped: Sites of whose costs slopes are wanted.
             maps: Whether the linear maps that read their values are noted.
+            warns: Whether to warn of what is hardly meant.
             put: Puts values in: it wraps model and guide, within enumeration.
         """
         model, guide, args, kwargs = program
@@ -177,6 +188,7 @@ class StepRunner(Runner):
             maps=maps,
             rows=structure.follows_rows and not self.enumerates,
             counts=track and not structure.escapes,
+            warns=warns,
         )
         if not self.enumerates:
             traced = trace_run(put(model), put(guide), args, kwargs, options)
@@ -202,6 +214,8 @@ class StepRunner(Runner):
             particles: How the particles run.
             mode: What the step is for.
         """
+        if particles.sums:
+            return self._summed(program, particles, mode)
         is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
         track = self.structure.wants_tracking() or (self.structure.always_tracks and not is_ordered)
         programs, draws = programs_of(program, particles), Draws()
@@ -250,6 +264,45 @@ class StepRunner(Runner):
             check_declared(site for trace in traces for site in samples(trace).values())
             raise
         return Observation(tuple(runs), tuple(items))
+
+    def _summed(self, program: Program, particles: Particles, mode: Mode) -> Observation:
+        """The loss of a step, summed over all values of its sites.
+
+        Raises:
+            UnsupportedProgramError: If the program, as it is now, cannot be summed.
+        """
+        known, draws = None if self.plans.last is None else self.plans.last.plan.summed, Draws()
+        if known is None:
+            raise UnsupportedProgramError("it is not known what its costs read")
+        traced, found = self._at_all_values(known, program, particles, mode)
+        if found is not None and found != known:
+            # It has other sites than in the last step.
+            draws.again()
+            known = found
+            traced, found = self._at_all_values(known, program, particles, mode)
+        if found is None or found != known or found.rows != particles.number:
+            raise UnsupportedProgramError("a law or a cost reads several sites")
+        summed = exact_sum(traced, known, int(particles.nesting), mode.is_recorded)
+        if not summed.is_finite:
+            raise UnsupportedProgramError("the loss is not finite at some values")
+        return Observation((traced,), summed=summed)
+
+    def _at_all_values(
+        self, known: SumPlan, program: Program, particles: Particles, mode: Mode
+    ) -> tuple[TracedRun, SumPlan | None]:
+        """A run with the values of a plan put in, and the plan of the run."""
+        (together,) = programs_of(program, particles)
+        put = AllValues(known.components, known.shared, particles.number, int(particles.nesting))
+        draws = Draws()
+        traced = self.trace(together, particles, mode.num_steps, self.structure.wants_tracking(), warns=False, put=put)
+        if not self.structure.knows(traced):
+            draws.again()
+            traced = self.trace(together, particles, mode.num_steps, True, warns=False, put=put)
+        graph = self.structure.graph(traced, mode.learning)
+        if self.structure.is_dynamic(traced):
+            raise UnsupportedProgramError("sampled values steer it")
+        facts = replace(self._facts([traced], False, particles, mode), sums=True)
+        return traced, self.plans.plan(traced, graph, facts).summed
 
     def _ordered(self, runs: Sequence[TracedRun], mode: Mode) -> tuple[RunInOrder, ...] | None:
         """What runs of a steered program tell in program order; ``None`` where more is asked for.

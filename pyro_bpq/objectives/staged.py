@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.step.exact_sum import ExactSum, sum_step
 from pyro_bpq.step.program_order import RunInOrder, order_step
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Learning, Step, step
@@ -44,14 +45,24 @@ class Observation:
         runs: One run for each particle, or a single one of all.
         items: One for all particles; or one for each, where sampled values steer the program.
         ordered: In place of items, what each run tells in program order.
+        summed: In place of items, the loss summed over all values.
     """
 
     runs: tuple[TracedRun, ...]
     items: tuple[Staged, ...] = ()
     ordered: tuple[RunInOrder, ...] = ()
+    summed: ExactSum | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss, summed over draws, a scalar in nats; its gradient has no meaning."""
+        if self.summed is not None:
+            return self.summed.loss.detach()
+        losses = [traced.run.loss for traced in self.runs]
+        return sum(losses[1:], losses[0])
 
     def step(self, loss: Tensor, bank: CriticBank, learning: Learning, is_learning: bool = False) -> Step:
-        """The step on these runs, with the graph or in program order.
+        """The step on these runs: with the graph, in program order, or summed over all values.
 
         Args:
             loss: The loss of the runs, a scalar in nats.
@@ -59,6 +70,8 @@ class Observation:
             learning: How targets are formed.
             is_learning: Whether something is learned, unless the loss is not finite.
         """
+        if self.summed is not None:
+            return sum_step(self.summed, is_learning)
         if self.ordered:
             return order_step(self.ordered, loss, bank, learning, is_learning)
         return step([item.signals for item in self.items], loss, bank, learning, is_learning)

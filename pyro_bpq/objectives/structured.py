@@ -75,11 +75,11 @@ class StructuredObjective(Objective):
     def run_program(self, program: Program) -> TracedRun:
         """Runs guide and model as a step does, tracked only where sampled values steer them."""
         track = self.runner.structure.always_tracks
-        return self.runner.trace(program, self.particles.now, self.num_steps, track)
+        return self.runner.trace(program, self.particles.drawn, self.num_steps, track)
 
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
         """Prepares runs of a known structure as a step does; nothing learns."""
-        return self.runner.stage(traced, programs, self.particles.now, replace(self._mode(False), shows=True))
+        return self.runner.stage(traced, programs, self.particles.drawn, replace(self._mode(False), shows=True))
 
     def observe(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None, shows: bool = True) -> Observation:
         """The runs of a step, and what their sites are told; nothing learns. For diagnostics.
@@ -96,8 +96,9 @@ class StructuredObjective(Objective):
 
     def tracked_runs(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None) -> list[TracedRun]:
         """The same runs, tracked: they show what leaves torch. For diagnostics."""
-        programs = programs_of(self._program(model, guide, args, kwargs or {}), self.particles.now)
-        return [self.runner.trace(program, self.particles.now, self.num_steps, True) for program in programs]
+        particles = self.particles.drawn
+        programs = programs_of(self._program(model, guide, args, kwargs or {}), particles)
+        return [self.runner.trace(program, particles, self.num_steps, True) for program in programs]
 
     @property
     def settled(self) -> tuple[str, ...]:

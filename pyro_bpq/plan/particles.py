@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.revisions import num_reads
-from pyro_bpq.plan.rules import MANY_READS, PARTICLES, ProgramFacts
+from pyro_bpq.plan.rules import MANY_READS, MOST_SUMMED, PARTICLES, ProgramFacts
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
 
@@ -30,15 +30,31 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     Returns:
         The number ``M``.
     """
-    values = [site["value"] for trace in (traced.guide_trace, traced.model_trace) for site in samples(trace).values()]
-    largest = max((value.numel() for value in values if isinstance(value, Tensor)), default=0)
     facts = ProgramFacts(
         by_row=frozenset(plan.by_row),
         untold=len(plan.untold),
         sloped=frozenset(n for n in plan.sloped if num_reads(traced, n) >= MANY_READS) - plan.layers,
         held=plan.layers,
         is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,
-        elements=largest,
+        elements=_largest(traced),
         particles=particles,
     )
     return next(rule.number(facts) for rule in PARTICLES if rule.holds(facts))
+
+
+def num_rows_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
+    """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed, or is too dear.
+
+    Args:
+        plan: The plan of a run.
+        traced: The run.
+        particles: Number of particles in it.
+    """
+    rows = 0 if plan.summed is None else plan.summed.rows
+    return rows if rows * _largest(traced) <= MOST_SUMMED * particles else 0
+
+
+def _largest(traced: TracedRun) -> int:
+    """Number of elements of the largest value."""
+    values = [site["value"] for trace in (traced.guide_trace, traced.model_trace) for site in samples(trace).values()]
+    return max((value.numel() for value in values if isinstance(value, Tensor)), default=0)

@@ -11,6 +11,7 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.flips import FlipPlan
 from pyro_bpq.plan.held import HeldPlan
+from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.short import short
 from pyro_bpq.tracing.component_costs import Pattern, Patterns
@@ -44,6 +45,8 @@ class Plan:
         untold: Sites of the default's choice whose cost-to-go is not known at other values.
         layers: Sites that hindsight serves where there are enough particles.
         is_dynamic: Whether sampled values may steer the program, so that another run may have another plan.
+        summed: The tables that the loss can be summed over, or ``None``.
+        sums: Whether it is summed over them.
     """
 
     graph: StochasticComputationGraph
@@ -63,10 +66,14 @@ class Plan:
     is_dynamic: bool = False
     untold: frozenset[str] = frozenset()
     layers: frozenset[str] = frozenset()
+    summed: SumPlan | None = None
+    sums: bool = False
 
     def __str__(self) -> str:
         """What each site got and why, its critic, and what is known exactly; sites that are alike together."""
         lines = [f"{self.num_particles} particle{'s' if self.num_particles > 1 else ''}"]
+        if self.sums and self.summed is not None:
+            lines = [f"nothing is drawn: the loss is summed over all values, from {self.summed.rows} rows of one run"]
         lines += ["the last run: sampled values steer this program, so others have other sites"] * self.is_dynamic
         lines += [f"no extra run of the model: {self.refused}"] if self.refused else []
         alike: dict[str, list[str]] = {}
@@ -82,7 +89,7 @@ class Plan:
     def _about(self, name: str) -> str:
         spec = self.layout.specs[name]
         lines = [short(spec.estimator), f"    because: {self.rules.get(name, 'chosen')}"]
-        if not spec.estimator.is_pathwise:
+        if not (spec.estimator.is_pathwise or self.sums):
             lines += [f"    critic: {self._critic(name)}", f"    known at all values: {self._known(name)}"]
         if "hindsight" in spec.estimator.needs:
             lines.append(f"    known with all other sites held: {self._held(name)}")
@@ -143,6 +150,7 @@ class StructureFacts:
         has_buffers: Whether the programs may call modules with buffers.
         num_particles: Number of particles.
         is_ordered: Whether steps on the structure are to go in program order.
+        sums: Whether the loss is to be summed over all values.
         work: What guide and model of a run compute, if that was counted. It never tells structures apart.
     """
 
@@ -153,6 +161,7 @@ class StructureFacts:
     has_buffers: bool = True
     num_particles: int = 1
     is_ordered: bool = False
+    sums: bool = False
     work: tuple[Work, Work] | None = field(default=None, compare=False)
 
 

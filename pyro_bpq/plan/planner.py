@@ -17,7 +17,7 @@ from pyro_bpq.critics.joint import JointCritic
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators import Estimator, SecondRun
+from pyro_bpq.estimators import AllAction, Estimator, SecondRun
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.crossings import crossings
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
@@ -29,7 +29,8 @@ from pyro_bpq.plan.extra_run import ExtraRun, immediate_of, is_complete, known_c
 from pyro_bpq.plan.holding import held_plan
 from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.revisions import charged_costs, in_rows, open_sites, pays_to_compare, revise, untold
-from pyro_bpq.plan.rules import BY_OPTIONS, Choice, SiteFacts, decide, has_many_components
+from pyro_bpq.plan.rules import BY_OPTIONS, SUMMED, Choice, SiteFacts, decide, has_many_components
+from pyro_bpq.plan.sum_plan import SumPlan, sum_plan
 from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
@@ -194,6 +195,11 @@ class Planner:
         Returns:
             The plan.
         """
+        summed = None
+        if self.orders and facts.cuts_plates and not facts.is_dynamic:
+            summed = sum_plan(traced, graph, facts.handed, self.max_support)
+        if facts.sums and summed is not None:
+            return self._sum(traced, graph, facts, summed)
         sites = {
             name: SiteFacts(
                 *(info, traced.options[name], self.estimator, self.max_support),
@@ -270,7 +276,27 @@ class Planner:
             is_dynamic=facts.is_dynamic,
             untold=untold_sites,
             layers=frozenset(layers),
+            summed=summed,
         )
+
+    def _sum(
+        self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts, summed: SumPlan
+    ) -> Plan:
+        """The plan of a loss that is summed over all values: no costs are estimated, and no critic learns."""
+        choices = {name: Choice(AllAction(), SUMMED) for name in summed.components}
+        for name in summed.shared:
+            choices[name] = self.choice(SiteFacts(traced.infos[name], traced.options[name]))
+        names = [*traced.infos]
+        layout, _ = self._layout(
+            *(traced, graph, facts),
+            estimators={name: choices[name].estimator for name in names},
+            critics=dict.fromkeys(names),
+            kinds={name: set() for name in names},
+            extra=ExtraRun(),
+            immediate={name: () for name in names},
+            patterns={},
+        )
+        return Plan(graph, layout, None, {}, rules={n: c.rule for n, c in choices.items()}, summed=summed, sums=True)
 
     def _extra_run(
         self,

@@ -44,6 +44,7 @@ class TraceOptions:
         maps: Whether to note the linear maps that read these leaves.
         rows: Whether to look for rows of a plate that meet.
         counts: Whether to count what guide and model compute.
+        warns: Whether to warn of what is hardly meant; values that nobody drew may be impossible.
     """
 
     choose: Choose
@@ -59,6 +60,7 @@ class TraceOptions:
     maps: bool = False
     rows: bool = False
     counts: bool = False
+    warns: bool = True
 
 
 def trace_run(
@@ -129,7 +131,7 @@ def trace_run(
     traced = record_run(model_trace, guide_trace, guide_sites, reads, escaped, number, watch.subsamples, rng)
     if not (track or only_costs or watch.enumerated or watch.leaves):
         return traced
-    if track:
+    if track and options.warns:
         warn_of_program(samples(model_trace), guide_sites, traced.run.loss, step == 0, bool(watch.enumerated))
     traced = replace(
         traced,

@@ -140,13 +140,13 @@ def elbo(**options: Any) -> Callable[[], Any]:
 
 
 CASES: dict[str, tuple[Callable[[torch.dtype], tuple[Any, Any]], Callable[[], Any]]] = {
-    "ancestor": (chain, elbo()),
+    "ancestor": (chain, elbo(num_particles=1)),
     "one particle": (chain, elbo(num_particles=1, critic=MLPCritic(hidden=(5,)))),
     "two particles": (chain, elbo(num_particles=2)),
     "single": (chain, elbo(reduction="single", num_particles=2)),
     "per cost": (chain, elbo(reduction="per_cost")),
     "td": (chain, elbo(lam=0.0, gamma=0.9)),
-    "history": (escaping, elbo()),
+    "history": (escaping, elbo(critic=MLPCritic(hidden=(5,)))),
     "history td": (escaping, elbo(lam=0.0, gamma=0.9, num_particles=2)),
     "tabular": (chain, elbo(critic=TabularCritic())),
     "linear": (chain, elbo(critic=LinearCritic(), num_particles=2)),

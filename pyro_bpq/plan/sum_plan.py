@@ -1,0 +1,119 @@
+r"""Which programs are summed over all values of all their sites, in one run and without a draw.
+
+The law of a site with ``V`` values is a table ``q(v | u)``, if it reads at most one other such site. So is every cost
+that reads no more than one. One run of ``V`` rows fills all these tables: in row ``u`` every site has its value ``u``,
+and the distributions tell the rest, since they know their log-probabilities at all values. Reparameterised sites that
+read none of these sites are drawn once, for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.rollout.features import Components, finite_components
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
+
+
+@dataclass(frozen=True)
+class SumPlan:
+    """The tables of a program.
+
+    Args:
+        components: Values of each site, in the order of draws.
+        parents: The site that the law of a site reads; ``None`` if it reads none.
+        priors: The site that the model's law of a site reads.
+        others: The site that another cost of a model or guide site reads, by name of the cost.
+        shared: Reparameterised sites that are drawn once, for all rows.
+    """
+
+    components: Mapping[str, Components]
+    parents: Mapping[str, str | None]
+    priors: Mapping[str, str | None]
+    others: Mapping[str, str | None]
+    shared: frozenset[str] = frozenset()
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the run."""
+        return max(split.cardinality for split in self.components.values())
+
+
+def sum_plan(
+    traced: TracedRun, graph: StochasticComputationGraph, handed: frozenset[str], max_support: int
+) -> SumPlan | None:
+    """Plans the sum; ``None`` if a site has more values or a law or a cost reads more, or if a site has options.
+
+    Args:
+        traced: A run of a program that no value steers, and whose rows of plates stay apart.
+        graph: Its graph.
+        handed: Costs of the model that read the guide's own values.
+        max_support: Largest number of values of a site.
+    """
+    if handed or traced.user_costs or traced.untraced or traced.enumerated or traced.only_costs:
+        return None
+    shared = frozenset(name for name, info in traced.infos.items() if info.has_rsample)
+    components, parents = {}, dict[str, str | None]()
+    for name, info in traced.infos.items():
+        split, read = info.components, [parent for parent in graph.node(name).parents if parent not in shared]
+        if not traced.options[name].is_open:
+            return None
+        if name in shared:
+            if read or traced.run.sites[name].score is not None:
+                return None
+            continue
+        if split is None or split.size != 1 or not 2 <= split.cardinality <= max_support:
+            return None
+        if not (_reads_at_most_one(graph, read, graph.node(name).plates) and _has_plates(traced, name)):
+            return None
+        components[name], parents[name] = split, next(iter(read), None)
+    if not components:
+        return None
+    priors, others = dict[str, str | None](), dict[str, str | None]()
+    own = {cost_of_guide(name): name for name in components} | {cost_of_model(name): name for name in components}
+    for cost in graph.costs:
+        site = own.get(cost.name)
+        read = [name for name in cost.parents if name != site and name not in shared]
+        if not _reads_at_most_one(graph, read, cost.plates):
+            return None
+        parent = next(iter(read), None)
+        if site is None:
+            others[cost.name] = parent
+        elif cost.name == cost_of_model(site):
+            priors[site] = parent
+            if not _is_known_pair(site, parent, parents) or not _has_values(traced.run.sites[site], components[site]):
+                return None
+        elif parent not in (None, parents[site]):
+            return None
+    return SumPlan(components, parents, priors, others, shared)
+
+
+def _reads_at_most_one(graph: StochasticComputationGraph, read: Collection[str], plates: Collection[Any]) -> bool:
+    """Whether no more than one site is read, in every row of whose plates there is something that reads it."""
+    return len(read) <= 1 and all(set(graph.node(name).plates) <= set(plates) for name in read)
+
+
+def _has_plates(traced: TracedRun, name: str) -> bool:
+    """Whether every batch dimension of a site is that of a plate."""
+    dims = {plate.dim for plate in traced.plates[name]}
+    shape = traced.run.sites[name].fn.batch_shape[-traced.plate_ndim :] if traced.plate_ndim else ()
+    return all(size == 1 or i - len(shape) in dims for i, size in enumerate(shape))
+
+
+def _is_known_pair(site: str, other: str | None, parents: Mapping[str, str | None]) -> bool:
+    """Whether the joint law of two sites is at hand: one is the other's parent, or they are independent."""
+    if other is None or other == parents[site] or parents[other] == site:
+        return True
+    return _root(site, parents) != _root(other, parents)
+
+
+def _root(site: str, parents: Mapping[str, str | None]) -> str:
+    parent = parents[site]
+    return site if parent is None else _root(parent, parents)
+
+
+def _has_values(record: Any, components: Components) -> bool:
+    """Whether the model's distribution of a site has the values of the guide's."""
+    return record.prior is not None and finite_components(record.prior) == components

@@ -1,0 +1,247 @@
+"""The loss summed over all values: equal to the enumerated loss, and so is its gradient; nothing is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.step import exact_sum as module
+from pyro_bpq.testing import assert_unbiased, exact_gradient, exact_loss
+
+Programs = tuple[Callable[[], Any], Callable[[], Any]]
+ROWS = 2
+
+
+def table(name: str, *shape: int) -> Tensor:
+    """A parameter of regular numbers, none of which are alike."""
+    number = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
+    return pyro.param(f"w_{name}", (number + sum(map(ord, name))).sin().mul(0.8).reshape(shape))
+
+
+def seen(name: str, mean: Tensor, value: float = 0.3) -> None:
+    pyro.sample(name, dist.Normal(mean, 0.9), obs=torch.full(mean.shape, value, dtype=torch.float64))
+
+
+def chain() -> Programs:
+    """A Markov chain in rows of data, masked and scaled, with another cost at every step."""
+    mask = torch.tensor([True, False])
+
+    def states(part: str) -> list[Tensor]:
+        law, found, z = table(part, 2, 4, 3), [], None
+        for t in range(2):
+            with poutine.scale(scale=0.7 + t), poutine.mask(mask=mask if t == 1 else torch.ones(ROWS).bool()):
+                z = pyro.sample(f"z_{t}", dist.Categorical(logits=law[t, 3 if z is None else z]))
+            found.append(z)
+        return found
+
+    def guide() -> None:
+        with pyro.plate("rows", ROWS):
+            states("q")
+
+    def model() -> None:
+        with pyro.plate("rows", ROWS):
+            for t, z in enumerate(states("p")):
+                with poutine.mask(mask=mask if t == 1 else torch.ones(ROWS).bool()):
+                    seen(f"x_{t}", table("mean", 3)[z])
+
+    return model, guide
+
+
+def kinds() -> Programs:
+    """A tree of sites of several kinds and numbers of values, and a factor in the guide."""
+
+    def sites(part: str) -> tuple[Tensor, ...]:
+        a = pyro.sample("a", dist.OneHotCategorical(logits=table(f"{part}a", 4)))
+        b = pyro.sample("b", dist.Bernoulli(logits=(a * table(f"{part}b", 4)).sum(-1)))
+        c = pyro.sample("c", dist.Binomial(2, logits=table(f"{part}c", 2)[b.long()]))
+        d = pyro.sample("d", dist.Bernoulli(logits=table(f"{part}d", 2)[b.long()].unsqueeze(-1)).to_event(1))
+        return a, b, c, d
+
+    def guide() -> None:
+        _, b, *_ = sites("q")
+        pyro.factor("fee", 0.4 * b * table("fee", 1)[0], has_rsample=False)
+
+    def model() -> None:
+        a, _, c, d = sites("p")
+        seen("x", (a * table("mean", 4)).sum(-1))
+        seen("y", c * 0.5 + table("shift", 1)[0])
+        seen("w", d[..., 0] * 0.7)
+
+    return model, guide
+
+
+def independent() -> Programs:
+    """A guide of independent sites for a chain; the site outside of the plate is read by all of its rows."""
+
+    def guide() -> None:
+        pyro.sample("top", dist.Categorical(logits=table("top", 3)))
+        with pyro.plate("rows", ROWS):
+            for t in range(2):
+                pyro.sample(f"z_{t}", dist.Bernoulli(logits=table(f"q{t}", ROWS)))
+
+    def model() -> None:
+        top = pyro.sample("top", dist.Categorical(logits=table("ptop", 3)))
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z_0", dist.Bernoulli(logits=table("p0", 3)[top]))
+            z = pyro.sample("z_1", dist.Bernoulli(logits=table("p1", 2)[z.long()]))
+            seen("x", table("mean", 2)[z.long()])
+
+    return model, guide
+
+
+def reversed_guide() -> Programs:
+    """A guide that draws a chain from its end."""
+
+    def guide() -> None:
+        z = pyro.sample("z_2", dist.Categorical(logits=table("q2", 3)))
+        z = pyro.sample("z_1", dist.Bernoulli(logits=table("q1", 3)[z]))
+        pyro.sample("z_0", dist.Categorical(logits=table("q0", 2, 3)[z.long()]))
+
+    def model() -> None:
+        z = pyro.sample("z_0", dist.Categorical(logits=table("p0", 3)))
+        b = pyro.sample("z_1", dist.Bernoulli(logits=table("p1", 3)[z]))
+        z = pyro.sample("z_2", dist.Categorical(logits=table("p2", 2, 3)[b.long()]))
+        seen("x", table("mean", 3)[z])
+
+    return model, guide
+
+
+def upstream(drawn: float | None = None) -> Programs:
+    """A reparameterised site and a point estimate that all finite sites read.
+
+    Args:
+        drawn: Noise of the reparameterised site; ``None`` to draw it.
+    """
+    one = torch.ones((), dtype=torch.float64)
+
+    def guide() -> None:
+        loc, scale = table("w", 1)[0], table("s", 1)[0].exp()
+        law = dist.Normal(loc, scale)
+        if drawn is None:
+            w = pyro.sample("w", law)
+        else:
+            w = pyro.sample("w", dist.Delta(loc + scale * drawn))
+            pyro.factor("log q(w)", law.log_prob(w), has_rsample=True)
+        v = pyro.sample("v", dist.Delta(table("v", 1)[0]))
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z_0", dist.Bernoulli(logits=table("q0", ROWS) + w))
+            pyro.sample("z_1", dist.Categorical(logits=table("q1", 2, 3)[z.long()] * v.unsqueeze(-1)))
+
+    def model() -> None:
+        w, v = pyro.sample("w", dist.Normal(0.0 * one, one)), pyro.sample("v", dist.Normal(0.0 * one, one))
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z_0", dist.Bernoulli(logits=w * v))
+            z = pyro.sample("z_1", dist.Categorical(logits=table("p1", 2, 3)[z.long()]))
+            seen("x", table("mean", 3)[z] * w)
+
+    return model, guide
+
+
+def subsampled() -> Programs:
+    """Rows of data, two of three at a time."""
+
+    def guide() -> None:
+        with pyro.plate("rows", 3, subsample_size=2) as rows:
+            pyro.sample("z", dist.Categorical(logits=table("q", 3, 3)[rows]))
+
+    def model() -> None:
+        with pyro.plate("rows", 3, subsample_size=2) as rows:
+            z = pyro.sample("z", dist.Categorical(logits=table("p", 3).expand(2, 3)))
+            seen("x", table("mean", 3)[z] + 0.1 * rows)
+
+    return model, guide
+
+
+def impossible() -> Programs:
+    """Values of no probability: there a cost is infinite, and does not count."""
+    never = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
+
+    def guide() -> None:
+        z = pyro.sample("z_0", dist.Categorical(logits=table("q0", 3) + never))
+        pyro.sample("z_1", dist.Categorical(logits=table("q1", 3, 3)[z] + never))
+
+    def model() -> None:
+        z = pyro.sample("z_0", dist.Categorical(logits=table("p0", 3) + never))
+        z = pyro.sample("z_1", dist.Categorical(logits=table("p1", 3, 3)[z] + never))
+        seen("x", table("mean", 3)[z])
+
+    return model, guide
+
+
+ALL = (chain, kinds, independent, reversed_guide, subsampled, impossible)
+
+
+def summing(model: Any, guide: Any, steps: int = 3) -> TraceBackpropQ_ELBO:
+    """An objective after some steps, which sums."""
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(steps):
+        elbo.loss_and_grads(model, guide)
+    assert elbo.particles.now.sums, elbo.settled
+    return elbo
+
+
+@pytest.mark.parametrize("programs", ALL)
+def test_the_gradient_is_exact(programs: Callable[[], Programs]) -> None:
+    model, guide = programs()
+    assert_unbiased(summing(model, guide), model, guide)
+
+
+@pytest.mark.parametrize("programs", [p for p in ALL if p is not subsampled])
+def test_nothing_is_drawn(programs: Callable[[], Programs]) -> None:
+    model, guide = programs()
+    elbo = summing(model, guide)
+    before = torch.get_rng_state()
+    for parameter in pyro.get_param_store()._params.values():
+        parameter.grad = None
+    loss = elbo.loss_and_grads(model, guide)
+    assert torch.equal(before, torch.get_rng_state())
+    assert loss == pytest.approx(float(exact_loss(model, guide)), abs=1e-10)
+    for name, gradient in exact_gradient(model, guide).items():
+        torch.testing.assert_close(pyro.get_param_store()._params[name].grad, gradient, rtol=0.0, atol=1e-10)
+
+
+def test_a_reparameterised_site_has_one_value_in_all_rows() -> None:
+    model, guide = upstream()
+    elbo = summing(model, guide)
+    torch.manual_seed(3)
+    noise = float(torch.randn(3, 1, dtype=torch.float64)[0, 0])
+    fixed = upstream(noise)
+    torch.manual_seed(3)
+    for parameter in pyro.get_param_store()._params.values():
+        parameter.grad = None
+    loss = elbo.loss_and_grads(model, guide)
+    assert loss == pytest.approx(float(exact_loss(*fixed)), abs=1e-10)
+    for name, gradient in exact_gradient(*fixed).items():
+        torch.testing.assert_close(pyro.get_param_store()._params[name].grad, gradient, rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.parametrize("programs", [chain, reversed_guide, independent])
+def test_a_wrong_law_of_two_sites_is_caught(programs: Callable[[], Programs], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, guide = programs()
+    elbo = summing(model, guide)
+
+    def wrong(tables: Any, name: str, other: str | None) -> Tensor:
+        """Takes sites for independent that are not, and others for dependent."""
+        own = tables.marginals[name].transpose(0, 1)
+        return own if other is None else own * tables.marginals[other].flip(1)
+
+    monkeypatch.setattr(module._Tables, "pair", wrong)
+    with pytest.raises(AssertionError):
+        assert_unbiased(elbo, model, guide)
+
+
+def test_a_wrong_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, guide = chain()
+    elbo = summing(model, guide)
+    monkeypatch.setattr(module, "full_mask", lambda site: None)
+    with pytest.raises(AssertionError):
+        assert_unbiased(elbo, model, guide)
