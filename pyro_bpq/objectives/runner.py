@@ -22,7 +22,6 @@ from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.plan_cache import PlanCache
 from pyro_bpq.plan.planner import Planner, check_gradients
-from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.elimination import eliminate
@@ -271,38 +270,28 @@ class StepRunner(Runner):
         Raises:
             UnsupportedProgramError: If the program, as it is now, cannot be summed.
         """
-        known, draws = None if self.plans.last is None else self.plans.last.plan.summed, Draws()
-        if known is None:
-            raise UnsupportedProgramError("it is not known what its costs read")
-        traced, found = self._at_all_values(known, program, particles, mode)
-        if found is not None and found != known:
-            # It has other sites than in the last step.
-            draws.again()
-            known = found
-            traced, found = self._at_all_values(known, program, particles, mode)
-        if found is None or found != known or found.rows != particles.number:
-            raise UnsupportedProgramError("a law or a cost reads several sites")
-        summed = exact_sum(traced, known, int(particles.nesting), mode.is_recorded)
-        if not summed.is_finite:
-            raise UnsupportedProgramError("the loss is not finite at some values")
-        return Observation((traced,), summed=summed)
-
-    def _at_all_values(
-        self, known: SumPlan, program: Program, particles: Particles, mode: Mode
-    ) -> tuple[TracedRun, SumPlan | None]:
-        """A run with the values of a plan put in, and the plan of the run."""
         (together,) = programs_of(program, particles)
-        put = AllValues(known.components, known.shared, particles.number, int(particles.nesting))
-        draws = Draws()
-        traced = self.trace(together, particles, mode.num_steps, self.structure.wants_tracking(), warns=False, put=put)
+        draws, nesting = Draws(), int(particles.nesting)
+
+        def run(track: bool) -> TracedRun:
+            put = AllValues(particles.number, nesting)
+            return self.trace(together, particles, mode.num_steps, track, warns=False, put=put)
+
+        traced = run(self.structure.wants_tracking())
         if not self.structure.knows(traced):
             draws.again()
-            traced = self.trace(together, particles, mode.num_steps, True, warns=False, put=put)
+            traced = run(True)
         graph = self.structure.graph(traced, mode.learning)
         if self.structure.is_dynamic(traced):
             raise UnsupportedProgramError("sampled values steer it")
         facts = replace(self._facts([traced], False, particles, mode), sums=True)
-        return traced, self.plans.plan(traced, graph, facts).summed
+        plan = self.plans.plan(traced, graph, facts).summed
+        if plan is None or plan.rows > particles.number:
+            raise UnsupportedProgramError("a law or a cost reads several sites")
+        summed = exact_sum(traced, plan, nesting, mode.is_recorded)
+        if not summed.is_finite:
+            raise UnsupportedProgramError("the loss is not finite at some values")
+        return Observation((traced,), summed=summed)
 
     def _ordered(self, runs: Sequence[TracedRun], mode: Mode) -> tuple[RunInOrder, ...] | None:
         """What runs of a steered program tell in program order; ``None`` where more is asked for.
