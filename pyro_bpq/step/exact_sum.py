@@ -10,6 +10,7 @@ nothing is drawn. Laws and costs are tables from one run, in whose row ``u`` eve
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from pyro_bpq.estimators import AllAction
 from pyro_bpq.plan.sum_plan import SumPlan
-from pyro_bpq.rollout.features import Components
 from pyro_bpq.step.surrogate import Step
 from pyro_bpq.tracing.traced_run import TracedRun, full_mask
 
@@ -47,20 +47,21 @@ def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, is_recorded: bool 
         nesting: Number of batch dimensions, that of the rows included, which is the leftmost.
         is_recorded: Whether operators of the step are recorded.
     """
-    tables, found = _Tables(traced, plan, nesting), []
+    tables = _Tables(traced, plan, nesting)
     guide, model = traced.guide_trace.nodes, traced.model_trace.nodes
-    for name, split in plan.components.items():
+    # Pairs of a law and of what is to be averaged over it.
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for name, law in tables.laws(guide, plan.parents).items():
         parent = plan.parents[name]
-        law = tables.law(guide[name], split, parent)
         joint = law.exp() if parent is None else law.exp() * tables.marginals[parent]
         tables.joints[name], tables.marginals[name] = joint, joint.sum(1).unsqueeze(0)
-        found.append(_expected(joint, _weighted(law, guide[name], tables.rows(parent), nesting)))
-    for name, other in plan.priors.items():
-        law = tables.law(model[name], plan.components[name], other)
-        found.append(_expected(tables.pair(name, other), -_weighted(law, model[name], tables.rows(other), nesting)))
-    for cost, other in plan.others.items():
-        table = tables.cost(cost, other)
-        found.append(table.sum() if other is None else _expected(tables.marginals[other], table))
+        pairs.append((joint, tables.weighted(law, guide[name], parent)))
+    for name, law in tables.laws(model, plan.priors).items():
+        other = plan.priors[name]
+        pairs.append((tables.pair(name, other), -tables.weighted(law, model[name], other)))
+    costs = [(tables.cost(cost, other), other) for cost, other in plan.others.items()]
+    pairs += [(tables.marginals[other], cost) for cost, other in costs if other is not None]
+    found = [cost.sum() for cost, other in costs if other is None] + _averages(pairs)
     loss = sum(found[1:], found[0])
     return ExactSum(loss, tuple(plan.components), is_recorded or bool(torch.isfinite(loss.detach())))
 
@@ -95,16 +96,31 @@ class _Tables:
     joints: dict[str, Tensor] = field(default_factory=dict)
     marginals: dict[str, Tensor] = field(default_factory=dict)
 
-    def rows(self, other: str | None) -> int:
-        """The rows that differ."""
-        return 1 if other is None else self.plan.components[other].cardinality
+    def laws(self, sites: Mapping[str, Any], others: Mapping[str, str | None]) -> dict[str, Tensor]:
+        """Log-probabilities of sites, each given another or none: ``(values, values of the other or 1, plates)``."""
+        found, alike = dict[str, Tensor](), dict[Any, dict[str, Tensor]]()
+        for name in others:
+            split = self.plan.components[name]
+            parameters = split.parameters(sites[name]["fn"])
+            alike.setdefault((split, parameters.shape), {})[name] = parameters
+        for (split, _), stacked in alike.items():
+            # Of all sites that are alike at once: a step of a long program is mostly calls.
+            law = split.log_probs(torch.stack([*stacked.values()])).squeeze(-2).movedim(-1, 1)
+            found.update(zip(stacked, law.unbind(0), strict=True))
+        return {
+            name: self._rows(found[name], other, 1, sites[name]["fn"].batch_shape) for name, other in others.items()
+        }
 
-    def law(self, site: Any, split: Components, other: str | None) -> Tensor:
-        """Log-probabilities of a site, given another or none: ``(values, values of the other or 1, plates)``."""
-        fn = site["fn"]
-        found = split.log_probs(split.parameters(fn)).squeeze(-2).movedim(-1, 0)
-        found = found.expand(split.cardinality, *fn.batch_shape)
-        return _rows(found, self.rows(other), 1, self.nesting)
+    def weighted(self, law: Tensor, site: Any, other: str | None) -> Tensor:
+        """Log-probabilities with the mask and the scale of their site."""
+        mask, scale = full_mask(site), site["scale"]
+        if isinstance(mask, Tensor):
+            law = torch.where(self._rows(mask, other, 0), law, law.new_zeros(()))
+        elif mask is False:
+            law = torch.zeros_like(law)
+        if isinstance(scale, Tensor):
+            return law * self._rows(scale, other, 0)
+        return law if scale == 1.0 else law * scale
 
     def pair(self, name: str, other: str | None) -> Tensor:
         """The joint law of a site and another, ``(values, values of the other or 1, plates)``."""
@@ -119,28 +135,27 @@ class _Tables:
 
     def cost(self, cost: str, other: str | None) -> Tensor:
         """A cost at the values of the site that it reads, ``(1, values or 1, plates)``."""
-        found = self.traced.run.costs[cost]
-        return _rows(found.unsqueeze(0), self.rows(other), 1, self.nesting)
+        return self._rows(self.traced.run.costs[cost].unsqueeze(0), other, 1)
+
+    def _rows(self, table: Tensor, other: str | None, lead: int, batch: Sequence[int] | None = None) -> Tensor:
+        """The rows of a table ``(lead, batch)`` that differ, all batch dimensions included."""
+        missing = self.nesting - (table.dim() - lead)
+        if missing:
+            table = table.reshape(*table.shape[:lead], *(1,) * missing, *table.shape[lead:])
+        if batch is not None and table.shape[lead:] != batch:
+            table = table.expand(*table.shape[:lead], *batch)
+        rows = 1 if other is None else self.plan.components[other].cardinality
+        return table if table.shape[lead] <= rows else table.narrow(lead, 0, rows)
 
 
-def _rows(table: Tensor, rows: int, lead: int, nesting: int) -> Tensor:
-    """The first rows of a table ``(lead, batch)``, all batch dimensions included."""
-    missing = nesting - (table.dim() - lead)
-    table = table.reshape(*table.shape[:lead], *(1,) * missing, *table.shape[lead:]) if missing else table
-    return table.narrow(lead, 0, min(rows, table.shape[lead]))
-
-
-def _weighted(table: Tensor, site: Any, rows: int, nesting: int) -> Tensor:
-    """Log-probabilities with the mask and the scale of their site."""
-    mask, scale = full_mask(site), site["scale"]
-    if isinstance(mask, Tensor):
-        table = torch.where(_rows(mask, rows, 0, nesting), table, torch.zeros_like(table[:1, :1]))
-    elif mask is False:
-        table = torch.zeros_like(table)
-    return table * (_rows(scale, rows, 0, nesting) if isinstance(scale, Tensor) else scale)
-
-
-def _expected(law: Tensor, table: Tensor) -> Tensor:
-    """The mean of a table; where nothing is likely, it may be infinite."""
-    law, table = torch.broadcast_tensors(law, table)
-    return (law * torch.where(law > 0.0, table, torch.zeros_like(table))).sum()
+def _averages(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The sum of tables over their laws, for all tables of a shape at once; what has no probability may be infinite."""
+    alike = dict[Any, list[tuple[Tensor, Tensor]]]()
+    for law, table in pairs:
+        alike.setdefault((law.shape, table.shape), []).append((law, table))
+    found = []
+    for members in alike.values():
+        law, table = (torch.stack(part) for part in zip(*members, strict=True))
+        law, table = torch.broadcast_tensors(law, table)
+        found.append((law * torch.where(law > 0.0, table, table.new_zeros(()))).sum())
+    return found

@@ -28,6 +28,7 @@ class AllValues(Messenger):
         super().__init__()
         self.rows, self.nesting = rows, nesting
         self._drawn: dict[str, Tensor] = {}
+        self._index: dict[Any, Tensor] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
         fn = msg["fn"]
@@ -50,7 +51,9 @@ class AllValues(Messenger):
 
     def _values(self, fn: Any, split: Components) -> Tensor:
         parameters = split.parameters(fn)
-        index = torch.arange(self.rows, device=parameters.device) % split.cardinality
-        shaped = index.reshape(-1, *(1,) * self.nesting).expand(*fn.batch_shape, split.size)
-        value = split.value(shaped, fn)
+        key = (split.cardinality, split.size, fn.batch_shape, parameters.device)
+        if key not in self._index:
+            index = torch.arange(self.rows, device=parameters.device) % split.cardinality
+            self._index[key] = index.reshape(-1, *(1,) * self.nesting).expand(*fn.batch_shape, split.size)
+        value = split.value(self._index[key], fn)
         return value.to(parameters.dtype) if split.kind in ("bernoulli", "one_hot") else value
