@@ -99,17 +99,21 @@ class _Tables:
     def laws(self, sites: Mapping[str, Any], others: Mapping[str, str | None]) -> dict[str, Tensor]:
         """Log-probabilities of sites, each given another or none: ``(values, values of the other or 1, plates)``."""
         found, alike = dict[str, Tensor](), dict[Any, dict[str, Tensor]]()
-        for name in others:
-            split = self.plan.components[name]
-            parameters = split.parameters(sites[name]["fn"])
+        for name, other in others.items():
+            split, fn = self.plan.components[name], sites[name]["fn"]
+            parameters = split.parameters(fn)
+            if parameters.dim() - split.event_ndim == self.nesting:
+                # Other rows are alike: plates have expanded them.
+                parameters = parameters.narrow(0, 0, min(self._num_rows(other), len(parameters)))
             alike.setdefault((split, parameters.shape), {})[name] = parameters
         for (split, _), stacked in alike.items():
             # Of all sites that are alike at once: a step of a long program is mostly calls.
             law = split.log_probs(torch.stack([*stacked.values()])).squeeze(-2).movedim(-1, 1)
             found.update(zip(stacked, law.unbind(0), strict=True))
-        return {
-            name: self._rows(found[name], other, 1, sites[name]["fn"].batch_shape) for name, other in others.items()
+        plates = {
+            name: sites[name]["fn"].batch_shape[-self.nesting + 1 :] if self.nesting > 1 else () for name in others
         }
+        return {name: self._rows(found[name], other, 1, plates[name]) for name, other in others.items()}
 
     def weighted(self, law: Tensor, site: Any, other: str | None) -> Tensor:
         """Log-probabilities with the mask and the scale of their site."""
@@ -137,14 +141,17 @@ class _Tables:
         """A cost at the values of the site that it reads, ``(1, values or 1, plates)``."""
         return self._rows(self.traced.run.costs[cost].unsqueeze(0), other, 1)
 
-    def _rows(self, table: Tensor, other: str | None, lead: int, batch: Sequence[int] | None = None) -> Tensor:
+    def _num_rows(self, other: str | None) -> int:
+        return 1 if other is None else self.plan.components[other].cardinality
+
+    def _rows(self, table: Tensor, other: str | None, lead: int, plates: Sequence[int] | None = None) -> Tensor:
         """The rows of a table ``(lead, batch)`` that differ, all batch dimensions included."""
         missing = self.nesting - (table.dim() - lead)
         if missing:
             table = table.reshape(*table.shape[:lead], *(1,) * missing, *table.shape[lead:])
-        if batch is not None and table.shape[lead:] != batch:
-            table = table.expand(*table.shape[:lead], *batch)
-        rows = 1 if other is None else self.plan.components[other].cardinality
+        if plates is not None and table.shape[lead + 1 :] != plates:
+            table = table.expand(*table.shape[: lead + 1], *plates)
+        rows = self._num_rows(other)
         return table if table.shape[lead] <= rows else table.narrow(lead, 0, rows)
 
 
