@@ -50,6 +50,15 @@ _CHECKS = (
     check_variance,
     check_particles,
 )
+# Where the loss is summed over all values there are neither draws nor critics.
+_OF_DRAWS = (
+    check_critics,
+    check_gradient_by_critic,
+    check_scales,
+    check_extra_run,
+    check_baseline_options,
+    check_particles,
+)
 
 
 def diagnose(
@@ -94,7 +103,8 @@ def diagnose(
     limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "seed": seed}
     fit = critic_fit(elbo, model, guide, *args, **limits, **kwargs)
     look = Look(elbo, model, guide, args, kwargs, seed, tracked, seen, planned, fit)
-    findings = [finding for check in _CHECKS for finding in check(look)]
+    checks = [check for check in _CHECKS if not (elbo.particles.now.sums and check in _OF_DRAWS)]
+    findings = [finding for check in checks for finding in check(look)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     moments = fit.moments
     how = "all outcomes of a step" if moments.is_exact else f"{moments.num_samples} steps"

@@ -79,7 +79,7 @@ class ParticleCount:
 
     def change(self, **changes: Any) -> None:
         """Sets options of the user's own; a number that is set is no longer open."""
-        self.now = replace(self.now, **changes)
+        self.now = replace(self.drawn, **changes)
         self.is_open = self.is_open and "number" not in changes
 
     def leave_open(self) -> None:

@@ -40,8 +40,8 @@ MANY_READS = 10_000
 MANY_READS_OF_LAYERS = 100_000
 
 
-# Elements of the largest value in all rows of a sum over all values: fewer are nearly free.
-MOST_SUMMED = 1 << 18
+# Elements that the largest values in all rows of a sum over all values may have.
+MOST_SUMMED = 1 << 19
 # Why the loss is summed over all values.
 SUMMED = "every law and every cost reads at most one other site: summed over all values, exactly"
 

@@ -22,6 +22,9 @@ from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.step.surrogate import Step
 from pyro_bpq.tracing.traced_run import TracedRun, full_mask
 
+# Elements of a table up to which a call takes longer than what it computes: tables that are alike are stacked.
+SMALL = 4096
+
 
 @dataclass(frozen=True, eq=False)
 class ExactSum:
@@ -49,17 +52,21 @@ def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, is_recorded: bool 
     """
     tables = _Tables(traced, plan, nesting)
     guide, model = traced.guide_trace.nodes, traced.model_trace.nodes
+    priors = tables.laws(model, plan.priors)
     # Pairs of a law and of what is to be averaged over it.
     pairs: list[tuple[Tensor, Tensor]] = []
     for name, law in tables.laws(guide, plan.parents).items():
         parent = plan.parents[name]
-        joint = law.exp() if parent is None else law.exp() * tables.marginals[parent]
-        tables.joints[name], tables.marginals[name] = joint, joint.sum(1).unsqueeze(0)
-        pairs.append((joint, tables.weighted(law, guide[name], parent)))
-    for name, law in tables.laws(model, plan.priors).items():
+        joint = law.exp() if parent is None else law.exp() * tables.marginals[parent].unsqueeze(-1)
+        tables.joints[name], tables.marginals[name] = joint, joint.sum(0).movedim(-1, 0)
+        table = tables.weighted(law, guide[name], parent)
+        if name in priors and plan.priors[name] == parent:
+            table = table - tables.weighted(priors.pop(name), model[name], parent)
+        pairs.append(_contracted(joint, table, guide[name]))
+    for name, law in priors.items():
         other = plan.priors[name]
-        pairs.append((tables.pair(name, other), -tables.weighted(law, model[name], other)))
-    costs = [(tables.cost(cost, other), other) for cost, other in plan.others.items()]
+        pairs.append(_contracted(tables.pair(name, other), -tables.weighted(law, model[name], other), model[name]))
+    costs = [(tables.rows(traced.run.costs[cost], other), other) for cost, other in plan.others.items()]
     pairs += [(tables.marginals[other], cost) for cost, other in costs if other is not None]
     found = [cost.sum() for cost, other in costs if other is None] + _averages(pairs)
     loss = sum(found[1:], found[0])
@@ -86,8 +93,8 @@ class _Tables:
         traced: The run.
         plan: What its laws and costs read.
         nesting: Number of batch dimensions.
-        joints: Law of each site so far and of its parent, ``(values, values of the parent or 1, plates)``.
-        marginals: Law of each site so far, ``(1, values, plates)``.
+        joints: Law of each site so far and of its parent, ``(values of the parent or 1, plates, values)``.
+        marginals: Law of each site so far, ``(values, plates)``.
     """
 
     traced: TracedRun
@@ -97,72 +104,84 @@ class _Tables:
     marginals: dict[str, Tensor] = field(default_factory=dict)
 
     def laws(self, sites: Mapping[str, Any], others: Mapping[str, str | None]) -> dict[str, Tensor]:
-        """Log-probabilities of sites, each given another or none: ``(values, values of the other or 1, plates)``."""
+        """Log-probabilities of sites, each given another or none: ``(values of the other or 1, plates, values)``."""
         found, alike = dict[str, Tensor](), dict[Any, dict[str, Tensor]]()
         for name, other in others.items():
-            split, fn = self.plan.components[name], sites[name]["fn"]
-            parameters = split.parameters(fn)
+            split = self.plan.components[name]
+            parameters = split.parameters(sites[name]["fn"])
             if parameters.dim() - split.event_ndim == self.nesting:
-                # Other rows are alike: plates have expanded them.
-                parameters = parameters.narrow(0, 0, min(self._num_rows(other), len(parameters)))
-            alike.setdefault((split, parameters.shape), {})[name] = parameters
-        for (split, _), stacked in alike.items():
-            # Of all sites that are alike at once: a step of a long program is mostly calls.
-            law = split.log_probs(torch.stack([*stacked.values()])).squeeze(-2).movedim(-1, 1)
-            found.update(zip(stacked, law.unbind(0), strict=True))
-        plates = {
-            name: sites[name]["fn"].batch_shape[-self.nesting + 1 :] if self.nesting > 1 else () for name in others
-        }
-        return {name: self._rows(found[name], other, 1, plates[name]) for name, other in others.items()}
+                parameters = _unexpanded(parameters, self.num_rows(other), self.nesting)
+            if parameters.numel() > SMALL:
+                found[name] = split.log_probs(parameters).squeeze(-2)
+            else:
+                alike.setdefault((split, parameters.shape), {})[name] = parameters
+        for (split, _), members in alike.items():
+            law = split.log_probs(torch.stack([*members.values()])).squeeze(-2)
+            found.update(zip(members, law.unbind(0), strict=True))
+        return {name: self.rows(found[name], other, 1) for name, other in others.items()}
 
     def weighted(self, law: Tensor, site: Any, other: str | None) -> Tensor:
         """Log-probabilities with the mask and the scale of their site."""
         mask, scale = full_mask(site), site["scale"]
         if isinstance(mask, Tensor):
-            law = torch.where(self._rows(mask, other, 0), law, law.new_zeros(()))
+            law = torch.where(self.rows(mask, other).unsqueeze(-1), law, law.new_zeros(()))
         elif mask is False:
             law = torch.zeros_like(law)
         if isinstance(scale, Tensor):
-            return law * self._rows(scale, other, 0)
+            return law * self.rows(scale, other).unsqueeze(-1)
         return law if scale == 1.0 else law * scale
 
     def pair(self, name: str, other: str | None) -> Tensor:
-        """The joint law of a site and another, ``(values, values of the other or 1, plates)``."""
-        own = self.marginals[name].transpose(0, 1)
+        """The joint law of a site and another, ``(values of the other or 1, plates, values)``."""
+        own = self.marginals[name].movedim(0, -1).unsqueeze(0)
         if other is None:
             return own
         if other == self.plan.parents[name]:
             return self.joints[name]
         if self.plan.parents[other] == name:
-            return self.joints[other].transpose(0, 1)
-        return own * self.marginals[other]
+            return self.joints[other].transpose(0, -1)
+        return own * self.marginals[other].unsqueeze(-1)
 
-    def cost(self, cost: str, other: str | None) -> Tensor:
-        """A cost at the values of the site that it reads, ``(1, values or 1, plates)``."""
-        return self._rows(self.traced.run.costs[cost].unsqueeze(0), other, 1)
-
-    def _num_rows(self, other: str | None) -> int:
+    def num_rows(self, other: str | None) -> int:
+        """Number of rows that differ."""
         return 1 if other is None else self.plan.components[other].cardinality
 
-    def _rows(self, table: Tensor, other: str | None, lead: int, plates: Sequence[int] | None = None) -> Tensor:
-        """The rows of a table ``(lead, batch)`` that differ, all batch dimensions included."""
-        missing = self.nesting - (table.dim() - lead)
-        if missing:
-            table = table.reshape(*table.shape[:lead], *(1,) * missing, *table.shape[lead:])
-        if plates is not None and table.shape[lead + 1 :] != plates:
-            table = table.expand(*table.shape[: lead + 1], *plates)
-        rows = self._num_rows(other)
-        return table if table.shape[lead] <= rows else table.narrow(lead, 0, rows)
+    def rows(self, table: Tensor, other: str | None, event_ndim: int = 0) -> Tensor:
+        """The rows of a table that differ, all batch dimensions included."""
+        missing = self.nesting - (table.dim() - event_ndim)
+        table = table.reshape(*(1,) * missing, *table.shape) if missing else table
+        rows = self.num_rows(other)
+        return table if table.shape[0] <= rows else table.narrow(0, 0, rows)
+
+
+def _unexpanded(parameters: Tensor, rows: int, nesting: int) -> Tensor:
+    """Parameters ``(rows, plates, event)`` without the rows and plates that only repeat others."""
+    parameters = parameters.narrow(0, 0, min(rows, parameters.shape[0]))
+    for dim in range(nesting):
+        if parameters.stride(dim) == 0 and parameters.shape[dim] > 1:
+            parameters = parameters.narrow(dim, 0, 1)
+    return parameters
+
+
+def _contracted(law: Tensor, table: Tensor, site: Any) -> tuple[Tensor, Tensor]:
+    """A law, summed over the plate rows of a site in which a table is the same, and the table."""
+    whole = law.expand(torch.broadcast_shapes(law.shape, table.shape, (1, *site["fn"].batch_shape[1:], 1)))
+    return whole.sum_to_size(table.shape), table
 
 
 def _averages(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The sum of tables over their laws, for all tables of a shape at once; what has no probability may be infinite."""
-    alike = dict[Any, list[tuple[Tensor, Tensor]]]()
+    """The sums of tables over their laws; of small tables for all of a shape at once."""
+    found, alike = list[Tensor](), dict[Any, list[tuple[Tensor, Tensor]]]()
     for law, table in pairs:
-        alike.setdefault((law.shape, table.shape), []).append((law, table))
-    found = []
-    for members in alike.values():
-        law, table = (torch.stack(part) for part in zip(*members, strict=True))
         law, table = torch.broadcast_tensors(law, table)
-        found.append((law * torch.where(law > 0.0, table, table.new_zeros(()))).sum())
-    return found
+        if law.numel() > SMALL:
+            found.append(_average(law, table))
+        else:
+            alike.setdefault(law.shape, []).append((law, table))
+    stacked = ((torch.stack(part) for part in zip(*members, strict=True)) for members in alike.values())
+    return found + [_average(law, table) for law, table in stacked]
+
+
+def _average(law: Tensor, table: Tensor) -> Tensor:
+    """The sum of a table over a law; where nothing is likely, it may be infinite."""
+    return torch.dot(law.reshape(-1), torch.where(law > 0.0, table, table.new_zeros(())).reshape(-1))

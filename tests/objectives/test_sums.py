@@ -1,0 +1,241 @@
+"""Programs that are summed over all values: which ones, what is told of them, and what they fall back on."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import Adam
+from torch import Tensor
+
+from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO, cost
+from pyro_bpq.diagnostics import compare_estimators, diagnose, gradient_moments
+from pyro_bpq.plan import particles as rule
+from pyro_bpq.testing import assert_unbiased
+
+ROWS = 2
+
+
+class Chain:
+    """Binary states in rows of data.
+
+    Args:
+        length: Number of states.
+        read: What the observation of a state makes of it and of the state before.
+        after: What becomes of a state before the next one reads it.
+    """
+
+    def __init__(
+        self,
+        length: int = 2,
+        read: Callable[[Tensor, Tensor], Tensor] = lambda z, _: z,
+        after: Callable[[Tensor], Tensor] = lambda z: z,
+    ) -> None:
+        self.length, self.read, self.after = length, read, after
+        self.infer: dict[str, Any] = {}
+
+    def model(self) -> None:
+        z = torch.zeros((), dtype=torch.float64)
+        with pyro.plate("rows", ROWS):
+            for t in range(self.length):
+                last = z
+                z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=0.4 * self.after(z) - 0.1))
+                x = torch.tensor([0.3, -0.2], dtype=torch.float64)
+                pyro.sample(f"x_{t}", dist.Normal(self.read(z, last), 0.8), obs=x)
+
+    def guide(self) -> None:
+        w = pyro.param("w", torch.tensor([0.2, -0.3], dtype=torch.float64))
+        z = torch.zeros((), dtype=torch.float64)
+        with pyro.plate("rows", ROWS):
+            for t in range(self.length):
+                z = pyro.sample(f"z_{t}", dist.Bernoulli(logits=w[0] + w[1] * self.after(z)), infer=self.infer)
+
+
+def trained(programs: Chain, steps: int = 4, elbo: TraceBackpropQ_ELBO | None = None) -> TraceBackpropQ_ELBO:
+    elbo = TraceBackpropQ_ELBO() if elbo is None else elbo
+    svi = SVI(programs.model, programs.guide, Adam({"lr": 0.01}), elbo)
+    for _ in range(steps):
+        svi.step()
+    return elbo
+
+
+def loss_of(elbo: TraceBackpropQ_ELBO, programs: Chain) -> float:
+    return elbo.loss_and_grads(programs.model, programs.guide)
+
+
+def test_what_is_told() -> None:
+    elbo = trained(Chain())
+    assert elbo.particles.now.sums and (elbo.num_particles, elbo.vectorize_particles) == (1, False)
+    assert str(elbo.plan).startswith("nothing is drawn: the loss is summed over all values, from 2 rows of one run\n")
+    assert "critic" not in str(elbo.plan) and "All values run in one call" in repr(elbo)
+    assert {name: known["estimator"] for name, known in elbo.info.items()} == dict.fromkeys(("z_0", "z_1"), AllAction())
+    assert elbo.num_steps == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_particles": 1},
+        {"num_particles": 2, "vectorize_particles": True},
+        {"vectorize_particles": True},
+        {"estimator": AllAction()},
+        {"critic": LinearCritic()},
+        {"structure": "dynamic"},
+        {"analytic_kl": True},
+    ],
+    ids=lambda options: ", ".join(options),
+)
+def test_options_keep_it_away(options: dict[str, Any]) -> None:
+    assert not trained(Chain(), elbo=TraceBackpropQ_ELBO(**options)).particles.now.sums
+
+
+def costly() -> Chain:
+    programs = Chain()
+    inner = programs.model
+    programs.model = lambda: (inner(), cost("fee", torch.tensor(1.0)))[0]  # type: ignore[method-assign]
+    return programs
+
+
+def with_critic() -> Chain:
+    programs = Chain()
+    programs.infer = {"bpq": {"critic": LinearCritic()}}
+    return programs
+
+
+@pytest.mark.filterwarnings("ignore:Rows of the plate")
+@pytest.mark.parametrize(
+    "programs",
+    [
+        Chain(read=lambda z, last: z + last),
+        Chain(read=lambda z, _: z.mean(-1, keepdim=True) + 0.0 * z),
+        Chain(read=lambda z, _: z - z.mean(0) if z.dim() > 1 else z),
+        Chain(read=lambda z, _: z.expand(ROWS)),
+        Chain(read=lambda z, _: z + 0.1 * torch.rand(())),
+        Chain(after=lambda z: z if bool((z >= 0.0).all()) else -z),
+        costly(),
+        with_critic(),
+    ],
+    ids=["two sites", "rows", "mixes", "does not broadcast", "noise", "steered", "cost", "critic"],
+)
+def test_programs_that_draw(programs: Chain) -> None:
+    elbo = trained(programs)
+    assert not elbo.particles.now.sums
+    assert elbo.num_steps == 4
+
+
+def test_large_programs_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "MOST_SUMMED", 2 * ROWS - 1)
+    assert not trained(Chain()).particles.now.sums
+    pyro.clear_param_store()
+    monkeypatch.setattr(rule, "MOST_SUMMED", 2 * ROWS)
+    assert trained(Chain()).particles.now.sums
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_infinite_loss_ends_it() -> None:
+    never = torch.tensor(0.0)
+
+    def forbid(z: Tensor) -> Tensor:
+        # Not infinite at first: the states that are possible change while it learns.
+        return torch.where(z > 0.5, torch.full_like(z, -torch.inf) * never, z) if never else z
+
+    programs = Chain(after=forbid)
+    elbo = trained(programs)
+    assert elbo.particles.now.sums
+    never += 1.0
+    before = elbo.num_steps
+    loss_of(elbo, programs)
+    assert not elbo.particles.now.sums and "not finite" in elbo.particles.said
+    assert elbo.num_steps <= before + 1
+
+
+def test_a_program_that_grows_goes_on() -> None:
+    programs = Chain()
+    elbo = trained(programs)
+    for length in (3, 1):
+        programs.length = length
+        loss_of(elbo, programs)
+        assert elbo.particles.now.sums and len(elbo.info) == length
+        assert_unbiased(elbo, programs.model, programs.guide)
+
+
+def test_a_program_that_begins_to_read_more_draws() -> None:
+    programs = Chain()
+    elbo = trained(programs)
+    programs.read = lambda z, last: z + last
+    programs.length = 3
+    for _ in range(3):
+        loss_of(elbo, programs)
+    assert not elbo.particles.now.sums
+    assert_unbiased(elbo.eval(), programs.model, programs.guide)
+
+
+def test_a_number_of_the_users_ends_it() -> None:
+    elbo = trained(Chain())
+    elbo.num_particles = 4
+    assert elbo.particles.now.number == 4 and not elbo.particles.now.sums
+    trained(Chain(), elbo=elbo)
+    assert elbo.num_particles == 4 and not elbo.particles.now.sums
+
+
+def test_copies_and_states_go_on() -> None:
+    programs = Chain()
+    elbo = trained(programs)
+    buffer = io.BytesIO()
+    torch.save(elbo.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = trained(programs, 1)
+    loaded.load_state_dict(torch.load(buffer))
+    expected = loss_of(elbo, programs)
+    for other in (copy.deepcopy(elbo), loaded):
+        assert loss_of(other, programs) == pytest.approx(expected, abs=1e-12)
+        assert other.particles.now.sums
+
+
+def test_what_asks_for_more_draws_in_between() -> None:
+    programs = Chain()
+    elbo = trained(programs)
+    elbo.warm_up(programs.model, programs.guide, steps=2)
+    assert not elbo.particles.now.sums
+    elbo = trained(programs)
+    elbo.observe(programs.model, programs.guide)
+    assert elbo.graph is not None and elbo.particles.now.sums
+    assert loss_of(elbo, programs) == loss_of(elbo, programs)
+
+
+def test_diagnosis_knows_that_nothing_is_drawn() -> None:
+    programs = Chain()
+    elbo = trained(programs)
+    found = diagnose(elbo, programs.model, programs.guide, num_samples=5)
+    assert not [finding for finding in found.findings if "particle" in str(finding) or "critic" in str(finding)]
+    moments = gradient_moments(elbo, programs.model, programs.guide)
+    assert moments.is_exact and moments.total_variance == pytest.approx(0.0, abs=1e-20)
+    quick: dict[str, Any] = {"num_warmup": 3, "num_samples": 5, "num_rounds": 1, "progress": False, "verbose": False}
+    row = compare_estimators(programs.model, programs.guide, **quick)["default"]
+    assert row.variance == pytest.approx(0.0, abs=1e-20) and not row.is_biased
+
+
+@pytest.mark.parametrize("backend", ["eager"])
+def test_recorded_steps_are_those_of_eager_ones(backend: str) -> None:
+    programs, losses = Chain(), []
+    for options in ({}, {"compile": backend}):
+        pyro.clear_param_store()
+        elbo = TraceBackpropQ_ELBO(**options)  # type: ignore[arg-type]
+        svi = SVI(programs.model, programs.guide, Adam({"lr": 0.05}), elbo)
+        losses.append([svi.step() for _ in range(20)])
+    assert elbo.compiled is not None and "1 recordings" in repr(elbo.compiled)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-10)
+
+
+def test_an_evaluation_draws() -> None:
+    programs = Chain()
+    elbo = trained(programs)
+    losses = {elbo.loss(programs.model, programs.guide) for _ in range(20)}
+    assert len(losses) > 1
