@@ -84,9 +84,8 @@ class Guide(PyroModule):
 
 # Options, and rows of each process.
 CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
-    # Processes draw; one alone would sum over all values.
-    "default": ({"num_particles": 1}, (4, 4)),
-    "unequal": ({"num_particles": 1}, (5, 3)),
+    "default": ({}, (4, 4)),
+    "unequal": ({}, (5, 3)),
     "clip": ({"learner": CriticLearner(clip=0.3, steps=2, slow=SlowTracking())}, (4, 4)),
     "adam": ({"learner": CriticLearner(lr=0.02, optimizer=torch.optim.Adam)}, (4, 4)),
     "baseline": ({"estimator": ScoreFunction(RunningBaseline()), "critic": None}, (5, 3)),

@@ -73,7 +73,7 @@ def test_plain_score_function_equals_tracegraph(case: Case, options: dict[str, A
 def test_loss_equals_trace_elbo_where_gradients_cannot(name: str) -> None:
     case = BY_NAME[name]
     for seed in range(3):
-        ours, _, state = gradients(TraceBackpropQ_ELBO(1), case, seed)
+        ours, _, state = gradients(TraceBackpropQ_ELBO(), case, seed)
         theirs, _, expected_state = gradients(Trace_ELBO(), case, seed)
         assert ours == pytest.approx(theirs, rel=1e-10)
         assert torch.equal(state, expected_state)
@@ -92,8 +92,6 @@ def test_default_draws_nothing_more_than_pyro(case: Case, options: dict[str, Any
         pyro.set_rng_seed(7)
         losses = [elbo.loss_and_grads(case.model, case.guide, *case.args) for _ in range(5)]
         states.append((torch.get_rng_state(), losses))
-    if ours.particles.now.sums:
-        return  # nothing is drawn after the first run
     assert torch.equal(states[0][0], states[1][0])
     assert states[0][1] == pytest.approx(states[1][1], rel=1e-10)
 

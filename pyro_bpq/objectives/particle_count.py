@@ -34,6 +34,9 @@ from pyro_bpq.tracing.sandbox import LentBuffers, Sandbox
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
+# Steps from which on losses are summed over all values. Those before draw: without noise a mixture may leave components
+# unused from the start.
+SUMS_FROM = 50
 # What torch, Pyro and this package raise where shapes do not fit; a program's own errors are left alone.
 _DOES_NOT_FIT = (ValueError, RuntimeError, IndexError, TypeError, AssertionError, NotImplementedError)
 
@@ -56,7 +59,8 @@ class ParticleCount:
         self._sizes = dict[Plate, int]()
         # Structures whose particles were proved to keep apart, where the user has asked for a plate of them.
         self._proved = Together()
-        # How they run if the loss is not summed over all values after all.
+        # Whether the loss is to be summed over all values, once it is known; and how particles run if that fails.
+        self._may_sum: bool | None = None
         self._otherwise: Particles | None = None
         self.said = ""
 
@@ -72,7 +76,7 @@ class ParticleCount:
         """Whether number and way are settled for a program."""
         if not self.is_open:
             return not self.now.has_plate or not self._proved.is_empty
-        if not self._settled.items or self._next is not None:
+        if not self._settled.items or self._next is not None or (self._may_sum and not self.now.sums):
             return False
         is_same = all(is_same_program(*pair) for pair in zip(self._settled.items, program[:2], strict=True))
         return is_same and (self.now.number == 1 or self._is_compared)
@@ -106,7 +110,7 @@ class ParticleCount:
     def open_state(self, state: Particles | None) -> None:
         if self.is_open:
             self._take(state or self._one)
-            self._settled, self._is_compared = Transient(), False
+            self._settled, self._is_compared, self._may_sum = Transient(), False, None
 
     @property
     def for_evaluation(self) -> Particles:
@@ -143,6 +147,7 @@ class ParticleCount:
         if self.now.sums and mode.asks_for_more:
             return runner.observe(program, self.drawn, mode)
         if self._next is not None and mode.learning:
+            self._is_compared = self._is_compared and not self._next.sums
             self._take(self._next)
         if not all(is_same_program(*pair) for pair in zip(self._settled.items, program[:2], strict=False)):
             self.open_state = None
@@ -167,6 +172,7 @@ class ParticleCount:
                 # Adam long remembers a first gradient that is noisier than those that follow.
                 self._take(self._next)
                 return self._observe_many(runner, program, mode, is_first=True)[0] or found
+        self._turn_to_sums(runner, found.runs[0], mode)
         return found
 
     # A number that the user has given.
@@ -221,22 +227,32 @@ class ParticleCount:
 
     def _settle(self, runner: Runner, program: Program, traced: TracedRun, mode: Mode) -> None:
         """Settles the number for the steps to come."""
-        given, self._otherwise = self._given_nesting, None
+        given = self._given_nesting
         self._settled, self._is_compared = Transient(program[:2]), False
         number = 1 if mode.has_ranks else runner.good_for(traced)
-        # One particle may still have to be reckoned with in this step.
-        nesting = 1 + (traced.batch_ndim if math.isinf(given) else given)
         if number == 1:
             self.said = (
                 "One particle runs: more are taken only where ten sites, or ten rows of data, or more have costs that "
                 "are not known at other values, and no value steers the program."
             )
-        else:
+        if number > 1:
+            # One particle may still have to be reckoned with in this step.
+            nesting = 1 + (traced.batch_ndim if math.isinf(given) else given)
             self._next = Particles(number, True, False, nesting)
-        rows = 0 if mode.asks_for_more else runner.rows_for(traced)
-        if rows:
-            self._otherwise, self._next = self._next, Particles(rows, True, False, nesting, sums=True)
         self._sizes = dict(traced.plate_sizes)
+
+    def _turn_to_sums(self, runner: Runner, traced: TracedRun, mode: Mode) -> None:
+        """Lets the loss be summed over all values from a step on that is fixed beforehand, where that can be done."""
+        if self.now.sums or self.now.is_hidden or not mode.learning or mode.asks_for_more:
+            return
+        if self._may_sum is None:
+            self._may_sum = runner.rows_for(traced, self.now.number) > 0
+        if self._may_sum and self._next is None and mode.num_steps + 1 >= SUMS_FROM:
+            given, rows = self._given_nesting, runner.rows_for(traced, self.now.number)
+            nesting = 1 + (traced.batch_ndim if math.isinf(given) else given)
+            nesting = self.now.nesting if self.now.has_plate else nesting
+            self._may_sum, self._otherwise = rows > 0, self.now
+            self._next = Particles(rows, True, False, nesting, sums=True) if rows else None
 
     def _lower(self, runner: Runner, traced: TracedRun) -> None:
         """Lets fewer particles run from the next step on, where plates have grown or values steer the program."""
@@ -277,6 +293,7 @@ class ParticleCount:
                 self._settled, self._is_compared = Transient(settled), True
                 if mode.learning:
                     self._lower(runner, found.runs[0])
+                    self._turn_to_sums(runner, found.runs[0], mode)
                 return found, ""
             draws.again()
             if reason:
@@ -290,7 +307,7 @@ class ParticleCount:
         if ways[0].sums:
             self._say("The loss is not summed over all values.", refused)
             self._take(self._otherwise or self._one)
-            self._settled, self._is_compared = Transient(settled), False
+            self._settled, self._is_compared, self._may_sum = Transient(settled), False, False
             return self._observe_many(runner, program, mode, is_first) if self.now.number > 1 else (None, "")
         self._say("One particle runs from now on.", refused)
         self._settled = Transient(settled)

@@ -379,7 +379,7 @@ def test_loaded_states_go_on_in_both_directions() -> None:
 
 
 def test_a_loss_that_is_not_finite_teaches_nothing() -> None:
-    elbo = TraceBackpropQ_ELBO(1, compile="eager")
+    elbo = TraceBackpropQ_ELBO(compile="eager")
     for _ in range(10):
         elbo.loss_and_grads(slope_model, slope_guide, ROWS, torch.tensor(1.0))
     taken = entries(elbo)[0].steps

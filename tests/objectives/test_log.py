@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], bool, list[str]]] = {
         lambda z: z,
         True,
         [
-            "All values run in one call, in a plate of their own.",
+            "8 particles run in one call, in a plate of their own.",
             "The structure is known after 3 tracked runs.",
         ],
     ),

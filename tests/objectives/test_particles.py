@@ -72,10 +72,8 @@ class Chains:
         state = torch.zeros(self.rows)
         with pyro.plate("rows", self.rows):
             for t in range(3):
-                last = state
                 state = pyro.sample(f"z_{t}", dist.Categorical(logits=torch.ones(3) * state.unsqueeze(-1))).float()
-                # What reads one site alone would be summed over all values.
-                pyro.sample(f"x_{t}", dist.Normal(state + 0.1 * last, 1.0), obs=self.data[t])
+                pyro.sample(f"x_{t}", dist.Normal(state, 1.0), obs=self.data[t])
 
     def guide(self) -> None:
         w = pyro.param("w", lambda: torch.ones(3))

@@ -73,12 +73,9 @@ def chain(read: Any, length: int, probability: float, last: int) -> tuple[Any, A
             z = pyro.sample(f"z_{t}", dist.Categorical(logits=logits))
 
     def model() -> None:
-        before = torch.tensor(0.0)
         for t in range(length):
             z = pyro.sample(f"z_{t}", dist.Categorical(logits=torch.zeros(last + 1))).double()
-            # What reads one site alone would be summed over all values.
-            pyro.factor(f"f_{t}", 0.1 * (read(z) if t == length // 2 else z) + 0.1 * before)
-            before = z
+            pyro.factor(f"f_{t}", 0.1 * (read(z) if t == length // 2 else z))
 
     return model, guide
 

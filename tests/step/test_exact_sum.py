@@ -13,6 +13,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.objectives import particle_count
 from pyro_bpq.step import exact_sum as module
 from pyro_bpq.testing import assert_unbiased, exact_gradient, exact_loss
 
@@ -174,6 +175,12 @@ def impossible() -> Programs:
         seen("x", table("mean", 3)[z])
 
     return model, guide
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are summed from the second one on."""
+    monkeypatch.setattr(particle_count, "SUMS_FROM", 1)
 
 
 ALL = (chain, kinds, independent, reversed_guide, subsampled, impossible)
