@@ -169,7 +169,7 @@ curves = {"default": fit("chained, 16 states", chained, TraceBackpropQ_ELBO())}
 quick = (
     {"num_warmup": 3, "num_samples": 4, "num_rounds": 1}
     if SMOKE
-    else {"num_warmup": 50, "num_samples": 40, "num_rounds": 5}
+    else {"num_warmup": 60, "num_samples": 40, "num_rounds": 5}
 )
 comparison = compare_estimators(model, chained, images, progress=False, verbose=False, **quick)
 print("\n".join(str(comparison).split("\n\n")[0].splitlines()))
@@ -196,9 +196,9 @@ plt.show()
 
 # %% [markdown]
 # One seed, a few seconds: a picture of the way, not a benchmark. `TraceGraph_ELBO` is far behind. The default took
-# leave-one-out itself here, with eight particles; with four a step is cheaper and noisier, and in the first seconds,
-# where steps count more than noise, it is ahead. That is the better bound: `TraceBackpropQ_ELBO(4,
-# vectorize_particles=True)`.
+# leave-one-out with eight particles for 50 steps, and sums over all states since: no cost reads two of them, so its
+# gradient has no noise. With four particles a step is cheaper and noisier. In the first seconds steps count more than
+# noise; write `TraceBackpropQ_ELBO(4, vectorize_particles=True)` where that is all the time there is.
 #
 # ## Minutes 50 to 55: the same step, compiled
 #

@@ -55,6 +55,8 @@ class TraceBackpropQ_ELBO(StructuredObjective):
             that it runs some twenty times more in the first step, and six times after 1, 2, 4, 8, ... steps and then
             every 128. One where an estimator or an option about critics is chosen, with ``vectorize_particles=True``,
             cost statements, summed-out sites and several processes, and where sampled values steer the program.
+            Programs of sites with few values whose laws and costs read at most one other such site draw nothing from
+            the 50th step on: the loss is the sum over all values (:mod:`pyro_bpq.step.exact_sum`).
         max_plate_nesting: As in Pyro's ELBOs.
         max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
         vectorize_particles: Whether particles run in one vectorised call.
@@ -106,7 +108,8 @@ class TraceBackpropQ_ELBO(StructuredObjective):
             for exact costs, level and differences of the critic, and later sites. ``td_loss``: squared error of the
             critic in units of its targets' spread. ``explained``: share of the targets' variance that the critic
             explains, between particles of a data point; with one particle between data points. ``ms``: milliseconds of
-            the host in the estimator and the critic's regression, a batched call shared out among its sites.
+            the host in the estimator and the critic's regression, a batched call shared out among its sites. Of a site
+            that is summed over all values only ``estimator`` is known.
         ms: Milliseconds of the host in the last step but for ``backward``: ``runs``, those of the programs, the graph
             and the critics; ``signals``, estimators and regression.
 

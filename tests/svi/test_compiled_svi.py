@@ -109,7 +109,9 @@ def test_the_comparison_sees_a_step_size_that_is_frozen() -> None:
     assert (found[0] - expected[0]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("options", [{}, {"learner": None}], ids=["critics", "critics of the optimiser"])
+@pytest.mark.parametrize(
+    "options", [{"num_particles": 1}, {"learner": None}], ids=["critics", "critics of the optimiser"]
+)
 @pytest.mark.parametrize("kind", [SVI, CompiledSVI])
 def test_critics_learn_as_in_eager_steps(kind: Any, options: dict[str, Any]) -> None:
     program = chain_model, chain_guide
