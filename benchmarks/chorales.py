@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
-from pyro_bpq.estimators import DisARMTree, Estimator, Hindsight, LeaveOneOut, ReinMax, ScoreFunction
+from pyro_bpq.estimators import DisARMTree, Hindsight, LeaveOneOut, ReinMax, ScoreFunction
 
 KEYS, HIDDEN, BATCH = 88, 64, 20
 QUICK = Size(rates=(1e-2, 3e-2), seeds=1, seconds=10.0, slices=10)
@@ -190,15 +190,12 @@ METHODS = (
 )
 
 
-def compiled(particles: int, estimator: Estimator) -> TraceBackpropQ_ELBO:
-    """Compiled steps of an estimator."""
-    return ours(estimator, particles, compile=True)
-
-
 COMPILE = (
     Method("default", lambda: TraceBackpropQ_ELBO(compile=True), group="ours"),
     *(
-        Method(f"leave-one-out, {n}", partial(compiled, n, ScoreFunction(LeaveOneOut())), group="leave-one-out")
+        Method(
+            f"leave-one-out, {n}", partial(ours, ScoreFunction(LeaveOneOut()), n, compile=True), group="leave-one-out"
+        )
         for n in (8, 16)
     ),
     STRONG[-1],

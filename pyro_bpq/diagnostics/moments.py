@@ -190,10 +190,9 @@ def site_gradients(
         Gradients, detached.
     """
     seen = elbo.observe(model, guide, args, kwargs, shows=False)
-    runs, signals = seen.runs, [item.signals for item in seen.items]
+    signals = [item.signals for item in seen.items]
     result = seen.step(torch.zeros(()), elbo.critics, elbo.learning())
-    costs = sum((run.run.differentiable for run in runs), torch.zeros(()))
-    summands: dict[Any, Tensor] = {COSTS: costs if seen.summed is None else result.paths}
+    summands: dict[Any, Tensor] = {COSTS: result.paths}
     for names, term in result.terms:
         if term.dim() and term.shape[0] == len(names):
             rows = [(name, term[i].sum()) for i, name in enumerate(names)]

@@ -227,7 +227,6 @@ class ParticleCount:
 
     def _settle(self, runner: Runner, program: Program, traced: TracedRun, mode: Mode) -> None:
         """Settles the number for the steps to come."""
-        given = self._given_nesting
         self._settled, self._is_compared = Transient(program[:2]), False
         number = 1 if mode.has_ranks else runner.good_for(traced)
         if number == 1:
@@ -237,22 +236,27 @@ class ParticleCount:
             )
         if number > 1:
             # One particle may still have to be reckoned with in this step.
-            nesting = 1 + (traced.batch_ndim if math.isinf(given) else given)
-            self._next = Particles(number, True, False, nesting)
+            self._next = Particles(number, True, False, self._nesting_beside(traced))
         self._sizes = dict(traced.plate_sizes)
+
+    def _nesting_beside(self, traced: TracedRun) -> float:
+        """Bound on the number of nested plates with that of the particles, from a run with the present ones."""
+        if self.now.has_plate:
+            return self.now.nesting
+        return 1 + (traced.batch_ndim if math.isinf(self._given_nesting) else self._given_nesting)
 
     def _turn_to_sums(self, runner: Runner, traced: TracedRun, mode: Mode) -> None:
         """Lets the loss be summed over all values from a step on that is fixed beforehand, where that can be done."""
         if self.now.sums or self.now.is_hidden or not mode.learning or mode.asks_for_more:
             return
-        if self._may_sum is None:
-            self._may_sum = runner.rows_for(traced, self.now.number) > 0
-        if self._may_sum and self._next is None and mode.num_steps + 1 >= SUMS_FROM:
-            given, rows = self._given_nesting, runner.rows_for(traced, self.now.number)
-            nesting = 1 + (traced.batch_ndim if math.isinf(given) else given)
-            nesting = self.now.nesting if self.now.has_plate else nesting
-            self._may_sum, self._otherwise = rows > 0, self.now
-            self._next = Particles(rows, True, False, nesting, sums=True) if rows else None
+        is_time = self._next is None and mode.num_steps + 1 >= SUMS_FROM
+        if self._may_sum is False or not (self._may_sum is None or is_time):
+            return
+        rows = runner.rows_for(traced, self.now.number)
+        self._may_sum = rows > 0
+        if rows and is_time:
+            self._otherwise = self.now
+            self._next = Particles(rows, True, False, self._nesting_beside(traced), sums=True)
 
     def _lower(self, runner: Runner, traced: TracedRun) -> None:
         """Lets fewer particles run from the next step on, where plates have grown or values steer the program."""
@@ -303,14 +307,14 @@ class ParticleCount:
                 self._take(self._one)
                 self._settled, self._next, self._is_compared = Transient(settled), way, False
                 return None, ""
-        self._take(self._one)
+        self._settled = Transient(settled)
         if ways[0].sums:
             self._say("The loss is not summed over all values.", refused)
             self._take(self._otherwise or self._one)
-            self._settled, self._is_compared, self._may_sum = Transient(settled), False, False
+            self._is_compared = self._may_sum = False
             return self._observe_many(runner, program, mode, is_first) if self.now.number > 1 else (None, "")
+        self._take(self._one)
         self._say("One particle runs from now on.", refused)
-        self._settled = Transient(settled)
         if not was_compared:
             return None, ""
         return None, (

@@ -141,15 +141,19 @@ class StepRunner(Runner):
 
     def good_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of particles that a program is good for, from a run of so many; 1 where values steer it."""
-        if self.plans.last is None or self.structure.is_dynamic(traced) or self.structure.always_tracks:
-            return 1
-        return num_particles_for(self.plans.last.plan, traced, particles)
+        plan = self._static_plan(traced)
+        return 1 if plan is None else num_particles_for(plan, traced, particles)
 
     def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed over them."""
+        plan = self._static_plan(traced)
+        return 0 if plan is None else num_rows_for(plan, traced, particles)
+
+    def _static_plan(self, traced: TracedRun) -> Plan | None:
+        """The last plan; ``None`` if values steer the program, or its structure is tracked at every step."""
         if self.plans.last is None or self.structure.is_dynamic(traced) or self.structure.always_tracks:
-            return 0
-        return num_rows_for(self.plans.last.plan, traced, particles)
+            return None
+        return self.plans.last.plan
 
     def trace(
         self,
