@@ -17,59 +17,77 @@ from pyro_bpq.estimators.requirements import needs_finite
 _DECAY = 0.99
 
 
+class Changes(NamedTuple):
+    """What other values of sites change, relative to the drawn values, where the changes are zero.
+
+    The shapes are ``(G, M, plates, D, K)``. Of bits the dimension ``K`` is left out: the changes are those of the other
+    value. All tensors are in nats and detached.
+
+    Args:
+        law: Change of ``log q`` of the sites that read the site, their values held.
+        later: Change of the costs that read the site and a site downstream.
+        immediate: Change of the costs that read the site and no site downstream.
+    """
+
+    law: Tensor
+    later: Tensor
+    immediate: Tensor
+
+
 class HeldCosts(NamedTuple):
     """What other values of ``G`` like-shaped sites change while all other sites keep their values.
 
-    Changes are relative to the drawn value, where they are zero. Of bits the dimension ``K`` is left out: the changes
-    are those of the other value. All tensors but ``log_q`` are detached.
+    All tensors but ``log_q`` are detached.
 
     Args:
         names: Names of the sites.
         log_q: Log-probabilities of all values, ``(G, M, plates, D, K)``, or log-odds of bits, ``(G, M, plates, D)``.
         value: Indices of the drawn values, ``(G, M, plates, D)``; of bits in the type of ``log_q``.
-        law: Change of ``log q`` of the sites that read the site, ``(G, M, plates, D, K)``, or a prediction of it.
-        cost: Change of the costs that read the site, ``(G, M, plates, D, K)`` in nats, or a prediction of it.
-        rest: Sum ``(G, M, plates)``, in nats, of the costs that read the site and are not known at other values;
-            ``None`` if there are none.
+        changes: The changes at all values, or predictions of them.
+        settled: Sum ``(G, M, plates)``, in nats, of the immediate costs at the drawn values; ``None`` if there
+            are none.
+        rest: The same of the costs that read the site and are not known at other values.
         particle: Index ``(1,)`` of the particle in which changes are known; ``None`` if they are in all.
         drawn: Indices ``(G, M or 1, plates, n)`` of the components whose changes are known; ``None`` if all changes
             are.
         share: For each of them the inverse of the number of times that it is drawn on average.
-        exact_law: True changes ``(G, M or 1, plates, n, K)`` of the drawn components.
-        exact_cost: The same of the costs.
+        exact: True changes ``(G, M or 1, plates, n, K)`` of the drawn components.
     """
 
     names: tuple[str, ...]
     log_q: Tensor
     value: Tensor
-    law: Tensor
-    cost: Tensor
+    changes: Changes
+    settled: Tensor | None = None
     rest: Tensor | None = None
     particle: Tensor | None = None
     drawn: Tensor | None = None
     share: Tensor | None = None
-    exact_law: Tensor | None = None
-    exact_cost: Tensor | None = None
+    exact: Changes | None = None
 
     @property
     def has_bits(self) -> bool:
         """Whether the changes are those of the other value of a bit."""
-        return self.law.dim() == self.value.dim()
+        return self.changes.law.dim() == self.value.dim()
 
 
 @dataclass(frozen=True)
 class Hindsight(Estimator):
     r"""Averages the score function over the values that a site may have had, given what was drawn after it.
 
-        g = Σ_d Σ_v w_d(v) (I_d(v) + L - b_d) ∇ log q_d(v),   w_d(v) ∝ q_d(v) q(children | x with x_d = v)
+        g = Σ_d Σ_v [q_d(v) (1 - λ) A_d(v) + w_d(v) (B_d(v) + λ A_d(v) + L - b_d)] ∇ log q_d(v),
+        w_d(v) ∝ q_d(v) q(children | x with x_d = v)
 
-    ``I_d(v)`` are the costs that read the site, at ``x`` with ``x_d = v``, in nats. The log-probabilities of its
-    children, the sites of the guide that read it, are among them. ``L`` are the other costs downstream. All other sites
-    keep their values. ``w`` is the law of the component given all of these. So this is the expectation of the
-    score-function gradient given the other values. It has the same mean and, for the same baseline, never more
-    variance. ``b_d`` is the mean of ``Σ_v w_d(v) I_d(v) + L`` over the other particles or, with one particle, over
-    earlier steps. In a site that is predicted it is the mean of the cost-to-go. A baseline may read whatever does not
-    depend on the site's own value.
+    All costs are in nats. ``A_d(v)`` are the *immediate* costs, at ``x`` with ``x_d = v``: they read the site and no
+    site downstream. ``B_d(v)`` are the costs that read both. The log-probabilities of its children, the sites of the
+    guide that read it, are among them. ``L`` are the other costs downstream. All other sites keep their values. ``w``
+    is the law of the component given all of these. So ``w (B + L)`` is the expectation of the score-function gradient
+    given the other values: it has the same mean and, for the same baseline, never more variance. Immediate costs do not
+    depend on what is drawn later, so the law ``q`` serves them as well. A part ``λ`` of them stays beside ``B + L``, as
+    they often cancel: a good guide makes the sum nearly the same for all values. ``λ`` in ``[0, 1]`` is fitted to
+    earlier steps for each site. ``b_d`` is the mean of ``Σ_v w_d(v) (B_d(v) + λ A_d(v)) + L`` over the other particles
+    or, with one particle, over earlier steps. In a site that is predicted it is the mean of ``B + λ A + L``. A baseline
+    may read whatever does not depend on the site's own value.
 
     A site of up to ``draws`` components is evaluated at all values, in one extra run of guide and model. In a larger
     site, changes of costs and log-probabilities come from their slopes and curvatures at the drawn values. ``draws``
@@ -120,37 +138,51 @@ class Hindsight(Estimator):
         return needs_finite("Hindsight", site)
 
     def statistics(self, num_particles: int) -> Statistics:
-        """Running means of the costs, for a single particle, and moments of crossed costs."""
-        means = {"baseline": 0.0, "rest": 0.0}
-        return {**means, "moments": (0.0, 0.0, 0.0)} if self.crossed else means
+        """Running means of the costs, for a single particle, and the moments that fit the scales."""
+        return {"baseline": 0.0, "rest": 0.0, "settled": 0.0, "moments": (0.0,) * 6}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by its expected coefficient."""
         held = _of_sites(context)
         with torch.no_grad():
-            later = context.cost if held.rest is None else context.cost - held.rest
+            later = context.cost
+            for known in (held.settled, held.rest):
+                later = later if known is None else later - known
             log_q = held.log_q.detach()
             if held.has_bits:
                 # Of the other value, relative to the drawn one.
                 log_q = log_q * (1.0 - 2.0 * held.value)
-            weights, mean = _weighted(log_q, held.law, held.cost, held.has_bits)
-            # Predictions read all particles: in a baseline they would bring in the own value.
-            costs = mean.sum(-1) if held.drawn is None else mean.new_zeros(())
-            centred, statistics = _centred(later.unsqueeze(-1) + costs, context, "baseline")
-            if self.crossed and context.crossed is not None and context.cost.shape[1] > 1:
-                centred, moments = _without_crossed(centred, context.crossed, context)
-                statistics = {**statistics, **moments}
-            # Centred as a whole: the own mean is put back by the costs below.
-            level = centred - costs
-            table = _coefficients(log_q, weights, mean, level, held.has_bits)
+            means = _means(log_q, held.changes, held.has_bits)
+            level, kept, statistics = self._level(context, held, later, means)
+            table = _coefficients(means, level, kept, held.has_bits)
             if held.drawn is not None:
-                table = _corrected(table, log_q, level, held)
+                table = _corrected(table, log_q, level, kept, held)
             if held.rest is not None:
                 rest, own = _centred(held.rest, context, "rest")
                 table, statistics = table + _of_drawn(rest, log_q, held), {**statistics, **own}
             if held.has_bits:
                 table = table * (1.0 - 2.0 * held.value)
         return SiteTerm(table * held.log_q, statistics)
+
+    def _level(
+        self, context: SiteContext, held: HeldCosts, later: Tensor, means: Means
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The centred sum ``B + λ A + L`` at the drawn values ``(..., D or 1)``, ``λ``, and new statistics."""
+        # Predictions read all particles: in a baseline they would bring in the own value.
+        own = [means.later.sum(-1), means.held.sum(-1)] if held.drawn is None else [later.new_zeros(())] * 2
+        settled = torch.zeros_like(later) if held.settled is None else held.settled
+        centred, new = _centred(later.unsqueeze(-1) + own[0], context, "baseline")
+        immediate, more = _centred(settled.unsqueeze(-1) + own[1], context, "settled")
+        crossed = context.crossed if self.crossed and context.cost.shape[1] > 1 else None
+        shape = (-1, *(1,) * later.dim())
+        kept, scale = (part.reshape(shape) for part in _scales(context.statistics["moments"]))
+        moments = _moments(centred.mean(-1), immediate.mean(-1), crossed, context)
+        # Centred as a whole: the own means are put back by the costs.
+        level = centred - own[0] + kept * (immediate - own[1])
+        if crossed is not None:
+            mean = context.statistics["moments"][:, 0].reshape(shape)
+            level = level - scale * (crossed.unsqueeze(-1) - mean)
+        return level, kept, {**new, **more, "moments": moments}
 
 
 def _of_sites(context: SiteContext) -> HeldCosts:
@@ -164,10 +196,31 @@ def _of_sites(context: SiteContext) -> HeldCosts:
     return held
 
 
-def _weighted(log_q: Tensor, law: Tensor, cost: Tensor, has_bits: bool) -> tuple[Tensor, Tensor]:
-    """Probabilities of the values given all other sites, and these times the costs; impossible values cost nothing."""
-    weights = (log_q + law).sigmoid() if has_bits else _softmax(log_q + law)
-    return weights, weights * cost.masked_fill(weights == 0.0, 0.0)
+class Means(NamedTuple):
+    """The laws of the values, and changes of costs times probabilities.
+
+    Args:
+        weights: Probabilities given all other sites.
+        chance: Probabilities given the past.
+        later: Later costs times ``weights``.
+        held: Immediate costs times ``weights``.
+        immediate: Immediate costs times ``chance``.
+    """
+
+    weights: Tensor
+    chance: Tensor
+    later: Tensor
+    held: Tensor
+    immediate: Tensor
+
+
+def _means(log_q: Tensor, changes: Changes, has_bits: bool) -> Means:
+    """The laws of the values and the costs; impossible values cost nothing."""
+    weights = (log_q + changes.law).sigmoid() if has_bits else _softmax(log_q + changes.law)
+    chance = log_q.sigmoid() if has_bits else log_q.exp()
+    later = weights * changes.later.masked_fill(weights == 0.0, 0.0)
+    immediate = chance * changes.immediate.masked_fill(chance == 0.0, 0.0)
+    return Means(weights, chance, later, weights * changes.immediate.masked_fill(weights == 0.0, 0.0), immediate)
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -178,13 +231,14 @@ def _softmax(logits: Tensor) -> Tensor:
     return torch.stack(((first - second).sigmoid(), (second - first).sigmoid()), -1)
 
 
-def _coefficients(log_q: Tensor, weights: Tensor, costs: Tensor, level: Tensor, has_bits: bool) -> Tensor:
+def _coefficients(means: Means, level: Tensor, kept: Tensor, has_bits: bool) -> Tensor:
     """What multiplies the gradients of the log-probabilities or, of bits, of the log-odds of the other value."""
+    kept = kept if has_bits else kept.unsqueeze(-1)
+    costs = means.later + torch.lerp(means.immediate, means.held, kept)
     if not has_bits:
-        return costs + weights * level.unsqueeze(-1)
+        return costs + means.weights * level.unsqueeze(-1)
     # The gradient of log q is 1 - q of the log-odds' at the other value, and -q at the drawn one.
-    chance = log_q.sigmoid()
-    return torch.addcmul(costs - costs * chance, level, weights - chance)
+    return torch.addcmul(costs - costs * means.chance, level, means.weights - means.chance)
 
 
 def _of_drawn(rest: Tensor, log_q: Tensor, held: HeldCosts) -> Tensor:
@@ -194,23 +248,28 @@ def _of_drawn(rest: Tensor, log_q: Tensor, held: HeldCosts) -> Tensor:
     return rest[..., None, None] * torch.zeros_like(log_q).scatter_(-1, held.value.unsqueeze(-1), 1.0)
 
 
-def _without_crossed(centred: Tensor, change: Tensor, context: SiteContext) -> tuple[Tensor, dict[str, Tensor]]:
-    """Subtracts what the own past explains of the other particles' costs, as :class:`CrossedLeaveOneOut` does."""
+def _moments(centred: Tensor, immediate: Tensor, crossed: Tensor | None, context: SiteContext) -> Tensor:
+    """Running mean of crossed costs ``c``, and of ``A²``, ``A c``, ``c²``, ``T A``, ``T c`` for centred costs."""
     assert context.count is not None
-    mean, product, square = context.statistics["moments"].unbind(1)
-    scale = (product / (square - mean.square()).clamp(min=1e-12)).clamp(0.0, 1.0)
-    shape = (-1, *(1,) * (change.dim() - 1))
-    own = centred.mean(-1)
-    new = torch.stack((change, own * change, change.square()), -1).flatten(1, -2).mean(1)
-    part = scale.reshape(shape) * (change - mean.reshape(shape))
-    moments = update_mean(context.statistics["moments"], new, context.count, _DECAY)
-    return centred - part.unsqueeze(-1), {"moments": moments}
+    other = torch.zeros_like(centred) if crossed is None else crossed
+    pairs = ((immediate, immediate), (immediate, other), (other, other), (centred, immediate), (centred, other))
+    new = torch.stack([other.flatten(1).mean(1), *((a * b).flatten(1).mean(1) for a, b in pairs)], 1)
+    return update_mean(context.statistics["moments"], new, context.count, _DECAY)
 
 
-def _corrected(table: Tensor, log_q: Tensor, level: Tensor, held: HeldCosts) -> Tensor:
+def _scales(moments: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The part of immediate costs and the scale of crossed ones that leave the least of ``T + λ A - κ c``."""
+    mean, own, mixed, square, of_own, of_crossed = moments.unbind(1)
+    spread = (square - mean.square()).clamp(min=1e-12)
+    left = (own - mixed.square() / spread).clamp(min=1e-3 * own + 1e-12)
+    kept = ((mixed * of_crossed / spread - of_own) / left).clamp(0.0, 1.0)
+    return kept, ((of_crossed + kept * mixed) / spread).clamp(0.0, 1.0)
+
+
+def _corrected(table: Tensor, log_q: Tensor, level: Tensor, kept: Tensor, held: HeldCosts) -> Tensor:
     """Replaces, in expectation over the draws, the predicted coefficients by exact ones."""
     drawn, share = held.drawn, held.share
-    assert drawn is not None and share is not None and held.exact_law is not None and held.exact_cost is not None
+    assert drawn is not None and share is not None and held.exact is not None
 
     def pick(tensor: Tensor) -> Tensor:
         return tensor if held.particle is None else tensor.index_select(1, held.particle)
@@ -219,8 +278,7 @@ def _corrected(table: Tensor, log_q: Tensor, level: Tensor, held: HeldCosts) -> 
     if not held.has_bits:
         dim, at, share = -2, drawn.unsqueeze(-1).expand(*drawn.shape, table.shape[-1]), share.unsqueeze(-1)
     own, values = pick(table), pick(log_q).gather(dim, at)
-    weights, costs = _weighted(values, held.exact_law, held.exact_cost, held.has_bits)
-    exact = _coefficients(values, weights, costs, pick(level), held.has_bits)
+    exact = _coefficients(_means(values, held.exact, held.has_bits), pick(level), kept, held.has_bits)
     own = own.scatter_add(dim, at, (exact - own.gather(dim, at)) * share)
     return own if held.particle is None else table.index_copy(1, held.particle, own)
 

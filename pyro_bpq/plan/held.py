@@ -18,6 +18,7 @@ class HeldSite:
         number: Number of components whose costs are evaluated; all of them, or some that are drawn.
         is_drawn: Whether the components that are evaluated are drawn.
         costs: The costs that read it and are evaluated.
+        immediate: Those of ``costs`` that read no site downstream. Their mean over the site's own law is known.
         rest: The costs that read it and are not known at other values.
         children: The sites of the guide that read it.
         is_own_known: Whether its own log-probabilities of guide and model are among ``costs``, as sums over components.
@@ -27,6 +28,7 @@ class HeldSite:
     components: Components
     number: int
     costs: tuple[str, ...]
+    immediate: tuple[str, ...]
     rest: tuple[str, ...]
     children: tuple[str, ...]
     is_own_known: tuple[bool, bool] = (False, False)
@@ -42,11 +44,13 @@ class HeldPlan:
         flips: Which rows flip which sites.
         sites: The sites that are flipped. A site whose children have unknown laws is not among them.
         asked: Those of them for which the user has chosen the estimator.
+        groups: The model's costs that slopes predict. In each group a site finds immediate costs only, or none.
     """
 
     flips: FlipPlan
     sites: Mapping[str, HeldSite]
     asked: frozenset[str] = frozenset()
+    groups: tuple[tuple[str, ...], ...] = ()
 
     @property
     def sloped(self) -> frozenset[str]:

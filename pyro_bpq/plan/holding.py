@@ -52,12 +52,37 @@ def held_plan(
     costs = {name: site.costs for name, site in sites.items()}
     laws = {name: _read_by_laws(graph, site.children) for name, site in sites.items()}
     asked = frozenset(name for name in sites if is_chosen or not traced.options[name].is_open)
-    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, asked)
+    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, asked, _groups(graph, sites))
 
 
 def _has_few_slopes(site: HeldSite) -> bool:
     """Whether slopes may predict the changes of a site of a few components."""
     return site.components.size > 1 and has_slopes(site.components)
+
+
+def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) -> tuple[tuple[str, ...], ...]:
+    """The model's costs of sites with slopes, so that no site has immediate and other costs in one group.
+
+    Each group takes a backward pass. A site's own log-probability has no slope.
+    """
+    readers: dict[str, dict[str, bool]] = {}
+    for name, site in sites.items():
+        if site.is_drawn and has_slopes(site.components):
+            for cost in site.costs:
+                if not graph.cost(cost).is_of_guide:
+                    kinds = readers.setdefault(cost, {})
+                    if cost != cost_of_model(name):
+                        kinds[name] = cost in site.immediate
+    groups: list[tuple[list[str], dict[str, bool]]] = []
+    for cost, kinds in readers.items():
+        for members, known in groups:
+            if all(known.get(name, kind) == kind for name, kind in kinds.items()):
+                members.append(cost)
+                known.update(kinds)
+                break
+        else:
+            groups.append(([cost], kinds))
+    return tuple(tuple(members) for members, _ in groups)
 
 
 def _read_by_laws(graph: StochasticComputationGraph, children: tuple[str, ...]) -> int:
@@ -82,8 +107,14 @@ def _site(
     costs = tuple(cost for cost in reading if _is_known(traced, graph, facts, name, cost))
     number, is_drawn = min(components.size, estimator.draws), components.size > estimator.draws
     rest = tuple(cost for cost in reading if cost not in costs)
+    immediate = tuple(cost for cost in costs if _is_immediate(graph, name, cost))
     own = _own(traced, name, costs)
-    return HeldSite(components, number, costs, rest, children, own, estimator.curvature, is_drawn)
+    return HeldSite(components, number, costs, immediate, rest, children, own, estimator.curvature, is_drawn)
+
+
+def _is_immediate(graph: StochasticComputationGraph, name: str, cost: str) -> bool:
+    """Whether a cost reads no site downstream."""
+    return not graph.cost_bits[graph.cost_index[cost]] & graph.descendant_bits[graph.index[name]]
 
 
 def _own(traced: TracedRun, name: str, costs: tuple[str, ...]) -> tuple[bool, bool]:

@@ -15,10 +15,11 @@ from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError
+from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.reruns.held_costs import HeldRun, held_costs
+from pyro_bpq.reruns.held_costs import HeldRun, held_costs, sums_of_costs
 from pyro_bpq.reruns.predicted_costs import predicted_costs
 from pyro_bpq.reruns.shared_backward import SharedBackward, shared_backward
 from pyro_bpq.rollout.runs import Rollout, Run
@@ -198,7 +199,7 @@ class Reruns:
 
     def at_other_values(
         self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None = None
-    ) -> dict[str, tuple[Tensor, Tensor, Tensor]] | None:
+    ) -> dict[str, Changes] | None:
         """Changes of laws and costs at these values, see :func:`~pyro_bpq.reruns.held_costs.held_costs`.
 
         Args:
@@ -210,11 +211,15 @@ class Reruns:
         self.num_runs += len(self.traced)
         return held_costs(self.held, self.traced, self.programs, rollout, drawn, particle)
 
-    def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> dict[str, tuple[Tensor, Tensor]]:
+    def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> dict[str, Changes]:
         """Predicted changes, see :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`."""
         assert self.held is not None
         self.num_runs += len(self.traced)
         return predicted_costs(self.held, self.traced, self.programs, rollout, generator)
+
+    def sums(self, name: str, costs: Sequence[str], rollout: Rollout) -> Tensor:
+        """The sum ``(M, plates)``, in nats, of costs that read a site."""
+        return sums_of_costs(self.plan.graph, self.traced, rollout, name, costs)
 
     def _seed(self) -> int:
         self.num_runs += 1

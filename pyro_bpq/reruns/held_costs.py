@@ -16,6 +16,7 @@ from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
+from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.held import HeldPlan, HeldSite
 from pyro_bpq.reruns.apart import particle_of, value_alone
@@ -74,7 +75,7 @@ def held_costs(
     rollout: Rollout,
     drawn: Mapping[str, Tensor],
     particle: Tensor | None = None,
-) -> dict[str, tuple[Tensor, Tensor, Tensor]] | None:
+) -> dict[str, Changes] | None:
     """Runs guide and model at other values of sites while all other sites keep their values.
 
     Args:
@@ -87,9 +88,7 @@ def held_costs(
             and of the changes is then 1.
 
     Returns:
-        For each site the change of the log-probability of its children's values and the change of its costs, relative
-        to the drawn value, ``(M, plates, n, K)`` each, and the sum ``(M, plates)`` of the costs that read it and are
-        not known at other values; in nats. ``None`` if the programs do not run at other values.
+        The changes of each site, ``(M, plates, n, K)``. ``None`` if the programs do not run at other values.
     """
     pairs, part = list(zip(traced, programs, strict=True)), Part()
     if particle is not None:
@@ -97,7 +96,7 @@ def held_costs(
         if rollout.is_vectorized:
             assert run.one is not None
             pairs, part = [(traced[0], run.one)], Part(particle, rollout.plate_ndim + 1)
-    parts: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in run.plan.sites}
+    parts: dict[str, list[Changes]] = {name: [] for name in run.plan.sites}
     for i, (one, program) in enumerate(pairs):
         mine = drawn if len(pairs) == 1 else {name: index[i : i + 1] for name, index in drawn.items()}
         rows = _rows(run, one, program, mine, part)
@@ -107,9 +106,27 @@ def held_costs(
             shape = rollout.batch_shape(run.graph.node(name).plates)
             shape = shape if rollout.is_vectorized and particle is None else (1, *shape[1:])
             parts[name].append(_tables(run, one, name, site, shape, rows, mine.get(name), part))
-    rests = {name: [_rest(run, one, name, site, rollout) for one in traced] for name, site in run.plan.sites.items()}
-    tables = {name: [torch.cat(tensors) for tensors in zip(*found, strict=True)] for name, found in parts.items()}
-    return {name: (law, cost, torch.cat(rests[name])) for name, (law, cost) in tables.items()}
+    return {name: Changes(*map(torch.cat, zip(*found, strict=True))) for name, found in parts.items()}
+
+
+def sums_of_costs(
+    graph: StochasticComputationGraph,
+    traced: Sequence[TracedRun],
+    rollout: Rollout,
+    name: str,
+    costs: Sequence[str],
+) -> Tensor:
+    """The sum ``(M, plates)`` of costs that read a site, in nats."""
+    plates = graph.node(name).plates
+    shape = rollout.batch_shape(plates)
+    shape = shape if rollout.is_vectorized else (1, *shape[1:])
+
+    def of_run(one: TracedRun) -> Tensor:
+        known = ((one.run.costs[cost].detach(), graph.cost(cost).plates) for cost in costs)
+        none = one.run.loss.detach().new_zeros(shape)
+        return sum((_reduced(term.unsqueeze(0), own, plates, shape)[0] for term, own in known), none).expand(shape)
+
+    return torch.cat([of_run(one) for one in traced])
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,16 +167,6 @@ def _key(plan: HeldPlan, traced: TracedRun, batch_ndim: int) -> Any:
     return "held", traced.key, batch_ndim, tuple(plan.flips.start.items())
 
 
-def _rest(run: HeldRun, traced: TracedRun, name: str, site: HeldSite, rollout: Rollout) -> Tensor:
-    """The sum ``(M, plates)`` of the costs that read a site and are not known at other values."""
-    graph, plates = run.graph, run.graph.node(name).plates
-    shape = rollout.batch_shape(plates)
-    shape = shape if rollout.is_vectorized else (1, *shape[1:])
-    known = ((traced.run.costs[term].detach(), graph.cost(term).plates) for term in site.rest)
-    none = traced.run.loss.detach().new_zeros(shape)
-    return sum((_reduced(term.unsqueeze(0), own, plates, shape)[0] for term, own in known), none).expand(shape)
-
-
 def _tables(
     run: HeldRun,
     traced: TracedRun,
@@ -169,7 +176,7 @@ def _tables(
     rows: Mapping[str, Tensor],
     drawn: Tensor | None,
     part: Part,
-) -> tuple[Tensor, Tensor]:
+) -> Changes:
     """The tables of a site from the costs of all rows."""
     graph, plates = run.graph, run.graph.node(name).plates
     start = run.plan.flips.start[name]
@@ -189,7 +196,8 @@ def _tables(
     index = index if drawn is None else index.gather(-1, drawn)
     laws = [(law_name(traced, child), graph.node(child).plates) for child in site.children]
     costs = [(cost, graph.cost(cost).plates) for cost in site.costs]
-    return changes(laws), changes(costs)
+    later, immediate = ([pair for pair in costs if (pair[0] in site.immediate) == is_now] for is_now in (False, True))
+    return Changes(changes(laws), changes(later), changes(immediate))
 
 
 def _reduced(cost: Tensor, source: Sequence[Any], target: Sequence[Any], shape: tuple[int, ...]) -> Tensor:

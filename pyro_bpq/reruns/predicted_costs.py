@@ -20,6 +20,7 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning
+from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.plan.held import HeldSite, has_slopes
 from pyro_bpq.reruns.expansions import expansions
 from pyro_bpq.reruns.held_costs import HeldRun, Program, law_name, law_of, unmasked
@@ -28,11 +29,13 @@ from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
 from pyro_bpq.tracing.linear_reads import LinearRead, LinearReads
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_model, cost_of_site
 from pyro_bpq.tracing.watch import samples
 
 # Slope and curvature of a function in the value of a site; curvature None where it is not known.
 Expansion = tuple[Tensor, Tensor | None]
+# Those of the children's laws, of the costs that read a site downstream, and of immediate costs, by site.
+Expansions = tuple[dict[str, Expansion], dict[str, Expansion], dict[str, Expansion]]
 
 
 def predicted_costs(
@@ -41,7 +44,7 @@ def predicted_costs(
     programs: Sequence[Program],
     rollout: Rollout,
     generator: torch.Generator | None,
-) -> dict[str, tuple[Tensor, Tensor]]:
+) -> dict[str, Changes]:
     """Predicts changes for the sites of which only some components are evaluated.
 
     Args:
@@ -52,33 +55,31 @@ def predicted_costs(
         generator: Source of random signs.
 
     Returns:
-        Changes of the log-probability of the children's values, and of the costs without the site's own
-        log-probabilities, ``(M, plates, D, K)`` each, by site; zero where nothing is known. Of bits the changes of the
-        other values, ``(M, plates, D)``.
+        The changes by site, ``(M, plates, D, K)``, without those of the site's own log-probabilities; zero where
+        nothing is known. Of bits the changes of the other values, ``(M, plates, D)``.
     """
-    parts: dict[str, list[tuple[Tensor, Tensor]]] = {n: [] for n, site in run.plan.sites.items() if site.is_drawn}
+    parts: dict[str, list[Changes]] = {n: [] for n, site in run.plan.sites.items() if site.is_drawn}
     many = rollout.is_vectorized and rollout.num_particles > 1
     for one, program in zip(traced, programs, strict=True):
-        laws, costs = _expansions(run, one, program, generator, rollout.plate_ndim + 1 if many else None)
+        expansions = _expansions(run, one, program, generator, rollout.plate_ndim + 1 if many else None)
         for name in parts:
             shape = rollout.batch_shape(run.graph.node(name).plates)
             shape = shape if rollout.is_vectorized else (1, *shape[1:])
             site, record = run.plan.sites[name], one.run.sites[name]
             index = site.components.index(record.value.detach(), record.fn)
-            tables = [_table(site, index, found.get(name), shape) for found in (laws, costs)]
-            parts[name].append((tables[0], tables[1]))
-    return {name: (torch.cat([a for a, _ in found]), torch.cat([b for _, b in found])) for name, found in parts.items()}
+            parts[name].append(Changes(*(_table(site, index, found.get(name), shape) for found in expansions)))
+    return {name: Changes(*map(torch.cat, zip(*found, strict=True))) for name, found in parts.items()}
 
 
 def _expansions(
     run: HeldRun, traced: TracedRun, program: Program, generator: torch.Generator | None, nesting: int | None
-) -> tuple[dict[str, Expansion], dict[str, Expansion]]:
-    """Expansions of the children's laws and of the costs, by site; empty where the program has no gradients."""
+) -> Expansions:
+    """Expansions by site; empty where the program has no gradients."""
     sites = traced.run.sites
     names = [n for n, site in run.plan.sites.items() if site.is_drawn and has_slopes(site.components)]
     names = [name for name in names if sites[name].value.is_floating_point()]
     if not names or traced.elimination is not None:
-        return {}, {}
+        return {}, {}, {}
     own = {name: leaf for name in names if (leaf := sites[name].leaf) is not None}
     try:
         with pyro.validation_enabled(False), torch.enable_grad():
@@ -98,7 +99,7 @@ def _expansions(
             BPQWarning,
             stacklevel=2,
         )
-        return {}, {}
+        return {}, {}, {}
 
 
 def _run_again(
@@ -126,7 +127,7 @@ def _expanded(
     maps: Sequence[LinearRead],
     generator: torch.Generator | None,
     nesting: int | None,
-) -> tuple[dict[str, Expansion], dict[str, Expansion]]:
+) -> Expansions:
     of_model, of_guide, laws = _totals(run, traced, traces)
     maps = maps if any(run.plan.sites[name].curvature for name in leaves) else ()
     blocks = {n: s.components.cardinality for n, s in run.plan.sites.items() if s.components.kind == "one_hot"}
@@ -138,9 +139,14 @@ def _expanded(
         return {name: (slope, bent.get(name)) for name, slope in slopes.items()}
 
     found = expansion(laws)
-    scored = found if of_guide is laws else expansion(of_guide)
-    rest = expansion(of_model)
-    return found, {name: _sum([part[name] for part in (scored, rest) if name in part]) for name in {**scored, **rest}}
+    later: dict[str, Expansion] = dict(found if of_guide is laws else expansion(of_guide))
+    immediate: dict[str, Expansion] = {}
+    for group, total in zip(run.plan.groups, of_model, strict=True):
+        for name, part in expansion(total).items():
+            own, now = cost_of_model(name), run.plan.sites[name].immediate
+            side = immediate if any(cost in now for cost in group if cost != own) else later
+            side[name] = _sum([side[name], part]) if name in side else part
+    return found, later, immediate
 
 
 def _sum(parts: Sequence[Expansion]) -> Expansion:
@@ -150,34 +156,30 @@ def _sum(parts: Sequence[Expansion]) -> Expansion:
 
 def _totals(
     run: HeldRun, traced: TracedRun, traces: tuple[Any, Any]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The sums of the model's costs, of the guide's, and of the children's laws, as functions of the leaves.
+) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
+    """The sums of the model's costs by group, of the guide's, and of the children's laws, as functions of the leaves.
 
     A site's own log-probability takes its plain value: at other values it is known.
     """
     drawn = [site for site in run.plan.sites.values() if site.is_drawn]
     wanted = {cost for site in drawn for cost in site.costs}
     children = {child for site in drawn for child in site.children}
-
-    def scored(trace: Any, is_guide: bool) -> tuple[Tensor | None, Tensor | None]:
-        costs: list[Tensor] = []
-        laws: list[Tensor] = []
-        for name, site in samples(trace).items():
-            if cost_of_site(site, is_guide) in wanted:
-                sign = 1.0 if is_guide and cost_options(site) is None else -1.0
-                costs.append(sign * _log_prob(site))
-            if is_guide and name in children:
-                is_cost = law_name(traced, name) != law_of(name)
-                laws.append(costs[-1] if is_cost else unmasked(site["fn"]).log_prob(_plain(site)).sum())
-        return _total(costs), _total(laws)
-
     first, second = traces
-    of_guide, laws = scored(first, True)
-    of_model = None if second is None else scored(second, False)[0]
+    costs: list[Tensor] = []
+    laws: list[Tensor] = []
+    for name, site in samples(first).items():
+        if cost_of_site(site, True) in wanted:
+            costs.append((1.0 if cost_options(site) is None else -1.0) * _log_prob(site))
+        if name in children:
+            is_cost = law_name(traced, name) != law_of(name)
+            laws.append(costs[-1] if is_cost else unmasked(site["fn"]).log_prob(_plain(site)).sum())
+    of_model = {cost_of_site(site, False): site for site in ({} if second is None else samples(second)).values()}
+    groups = [_total([-_log_prob(of_model[cost]) for cost in group if cost in of_model]) for group in run.plan.groups]
+    of_guide = _total(costs)
     are_laws = all(law_name(traced, child) != law_of(child) for child in children)
     are_laws &= not any(site["is_observed"] and cost_of_site(site, True) in wanted for site in samples(first).values())
     # The log-probability of a site that is nobody's child has no gradient to the leaves.
-    return of_model, of_guide, of_guide if are_laws and children else laws
+    return groups, of_guide, of_guide if are_laws and children else _total(laws)
 
 
 def _log_prob(site: Any) -> Tensor:

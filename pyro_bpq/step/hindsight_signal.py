@@ -3,7 +3,7 @@ r"""What other values of sites change while all other sites, their children too,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
-from pyro_bpq.estimators.hindsight import HeldCosts
+from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.step.asked import RolloutTensors
+from pyro_bpq.tracing.traced_run import cost_of_model
 
 # Share of the chance of a component that does not depend on how far its values are open.
 _EVEN = 0.5
@@ -35,8 +36,8 @@ class HeldRuns(Protocol):
 
     def at_other_values(
         self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None
-    ) -> Mapping[str, tuple[Tensor, Tensor, Tensor]] | None:
-        """Changes of the children's laws and of the costs, and the costs that are not known at other values, by site.
+    ) -> Mapping[str, Changes] | None:
+        """The changes ``(M, plates, n, K)`` by site.
 
         Args:
             drawn: The components ``(M, plates, n)`` that are evaluated, for the sites where not all of them are.
@@ -45,8 +46,12 @@ class HeldRuns(Protocol):
         """
         ...
 
-    def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Predicted changes ``(M, plates, D, K)`` of laws and costs, for the sites where components are drawn."""
+    def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> Mapping[str, Changes]:
+        """Predicted changes ``(M, plates, D, K)``, for the sites where components are drawn."""
+        ...
+
+    def sums(self, name: str, costs: Sequence[str], rollout: Rollout) -> Tensor:
+        """The sum ``(M, plates)`` of costs that read a site."""
         ...
 
 
@@ -75,22 +80,26 @@ def of_class(signals: RolloutTensors, c: int) -> HeldCosts:
         _row(log_q[g].detach(), value[g], name, drawn[c][0][g] if is_drawn else None, found, predicted)
         for g, name in enumerate(cls.names)
     ]
-    law, cost = (torch.stack([row[i] for row in rows]) for i in range(2))
-    rest: Tensor | None = None
-    plan: HeldPlan | None = signals.rerun.held_plan()
-    if (
-        found is not None
-        and plan is not None
-        and any(plan.sites[name].rest for name in cls.names if name in plan.sites)
-    ):
-        shape = tuple(batch.batch_shape)
-        rest = torch.stack([found[n][2].expand(shape) if n in found else cost.new_zeros(shape) for n in cls.names])
+    changes = Changes(*map(torch.stack, zip(*(row[0] for row in rows), strict=True)))
+    plan: HeldPlan | None = None if found is None else signals.rerun.held_plan()
+    sites = {} if plan is None else {name: plan.sites[name] for name in cls.names if name in plan.sites}
+    settled = _sums(signals, c, {name: site.immediate for name, site in sites.items()})
+    rest = _sums(signals, c, {name: site.rest for name, site in sites.items()})
     if not is_drawn:
-        return HeldCosts(cls.names, log_q, value, law, cost, rest)
-    cost = _with_own(signals, c, cost, log_q.detach(), value, has_bits)
+        return HeldCosts(cls.names, log_q, value, changes, settled, rest)
+    changes = _with_own(signals, c, changes, log_q.detach(), value, has_bits)
     index, share = drawn[c]
-    exact = [torch.stack([row[i] for row in rows]) for i in (2, 3)]
-    return HeldCosts(cls.names, log_q, value, law, cost, rest, particle, index, share, *exact)
+    exact = Changes(*map(torch.stack, zip(*(row[1] for row in rows), strict=True)))
+    return HeldCosts(cls.names, log_q, value, changes, settled, rest, particle, index, share, exact)
+
+
+def _sums(signals: RolloutTensors, c: int, costs: Mapping[str, tuple[str, ...]]) -> Tensor | None:
+    """Sums ``(G, M, plates)`` of costs of the sites of a class; ``None`` if there are none."""
+    if not any(costs.values()):
+        return None
+    none = signals.batches[c].score.detach().new_zeros(signals.batches[c].batch_shape)
+    of_sites = ((name, costs.get(name)) for name in signals.layout.classes[c].names)
+    return torch.stack([signals.rerun.sums(n, own, signals.rollout) if own else none for n, own in of_sites])
 
 
 def _runs(signals: RolloutTensors) -> tuple[Any, Any, Any, Any]:
@@ -154,47 +163,73 @@ def _draw(chance: Tensor, number: int, generator: torch.Generator | None) -> Ten
 
 def _row(
     log_q: Tensor, value: Tensor, name: str, drawn: Tensor | None, found: Any, predicted: Any
-) -> tuple[Tensor, ...]:
-    """Changes of one site: law and costs, and the true changes of drawn components."""
+) -> tuple[Changes, Changes]:
+    """Changes of one site, and the true changes of drawn components."""
     has_bits = log_q.dim() == value.dim()
     if found is None or name not in found:
         # Only the drawn value is possible given itself: the plain score function.
         kept = torch.full_like(log_q, -torch.inf)
         kept = kept if has_bits else kept.scatter_(-1, value.unsqueeze(-1), 0.0)
         none = torch.zeros_like(log_q)
+        plain = Changes(kept, none, none)
         if drawn is None:
-            return kept, none
+            return plain, plain
         one = kept[: len(drawn)]
-        true_law = one.gather(-1, drawn) if has_bits else one.gather(-2, _at(drawn, log_q))
-        return kept, none, true_law, torch.zeros_like(true_law)
-    law, cost = found[name][:2]
+        law = one.gather(-1, drawn) if has_bits else one.gather(-2, _at(drawn, log_q))
+        return plain, Changes(law, torch.zeros_like(law), torch.zeros_like(law))
     if drawn is None:
-        return law.expand_as(log_q), cost.expand_as(log_q)
+        tables = Changes(*(table.expand_as(log_q) for table in found[name]))
+        return tables, tables
     # The change at the drawn value is zero.
-    exact = [(table.sum(-1) if has_bits else table).expand(_shape(drawn, log_q, has_bits)) for table in (law, cost)]
-    return *(table.to(log_q) for table in predicted[name]), *exact
+    shape = _shape(drawn, log_q, has_bits)
+    exact = Changes(*((table.sum(-1) if has_bits else table).expand(shape) for table in found[name]))
+    return Changes(*(table.to(log_q) for table in predicted[name])), exact
 
 
-def _with_own(signals: RolloutTensors, c: int, change: Tensor, log_q: Tensor, value: Tensor, has_bits: bool) -> Tensor:
+def _with_own(
+    signals: RolloutTensors, c: int, changes: Changes, log_q: Tensor, value: Tensor, has_bits: bool
+) -> Changes:
     """Changes of costs, and those of the sites' own log-probabilities, which are sums over components."""
     batch, sites = signals.batches[c], signals.rerun.held_plan().sites
-    known = [sites[n].is_own_known if n in sites else (False, False) for n in signals.layout.classes[c].names]
-    of_guide, of_model = (all(own[i] for own in known) for i in range(2))
+    own = [sites.get(name) for name in signals.layout.classes[c].names]
+    of_guide, of_model = (all(site is not None and site.is_own_known[i] for site in own) for i in range(2))
+    # The prior of some sites reads sites downstream.
+    later, now = changes.later, changes.immediate
+    is_now = [
+        site is not None and cost_of_model(name) in site.immediate
+        for name, site in zip(signals.layout.classes[c].names, own, strict=True)
+    ]
     if has_bits:
         sign = 1.0 - 2.0 * value
         if of_guide:
-            change = torch.addcmul(change, sign * batch.weights_of_bits(False), log_q)
+            now = torch.addcmul(now, sign * batch.weights_of_bits(False), log_q)
         if of_model:
             split = batch.components
             odds = batch.stack(lambda site: split.parameters(site.prior).detach(), split.event_ndim)
-            change = torch.addcmul(change, sign * batch.weights_of_bits(True), batch.flat(odds), value=-1.0)
-        return change
-    total = torch.zeros_like(change)
-    total = total + batch.own_q if of_guide else total
-    total = total + batch.own_p if of_model else total
-    # An impossible value weighs nothing, but may have infinite costs.
-    total = total.masked_fill(batch.probs == 0, 0.0)
-    return change + total - total.gather(-1, value.unsqueeze(-1))
+            change = -sign * batch.weights_of_bits(True) * batch.flat(odds)
+            later, now = _added(change, is_now, later, now)
+        return Changes(changes.law, later, now)
+
+    def relative(own: Tensor) -> Tensor:
+        # An impossible value weighs nothing, but may have infinite costs.
+        own = own.masked_fill(batch.probs == 0, 0.0)
+        return own - own.gather(-1, value.unsqueeze(-1))
+
+    if of_guide:
+        now = now + relative(batch.own_q)
+    if of_model:
+        later, now = _added(relative(batch.own_p), is_now, later, now)
+    return Changes(changes.law, later, now)
+
+
+def _added(change: Tensor, is_now: Sequence[bool], later: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds the change of each site to its immediate or to its later costs."""
+    if all(is_now):
+        return later, now + change
+    if not any(is_now):
+        return later + change, now
+    mask = torch.tensor(is_now, device=change.device).reshape(-1, *(1,) * (change.dim() - 1))
+    return torch.where(mask, later, later + change), torch.where(mask, now + change, now)
 
 
 def _shape(drawn: Tensor, log_q: Tensor, has_bits: bool) -> torch.Size:

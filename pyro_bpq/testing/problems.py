@@ -13,11 +13,16 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, initial_statistics
-from pyro_bpq.estimators.hindsight import HeldCosts
+from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.rollout.features import Components
+from pyro_bpq.step.signal_table import SIGNALS
 
 _NAMES = MappingProxyType(
     {"bernoulli": "Bernoulli", "one_hot": "OneHotCategorical", "categorical": "Categorical"},
+)
+# Signals that a problem has, or that none of its estimators gets.
+_STAND_INS = frozenset(
+    {"program", "hindsight", "advantage", "q_value", "q_slope", "moved_value", "baseline", "crossed"},
 )
 
 
@@ -202,9 +207,10 @@ class Problem:
         table = torch.stack([self.cost(self.components.value(one).to(dtype)) for one in moved], -1)
         table = table.reshape(*batch, self.size, self.cardinality).detach()
         names = tuple("abcdefgh"[: self.sites])
-        # All costs read the site, and no other site does.
-        change = table - self.cost(value).detach()[..., None, None]
-        held = HeldCosts(names, log_probs, index, torch.zeros_like(change), change, torch.zeros_like(cost))
+        # All costs read the site, and no other site does. Half of them count as costs that read a site downstream.
+        sampled = self.cost(value).detach()
+        change = 0.5 * (table - sampled[..., None, None])
+        held = HeldCosts(names, log_probs, index, Changes(torch.zeros_like(change), change, change), 0.5 * sampled)
         score = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
         made = SiteContext(
             names=names,
@@ -222,8 +228,8 @@ class Problem:
         )
         assert made.level is not None
         # Far from right, as the critics are, but no function of the value.
-        made = replace(made, signals={**made.signals, "advantage": cost - made.level, "q_value": made.level})
-        return made, leaf
+        signals = {**made.signals, "advantage": cost - made.level, "q_value": made.level}
+        return replace(made, signals={**signals, **{name: nonsense().abs() for name in new_signals()}}), leaf
 
     def outcomes(self, particles: int) -> tuple[Tensor, Tensor]:
         """All joint values of a number of particles.
@@ -247,6 +253,11 @@ class Problem:
         # In closed form: Σ_x q(x) f(x) (onehot(x) - q).
         score = one_hot(index[:, 0], self.cardinality) - self.logits().softmax(-1).unsqueeze(1)
         return ((probabilities * costs)[..., None, None] * score).sum(1)
+
+
+def new_signals() -> tuple[str, ...]:
+    """Names of the signals without a stand-in of their own: any tensor ``(G, M, plates)`` serves for them."""
+    return tuple(name for name in SIGNALS if name not in _STAND_INS)
 
 
 def with_statistics(estimator: Estimator, context: SiteContext, count: float = 3.0) -> SiteContext:

@@ -66,7 +66,7 @@ from pyro_bpq.estimators.base import SiteContext, SiteTerm, initial_statistics
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing import check_estimator
 from pyro_bpq.testing.contract import default_problems
-from pyro_bpq.testing.problems import Problem
+from pyro_bpq.testing.problems import Problem, new_signals
 
 ESTIMATORS: list[Any] = [
     ScoreFunction(),
@@ -195,7 +195,7 @@ def context(
         return value.square().flatten(-2).sum(-1) * made.cost + value[..., 0].sum(-1)
 
     signals = {"program": FakeProgram(cost, value, split, seed=seed), "advantage": made.cost, "q_value": made.cost}
-    return replace(made, signals=signals), logits
+    return replace(made, signals={**signals, **{name: draw().abs() for name in new_signals()}}), logits
 
 
 def with_statistics(estimator: Any, made: SiteContext) -> SiteContext:

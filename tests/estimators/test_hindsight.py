@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_EL
 from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import Hindsight, StraightThrough
 from pyro_bpq.estimators import hindsight as estimator_module
+from pyro_bpq.plan import holding
 from pyro_bpq.reruns import expansions
 from pyro_bpq.step import hindsight_signal as module
 from pyro_bpq.testing import (
@@ -30,6 +32,7 @@ from pyro_bpq.testing import (
     expected_moments,
     sample_gradients,
 )
+from pyro_bpq.tracing.traced_run import cost_of_guide, cost_of_model
 
 Program = tuple[Callable[[], None], Callable[[], None]]
 VECTORISED = {"vectorize_particles": True, "max_plate_nesting": 0}
@@ -128,8 +131,12 @@ def test_crossed_baseline_is_exact_and_used() -> None:
 
 
 def test_a_wrong_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    weighted = estimator_module._weighted
-    monkeypatch.setattr(estimator_module, "_weighted", lambda log_q, law, *rest: weighted(log_q, 1.01 * law, *rest))
+    means = estimator_module._means
+
+    def wrong(log_q: Tensor, changes: Any, has_bits: bool) -> Any:
+        return means(log_q, changes._replace(law=1.01 * changes.law), has_bits)
+
+    monkeypatch.setattr(estimator_module, "_means", wrong)
     pyro.clear_param_store()
     program = chain()
     assert largest_error(trained(program, 1), program) > 1e-5
@@ -158,7 +165,7 @@ def test_weights_are_the_law_given_the_children() -> None:
     (own, held) = next((log_q, held) for names, log_q, _, held in seen if names == ("a",))
     b = values["b"]
     expected = (pyro.param("qa").detach() * real(0.0, 1.0) + 1.3 * 0.0 + q[:, b]).softmax(-1)
-    torch.testing.assert_close((own + held.law).softmax(-1).flatten(), expected)
+    torch.testing.assert_close((own + held.changes.law).softmax(-1).flatten(), expected)
 
 
 # Many components, some of which are drawn.
@@ -337,8 +344,8 @@ def test_a_particle_that_counts_too_little_is_caught(monkeypatch: pytest.MonkeyP
     noise = with_choices(monkeypatch)
     corrected = estimator_module._corrected
 
-    def smaller(table: Tensor, log_q: Tensor, level: Tensor, held: Any) -> Tensor:
-        return corrected(table, log_q, level, held._replace(share=0.5 * held.share))
+    def smaller(table: Tensor, log_q: Tensor, level: Tensor, kept: Tensor, held: Any) -> Tensor:
+        return corrected(table, log_q, level, kept, held._replace(share=0.5 * held.share))
 
     monkeypatch.setattr(estimator_module, "_corrected", smaller)
     assert largest_error(elbo, program, noise) > 1e-6
@@ -363,6 +370,70 @@ def test_components_are_drawn_as_often_as_their_shares_say() -> None:
             index = module._draw(chance.expand(1000, 4), number, torch.Generator())
         found = torch.bincount(index.flatten(), minlength=4) / 1000
         torch.testing.assert_close(found, number * chance, rtol=0.0, atol=2e-3)
+
+
+# Immediate costs.
+
+
+def test_immediate_costs_read_no_site_downstream() -> None:
+    pyro.clear_param_store()
+    plan = trained(LAYERS["bits"], 1, steps=1).plan
+    assert plan is not None and plan.held is not None
+    found = {name: set(site.immediate) for name, site in plan.held.sites.items()}
+    low, top = ({cost_of_guide(name), cost_of_model(name)} for name in ("low", "top"))
+    assert found["low"] == {cost_of_guide("low"), cost_of_model("low only")}
+    assert found["top"] == {*top, *low - {cost_of_guide("low")}, cost_of_model("x")}
+
+
+def test_a_backward_pass_tells_immediate_costs_from_others() -> None:
+    pyro.clear_param_store()
+    plan = trained(LAYERS["bits"], 1, steps=1, estimator=Hindsight(draws=1)).plan
+    assert plan is not None and plan.held is not None
+    groups = [set(group) for group in plan.held.groups]
+    # Of the site below, the data's cost reads a site downstream, and the factor does not.
+    factor = {cost_of_model("low only")}
+    assert factor in groups and {cost_of_model("low"), cost_of_model("x")} <= groups[1 - groups.index(factor)]
+
+
+def test_a_cost_of_a_child_among_immediate_ones_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "_is_immediate", lambda graph, name, cost: True)
+    pyro.clear_param_store()
+    program = chain()
+    assert largest_error(trained(program, 1), program) > 1e-5
+
+
+def test_scales_leave_the_least_square() -> None:
+    generator = torch.Generator().manual_seed(3)
+    later, immediate, crossed = torch.randn(3, 1, 2, 500, generator=generator, dtype=torch.float64).unbind(0)
+    crossed = crossed - crossed.mean()
+    later = later - 0.6 * immediate + 0.3 * crossed
+    immediate = immediate + 0.4 * crossed
+    context = SimpleNamespace(statistics={"moments": torch.zeros(1, 6).double()}, count=torch.zeros(1).double())
+    kept, scale = estimator_module._scales(estimator_module._moments(later, immediate, crossed, context))
+    columns = torch.stack([-immediate.flatten(), crossed.flatten()], -1)
+    expected = torch.linalg.lstsq(columns, later.reshape(-1, 1)).solution.flatten()
+    torch.testing.assert_close(torch.stack([kept, scale]).flatten(), expected, rtol=1e-6, atol=1e-6)
+    assert 0.3 < float(kept) < 0.9 and 0.2 < float(scale) < 0.9
+
+
+def test_immediate_costs_have_no_noise_from_downstream(monkeypatch: pytest.MonkeyPatch) -> None:
+    def guide() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", real(0.4)[0])))
+        pyro.sample("y", dist.Bernoulli(logits=2.0 * z - 0.8))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=real(0.0)[0]))
+        pyro.sample("y", dist.Bernoulli(logits=real(0.0)[0]))
+        pyro.factor("far", -4.0 * z)
+
+    found = []
+    for scales in (estimator_module._scales, lambda moments: (torch.ones_like(moments[:, 0]),) * 2):
+        monkeypatch.setattr(estimator_module, "_scales", scales)
+        pyro.clear_param_store()
+        elbo = trained((model, guide), 2, steps=50, **VECTORISED)
+        assert largest_error(elbo, (model, guide)) < 1e-10
+        found.append(expected_moments(elbo, model, guide).total_variance)
+    assert found[0] < 0.4 * found[1]
 
 
 # What slopes and curvatures predict.
@@ -404,8 +475,8 @@ def test_costs_of_second_order_are_predicted_exactly(read: str) -> None:
         trained(program, 1, steps=1, estimator=Seen(draws=2, curvature=curvature))
     errors = []
     for held in seen:
-        errors.append(float((held.cost.gather(-1, held.drawn) - held.exact_cost).abs().max()))
-        assert float(held.exact_cost.abs().max()) > 0.1
+        errors.append(float((held.changes.immediate.gather(-1, held.drawn) - held.exact.immediate).abs().max()))
+        assert float(held.exact.immediate.abs().max()) > 0.1
     assert errors[0] < 1e-10 < 1e-2 < errors[1]
 
 
@@ -430,7 +501,7 @@ def test_one_hot_costs_of_second_order_are_predicted_exactly() -> None:
 
     trained((model, guide), 1, steps=1, estimator=Seen(draws=1))
     at = seen[0].drawn.unsqueeze(-1).expand(*seen[0].drawn.shape, 3)
-    torch.testing.assert_close(seen[0].cost.gather(-2, at), seen[0].exact_cost, rtol=0.0, atol=1e-10)
+    torch.testing.assert_close(seen[0].changes.immediate.gather(-2, at), seen[0].exact.immediate, rtol=0.0, atol=1e-10)
 
 
 # Children with a density.
