@@ -23,6 +23,7 @@ SCRIPTS = (
     "vae_variance.py",
     "gradients.py",
     "hindsight.py",
+    "layer_critics.py",
     "vae.py",
     "sbn.py",
     "chorales.py",

@@ -196,7 +196,7 @@ plt.show()
 
 # %% [markdown]
 # One seed, a few seconds: a picture of the way, not a benchmark. `TraceGraph_ELBO` is far behind. The default took
-# leave-one-out with eight particles for 50 steps, and sums over all states since: no cost reads two of them, so its
+# leave-one-out with eight particles for ten steps, and sums over all states since: no cost reads two of them, so its
 # gradient has no noise. With four particles a step is cheaper and noisier. In the first seconds steps count more than
 # noise; write `TraceBackpropQ_ELBO(4, vectorize_particles=True)` where that is all the time there is.
 #

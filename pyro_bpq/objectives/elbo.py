@@ -56,7 +56,7 @@ class TraceBackpropQ_ELBO(StructuredObjective):
             every 128. One where an estimator or an option about critics is chosen, with ``vectorize_particles=True``,
             cost statements, summed-out sites and several processes, and where sampled values steer the program.
             Programs of sites with few values whose laws and costs read at most one other such site draw nothing from
-            the 50th step on: the loss is the sum over all values (:mod:`pyro_bpq.step.exact_sum`).
+            some step on: the loss is the sum over all values (:mod:`pyro_bpq.step.exact_sum`).
         max_plate_nesting: As in Pyro's ELBOs.
         max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
         vectorize_particles: Whether particles run in one vectorised call.

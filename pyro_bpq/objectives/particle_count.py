@@ -25,6 +25,7 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.mode import Mode, Runner
 from pyro_bpq.objectives.programs import is_same_program, programs_of
 from pyro_bpq.objectives.staged import Observation, Transient
+from pyro_bpq.plan.particles import num_drawn_steps
 from pyro_bpq.reruns.apart import Comparison, Program, Together, keeps_apart
 from pyro_bpq.reruns.row_runs import is_due
 from pyro_bpq.rollout.particles import Particles
@@ -34,9 +35,6 @@ from pyro_bpq.tracing.sandbox import LentBuffers, Sandbox
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
-# Steps from which on losses are summed over all values. Those before draw: without noise a mixture may leave components
-# unused from the start.
-SUMS_FROM = 50
 # What torch, Pyro and this package raise where shapes do not fit; a program's own errors are left alone.
 _DOES_NOT_FIT = (ValueError, RuntimeError, IndexError, TypeError, AssertionError, NotImplementedError)
 
@@ -249,7 +247,7 @@ class ParticleCount:
         """Lets the loss be summed over all values from a step on that is fixed beforehand, where that can be done."""
         if self.now.sums or self.now.is_hidden or not mode.learning or mode.asks_for_more:
             return
-        is_time = self._next is None and mode.num_steps + 1 >= SUMS_FROM
+        is_time = self._next is None and mode.num_steps + 1 >= num_drawn_steps(traced)
         if self._may_sum is False or not (self._may_sum is None or is_time):
             return
         rows = runner.rows_for(traced, self.now.number)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.revisions import num_reads
-from pyro_bpq.plan.rules import MANY_READS, MOST_SUMMED, PARTICLES, ProgramFacts
-from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.plan.rules import DRAWN_STEPS, MANY_READS, MOST_SUMMED, PARTICLES, ProgramFacts
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
 
 
@@ -52,6 +52,19 @@ def num_rows_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     """
     rows = 0 if plan.summed is None else plan.summed.rows
     return rows if rows * _largest(traced) <= MOST_SUMMED * particles else 0
+
+
+def num_drawn_steps(traced: TracedRun) -> int:
+    """Number of steps that draw before the loss is summed over all values.
+
+    A model that learns takes ten: without noise a mixture may leave components unused from the start. Else a single one,
+    which leaves a guide's symmetric start. Adam long remembers how noisy these steps were.
+
+    Args:
+        traced: A run.
+    """
+    costs = (traced.run.costs.get(cost_of_site(site, False)) for site in samples(traced.model_trace).values())
+    return DRAWN_STEPS[any(cost is not None and cost.requires_grad for cost in costs)]
 
 
 def _largest(traced: TracedRun) -> int:

@@ -42,6 +42,8 @@ MANY_READS_OF_LAYERS = 100_000
 
 # Elements that the largest values in all rows of a sum over all values may have.
 MOST_SUMMED = 1 << 19
+# Steps that draw before such a sum, where the model learns nothing and where it learns.
+DRAWN_STEPS = (1, 10)
 # Why the loss is summed over all values.
 SUMMED = "every law and every cost reads at most one other site: summed over all values, exactly"
 

@@ -27,7 +27,7 @@ ROWS = 2
 @pytest.fixture(autouse=True)
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are summed from the third one on."""
-    monkeypatch.setattr(particle_count, "SUMS_FROM", 2)
+    monkeypatch.setattr(particle_count, "num_drawn_steps", lambda traced: 2)
 
 
 class Chain:

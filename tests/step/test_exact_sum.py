@@ -180,7 +180,7 @@ def impossible() -> Programs:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are summed from the second one on."""
-    monkeypatch.setattr(particle_count, "SUMS_FROM", 1)
+    monkeypatch.setattr(particle_count, "num_drawn_steps", lambda traced: 1)
 
 
 ALL = (chain, kinds, independent, reversed_guide, subsampled, impossible)
