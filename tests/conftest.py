@@ -12,6 +12,8 @@ import torch
 from pyro.poutine.runtime import _PYRO_STACK
 from selection import NOT_QUICK, THINNED, within
 
+from pyro_bpq.plan import particles
+
 # Random examples at a desk, where a new one is a find; the same ones each time in CI.
 hypothesis.settings.register_profile("desk", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
@@ -72,6 +74,12 @@ def _float64_on_device(_isolated: None, device: torch.device) -> Iterator[None]:
     torch.set_default_device(device)
     yield
     torch.set_default_device(None)
+
+
+@pytest.fixture(autouse=True)
+def _drawn_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are summed over all values draw for fifty steps: most tests are about what draws."""
+    monkeypatch.setattr(particles, "DRAWN_STEPS", (50, 50))
 
 
 @pytest.fixture(autouse=True)

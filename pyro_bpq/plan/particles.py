@@ -57,8 +57,8 @@ def num_rows_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
 def num_drawn_steps(traced: TracedRun) -> int:
     """Number of steps that draw before the loss is summed over all values.
 
-    A model that learns takes ten: without noise a mixture may leave components unused from the start. Else a single one,
-    which leaves a guide's symmetric start. Adam long remembers how noisy these steps were.
+    Ten if the model learns: without noise a mixture may leave components unused from the start. Else a single one, as
+    Adam long remembers noisy steps. It leaves a guide's symmetric start.
 
     Args:
         traced: A run.

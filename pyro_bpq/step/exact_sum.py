@@ -173,11 +173,12 @@ def _averages(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """The sums of tables over their laws; of small tables for all of a shape at once."""
     found, alike = list[Tensor](), dict[Any, list[tuple[Tensor, Tensor]]]()
     for law, table in pairs:
-        law, table = torch.broadcast_tensors(law, table)
+        dtype = torch.promote_types(law.dtype, table.dtype)
+        law, table = torch.broadcast_tensors(law.to(dtype), table.to(dtype))
         if law.numel() > SMALL:
             found.append(_average(law, table))
         else:
-            alike.setdefault(law.shape, []).append((law, table))
+            alike.setdefault((law.shape, dtype), []).append((law, table))
     stacked = ((torch.stack(part) for part in zip(*members, strict=True)) for members in alike.values())
     return found + [_average(law, table) for law, table in stacked]
 

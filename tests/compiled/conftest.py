@@ -9,5 +9,5 @@ from pyro_bpq.objectives.runner import StepRunner
 
 @pytest.fixture(autouse=True)
 def draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is summed over all values: a program that is would be recorded from its fiftieth step on."""
+    """Nothing is summed over all values: a program that is would be recorded from a later step on."""
     monkeypatch.setattr(StepRunner, "rows_for", lambda *_: 0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.objectives import particle_count
 
 ROWS = 12
 DATA = torch.linspace(-1.0, 1.0, ROWS)
@@ -86,7 +87,10 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], bool, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_settled_is_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_settled_is_said_once(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(particle_count, "num_drawn_steps", lambda traced: 100)
     read, rows, expected = CASES[name]
     with caplog.at_level("INFO", "pyro_bpq"):
         elbo = steps(read, rows=rows)
@@ -96,6 +100,14 @@ def test_what_is_settled_is_said_once(name: str, caplog: pytest.LogCaptureFixtur
         # The same is shown to those who print the objective, as far as it holds still.
         assert f"settled: {text}\n" in repr(elbo)
     assert "settled" not in repr(TraceBackpropQ_ELBO())
+
+
+def test_sums_over_all_values_are_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(particle_count, "num_drawn_steps", lambda traced: 1)
+    with caplog.at_level("INFO", "pyro_bpq"):
+        elbo = steps(lambda z: z)
+    text = "All values run in one call, in a plate of their own."
+    assert said(caplog).count(text) == 1 and f"settled: {text}\n" in repr(elbo)
 
 
 def test_nothing_is_said_unless_asked_for(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:

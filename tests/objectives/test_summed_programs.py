@@ -19,6 +19,7 @@ from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.diagnostics import compare_estimators, diagnose, gradient_moments
 from pyro_bpq.objectives import particle_count
 from pyro_bpq.plan import particles as rule
+from pyro_bpq.plan.rules import DRAWN_STEPS
 from pyro_bpq.testing import assert_unbiased
 
 ROWS = 2
@@ -84,6 +85,21 @@ def test_what_is_told() -> None:
     assert "critic" not in str(elbo.plan) and "All values run in one call" in repr(elbo)
     assert {name: known["estimator"] for name, known in elbo.info.items()} == dict.fromkeys(("z_0", "z_1"), AllAction())
     assert elbo.num_steps == 4
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["guide alone", "model, too"])
+def test_a_model_that_learns_draws_ten_steps(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "DRAWN_STEPS", DRAWN_STEPS)
+    monkeypatch.setattr(particle_count, "num_drawn_steps", rule.num_drawn_steps)
+
+    def read(z: Tensor, last: Tensor) -> Tensor:
+        return z * pyro.param("scale", torch.ones((), dtype=torch.float64)) if learns else z
+
+    drawn, programs, elbo = 10 if learns else 1, Chain(read=read), TraceBackpropQ_ELBO()
+    trained(programs, drawn, elbo)
+    assert not elbo.particles.now.sums
+    trained(programs, 1, elbo)
+    assert elbo.particles.now.sums
 
 
 @pytest.mark.parametrize(

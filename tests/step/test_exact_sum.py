@@ -202,6 +202,22 @@ def test_the_gradient_is_exact(programs: Callable[[], Programs]) -> None:
     assert_unbiased(summing(model, guide), model, guide)
 
 
+def test_two_precisions_are_summed_together() -> None:
+    def guide() -> None:
+        with pyro.plate("rows", 3):
+            y = pyro.sample("y", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3, dtype=torch.float32))))
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("r", torch.zeros(3).double()) + y))
+
+    def model() -> None:
+        with pyro.plate("rows", 3):
+            y = pyro.sample("y", dist.Bernoulli(logits=torch.zeros(3, dtype=torch.float32)))
+            z = pyro.sample("z", dist.Bernoulli(logits=0.3 * y))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor([0.3, -0.2, 1.1]))
+
+    elbo = summing(model, guide)
+    assert elbo.loss_and_grads(model, guide) == pytest.approx(float(exact_loss(model, guide)), rel=1e-6)
+
+
 @pytest.mark.parametrize("programs", [p for p in ALL if p is not subsampled])
 def test_nothing_is_drawn(programs: Callable[[], Programs]) -> None:
     model, guide = programs()
