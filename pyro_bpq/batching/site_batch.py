@@ -70,7 +70,8 @@ class SiteBatch:
     def log_odds(self) -> Tensor:
         """Log-odds of bits, ``(G, M, plates, D)``, with gradient; for Bernoulli sites only."""
         stacked = self.stack(lambda site: self.components.parameters(site.fn), self.components.event_ndim)
-        return self.flat(stacked).clamp(-1e6, 1e6)
+        most = min(1e6, torch.finfo(stacked.dtype).max)
+        return self.flat(stacked).clamp(-most, most)
 
     def flat(self, tensor: Tensor) -> Tensor:
         """Parameters or values of bits, with one dimension for the components."""

@@ -259,11 +259,14 @@ def _moments(centred: Tensor, immediate: Tensor, crossed: Tensor | None, context
 
 def _scales(moments: Tensor) -> tuple[Tensor, Tensor]:
     r"""The part of immediate costs and the scale of crossed ones that leave the least of ``T + λ A - κ c``."""
-    mean, own, mixed, square, of_own, of_crossed = moments.unbind(1)
+    # Half precision has no number as small as the bounds below.
+    wide = moments.to(torch.promote_types(moments.dtype, torch.float32))
+    mean, own, mixed, square, of_own, of_crossed = wide.unbind(1)
     spread = (square - mean.square()).clamp(min=1e-12)
     left = (own - mixed.square() / spread).clamp(min=1e-3 * own + 1e-12)
     kept = ((mixed * of_crossed / spread - of_own) / left).clamp(0.0, 1.0)
-    return kept, ((of_crossed + kept * mixed) / spread).clamp(0.0, 1.0)
+    scale = ((of_crossed + kept * mixed) / spread).clamp(0.0, 1.0)
+    return kept.to(moments), scale.to(moments)
 
 
 def _corrected(table: Tensor, log_q: Tensor, level: Tensor, kept: Tensor, held: HeldCosts) -> Tensor:

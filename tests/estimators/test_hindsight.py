@@ -619,6 +619,30 @@ def test_variance_is_below_that_of_leave_one_out() -> None:
     assert found[Hindsight] < 0.3 * found[ScoreFunction]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("draws", [1, 9])
+def test_every_precision_is_served(draws: int, dtype: torch.dtype) -> None:
+    weight = torch.sin(torch.arange(15.0)).reshape(3, 5).to(dtype)
+
+    def guide() -> None:
+        with pyro.plate("rows", 4):
+            low = pyro.param("q", torch.zeros(5, dtype=dtype)).expand(4, 5)
+            low = pyro.sample("low", dist.Bernoulli(logits=low).to_event(1))
+            pyro.sample("top", dist.Bernoulli(logits=low @ weight.t()).to_event(1))
+
+    def model() -> None:
+        with pyro.plate("rows", 4):
+            top = pyro.sample("top", dist.Bernoulli(logits=torch.zeros(4, 3, dtype=dtype)).to_event(1))
+            low = pyro.sample("low", dist.Bernoulli(logits=top @ weight).to_event(1))
+            pyro.sample("x", dist.Bernoulli(logits=low @ weight.t()).to_event(1), obs=torch.ones(4, 3, dtype=dtype))
+
+    pyro.clear_param_store()
+    options = {"vectorize_particles": True, "max_plate_nesting": 1}
+    trained((model, guide), 4, estimator=Hindsight(draws=draws, crossed=True), **options)
+    gradient = pyro.get_param_store()._params["q"].grad
+    assert gradient.dtype is dtype and bool(gradient.isfinite().all()) and bool(gradient.any())
+
+
 @pytest.mark.parametrize("name", ["python_branch", "dynamic_sites"])
 def test_steered_program_is_refused(name: str) -> None:
     case = BY_NAME[name]
