@@ -352,6 +352,13 @@ def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float | Tensor) 
     return old + weight.reshape(-1, *(1,) * (new.dim() - 1)) * (new - old)
 
 
+def unit_scale(product: Tensor, square: Tensor) -> Tensor:
+    """``product / square`` within [0, 1], zero if both are: the scale of a control variate, from moments of it."""
+    # Half precision has no number as small as the bound.
+    wide = torch.promote_types(square.dtype, torch.float32)
+    return (product.to(wide) / square.to(wide).clamp(min=1e-12)).clamp(0.0, 1.0).to(square)
+
+
 def site_mean(value: Tensor) -> Tensor:
     """Mean over everything but the site axis."""
     return value.flatten(1).mean(1)

@@ -7,7 +7,16 @@ from typing import ClassVar
 
 import torch
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay, update_mean
+from pyro_bpq.estimators.base import (
+    Estimator,
+    SiteContext,
+    SiteInfo,
+    SiteTerm,
+    Statistics,
+    check_decay,
+    unit_scale,
+    update_mean,
+)
 from pyro_bpq.estimators.baselines import LeaveOneOut, leave_one_out
 from pyro_bpq.estimators.score_function import ScoreFunction
 
@@ -70,7 +79,7 @@ class CrossedLeaveOneOut(Estimator):
         old, centred = context.statistics, leave_one_out(context.cost)
         mean, product, square = old["moments"].unbind(1)
         # Other particles' values do worse on average with this particle's past: that mean change is no information.
-        scale = (product / (square - mean.square()).clamp(min=1e-12)).clamp(0.0, 1.0)
+        scale = unit_scale(product, square - mean.square())
         shape = (-1, *(1,) * (centred.dim() - 1))
         new = torch.stack((change, centred * change, change.square()), -1).flatten(1, -2).mean(1)
         return SiteTerm(

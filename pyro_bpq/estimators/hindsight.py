@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError, UnsupportedProgramError
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, update_mean
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, unit_scale, update_mean
 from pyro_bpq.estimators.baselines import RunningBaseline, leave_one_out
 from pyro_bpq.estimators.requirements import needs_finite
 
@@ -265,8 +265,7 @@ def _scales(moments: Tensor) -> tuple[Tensor, Tensor]:
     spread = (square - mean.square()).clamp(min=1e-12)
     left = (own - mixed.square() / spread).clamp(min=1e-3 * own + 1e-12)
     kept = ((mixed * of_crossed / spread - of_own) / left).clamp(0.0, 1.0)
-    scale = ((of_crossed + kept * mixed) / spread).clamp(0.0, 1.0)
-    return kept.to(moments), scale.to(moments)
+    return kept.to(moments), unit_scale(of_crossed + kept * mixed, spread).to(moments)
 
 
 def _corrected(table: Tensor, log_q: Tensor, level: Tensor, kept: Tensor, held: HeldCosts) -> Tensor:

@@ -12,6 +12,7 @@ from pyro_bpq.estimators.base import (
     Statistics,
     check_decay,
     site_mean,
+    unit_scale,
     update_mean,
 )
 
@@ -59,7 +60,7 @@ class SecondRun(Estimator):
         old, count = context.statistics, context.count
         variance, covariance = (old[name] - old["mean"].square() for name in ("square", "product"))
         # With zero variance, or before any step, the second run is as good as any other baseline: the scale is 1.
-        scale = (covariance / variance.clamp(min=1e-12)).clamp(0.0, 1.0).masked_fill(variance <= 0.0, 1.0)
+        scale = unit_scale(covariance, variance).masked_fill(variance <= 0.0, 1.0)
         first, other = (tensor - old["mean"].reshape(shape) for tensor in (cost, second))
         new = {
             "mean": 0.5 * (cost + second),

@@ -245,10 +245,10 @@ class ParticleCount:
 
     def _turn_to_sums(self, runner: Runner, traced: TracedRun, mode: Mode) -> None:
         """Lets the loss be summed over all values from a step on that is fixed beforehand, where that can be done."""
-        if self.now.sums or self.now.is_hidden or not mode.learning or mode.asks_for_more:
+        if self._may_sum is False or self.now.sums or self.now.is_hidden or not mode.learning or mode.asks_for_more:
             return
         is_time = self._next is None and mode.num_steps + 1 >= num_drawn_steps(traced)
-        if self._may_sum is False or not (self._may_sum is None or is_time):
+        if self._may_sum and not is_time:
             return
         rows = runner.rows_for(traced, self.now.number)
         self._may_sum = rows > 0

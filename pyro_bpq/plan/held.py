@@ -37,6 +37,19 @@ class HeldSite:
 
 
 @dataclass(frozen=True)
+class SlopedCosts:
+    """Costs of the model whose slopes are found in one backward pass.
+
+    Args:
+        costs: The costs.
+        immediate: The sites that they are immediate costs of. To other sites none of them is one.
+    """
+
+    costs: tuple[str, ...]
+    immediate: frozenset[str]
+
+
+@dataclass(frozen=True)
 class HeldPlan:
     """The extra run of guide and model at other values.
 
@@ -44,13 +57,13 @@ class HeldPlan:
         flips: Which rows flip which sites.
         sites: The sites that are flipped. A site whose children have unknown laws is not among them.
         asked: Those of them for which the user has chosen the estimator.
-        groups: The model's costs that slopes predict. In each group a site finds immediate costs only, or none.
+        groups: The model's costs that slopes predict.
     """
 
     flips: FlipPlan
     sites: Mapping[str, HeldSite]
     asked: frozenset[str] = frozenset()
-    groups: tuple[tuple[str, ...], ...] = ()
+    groups: tuple[SlopedCosts, ...] = ()
 
     @property
     def sloped(self) -> frozenset[str]:

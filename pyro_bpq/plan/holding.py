@@ -8,7 +8,7 @@ from dataclasses import replace
 from pyro_bpq.estimators import Estimator, Hindsight
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.flips import flip_plan
-from pyro_bpq.plan.held import HeldPlan, HeldSite, has_slopes
+from pyro_bpq.plan.held import HeldPlan, HeldSite, SlopedCosts, has_slopes
 from pyro_bpq.plan.plan import StructureFacts
 from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
@@ -60,7 +60,7 @@ def _has_few_slopes(site: HeldSite) -> bool:
     return site.components.size > 1 and has_slopes(site.components)
 
 
-def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) -> tuple[tuple[str, ...], ...]:
+def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) -> tuple[SlopedCosts, ...]:
     """The model's costs of sites with slopes, so that no site has immediate and other costs in one group.
 
     Each group takes a backward pass. A site's own log-probability has no slope.
@@ -82,7 +82,10 @@ def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) ->
                 break
         else:
             groups.append(([cost], kinds))
-    return tuple(tuple(members) for members, _ in groups)
+    return tuple(
+        SlopedCosts(tuple(members), frozenset(name for name, kind in known.items() if kind))
+        for members, known in groups
+    )
 
 
 def _read_by_laws(graph: StochasticComputationGraph, children: tuple[str, ...]) -> int:

@@ -29,7 +29,7 @@ from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
 from pyro_bpq.tracing.linear_reads import LinearRead, LinearReads
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_model, cost_of_site
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
 
 # Slope and curvature of a function in the value of a site; curvature None where it is not known.
@@ -143,8 +143,7 @@ def _expanded(
     immediate: dict[str, Expansion] = {}
     for group, total in zip(run.plan.groups, of_model, strict=True):
         for name, part in expansion(total).items():
-            own, now = cost_of_model(name), run.plan.sites[name].immediate
-            side = immediate if any(cost in now for cost in group if cost != own) else later
+            side = immediate if name in group.immediate else later
             side[name] = _sum([side[name], part]) if name in side else part
     return found, later, immediate
 
@@ -174,7 +173,7 @@ def _totals(
             is_cost = law_name(traced, name) != law_of(name)
             laws.append(costs[-1] if is_cost else unmasked(site["fn"]).log_prob(_plain(site)).sum())
     of_model = {cost_of_site(site, False): site for site in ({} if second is None else samples(second)).values()}
-    groups = [_total([-_log_prob(of_model[cost]) for cost in group if cost in of_model]) for group in run.plan.groups]
+    groups = [_total([-_log_prob(of_model[cost]) for cost in g.costs if cost in of_model]) for g in run.plan.groups]
     of_guide = _total(costs)
     are_laws = all(law_name(traced, child) != law_of(child) for child in children)
     are_laws &= not any(site["is_observed"] and cost_of_site(site, True) in wanted for site in samples(first).values())

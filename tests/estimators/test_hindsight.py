@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators import Hindsight, StraightThrough
+from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, StraightThrough
 from pyro_bpq.estimators import hindsight as estimator_module
 from pyro_bpq.plan import holding
 from pyro_bpq.reruns import expansions
@@ -389,10 +389,11 @@ def test_a_backward_pass_tells_immediate_costs_from_others() -> None:
     pyro.clear_param_store()
     plan = trained(LAYERS["bits"], 1, steps=1, estimator=Hindsight(draws=1)).plan
     assert plan is not None and plan.held is not None
-    groups = [set(group) for group in plan.held.groups]
+    groups = [set(group.costs) for group in plan.held.groups]
     # Of the site below, the data's cost reads a site downstream, and the factor does not.
     factor = {cost_of_model("low only")}
     assert factor in groups and {cost_of_model("low"), cost_of_model("x")} <= groups[1 - groups.index(factor)]
+    assert [group.immediate for group in plan.held.groups] == [{"low"} if own == factor else {"top"} for own in groups]
 
 
 def test_a_cost_of_a_child_among_immediate_ones_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,15 +621,19 @@ def test_variance_is_below_that_of_leave_one_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("draws", [1, 9])
-def test_every_precision_is_served(draws: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "estimator",
+    [Hindsight(draws=1, crossed=True), Hindsight(draws=9, crossed=True), CrossedLeaveOneOut()],
+    ids=["drawn", "all", "leave-one-out"],
+)
+def test_every_precision_is_served(estimator: Any, dtype: torch.dtype) -> None:
     weight = torch.sin(torch.arange(15.0)).reshape(3, 5).to(dtype)
 
     def guide() -> None:
         with pyro.plate("rows", 4):
             low = pyro.param("q", torch.zeros(5, dtype=dtype)).expand(4, 5)
             low = pyro.sample("low", dist.Bernoulli(logits=low).to_event(1))
-            pyro.sample("top", dist.Bernoulli(logits=low @ weight.t()).to_event(1))
+            pyro.sample("top", dist.Bernoulli(logits=low @ pyro.param("w", weight.t().clone())).to_event(1))
 
     def model() -> None:
         with pyro.plate("rows", 4):
@@ -638,9 +643,9 @@ def test_every_precision_is_served(draws: int, dtype: torch.dtype) -> None:
 
     pyro.clear_param_store()
     options = {"vectorize_particles": True, "max_plate_nesting": 1}
-    trained((model, guide), 4, estimator=Hindsight(draws=draws, crossed=True), **options)
-    gradient = pyro.get_param_store()._params["q"].grad
-    assert gradient.dtype is dtype and bool(gradient.isfinite().all()) and bool(gradient.any())
+    trained((model, guide), 4, estimator=estimator, **options)
+    for parameter in pyro.get_param_store()._params.values():
+        assert parameter.grad.dtype is dtype and bool(parameter.grad.isfinite().all()) and bool(parameter.grad.any())
 
 
 @pytest.mark.parametrize("name", ["python_branch", "dynamic_sites"])

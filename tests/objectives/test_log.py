@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.objectives import particle_count
+from pyro_bpq.plan import particles
 
 ROWS = 12
 DATA = torch.linspace(-1.0, 1.0, ROWS)
@@ -87,10 +87,7 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], bool, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_settled_is_said_once(
-    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(particle_count, "num_drawn_steps", lambda traced: 100)
+def test_what_is_settled_is_said_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     read, rows, expected = CASES[name]
     with caplog.at_level("INFO", "pyro_bpq"):
         elbo = steps(read, rows=rows)
@@ -103,7 +100,7 @@ def test_what_is_settled_is_said_once(
 
 
 def test_sums_over_all_values_are_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(particle_count, "num_drawn_steps", lambda traced: 1)
+    monkeypatch.setattr(particles, "DRAWN_STEPS", (1, 1))
     with caplog.at_level("INFO", "pyro_bpq"):
         elbo = steps(lambda z: z)
     text = "All values run in one call, in a plate of their own."

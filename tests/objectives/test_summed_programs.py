@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.diagnostics import compare_estimators, diagnose, gradient_moments
-from pyro_bpq.objectives import particle_count
 from pyro_bpq.plan import particles as rule
 from pyro_bpq.plan.rules import DRAWN_STEPS
 from pyro_bpq.testing import assert_unbiased
@@ -28,7 +27,7 @@ ROWS = 2
 @pytest.fixture(autouse=True)
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are summed from the third one on."""
-    monkeypatch.setattr(particle_count, "num_drawn_steps", lambda traced: 2)
+    monkeypatch.setattr(rule, "DRAWN_STEPS", (2, 2))
 
 
 class Chain:
@@ -90,7 +89,6 @@ def test_what_is_told() -> None:
 @pytest.mark.parametrize("learns", [False, True], ids=["guide alone", "model, too"])
 def test_a_model_that_learns_draws_ten_steps(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "DRAWN_STEPS", DRAWN_STEPS)
-    monkeypatch.setattr(particle_count, "num_drawn_steps", rule.num_drawn_steps)
 
     def read(z: Tensor, last: Tensor) -> Tensor:
         return z * pyro.param("scale", torch.ones((), dtype=torch.float64)) if learns else z

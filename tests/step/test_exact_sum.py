@@ -13,7 +13,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.objectives import particle_count
+from pyro_bpq.plan import particles
 from pyro_bpq.step import exact_sum as module
 from pyro_bpq.testing import assert_unbiased, exact_gradient, exact_loss
 
@@ -180,7 +180,7 @@ def impossible() -> Programs:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are summed from the second one on."""
-    monkeypatch.setattr(particle_count, "num_drawn_steps", lambda traced: 1)
+    monkeypatch.setattr(particles, "DRAWN_STEPS", (1, 1))
 
 
 ALL = (chain, kinds, independent, reversed_guide, subsampled, impossible)
