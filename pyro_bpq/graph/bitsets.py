@@ -166,11 +166,7 @@ class Reads(Mapping[str, frozenset[str]]):
 
     @staticmethod
     def over(sites: Iterable[str], reads: Mapping[str, Iterable[str]]) -> Reads:
-        """Makes ``Reads`` of the same sets, with positions in ``sites``.
-
-        Raises:
-            KeyError: If a cost reads a name that is not in ``sites``.
-        """
+        """Makes ``Reads`` of the same sets, with positions in ``sites``."""
         order = tuple(sites)
         if isinstance(reads, Reads) and reads.sites == order:
             return reads

@@ -30,15 +30,7 @@ class Crossings(NamedTuple):
 
 
 def crossings(graph: StochasticComputationGraph, costs: Mapping[str, bool]) -> Crossings:
-    """Finds the log-probabilities, among ``costs``, that are known given another past.
-
-    Args:
-        graph: The graph.
-        costs: Log-probabilities of the graph's sites, by name: whether the cost is the guide's.
-
-    Returns:
-        The crossings.
-    """
+    """Finds the log-probabilities, among ``costs``, that are known given another past."""
     above = graph.ancestor_bits
     own_law, own_value = [0] * len(graph.costs), [0] * len(graph.costs)
     for k, cost in enumerate(graph.costs):

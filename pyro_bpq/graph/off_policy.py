@@ -45,15 +45,6 @@ def off_policy_plan(
 ) -> OffPolicyPlan:
     """Plans the use of rollouts with stored costs.
 
-    Args:
-        network: The network.
-        expected: Sites whose critics give their expectation over the site under the current guide.
-        tabled: For each site, the immediate costs that are known at all values of the site.
-        stored: Costs that are not evaluated again. A run of the program gives all other costs.
-
-    Returns:
-        The plan.
-
     References:
         | Q(λ) with off-policy corrections (Harutyunyan et al., 2016), Sec. 4
     """

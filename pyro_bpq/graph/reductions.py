@@ -55,9 +55,6 @@ def reduce_graph(
         exact: The costs, as bits, that are used exactly where they are immediate.
         form: ``"ancestor"`` or ``"history"``.
         discounted: Whether costs are merged only where their edges pass the same number of levels.
-
-    Returns:
-        Kept children and merged costs.
     """
     immediate = _immediate_bits(graph, exact, form)
     if reduction == "single":
@@ -202,10 +199,6 @@ def merge(graph: StochasticComputationGraph, edges: list[Edges]) -> list[Blocks]
     The Q-functions of two costs at ``X`` are summed if both keep the same children at every strict ancestor of
     ``X`` in either network. Their averaging weights then agree too. At ``X`` itself the children may differ.
     Children that are averaged with each other are merged in the same way, so each carries the same costs.
-
-    Args:
-        graph: The stochastic computation graph.
-        edges: For each node the kept children, as in :class:`Reduced`.
 
     Returns:
         For each node, in program order, disjoint sets of costs, as bits, that cover its downstream costs.

@@ -11,15 +11,7 @@ from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 
 
 class Relations:
-    """The costs and later sites that count for each site of a graph, in program order.
-
-    Args:
-        graph: The graph.
-        tabled: For each site, the immediate costs that are known at every value of the site.
-        charged: For each site, the costs that are charged to single components of the site.
-        cuts_plates: Whether a row of a plate at one site can only affect the same row at other sites in the plate.
-        is_steered: Whether sampled values may steer the program.
-    """
+    """The costs and later sites that count for each site of a graph, in program order."""
 
     def __init__(
         self,

@@ -14,15 +14,7 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 
 
 def sequence_network(graph: StochasticComputationGraph, immediate: Mapping[str, tuple[str, ...]]) -> BackpropQNetwork:
-    r"""Builds the network with ``Q_t = immediate + Σ_{f last reads X_t} f + Q_{t+1}``.
-
-    Args:
-        graph: The graph of one run.
-        immediate: Immediate costs of each site that are used exactly.
-
-    Returns:
-        The network, in history form.
-    """
+    r"""Builds the network with ``Q_t = immediate + Σ_{f last reads X_t} f + Q_{t+1}``."""
     settled: dict[str, list[str]] = {node.name: [] for node in graph.nodes}
     for cost in graph.costs:
         last = graph.last_variable(cost.name)

@@ -54,9 +54,6 @@ def standardise(value: Tensor, mean: Tensor, variance: Tensor) -> Standardised:
         value: Values ``(..., D)``.
         mean: Means of the values, with gradient.
         variance: Variances of the values, with gradient.
-
-    Returns:
-        The powers and their expectations.
     """
     centre, square = mean.detach(), variance.detach()
     is_random = square > 0

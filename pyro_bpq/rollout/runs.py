@@ -196,9 +196,6 @@ def sum_to_plates(tensor: Tensor, source: Sequence[Plate], target: Sequence[Plat
         tensor: Shape ``(G, M, plate dims...)``.
         source: Plates of the tensor.
         target: Plates to keep; plates that the tensor lacks broadcast.
-
-    Returns:
-        A tensor with the same number of dimensions.
     """
     dims = [plate.dim for plate in source if plate not in target]
     return tensor.sum(dim=dims, keepdim=True) if dims else tensor

@@ -21,22 +21,13 @@ class RecordedStep(int):
 
     @staticmethod
     def of(number: int, given: Sequence[Tensor] | None = None) -> RecordedStep:
-        """The number of a step that is recorded.
-
-        Args:
-            number: The number.
-            given: What the schedules give, in the order in which they are read; ``None`` to ask them.
-        """
+        """The number of a step that is recorded."""
         step = RecordedStep(number)
         step.read, step.given = [], given
         return step
 
     def value(self, schedule: Callable[[int], float]) -> Tensor:
-        """What a schedule gives at this step, a scalar.
-
-        Args:
-            schedule: A function of the number of steps.
-        """
+        """What a schedule gives at this step, a scalar."""
         self.read.append(schedule)
         return scheduled(schedule, int(self)) if self.given is None else self.given[len(self.read) - 1]
 
@@ -48,10 +39,6 @@ def scheduled(schedule: Callable[[int], float], number: int) -> Tensor:
 
 def at(schedule: Schedule | Tensor, number: int) -> float | Tensor:
     """The value of an option at a step.
-
-    Args:
-        schedule: A number, or a function of the number of steps. A tensor is a value already.
-        number: The number of steps taken.
 
     Returns:
         A number; a scalar tensor while a step is recorded, if the option is a function.

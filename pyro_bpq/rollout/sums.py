@@ -100,9 +100,6 @@ def subset_sums(
         columns: The bit of each stacked tensor.
         like: Tensor that gives dtype and device.
         scale: Factor of each sum.
-
-    Returns:
-        The sums; ``None`` if no subset contains any of ``columns``.
     """
     mask = sum(1 << column for column in columns)
     rows, shape = [row & mask for row in rows], (len(rows), len(columns))

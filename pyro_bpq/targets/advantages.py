@@ -146,16 +146,7 @@ def _weights(network: BackpropQNetwork, names: list[str], readers: list[QNode]) 
 
 
 def is_independent(network: BackpropQNetwork, site: str, child: str) -> bool:
-    """Whether ``child`` does not depend on ``site``, nor ``site`` on the site of the Q-node ``child``.
-
-    Args:
-        network: The network.
-        site: A stochastic node.
-        child: A Q-node or a cost.
-
-    Returns:
-        Whether the child's Q-function may stand in a baseline of the site.
-    """
+    """Whether ``child`` does not depend on ``site``, nor ``site`` on the site of the Q-node ``child``."""
     graph = network.graph
     if child in graph.cost_index:
         reads = set(graph.cost(child).parents)

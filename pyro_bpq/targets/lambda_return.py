@@ -81,9 +81,6 @@ class Backups:
         costs: Each cost of this run, in nats.
         lam: Weight of the return against the critic, in ``[0, 1]``.
         gamma: Discount per level.
-
-    Raises:
-        OptionError: If the network cannot be discounted.
     """
 
     def __init__(

@@ -83,10 +83,6 @@ class ChoiceMessenger(Messenger):
     It must be the outermost handler of the step. Then it acts last before a value would be drawn, it sees
     distributions that the particle plate has expanded, and all other handlers treat its values as
     ordinary samples. The distribution at the site does not change.
-
-    Args:
-        num_outcomes: Limit on the number of outcomes.
-        keep_score: Whether to collect the differentiable log-probability of the run in ``score``.
     """
 
     def __init__(self, num_outcomes: int, keep_score: bool = False) -> None:

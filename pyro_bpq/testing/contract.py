@@ -79,18 +79,7 @@ def check_estimator(estimator: Estimator, *, num_rows: int = 40_000, problems: S
 
 
 def check_unbiased(estimator: Estimator, problem: Problem, num_rows: int = 40_000) -> None:
-    """Checks the mean gradient of an estimator on one problem, see :func:`check_estimator`.
-
-    Args:
-        estimator: The estimator.
-        problem: The problem.
-        num_rows: Number of independent calls, shared out among the joint values of all particles; more where
-            standard errors are too large.
-
-    Raises:
-        AssertionError: If the mean is more than four standard errors off, or if the standard errors exceed half a
-            percent of the gradient. A bias of two percent must show.
-    """
+    """Checks the mean gradient of an estimator on one problem, see :func:`check_estimator`."""
     largest, error = largest_z_score(estimator, problem, num_rows)
     if _POWER < error < 4.0 * _POWER:
         largest, error = largest_z_score(estimator, problem, int(1.3 * num_rows * (error / _POWER) ** 2))
@@ -102,11 +91,6 @@ def largest_z_score(estimator: Estimator, problem: Problem, num_rows: int = 40_0
     """Distance of an estimator's mean gradient from the exact gradient.
 
     The values of all particles are enumerated; noise of the estimator and from downstream is sampled.
-
-    Args:
-        estimator: The estimator.
-        problem: The problem.
-        num_rows: Number of independent calls, shared out among the joint values of all particles.
 
     Returns:
         Largest distance in standard errors, and the largest standard error in units of the gradient's largest

@@ -46,18 +46,8 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
 
     A scale is applied outside of the logarithm and a mask inside. The mask of a marked site itself is ignored.
 
-    Args:
-        model: Model.
-        guide_trace: Trace of the guide, for the replay.
-        args: Arguments of the model.
-        kwargs: Its keyword arguments.
-        num_outcomes: Limit on the number of joint states.
-
     Returns:
         The log-probability in nats, a scalar.
-
-    Raises:
-        UnsupportedProgramError: If sites that depend on a marked one have different scales.
     """
     choices = _MarkedChoices(num_outcomes, guide_trace)
 

@@ -15,11 +15,6 @@ class ParameterCollector(Messenger):
 
     Names are those of the param store; parameters of an ``nn.Module`` model or guide that no statement
     reaches are called ``model.<name>`` and ``guide.<name>``.
-
-    Args:
-        model: Model, searched for parameters if it is an ``nn.Module``.
-        guide: Guide, likewise.
-        parameters: Leaves by name; if given, no other leaves are collected.
     """
 
     def __init__(

@@ -27,15 +27,7 @@ _STAND_INS = frozenset(
 
 
 class FakeProgram:
-    """A :class:`~pyro_bpq.estimators.base.SiteProgram` with a cost in closed form.
-
-    Args:
-        problem: The problem.
-        value: The sampled values.
-        generator: Noise of the estimator.
-        later: Standard deviation of the noise that sites downstream add to a cost, drawn afresh in every run.
-        seed: Seed of that noise.
-    """
+    """A :class:`~pyro_bpq.estimators.base.SiteProgram` with a cost in closed form."""
 
     rows_meet = False
 
@@ -100,11 +92,7 @@ class FakeProgram:
         return self.problem.components.value(index).to(self.value.dtype)
 
     def stack(self, pick: Callable[[Any], Tensor], event_ndim: int) -> Tensor:
-        """Not known here: the problem has no distributions.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """Not known here: the problem has no distributions."""
         raise NotImplementedError("A FakeProgram has no distributions; finite sites read context.log_probs.")
 
 
@@ -234,9 +222,6 @@ class Problem:
     def outcomes(self, particles: int) -> tuple[Tensor, Tensor]:
         """All joint values of a number of particles.
 
-        Args:
-            particles: Number of particles.
-
         Returns:
             Indices ``(outcomes, particles, D)``, and their probabilities for every site, ``(G, outcomes)``.
         """
@@ -261,13 +246,7 @@ def new_signals() -> tuple[str, ...]:
 
 
 def with_statistics(estimator: Estimator, context: SiteContext, count: float = 3.0) -> SiteContext:
-    """Fills in an estimator's initial running statistics, and keeps only the signals that it needs.
-
-    Args:
-        estimator: The estimator.
-        context: The context.
-        count: Number of steps behind the statistics.
-    """
+    """Fills in an estimator's initial running statistics, and keeps only the signals that it needs."""
     like = context.cost
     assert context.log_probs is not None
     components, cardinality = context.log_probs.shape[-2:]

@@ -18,10 +18,6 @@ class AllValues(Messenger):
 
     A site of fewer values than rows begins again with its first one. All other sites are drawn as usual. An object
     serves one run of guide and model.
-
-    Args:
-        rows: Number of rows.
-        nesting: Number of batch dimensions; the rows are the leftmost.
     """
 
     def __init__(self, rows: int, nesting: int) -> None:

@@ -12,9 +12,6 @@ def nodes_behind(tensor: Tensor) -> Iterator[Any]:
     """The nodes of autograd's graph that a tensor was computed by, each once, those nearest first.
 
     Nodes of leaves have an attribute ``variable``, the leaf.
-
-    Args:
-        tensor: The tensor.
     """
     seen, nodes = set[Any](), [tensor.grad_fn]
     while nodes:

@@ -54,9 +54,6 @@ class BaselineOptions:
 
         Returns:
             A tensor of that shape.
-
-        Raises:
-            PlateError: If the prediction has another shape.
         """
         value = self.value if self.network is None else self.network(tree_map(_detach, self.input))
         value = torch.as_tensor(value)
@@ -70,18 +67,7 @@ class BaselineOptions:
 
 
 def baseline_options(name: str, given: Any) -> BaselineOptions | None:
-    """Reads ``infer["baseline"]`` of a site.
-
-    Args:
-        name: Name of the site.
-        given: The dictionary, or ``None``.
-
-    Returns:
-        The baseline options; ``None`` if they ask for no baseline.
-
-    Raises:
-        OptionError: If an option is unknown or contradicts another one; the text names the site.
-    """
+    """Reads ``infer["baseline"]`` of a site."""
     if given is None:
         return None
     if not isinstance(given, dict):

@@ -90,13 +90,7 @@ Patterns = frozenset[tuple[tuple[str, str], Pattern]]
 
 
 class ElementWatch:
-    """Follows the components of latent sites through a tracked run of guide and model.
-
-    Args:
-        tracker: Tracks which sites a value depends on.
-        components: Whether to follow components.
-        rows: Whether to follow the rows of plates as well.
-    """
+    """Follows the components of latent sites through a tracked run of guide and model."""
 
     def __init__(self, tracker: DependencyTracker, components: bool = True, rows: bool = False) -> None:
         self.tracker, self.elements = tracker, ElementTracker(tracker.ledger)
@@ -140,14 +134,7 @@ class ElementWatch:
         self.elements.inherit(name, value, origins | scored | ledger.escaped, found)
 
     def patterns(self, sites: Iterable[tuple[str, Any]]) -> dict[tuple[str, str], Pattern]:
-        """Returns the patterns of costs; both trackers must be active.
-
-        Args:
-            sites: Pairs of a cost's name and the traced site that the cost belongs to.
-
-        Returns:
-            Patterns by (site, cost), for costs whose every element reads at most one component, of its own row.
-        """
+        """Returns the patterns of costs; both trackers must be active."""
         if all(self.elements.mixes(name) for name in self.sizes):
             return {}
         costs, found = {cost: _elements(site) for cost, site in sites}, {}
@@ -198,16 +185,7 @@ def charge_sites(
     patterns: Mapping[tuple[str, str], Pattern],
     sites: Mapping[str, tuple[float, Any]],
 ) -> dict[str, SiteRecord]:
-    """Charges the components of sites with the costs that read them.
-
-    Args:
-        records: Sites by name.
-        patterns: Patterns of the costs to charge, by site and cost.
-        sites: Sign and traced site of each cost, by name of the cost.
-
-    Returns:
-        The records of the sites, with ``charged`` set where a pattern is given.
-    """
+    """Charges the components of sites with the costs that read them."""
     elements = {}
     for cost in dict.fromkeys(cost for _, cost in patterns):
         sign, site = sites[cost]

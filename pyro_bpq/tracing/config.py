@@ -56,18 +56,7 @@ _UNSET = SiteOptions()
 
 
 def site_options(name: str, infer: dict[str, Any]) -> SiteOptions:
-    """Reads the options of a site.
-
-    Args:
-        name: Name of the site.
-        infer: The ``infer`` dictionary of the site.
-
-    Returns:
-        The options of the site.
-
-    Raises:
-        OptionError: If an option is unknown or of the wrong kind; the text names the site.
-    """
+    """Reads the options of a site."""
     given = infer.get("bpq")
     if given is None and not infer.get("baseline"):
         return _UNSET

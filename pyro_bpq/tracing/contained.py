@@ -17,9 +17,6 @@ class ContainedCalls:
     gives back nothing but its result, later computations need not depend on the value. The result depends on the
     values that the call read, on its arguments, and on the sources of earlier calls of the same object (a bound
     method, a callable with state).
-
-    Args:
-        tracker: The active tracker.
     """
 
     def __init__(self, tracker: DependencyTracker) -> None:

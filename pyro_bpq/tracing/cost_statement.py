@@ -169,11 +169,7 @@ class _Cost(TorchDistribution):
 
 
 class SkipCosts(Messenger):
-    """Skips the functions of costs; with ``exact``, those of costs with ``exact=True`` are still called.
-
-    Args:
-        exact: Whether functions of costs with ``exact=True`` are called.
-    """
+    """Skips the functions of costs; with ``exact``, those of costs with ``exact=True`` are still called."""
 
     def __init__(self, exact: bool = False) -> None:
         super().__init__()
@@ -185,11 +181,7 @@ class SkipCosts(Messenger):
 
 
 class GiveCosts(Messenger):
-    """Gives costs the values that their functions returned earlier, instead of calling the functions.
-
-    Args:
-        values: Value of each cost, by name. A function whose cost is not named is called.
-    """
+    """Gives costs the values that their functions returned earlier, instead of calling the functions."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()

@@ -18,24 +18,13 @@ def own_text(error: Exception) -> str:
 
 
 def told(error: Exception, *lines: str) -> str:
-    """The text of an error, what to write, and the table of shapes that Pyro appends.
-
-    Args:
-        error: The error.
-        *lines: What to write.
-    """
+    """The text of an error, what to write, and the table of shapes that Pyro appends."""
     text, mark, shapes = str(error).partition(_SHAPES)
     return "\n".join([text.rstrip(), *lines]) + mark + shapes
 
 
 def left_torch(sites: Iterable[str], number: int, text: str = "") -> str:
-    """Says that Python asked for one value where each of so many particles has its own, and what to write.
-
-    Args:
-        sites: The sites whose values have left torch.
-        number: Number of particles.
-        text: The error of torch or Python, if there was one.
-    """
+    """Says that Python asked for one value where each of so many particles has its own, and what to write."""
     return (
         f"A sampled value of {', '.join(map(repr, sorted(sites)))} left torch (as by .item(), int(), if, .numpy()) "
         f"while {number} particles ran at once, and each particle has a value of its own{text and f': {text}'}. Write "
@@ -75,11 +64,7 @@ def number_missing(value: Any) -> int:
 
 
 def nan_line(site: Any) -> str:
-    """Says how many elements of a site's data are NaN, and how to leave them out.
-
-    Args:
-        site: An observed site of a trace.
-    """
+    """Says how many elements of a site's data are NaN, and how to leave them out."""
     name, value, events = site["name"], site["value"], site["fn"].event_dim
     base = getattr(site["fn"], "base_dist", None)
     how = f'with pyro.poutine.mask(mask=~data.isnan()): pyro.sample("{name}", fn, obs=data.nan_to_num())'
@@ -92,11 +77,7 @@ def nan_line(site: Any) -> str:
 
 
 def support_line(site: Any) -> str:
-    """Says how many values of a site's data lie outside of the support; empty if that is not known.
-
-    Args:
-        site: An observed site of a trace.
-    """
+    """Says how many values of a site's data lie outside of the support; empty if that is not known."""
     value, fn = site["value"], site["fn"]
     try:
         inside = fn.support.check(value)
@@ -111,12 +92,7 @@ def support_line(site: Any) -> str:
 
 
 def data_line(site: Any, rows: tuple[int, ...]) -> str:
-    """Says how the shape of a site's data differs from that of its distribution, and what to write; else empty.
-
-    Args:
-        site: A sample site of a trace.
-        rows: Sizes of the plates around it, those of particles left out.
-    """
+    """Says how the shape of a site's data differs from that of its distribution, and what to write; else empty."""
     value, fn = site["value"], site["fn"]
     if not site["is_observed"] or not isinstance(value, Tensor) or not hasattr(fn, "event_shape"):
         return ""

@@ -33,11 +33,7 @@ _Find = Callable[[Any], Positions | None]
 
 
 class ElementTracker(TorchDispatchMode):
-    """Follows elements of sources through the operators of a program, in an active ``DependencyTracker``.
-
-    Args:
-        ledger: Ledger of that tracker, which holds dependencies on whole sources. Enter the tracker first.
-    """
+    """Follows elements of sources through the operators of a program, in an active ``DependencyTracker``."""
 
     supports_higher_order_operators = True
 
@@ -104,10 +100,6 @@ class ElementTracker(TorchDispatchMode):
 
     def positions(self, name: Hashable, tensor: Tensor) -> Positions | None:
         """Returns the element of a source that each element of a tensor depends on.
-
-        Args:
-            name: The source.
-            tensor: The tensor.
 
         Returns:
             Element numbers, ``NONE`` or ``MANY``, in the shape of the tensor; ``None`` if nothing is known.

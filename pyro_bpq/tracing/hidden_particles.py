@@ -40,11 +40,7 @@ def _tell(index: Tensor | None, number: int) -> None:
 
 
 class Wrapped(TorchFunctionMode):
-    """Collects the tensors with a hidden dimension that torch functions return.
-
-    Args:
-        seen: List that collects references to these tensors.
-    """
+    """Collects the tensors with a hidden dimension that torch functions return."""
 
     def __init__(self, seen: list[weakref.ref[Tensor]]) -> None:
         super().__init__()
@@ -68,9 +64,6 @@ class HiddenFactories(TorchFunctionMode):
     """Creates the tensors of a program with the hidden dimension, so that the program may write into them.
 
     Without this, vmap would refuse ``kept = torch.zeros(3); kept[0] = z`` and ``torch.empty(3).normal_()``.
-
-    Args:
-        number: Size of the hidden dimension.
     """
 
     def __init__(self, number: int) -> None:
@@ -105,23 +98,7 @@ def trace_particles(
     is_checked: bool = True,
     has_buffers: bool = True,
 ) -> list[TracedRun]:
-    """Runs guide and model once for all particles, untracked, in a dimension that they do not see.
-
-    Args:
-        model: The model.
-        guide: The guide.
-        args: Arguments of both.
-        kwargs: Keyword arguments of both.
-        options: The number of particles, the bound on nested plates, and how sites get their estimators.
-        is_checked: Whether to check that the programs keep no tensor of the run.
-        has_buffers: Whether the programs may call modules with buffers. If the run fails, buffers stay as they were.
-
-    Returns:
-        A run for each particle.
-
-    Raises:
-        RuntimeError: If the programs cannot run in a hidden dimension.
-    """
+    """Runs guide and model once for all particles, untracked, in a dimension that they do not see."""
     start, number = torch.get_rng_state(), options.num_particles
 
     def run() -> tuple[Trace, Trace, Mapping[str, Any]]:
@@ -156,20 +133,7 @@ def trace_particles(
 def hidden_traces(
     run: Callable[[], tuple[Trace, Trace, Mapping[str, Any]]], number: int
 ) -> list[tuple[Trace, Trace, Mapping[str, Any]]]:
-    """Returns the traces of several particles from one run of the programs.
-
-    Args:
-        run: Runs the programs for one particle. It returns the traces of model and guide with log-probabilities, and
-            the drawn subsamples.
-        number: Number of particles; each particle draws its own values.
-
-    Returns:
-        The result of ``run`` for each particle.
-
-    Raises:
-        RuntimeError: If the programs do something that is undefined in a hidden dimension, such as letting a value
-            leave torch.
-    """
+    """Returns the traces of several particles from one run of the programs."""
     kept: list[Any] = []
 
     def one(index: Tensor) -> tuple[Tensor, ...]:

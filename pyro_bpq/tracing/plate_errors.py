@@ -24,11 +24,6 @@ _AMONG_PARTICLES = re.compile(rf"Shape mismatch inside plate\('{PARTICLES}'\) at
 def plate_error(error: Exception, plates: Mapping[str, Frames], where: str) -> PlateError | None:
     """Adds the plates of the named sites to Pyro's error about shapes that do not fit.
 
-    Args:
-        error: Pyro's error.
-        plates: Plate frames of each site, by name of the site.
-        where: The program that runs, ``"guide"`` or ``"model"``.
-
     Returns:
         The error to raise instead; ``None`` if Pyro's error is not about shapes.
     """
@@ -51,11 +46,6 @@ def plate_error(error: Exception, plates: Mapping[str, Frames], where: str) -> P
 
 def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) -> PlateError | None:
     """Says which of guide and model has the named site in which plates, and what to write.
-
-    Args:
-        error: Pyro's error.
-        model_trace: The model's trace.
-        guide_trace: The guide's trace.
 
     Returns:
         The error to raise instead; ``None`` if Pyro's error is not about shapes or plates.
@@ -87,13 +77,7 @@ def plate_error_of_traces(error: Exception, model_trace: Any, guide_trace: Any) 
 
 
 def unlike_line(name: str, model: tuple[Any, Frames], guide: tuple[Any, Frames]) -> str:
-    """Says how the values of a site differ between guide and model, and what to write.
-
-    Args:
-        name: The site.
-        model: Its distribution and its plates in the model.
-        guide: The same in the guide.
-    """
+    """Says how the values of a site differ between guide and model, and what to write."""
     (theirs, their_frames), (ours, our_frames) = model, guide
     known, given = distribution_name(theirs), distribution_name(ours)
     more = ours.event_dim - theirs.event_dim
@@ -125,13 +109,7 @@ def unlike_line(name: str, model: tuple[Any, Frames], guide: tuple[Any, Frames])
 
 
 def nesting_error(error: Exception, plates: Iterable[Frames], declared: int = 0) -> PlateError | None:
-    """Says which ``max_plate_nesting`` a program needs, if Pyro's error is that it is too small.
-
-    Args:
-        error: Pyro's error.
-        plates: Plate frames of the sites that have run.
-        declared: Number of plates that the program has declared so far, nested or not.
-    """
+    """Says which ``max_plate_nesting`` a program needs, if Pyro's error is that it is too small."""
     text, plates = str(error), list(plates)
     collision, among = _COLLISION.search(text), _AMONG_PARTICLES.search(text)
     if among is not None and declared >= int(among[2]):
@@ -159,11 +137,7 @@ def nesting_error(error: Exception, plates: Iterable[Frames], declared: int = 0)
 
 
 def particle_advice(plates: Iterable[Frames]) -> list[str]:
-    """What to write where shapes do not fit with several particles at once; empty where these have no plate.
-
-    Args:
-        plates: Plate frames of sites.
-    """
+    """What to write where shapes do not fit with several particles at once; empty where these have no plate."""
     for frames in plates:
         for frame in frames:
             if frame.name == PARTICLES:
@@ -177,14 +151,7 @@ def particle_advice(plates: Iterable[Frames]) -> list[str]:
 
 
 def check_declared(sites: Iterable[Any]) -> None:
-    """Raises if a batch dimension of a site is not a plate. Pyro checks this only with validation on.
-
-    Args:
-        sites: Traced sites with log-probabilities.
-
-    Raises:
-        PlateError: The text names the site and says what to write.
-    """
+    """Raises if a batch dimension of a site is not a plate. Pyro checks this only with validation on."""
     for site in sites:
         shape, dims = site["log_prob"].shape, {f.dim for f in site["cond_indep_stack"] if f.vectorized}
         for dim in range(-len(shape), 0):

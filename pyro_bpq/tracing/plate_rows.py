@@ -17,25 +17,14 @@ _Plates = tuple[tuple[str, int], ...]
 
 
 class PlateRows:
-    """Follows the rows of latent sites in plates to the costs in the same plates.
-
-    Args:
-        elements: Follows the rows through operators.
-    """
+    """Follows the rows of latent sites in plates to the costs in the same plates."""
 
     def __init__(self, elements: ElementTracker) -> None:
         self.elements = elements
         self.plates: dict[_Plates, tuple[int, ...]] = {}
 
     def drawn(self, name: str, fn: Any, value: Tensor, frames: Sequence[Any]) -> None:
-        """Starts to follow the rows of a newly drawn site.
-
-        Args:
-            name: The site.
-            fn: Distribution of the site.
-            value: Value of the site.
-            frames: Vectorised plates of the site, without the plate of the particles.
-        """
+        """Starts to follow the rows of a newly drawn site."""
         batch = batch_of(fn, value)
         plates = tuple(sorted((frame.name, frame.dim) for frame in frames))
         if not plates or max(-dim for _, dim in plates) > len(batch):
@@ -51,9 +40,6 @@ class PlateRows:
         """Finds the costs in which a row reads another row of a site in the same plates, with these plates.
 
         It reports only certain cases: after an unknown operator, it reports nothing.
-
-        Args:
-            costs: Pairs of a cost's name and the traced site that the cost belongs to.
         """
         found = {}
         for cost, site in costs if self.plates else ():

@@ -55,13 +55,7 @@ _NOT_SAMPLED = re.compile("site (.*) must be sampled in trace")
 
 @contextlib.contextmanager
 def explain_runs(watch: Watch, tracker: DependencyTracker | None, inputs: Mapping[int | str, Any]) -> Iterator[None]:
-    """Raises errors of a run of guide and model again, with the name of the site and what to write.
-
-    Args:
-        watch: Watches the run.
-        tracker: Its tracker, or ``None``.
-        inputs: Arguments of the programs, by position or name.
-    """
+    """Raises errors of a run of guide and model again, with the name of the site and what to write."""
     try:
         yield
     except BPQError:
@@ -75,12 +69,7 @@ def explain_runs(watch: Watch, tracker: DependencyTracker | None, inputs: Mappin
 
 @contextlib.contextmanager
 def explain_scores(model_trace: Any, guide_trace: Any) -> Iterator[None]:
-    """Raises errors of log-probabilities and shape checks again, with what guide and model have at the site.
-
-    Args:
-        model_trace: The model's trace; an empty one if there is no model.
-        guide_trace: The guide's trace.
-    """
+    """Raises errors of log-probabilities and shape checks again, with what guide and model have at the site."""
     try:
         yield
     except (ValueError, RuntimeError) as error:

@@ -30,15 +30,7 @@ def _is_of_draw(cost: str, site: str, traced: TracedRun) -> bool:
 
 
 def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
-    """The graph of a run whose sites and costs read what ``reads`` says.
-
-    Args:
-        traced: The run.
-        reads: The latent sites that each cost reads. The parents of a site are the sites that its ``log q`` reads.
-
-    Returns:
-        The graph: stochastic nodes in the guide's order, then costs of the guide, then costs of the model.
-    """
+    """The graph of a run whose sites and costs read what ``reads`` says."""
     sites = tuple(traced.run.sites)
     bits, nodes = Reads.over(sites, reads).bits, []
     until: dict[str, int] = {}

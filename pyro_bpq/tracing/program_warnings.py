@@ -20,15 +20,7 @@ from pyro_bpq.tracing.watch import distribution_name, is_enumerated
 def warn_of_program(
     model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], loss: Tensor, is_first: bool, is_enumerating: bool
 ) -> None:
-    """Warns of what runs, but is hardly meant. Only for tracked runs: it reads values.
-
-    Args:
-        model_sites: Sample sites of the model.
-        guide_sites: Sample sites of the guide.
-        loss: Loss of the run.
-        is_first: Whether no step was taken before. What lies in the programs, and not in their data, is told only then.
-        is_enumerating: Whether marked sites are summed out.
-    """
+    """Warns of what runs, but is hardly meant. Only for tracked runs: it reads values."""
     everything, texts = [*guide_sites.values(), *model_sites.values()], []
     if is_first:
         texts += [_repeated(site) for site in everything]

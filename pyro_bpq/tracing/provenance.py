@@ -54,9 +54,6 @@ class DependencyTracker:
     - an exception that depends on a value and is caught;
     - data that a distribution keeps of a draw besides the value (a cached ``flow.inv(z)`` lacks ``z``).
 
-    Args:
-        libraries: Name prefixes of modules whose argument checks are no escapes.
-
     Example:
         >>> with DependencyTracker() as tracker:
         ...     z = tracker.source("z", torch.tensor(1.0))
@@ -108,9 +105,6 @@ class DependencyTracker:
         Args:
             name: Name of the source.
             value: A tensor of any shape and type. Any other value is returned unchanged and counts as escaped.
-
-        Raises:
-            RuntimeError: If the tracker is not active.
         """
         ledger = self._ledger
         if self._stack is None:

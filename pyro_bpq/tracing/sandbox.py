@@ -92,17 +92,7 @@ class LentBuffers(BufferedModules):
 
 
 class Sandbox:
-    """Undoes the effects of an extra run on global generators and on module buffers (batch statistics).
-
-    Args:
-        start: Initial state of the global generator of the CPU, or a seed for the generators of all devices.
-        has_buffers: Whether the run may call modules with buffers. Watching for them takes a hook on all modules, which
-            makes ``torch.compile`` recompile.
-
-    Attributes:
-        before: States of the generators at the start of the run, CPU first.
-        after: States of the generators at the end of the run.
-    """
+    """Undoes the effects of an extra run on global generators and on module buffers (batch statistics)."""
 
     def __init__(self, start: Tensor | int, has_buffers: bool = True) -> None:
         self.before: list[Tensor] = []

@@ -37,21 +37,7 @@ def importance_traces(
     ledger: Ledger | None = None,
     leaves: Mapping[str, Tensor] | None = None,
 ) -> tuple[Trace, Trace, Heard]:
-    """Traces the guide, and the model replayed against it, with log-probabilities.
-
-    Args:
-        model: The model.
-        guide: The guide.
-        args: Arguments of both.
-        kwargs: Keyword arguments of both.
-        max_plate_nesting: Bound on the number of nested plates, for Pyro's checks.
-        ledger: Ledger of the active tracker, or ``None``.
-        leaves: Sites whose values are leaves of autograd. It grows during the run. Their own log-probabilities take
-            the plain values, so that only what the programs compute from a value has a gradient to it.
-
-    Returns:
-        The trace of the model, the trace of the guide, and the sources heard at each site (:data:`Heard`).
-    """
+    """Traces the guide, and the model replayed against it, with log-probabilities."""
     messenger = poutine.unwrap(guide)
     if isinstance(messenger, Messenger):
         guide(*args, **kwargs)

@@ -44,14 +44,6 @@ class StructureCache:
     An untracked run with a new key gets the dense graph once. Then runs are tracked until 2 in a row bring nothing
     new. After the next untracked run with a new key, 4 in a row are needed, and so on up to 64. So if new keys come
     often, as with names of subsampled data points, every run is tracked, and no run is dense for long.
-
-    Args:
-        mode: ``"auto"``: track until the structure proves static, then reuse the graph and track again now and then;
-            a program that lets a sampled value leave torch stays tracked. ``"dynamic"``: always track. ``"dense"``:
-            every earlier site is an ancestor. ``"static"``: track once, and raise if a later tracked run contradicts.
-
-    Raises:
-        OptionError: If the mode is unknown.
     """
 
     def __init__(self, mode: str) -> None:
@@ -170,18 +162,7 @@ class StructureCache:
         return self.mode == "dense" and traced.reads is None and traced.key not in self.graphs
 
     def graph(self, traced: TracedRun, learn: bool = True) -> StochasticComputationGraph:
-        """Returns the graph of a run.
-
-        Args:
-            traced: The run, tracked or not.
-            learn: Whether the cache may change.
-
-        Returns:
-            The graph of the run; the dense graph if its structure is unknown.
-
-        Raises:
-            StructureChangedError: In mode ``"static"``, if the run contradicts earlier runs.
-        """
+        """Returns the graph of a run."""
         if traced.reads is not None:
             return self._tracked(traced, traced.reads, learn)
         graph = self.graphs.get(traced.key)
@@ -245,11 +226,7 @@ class StructureCache:
         return self.graphs[traced.key]
 
     def settle_order(self, fits: bool) -> None:
-        """Settles whether steps of a program that values steer go in program order; once refused, they never do.
-
-        Args:
-            fits: Whether the runs of the present step could be served in program order.
-        """
+        """Settles whether steps of a program that values steer go in program order; once refused, they never do."""
         self.needs_graphs |= not fits
         if not self.escapes or self.mode != "auto" or self.in_order is not self.needs_graphs:
             return

@@ -15,15 +15,7 @@ from pyro_bpq.rollout.features import finite_components
 
 
 class Substitute(Messenger):
-    """Sets the values of named latent sites; all other sites are drawn as usual.
-
-    Args:
-        values: Value of each site, by name; also the indices of subsampled plates.
-        relaxed: Sites whose values may lie between the values of their support. ``log q`` and ``log p`` of a one-hot
-            site are then linear in the value. torch instead rounds to the nearest vertex: jumps and no slope.
-        means: Sites that take the mean of their distribution in the guide, with its gradient: a mean-field pass.
-            Bernoulli, one-hot and reparameterised sites have such a mean; others are drawn as usual.
-    """
+    """Sets the values of named latent sites; all other sites are drawn as usual."""
 
     def __init__(
         self,

@@ -132,22 +132,7 @@ def record_run(
     subsamples: Mapping[str, Any],
     rng: tuple[Tensor, Tensor],
 ) -> TracedRun:
-    """What a run did, from its traces, without what only the handlers of the run know.
-
-    Args:
-        model_trace: The model's trace, with log-probabilities.
-        guide_trace: The guide's trace, with log-probabilities.
-        guide_sites: Sites of the guide, those included that its trace leaves out.
-        reads: As in :class:`TracedRun`.
-        escaped: Sites whose values have left torch.
-        particles: Number of particles in all runs of the step.
-        subsamples: As in :class:`TracedRun`.
-        rng: As in :class:`TracedRun`.
-
-    Raises:
-        SiteNotFoundError: If the model has a latent site that the guide lacks.
-        OptionError: If guide and model have a cost of the same name.
-    """
+    """What a run did, from its traces, without what only the handlers of the run know."""
     sizes: dict[Plate, int] = {}
     options, infos, sites, costs = {}, {}, {}, {}
     user: dict[str, CostOptions] = {}

@@ -70,22 +70,7 @@ def trace_run(
     kwargs: dict[str, Any],
     options: TraceOptions,
 ) -> TracedRun:
-    """Runs the guide, replays the model against it, and records both.
-
-    Args:
-        model: The model.
-        guide: The guide.
-        args: Arguments of both.
-        kwargs: Keyword arguments of both.
-        options: How they are run, and what is recorded.
-
-    Returns:
-        The traced run.
-
-    Raises:
-        SiteNotFoundError: If the model has a latent site that the guide lacks.
-        PlateError: If shapes do not fit plates, or if shapes of guide and model differ.
-    """
+    """Runs the guide, replays the model against it, and records both."""
     track, only_costs, rows, nesting = options.track, options.only_costs, options.rows, options.max_plate_nesting
     components, step, number = options.components and not only_costs, options.step, options.num_particles
     tracker = DependencyTracker() if track else None

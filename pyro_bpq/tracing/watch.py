@@ -43,17 +43,6 @@ class Watch(Messenger):
     """Records which values have left torch at each sample statement, and gives programs tracked values.
 
     It must be the outermost handler, so that the traces record the tracked values.
-
-    Args:
-        tracker: The tracker, or ``None``.
-        choose: Returns the estimator of a site.
-        particles: Number of particles of the step.
-        attach: Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
-        noise: Makes the generator that such estimators draw from.
-        step: Number of steps taken, for estimators with a schedule.
-        elements: Follows the components of sites, or ``None``.
-        sloped: Sites that need the slope of the costs in their value. The value becomes an autograd leaf of the costs.
-        work: Counts what the programs compute, or ``None``.
     """
 
     def __init__(
@@ -302,13 +291,7 @@ def samples(trace: Any) -> dict[str, Any]:
 
 
 def site_info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
-    """Collects the facts about a site that need no tensors.
-
-    Args:
-        site: The site of a trace, or its message.
-        plates: Vectorised plates of the site.
-        particles: Number of particles.
-    """
+    """Collects the facts about a site that need no tensors."""
     fn = site["fn"]
     return SiteInfo(
         name=site["name"],

@@ -81,14 +81,7 @@ class WorkCounter:
         return Work(self._operators, self._flops, self._convolved, self._bytes)
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        """Counts a call of an operator.
-
-        Args:
-            func: The operator.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            result: What it returned.
-        """
+        """Counts a call of an operator."""
         self._operators += 1
         formula, is_view, drawn = _rule(func)
         if formula is not None:
@@ -101,11 +94,7 @@ class WorkCounter:
 
 
 class WorkMode(TorchDispatchMode):
-    """Counts all operators that run inside ``with WorkMode() as mode:``, those of backward passes included.
-
-    Attributes:
-        counter: The counter.
-    """
+    """Counts all operators that run inside ``with WorkMode() as mode:``, those of backward passes included."""
 
     supports_higher_order_operators = True
 
