@@ -37,7 +37,7 @@ from pyro_bpq.batching import layout
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.rollout import sums
-from pyro_bpq.targets.rules import network_rules
+from pyro_bpq.targets.lambda_return import network_rules
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
 ATOL = 1e-10

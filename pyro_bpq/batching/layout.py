@@ -17,13 +17,12 @@ from pyro_bpq.batching.classes import ContextPlan, CostClass, CrossedCosts, QGro
 from pyro_bpq.batching.kinds import Relation
 from pyro_bpq.critics.attention import MemberCritic
 from pyro_bpq.graph.bitsets import highest, ones
-from pyro_bpq.graph.crossings import Crossings
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
-from pyro_bpq.graph.relations import Relations, after
+from pyro_bpq.graph.relations import Crossings, Relations, after
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums, subset_sums
-from pyro_bpq.targets.rules import Rules, network_rules
+from pyro_bpq.targets.lambda_return import Rules, network_rules
 
 # Number of features that encode the index of a site in a family with a shared critic.
 INDEX_FEATURES = 2

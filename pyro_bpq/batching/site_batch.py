@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import SiteClass
 from pyro_bpq.errors import PlateError, UnsupportedSiteError
-from pyro_bpq.rollout.features import Components, batch_of, element_log_prob, encode_real
-from pyro_bpq.rollout.moments import Standardised, standardise
+from pyro_bpq.rollout.features import Components, Standardised, batch_of, element_log_prob, encode_real, standardise
 from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import Unrecordable
-from pyro_bpq.tracing.draws import Draws
+from pyro_bpq.tracing.sandbox import Draws
 
 
 class Marked(Protocol):

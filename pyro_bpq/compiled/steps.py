@@ -32,7 +32,7 @@ from pyro_bpq.compiled.updates import Updates, numbers_of
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import BPQWarning, Unrecordable
 from pyro_bpq.rollout.schedule import scheduled
-from pyro_bpq.tracing.draws import Draws
+from pyro_bpq.tracing.sandbox import Draws
 
 LOG = logging.getLogger("pyro_bpq")
 # Number of eager steps of a kind before it is recorded.

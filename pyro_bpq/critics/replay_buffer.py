@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.off_policy import OffPolicyPlan
+from pyro_bpq.graph.replay_plan import OffPolicyPlan
 
 _COPARENTS = ("redrawn", "expected", "stored")
 _COSTS = ("called", "stored")
@@ -39,7 +39,7 @@ class Replay:
     Each rollout of a batch runs guide and model once more (twice if immediate costs are evaluated at all values).
     With ``costs="called"`` these runs evaluate the costs again: replay then saves steps, but no evaluations. With
     ``costs="stored"`` the functions of :func:`~pyro_bpq.cost` statements are not called again, see
-    :mod:`pyro_bpq.graph.off_policy`. If sampled values steer the program, an update keeps all sites before ``X`` and
+    :mod:`pyro_bpq.graph.replay_plan`. If sampled values steer the program, an update keeps all sites before ``X`` and
     redraws all later sites, which may differ from the stored ones.
 
     Args:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.rollout.distributed import Ranks, joint_mean
-from pyro_bpq.rollout.features import Components
-from pyro_bpq.rollout.moments import Standardised
+from pyro_bpq.rollout.features import Components, Standardised
 
 # The entry in ``needs`` of an estimator that reads ``log_probs`` or ``index``.
 TABLE = "table"

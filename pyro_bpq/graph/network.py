@@ -17,7 +17,7 @@ References:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import zip_longest
@@ -365,3 +365,24 @@ def _abbreviated(sources: Sequence[str]) -> str:
 def _check_option(option: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise OptionError(f"{option}={value!r} is unknown; use one of {list(allowed)}.")
+
+
+def sequence_network(graph: StochasticComputationGraph, immediate: Mapping[str, tuple[str, ...]]) -> BackpropQNetwork:
+    r"""Builds the network with ``Q_t = immediate + Σ_{f last reads X_t} f + Q_{t+1}``."""
+    settled: dict[str, list[str]] = {node.name: [] for node in graph.nodes}
+    for cost in graph.costs:
+        last = graph.last_variable(cost.name)
+        if last is not None:
+            settled[last].append(cost.name)
+    names = [node.name for node in graph.nodes]
+    nodes: list[QNode] = []
+    sources = 0
+    for t in reversed(range(len(names))):
+        name, exact = names[t], immediate.get(names[t], ())
+        roots = tuple(cost for cost in settled[name] if cost not in exact)
+        averages = tuple(Average((child,)) for child in (*roots, *names[t + 1 : t + 2]))
+        sources |= graph.cost_bits_of((*exact, *roots))
+        scope = graph.node_names((1 << t + 1) - 1)
+        nodes.append(QNode(name, name, scope, graph.cost_names(sources), tuple(exact), averages))
+    every = frozenset(cost for exact in immediate.values() for cost in exact)
+    return BackpropQNetwork(graph, tuple(nodes), "single", "history", every, discounted=True)

@@ -15,7 +15,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from pyro_bpq.graph.network import BackpropQNetwork
@@ -119,3 +119,52 @@ def _outside(graph: StochasticComputationGraph, names: Iterable[str], scope: set
 
 def _ordered(graph: StochasticComputationGraph, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=graph.index.__getitem__))
+
+
+@dataclass(frozen=True)
+class OffPolicyPlan:
+    """The Q-nodes, by name, that can learn from rollouts with stored costs.
+
+    Args:
+        held: Q-nodes whose lambda-return is correct if all sites have their stored values.
+        redrawn: Other Q-nodes whose one-step target is correct if all sites that are not known at their site are
+            redrawn. Q-nodes in neither set learn from new rollouts only.
+    """
+
+    held: frozenset[str]
+    redrawn: frozenset[str]
+
+
+def off_policy_plan(
+    network: BackpropQNetwork,
+    expected: Collection[str],
+    tabled: Mapping[str, Collection[str]],
+    stored: Collection[str],
+) -> OffPolicyPlan:
+    """Plans the use of rollouts with stored costs.
+
+    References:
+        | Q(λ) with off-policy corrections (Harutyunyan et al., 2016), Sec. 4
+    """
+    graph, held, redrawn = network.graph, set[str](), set[str]()
+    kept = set(stored)
+    # Children come before the Q-nodes whose rules read them.
+    for node in network.learned:
+        known = set(graph.node_names(graph.known_bits(graph.index[node.site], network.form)))
+        all_held = all_redrawn = True
+        for child in network.children(node.name):
+            if child in graph.cost_index:
+                is_known = set(graph.parents(child)) <= known
+                all_held &= is_known
+                all_redrawn &= is_known or child not in kept
+                continue
+            below = network.q_node(child)
+            missing = set(below.immediate) - set(tabled.get(below.site, ()))
+            is_expected = below.is_learned and below.site in expected and not missing
+            all_held &= is_expected and child in held and set(graph.parents(below.site)) <= known
+            all_redrawn &= not missing & kept
+        if all_held:
+            held.add(node.name)
+        elif all_redrawn:
+            redrawn.add(node.name)
+    return OffPolicyPlan(frozenset(held), frozenset(redrawn))

@@ -11,7 +11,7 @@ import torch
 
 from pyro_bpq.objectives.staged import Observation
 from pyro_bpq.reruns.apart import Program
-from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.tracing.traced_run import TracedRun
 
 

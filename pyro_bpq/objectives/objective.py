@@ -23,7 +23,7 @@ from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.objectives.turn import Turn
 from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
-from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.surrogate import Learning, Step

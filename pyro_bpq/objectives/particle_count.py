@@ -28,10 +28,9 @@ from pyro_bpq.objectives.staged import Observation, Transient
 from pyro_bpq.plan.particles import num_drawn_steps
 from pyro_bpq.reruns.apart import Comparison, Program, Together, keeps_apart
 from pyro_bpq.reruns.row_runs import is_due
-from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.snapshots import restore, snapshot
-from pyro_bpq.tracing.draws import Draws
-from pyro_bpq.tracing.sandbox import LentBuffers, Sandbox
+from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Sandbox
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")

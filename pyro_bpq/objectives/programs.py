@@ -10,7 +10,7 @@ import pyro
 from pyro.poutine.messenger import Messenger
 
 from pyro_bpq.reruns.apart import Program
-from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.tracing.watch import PARTICLES
 
 

@@ -29,19 +29,16 @@ from pyro_bpq.reruns.enumeration import enumerated_programs
 from pyro_bpq.reruns.flipped_costs import flipped_costs
 from pyro_bpq.reruns.held_costs import HeldRun, is_refused
 from pyro_bpq.reruns.row_runs import RowRuns
-from pyro_bpq.rollout.particles import Particles
-from pyro_bpq.rollout.runs import Rollout
+from pyro_bpq.rollout.runs import Particles, Rollout
 from pyro_bpq.step.exact_sum import exact_sum
 from pyro_bpq.step.program_order import RunInOrder, in_order
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.tracing.all_values import AllValues
 from pyro_bpq.tracing.described import left_torch
-from pyro_bpq.tracing.draws import Draws
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plate_errors import check_declared
-from pyro_bpq.tracing.sandbox import Sandbox, UngraphedBuffers
+from pyro_bpq.tracing.sandbox import Draws, Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
-from pyro_bpq.tracing.substitute import Substitute
+from pyro_bpq.tracing.substitute import AllValues, Substitute
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import TraceOptions, trace_run
 from pyro_bpq.tracing.watch import samples

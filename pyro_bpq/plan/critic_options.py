@@ -9,8 +9,7 @@ from pyro_bpq.critics.nets import Critic, MLPCritic, TabularCritic
 from pyro_bpq.critics.value_critic import ValueCritic
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import Estimator
-from pyro_bpq.rollout.features import Components
-from pyro_bpq.rollout.moments import has_moments
+from pyro_bpq.rollout.features import Components, has_moments
 
 
 def default_critic(critic: Critic, fn: Any, components: Components | None, estimator: Estimator) -> Critic | None:

@@ -19,10 +19,9 @@ from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, SecondRun
 from pyro_bpq.estimators.base import SiteInfo
-from pyro_bpq.graph.crossings import crossings
-from pyro_bpq.graph.network import BackpropQNetwork, Reduction
+from pyro_bpq.graph.network import BackpropQNetwork, Reduction, sequence_network
+from pyro_bpq.graph.relations import crossings
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
-from pyro_bpq.graph.sequence import sequence_network
 from pyro_bpq.plan.critic_options import checked_critic, default_critic
 from pyro_bpq.plan.crossable import crossable
 from pyro_bpq.plan.extra_run import ExtraRun, immediate_of, is_complete, known_costs, plan_extra_run
@@ -182,7 +181,7 @@ class Planner:
         What corrects a site's gradient must not depend on its value. Where sampled values may steer the
         program, the structure after a site does: then there is no extra run of the model, only those costs are
         tabled that follow from what was known before the site, and critics form a sequence
-        (:func:`~pyro_bpq.graph.sequence.sequence_network`), whatever the reduction.
+        (:func:`~pyro_bpq.graph.network.sequence_network`), whatever the reduction.
 
         Args:
             traced: A run of that structure.

@@ -14,8 +14,7 @@ from torch import Tensor
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.rollout.runs import sum_to_plates
-from pyro_bpq.targets.lambda_return import check_discount, lambda_return
-from pyro_bpq.targets.rules import solve_rules
+from pyro_bpq.targets.lambda_return import check_discount, lambda_return, solve_rules
 
 
 def lambda_returns(

@@ -21,7 +21,7 @@ from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, initial_statistics
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.rollout.distributed import average_writes as average_over_ranks
-from pyro_bpq.rollout.moments import Standardised
+from pyro_bpq.rollout.features import Standardised
 from pyro_bpq.step.first_order import first_order_loss
 from pyro_bpq.step.regression import CriticRows, regression
 from pyro_bpq.step.signals import Signals

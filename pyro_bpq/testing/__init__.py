@@ -26,8 +26,14 @@ from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.contract import check_estimator
 from pyro_bpq.testing.distributions import TwoPoint
 from pyro_bpq.testing.exact import exact_gradient, exact_loss
-from pyro_bpq.testing.expected import Moments, assert_unbiased, expected_gradient, expected_moments
-from pyro_bpq.testing.statistics import sample_gradients, z_scores
+from pyro_bpq.testing.expected import (
+    Moments,
+    assert_unbiased,
+    expected_gradient,
+    expected_moments,
+    sample_gradients,
+    z_scores,
+)
 from pyro_bpq.testing.tables import TabularProgram
 
 __all__ = [

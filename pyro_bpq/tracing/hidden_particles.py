@@ -25,9 +25,8 @@ from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.tracing.sandbox import LentBuffers
-from pyro_bpq.tracing.scoring import importance_traces
 from pyro_bpq.tracing.traced_run import TracedRun, record_run
-from pyro_bpq.tracing.tracer import TraceOptions
+from pyro_bpq.tracing.tracer import TraceOptions, importance_traces
 from pyro_bpq.tracing.watch import Watch, samples
 
 # Type of the message that tells handlers that draw in place of the generator which particle a value is for.

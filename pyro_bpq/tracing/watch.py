@@ -20,9 +20,8 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.config import SiteOptions, site_options
-from pyro_bpq.tracing.contained import ContainedCalls
 from pyro_bpq.tracing.cost_statement import Given, cost_options
-from pyro_bpq.tracing.provenance import DependencyTracker
+from pyro_bpq.tracing.provenance import ContainedCalls, DependencyTracker
 from pyro_bpq.tracing.work import Work, WorkMode
 
 # Returns the estimator of a site.

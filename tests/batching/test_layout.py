@@ -15,9 +15,8 @@ from pyro_bpq.batching.kinds import Relation
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.nets import MLPCritic
 from pyro_bpq.estimators import AllAction, Pathwise
-from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.network import BackpropQNetwork, sequence_network
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
-from pyro_bpq.graph.sequence import sequence_network
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums
 

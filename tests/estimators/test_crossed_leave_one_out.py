@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_bpq import LeaveOneOut, ScoreFunction, StochasticComputationGraph, TraceBackpropQ_ELBO
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import CrossedLeaveOneOut, Estimator
-from pyro_bpq.graph.crossings import Crossings, crossings
+from pyro_bpq.graph.relations import Crossings, crossings
 from pyro_bpq.step.crossed_signal import of_class
 from pyro_bpq.testing import exact_gradient, expected_moments, sample_gradients
 

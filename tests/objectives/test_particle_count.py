@@ -15,7 +15,7 @@ from pyro_bpq.objectives import particle_count as module
 from pyro_bpq.objectives.mode import Mode
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.staged import Observation
-from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.rollout.runs import Particles
 
 
 def model() -> None:

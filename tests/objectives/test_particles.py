@@ -19,7 +19,7 @@ from pyro_bpq import CriticLearner, FlipCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.objectives.programs import is_same_program
 from pyro_bpq.plan.rules import ELEMENTS, MANY_SITES, MOST_PARTICLES
-from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.rollout.runs import Particles
 
 ROWS = 12
 

@@ -14,7 +14,7 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.objectives.mode import Mode, NoiseSource
 from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.plan.planner import Planner
-from pyro_bpq.rollout.particles import Particles
+from pyro_bpq.rollout.runs import Particles
 
 ROWS = 3
 

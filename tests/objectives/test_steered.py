@@ -17,7 +17,7 @@ from steps import trained
 from pyro_bpq import BackpropQNetwork, StochasticComputationGraph, TraceBackpropQ_ELBO, config_bpq
 from pyro_bpq.critics.block import average_writes
 from pyro_bpq.errors import UnsupportedProgramError
-from pyro_bpq.graph.sequence import sequence_network
+from pyro_bpq.graph.network import sequence_network
 from pyro_bpq.step.critic_inputs import index_features
 from pyro_bpq.testing import exact_gradient, expected_moments
 

@@ -30,7 +30,7 @@ from pyro_bpq import (
     cost,
 )
 from pyro_bpq.graph.network import BackpropQNetwork
-from pyro_bpq.graph.off_policy import OffPolicyPlan, off_policy_plan
+from pyro_bpq.graph.replay_plan import OffPolicyPlan, off_policy_plan
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.step.surrogate import Learning, critic_targets
 from pyro_bpq.tracing.cost_statement import GiveCosts, given_costs

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lattice import POINTS, Lattice
 
-from pyro_bpq.rollout.moments import has_moments, standardise
+from pyro_bpq.rollout.features import has_moments, standardise
 
 LOGITS = torch.tensor([[0.3, -0.5, 0.9], [1.2, 0.1, -0.4]], dtype=torch.float64)
 

@@ -12,8 +12,7 @@ from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.rollout import sums
 from pyro_bpq.rollout.sums import Sums, subset_sums, weighted_sums
-from pyro_bpq.targets.lambda_return import lambda_return_solve
-from pyro_bpq.targets.rules import network_rules, solve_rules
+from pyro_bpq.targets.lambda_return import lambda_return_solve, network_rules, solve_rules
 
 LIKE = torch.zeros((), dtype=torch.float64)
 SIZE = 120

@@ -20,7 +20,7 @@ from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.graph import scg
 from pyro_bpq.graph.bitsets import Names
 from pyro_bpq.rollout import sums
-from pyro_bpq.tracing import program_graph
+from pyro_bpq.tracing import structure_cache as program_graph
 from pyro_bpq.tracing import structure_cache as structure
 from pyro_bpq.tracing.traced_run import TracedRun
 

@@ -124,7 +124,7 @@ def test_leave_one_out(vectorised: bool) -> None:
 
 
 def test_unseen_it_is_a_bias_that_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.tracing.plate_rows.PlateRows.meeting", lambda *_: {})
+    monkeypatch.setattr("pyro_bpq.tracing.component_costs.PlateRows.meeting", lambda *_: {})
     model, guide = program(MIXING["roll"], "model")
     with pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(train(model, guide, estimator=ScoreFunction()), model, guide)

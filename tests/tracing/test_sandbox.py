@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_bpq.tracing.sandbox import BufferedModules, LentBuffers, Sandbox
+from pyro_bpq.tracing.sandbox import BufferedModules, Draws, LentBuffers, Sandbox
 
 
 def batch_norm() -> nn.BatchNorm1d:
@@ -52,3 +52,14 @@ def test_modules_with_buffers_are_noted_once_called() -> None:
         assert not seen
         batch_norm()(torch.ones(5, 2))
         assert seen
+
+
+def test_draws_since_the_mark_are_repeated() -> None:
+    torch.rand(3)
+    draws = Draws()
+    first = torch.rand(4)
+    draws.again()
+    assert torch.equal(torch.rand(4), first)
+    after = torch.rand(1)
+    draws.again()
+    assert not torch.equal(torch.rand(1), after)
