@@ -74,7 +74,7 @@ class Layout:
         self.place = {n: (c, i) for c, cls in enumerate(self.classes) for i, n in enumerate(cls.names)}
         self._positions = tuple(tuple(graph.index[name] for name in cls.names) for cls in self.classes)
         self._masks = tuple(sum(1 << i for i in positions) for positions in self._positions)
-        self._sums: dict[tuple[Relation | None, int, int, torch.dtype, torch.device], Sums | None] = {}
+        self._sums: dict[tuple[Any, ...], Sums | None] = {}
         self._split: dict[int, bool] = {}
         self._rules: dict[tuple[torch.dtype, torch.device], Rules] = {}
         self.waves: list[Any] = []
@@ -237,13 +237,12 @@ class Layout:
         """The scope of a Q-node without the Q-node's site, as bits."""
         return self.graph.bits_of(node.scope) & ~(1 << self.graph.index[node.site])
 
-    def membership(self, group: QGroup, nodes: Sequence[QNode], like: Tensor) -> Sums | None:
+    def membership(self, group: QGroup, like: Tensor) -> Sums | None:
         """The 0-1 matrix (sites × Q-nodes) of a group's class; ``None`` if it is the identity."""
-        sites = [self.place[node.site][1] for node in nodes]
-        size = len(self.classes[group.c].names)
-        if sites == list(range(size)):
+        sites, size = group.sites, len(self.classes[group.c].names)
+        if sites == tuple(range(size)):
             return None
-        key = (None, group.c, hash(tuple(sites)), like.dtype, like.device)
+        key = (group.c, sites, like.dtype, like.device)
         if key not in self._sums:
             own = [0] * size
             for k, i in enumerate(sites):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.step import critic_at_value, moved_value
 from pyro_bpq.step.critic_inputs import NEEDS_LEAF
+from pyro_bpq.step.signal_table import moved_value, q_slope, q_value
 from pyro_bpq.step.signals import Signals
 
 
@@ -62,8 +62,8 @@ def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0, gam
 def _continuous(signals: Signals, c: int) -> Tensor:
     """The term of sites without finite components."""
     if NEEDS_LEAF in signals.layout.classes[c].spec.estimator.needs:
-        return (critic_at_value.slope_of_class(signals, c) * moved_value.of_class(signals, c)).sum()
-    advantage = critic_at_value.value_of_class(signals, c) - signals.learned[c].level
+        return (q_slope(signals, c) * moved_value(signals, c)).sum()
+    advantage = q_value(signals, c) - signals.learned[c].level
     return (advantage * signals.batches[c].score).sum()
 
 

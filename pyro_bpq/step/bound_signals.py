@@ -1,4 +1,7 @@
-r"""The tensors of a multi-sample bound: its surrogate, what the sites of each sample see, and what critics see."""
+"""The tensors of a multi-sample bound: its surrogate, the signals of its samples, and the features of its critics.
+
+Log-weights ``log_w`` have the shape ``(outer, K, rows)``, in nats.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,17 @@ import torch
 from torch import Tensor
 
 MEANS = ("geometric", "arithmetic", None)
-# Log-weights below this, in nats, look alike to critics.
+# Critics see smaller log-weights, in nats, as this number.
 _LOWEST = -1e4
 
 
 def multi_sample_bound(log_w: Tensor, score: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Minus the bound, and what has its gradient in expectation.
+    """Minus the bound, detached, and its surrogate, both summed over outer samples and rows.
 
     Args:
-        log_w: Log-weights ``(outer, K, rows)`` in nats, with gradient.
-        score: ``log q`` of the sites that are not reparameterised, same shape, with gradient.
-        signal: What they see, same shape, detached, see :func:`leave_one_out_signal`.
-
-    Returns:
-        The sum over outer samples and rows, detached, and the surrogate, a scalar.
+        log_w: Log-weights, with gradient.
+        score: ``log q`` of the sites that are not reparameterised, of the shape of ``log_w``, with gradient.
+        signal: Signal of each sample, of the same shape, detached, see :func:`leave_one_out_signal`.
     """
     bound = _bound(log_w)
     return -bound.detach().sum(), -(signal * score).sum() - bound.sum()
@@ -29,15 +29,7 @@ def multi_sample_bound(log_w: Tensor, score: Tensor, signal: Tensor) -> tuple[Te
 
 @torch.no_grad()
 def leave_one_out_signal(log_w: Tensor, baseline: str | None) -> Tensor:
-    """What the sites of each sample see: ``L̂ - L̂_-k``, or ``L̂`` alone.
-
-    Args:
-        log_w: Log-weights ``(outer, K, rows)`` in nats.
-        baseline: ``"geometric"``, ``"arithmetic"`` or ``None``.
-
-    Returns:
-        Signals of the same shape, detached.
-    """
+    """Signal of each sample, of the shape of ``log_w``: ``L̂ - L̂_-k`` with a baseline of :data:`MEANS`, else ``L̂``."""
     signal = _bound(log_w).unsqueeze(1).expand_as(log_w)
     return signal if baseline is None or log_w.shape[1] == 1 else signal - _without_each(log_w, baseline)
 
@@ -56,7 +48,7 @@ def _without_each(log_w: Tensor, baseline: str) -> Tensor:
 
 
 def _means_of_others(log_w: Tensor) -> tuple[Tensor, Tensor]:
-    """For every sample the logarithms of the arithmetic and the geometric mean of the others' weights."""
+    """Logarithms of the arithmetic and the geometric mean of the other samples' weights, for each sample."""
     number = log_w.shape[1]
     own = torch.eye(number, dtype=torch.bool, device=log_w.device).unsqueeze(-1)
     # (outer, k, samples, rows)
@@ -67,16 +59,7 @@ def _means_of_others(log_w: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def features_of_others(log_w: Tensor) -> Tensor:
-    """What critics see of the other samples: with it a signal follows from the sample's own weight.
-
-    Args:
-        log_w: Log-weights ``(outer, K, rows)`` in nats.
-
-    Returns:
-        Logarithms of the arithmetic and the geometric mean of the others' weights, ``(outer, K, rows, 2)``, detached;
-        no features for ``K = 1``.
-    """
+    """The logarithms of both means of the others' weights, ``(outer, K, rows, 2)``; no features for ``K = 1``."""
     if log_w.shape[1] == 1:
         return log_w.new_zeros(*log_w.shape, 0)
-    # A sample that cannot occur has weight zero.
     return torch.stack(_means_of_others(log_w), -1).clamp(min=_LOWEST)

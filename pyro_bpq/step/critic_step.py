@@ -1,4 +1,4 @@
-r"""Evaluates the critics of a step, in one call for like-shaped sites."""
+"""Evaluates the critics of a step, in one call for like-shaped sites."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue
 from pyro_bpq.critics.nets import Critic, CriticShape
 from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.errors import CriticShapeError, OptionError
-from pyro_bpq.rollout.sums import Sums
 from pyro_bpq.step.critic_inputs import cells_of, context_of, members_of, site_value, standardised
 from pyro_bpq.step.regression import CriticRows
 
 
 class Learned(NamedTuple):
-    """What critics say of the sites of a class, in nats, detached.
+    """The critics' outputs for the sites of a class, in nats, detached.
 
     Args:
-        level: ``V`` of a dueling critic, ``E[Q]`` of one that reads the value as a whole; ``(G, M, plates)``.
-        table: Its table ``(G, M, plates, D, K)``, or ``None``.
-        own: Residual ``(G, M, plates)`` of a critic that reads the value as a whole, or ``None``.
-        variate: Its control variate for earlier sites, of the same shape.
+        level: ``V`` of a dueling critic, ``E[Q]`` of a joint critic; ``(G, M, plates)``.
+        table: Table ``(G, M, plates, D, K)`` of the critic, or ``None``.
+        own: Residual ``(G, M, plates)`` of a joint critic, or ``None``.
+        variate: Control variate of a joint critic for earlier sites, ``(G, M, plates)``, or ``None``.
     """
 
     level: Tensor
@@ -54,13 +53,13 @@ class CriticBatch:
         group: The Q-nodes.
         kind: Kind of their rows in the bank.
         keys: Key of each row.
-        selection: Their rows.
+        selection: Their rows in the bank.
         level: ``V`` in nats, ``(Q, M, plates)``, with the critics' gradient.
         advantage: ``A`` in nats, ``(Q, M, plates, D, K)``, with the critics' gradient, or ``None``.
-        unit: Scale of the sites (subsampling), which targets are divided by.
+        unit: Scale of the sites (subsampling); targets are divided by it.
         writes: New running moments of the context features.
-        joint: What a critic that reads the value as a whole says of it, in nats: ``level`` and ``advantage``
-            then are ``E[Q]`` and the table of its all-action term, without gradient.
+        joint: Values of joint critics. ``level`` and ``advantage`` are then ``E[Q]`` and the table of the all-action
+            term, without gradient.
     """
 
     group: QGroup
@@ -72,17 +71,6 @@ class CriticBatch:
     unit: Tensor
     writes: tuple[Write, ...] = ()
     joint: JointValue | None = None
-
-    def per_site(self, member: Sums | None) -> Learned:
-        """Sums over the Q-nodes of each site, with the matrix (sites × Q-nodes) or one node each."""
-
-        def total(part: Tensor) -> Tensor:
-            return part.detach() if member is None else member @ part.detach()
-
-        table = None if self.advantage is None else total(self.advantage)
-        if self.joint is None:
-            return Learned(total(self.level), table)
-        return Learned(total(self.level), table, total(self.joint.own), total(self.joint.variate))
 
     def rows(self) -> CriticRows:
         """All of them."""
@@ -97,15 +85,14 @@ class CriticBatch:
 
 @dataclass(frozen=True)
 class JointValue:
-    """A joint critic's values.
+    """Values of joint critics in nats, ``(Q, M, plates)``.
 
     Args:
-        value: ``Q(x)``, ``(Q, M, plates)``, with the critics' gradient.
-        mean: Its expectation, or what stands for it, of the same shape, detached.
-        own: Residual that goes with the table, of the same shape, detached.
-        variate: What corrects earlier sites, of mean zero, of the same shape, detached.
-        leaf: The sampled values ``(Q, N, D)``, rows flattened, that ``value`` has a gradient to; ``None`` if no
-            estimator asks for that gradient.
+        value: ``Q(x)``, with the critics' gradient.
+        mean: ``E[Q]`` or an estimate of it, detached.
+        own: Residual that belongs to the table, detached.
+        variate: Control variate of mean zero for earlier sites, detached.
+        leaf: The sampled values ``(Q, N, D)`` that ``value`` has a gradient to; ``None`` if no estimator asks for it.
     """
 
     value: Tensor
@@ -118,22 +105,11 @@ class JointValue:
 def evaluate_critics(
     layout: Layout, group: QGroup, batches: Sequence[SiteBatch], bank: CriticBank, build: bool, slow: bool = False
 ) -> CriticBatch | None:
-    """Evaluates the critics of a group in one batched call.
-
-    Args:
-        layout: The layout.
-        group: The Q-nodes.
-        batches: Stacked tensors of all classes.
-        bank: Holds the critics.
-        build: Whether missing critics may be built.
-        slow: Whether to evaluate their slow copies instead.
-
-    Returns:
-        The evaluated critics; ``None`` if there are none yet and they may not be built.
-    """
+    """Evaluates the critics of a group, or their ``slow`` copies; ``None`` if some are missing and not built."""
     batch = batches[group.c]
     spec = batch.cls.spec
     components, cardinality = spec.parts
+    reads_members = isinstance(spec.critic, MemberCritic)
     shape = CriticShape(
         sites=len(group.nodes),
         features=layout.num_features(group),
@@ -141,14 +117,13 @@ def evaluate_critics(
         cardinality=cardinality,
         cells=layout.cells(group) if spec.critic is not None and spec.critic.uses_cells else 0,
         context=spec.context,
+        members=tuple(batches[plan.source].cls.width for plan in group.contexts) if reads_members else (),
     )
-    reads_members = isinstance(spec.critic, MemberCritic)
-    if reads_members:
-        shape = replace(shape, members=tuple(batches[plan.source].cls.width for plan in group.contexts))
-    kind, keys = _kind(spec.critic, shape), _keys(group, spec.share)
+    kind, share = _kind(spec.critic, shape), spec.share
+    keys = tuple(node.name if share is None else share + node.name[len(node.site) :] for node in group.nodes)
     selection = bank.select(kind, keys, _builder(spec.critic, shape, bank, batch.like) if build else None)
     if selection is None and layout.is_steered:
-        # Which other sites are missing must not matter to a site: they come with its value.
+        # A site must not notice which other sites are missing, because that follows from sampled values.
         known = [i for i, key in enumerate(keys) if bank.select(kind, (key,), None) is not None]
         group, keys = group.take(known), tuple(keys[i] for i in known)
         selection = bank.select(kind, keys, None) if known else None
@@ -160,11 +135,7 @@ def evaluate_critics(
     if isinstance(spec.critic, JointCritic):
         site, leaf, moved = site_value(group, batch, selection)
         packed = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, site, slow))
-        expected, table, unit, joint = _joint(layout, group, batch, selection, packed)
-        joint = replace(joint, leaf=leaf)
-        if reads_value(spec.critic):
-            # E[Q] is not known. The value minus a variate of mean zero is right on average.
-            joint = replace(joint, mean=joint.value.detach() - joint.variate)
+        expected, table, unit, joint = _joint(group, batch, selection, packed, leaf)
         return CriticBatch(group, kind, keys, selection, expected, table, unit, (*writes, *moved), joint)
     more = members_of(group, batches) if reads_members else None
     output = selection.gather(lambda block, rows, at: _forward(block, rows, at, context, cells, more, slow))
@@ -174,29 +145,30 @@ def evaluate_critics(
             f"{tuple(output.shape)} instead of {(len(nodes), context.shape[1], shape.outputs)} "
             "(sites, rows, 1 + components * cardinality)."
         )
-    level, advantage, unit = _dueling(layout, group, batch, selection, output)
+    level, advantage, unit = _dueling(group, batch, selection, output)
     return CriticBatch(group, kind, keys, selection, level, advantage, unit, writes)
 
 
 def _joint(
-    layout: Layout, group: QGroup, batch: SiteBatch, selection: Selection, packed: Tensor
+    group: QGroup, batch: SiteBatch, selection: Selection, packed: Tensor, leaf: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, JointValue]:
-    """Expectation, table, unit of the sites and values of critics that read a value as a whole, in nats."""
-    unit, mean, spread, step = _units(layout, group, batch, selection)
+    """Expectation, table, unit of the sites, and values of joint critics, in nats."""
+    unit, mean, spread, step = _units(group, batch, selection)
     output = JointOutput.unpacked(packed, *batch.cls.spec.parts)
     level, value, centre, own, variate, table = (
         part.reshape(part.shape[0], *batch.batch_shape, *part.shape[2:]) for part in output
     )
     level, step = unit * (mean + spread * level), unit * step
     expected = (level + step * centre).detach()
-    joint = JointValue(level + step * value, expected, step * own, step * variate)
+    value, variate = level + step * value, step * variate
+    # A critic that reads the value does not know E[Q]. Its value minus a variate of mean zero is right on average.
+    mean = value.detach() - variate if reads_value(batch.cls.spec.critic) else expected
+    joint = JointValue(value, mean, step * own, variate, leaf)
     return expected, step[..., None, None] * table, unit, joint
 
 
-def _units(
-    layout: Layout, group: QGroup, batch: SiteBatch, selection: Selection
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scale of the sites, and mean and spreads of the targets in its unit."""
+def _units(group: QGroup, batch: SiteBatch, selection: Selection) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scale of the sites; mean, spread of the level and spread of the advantage of targets, in units of that scale."""
     unit = group.pick(batch.scale)
     lead = (-1, *(1,) * len(batch.batch_shape))
     names = ("mean", "spread_level", "spread_advantage")
@@ -205,19 +177,15 @@ def _units(
 
 
 def _dueling(
-    layout: Layout, group: QGroup, batch: SiteBatch, selection: Selection, output: Tensor
+    group: QGroup, batch: SiteBatch, selection: Selection, output: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Level, advantage and unit of the sites, in nats."""
-    unit, mean, spread, step = _units(layout, group, batch, selection)
+    """Level and advantage in nats, and unit of the sites."""
+    unit, mean, spread, step = _units(group, batch, selection)
     level = unit * (mean + spread * output[..., 0].reshape(-1, *batch.batch_shape))
     if batch.cls.spec.components is None:
         return level, None, unit
     advantage = output[..., 1:].reshape(-1, *batch.batch_shape, *batch.cls.spec.parts)
     return level, (unit * step)[..., None, None] * advantage, unit
-
-
-def _keys(group: QGroup, share: str | None) -> tuple[str, ...]:
-    return tuple(node.name if share is None else share + node.name[len(node.site) :] for node in group.nodes)
 
 
 def _kind(critic: Critic | None, shape: CriticShape) -> str:
@@ -237,15 +205,14 @@ def _builder(
             module = critic.build(own, bank.generator(_kind(critic, shape), keys))
         except OptionError as error:
             raise OptionError(f"Sites {list(keys)}: {error}") from error
-        ones = torch.ones(len(keys))
-        buffers = {"mean": 0 * ones, "spread_level": ones.clone(), "spread_advantage": ones.clone()}
+        n = len(keys)
+        buffers = {"mean": torch.zeros(n), "spread_level": torch.ones(n), "spread_advantage": torch.ones(n)}
         if shape.features:
-            buffers["context_mean"] = torch.zeros(len(keys), shape.features)
-            buffers["context_square"] = torch.ones(len(keys), shape.features)
+            buffers |= {"context_mean": torch.zeros(n, shape.features), "context_square": torch.ones(n, shape.features)}
         if reads_value(critic):
-            buffers["value_mean"] = torch.zeros(len(keys), shape.components)
-            buffers["value_square"] = torch.ones(len(keys), shape.components)
-        buffers |= {"rows": ones.clone(), "count": 0 * ones}
+            moments = torch.zeros(n, shape.components), torch.ones(n, shape.components)
+            buffers |= {"value_mean": moments[0], "value_square": moments[1]}
+        buffers |= {"rows": torch.ones(n), "count": torch.zeros(n)}
         return Block(_kind(critic, shape), keys, module, buffers, repr(critic)).to(like.device, like.dtype)
 
     return make
@@ -262,7 +229,7 @@ def _forward(
 ) -> Tensor:
     critic, weights = (block.slow, block.slow_weights()) if slow else (block.critic, block.weights())
     assert critic is not None
-    # Critics have a type of their own, and so has what follows from the rollout.
+    # The critics' dtype may differ from the rollout's.
     dtype, own = context.dtype, next((w.dtype for w in weights.values() if w.is_floating_point()), context.dtype)
     if at is not None:
         context, cells = context[at], None if cells is None else cells[at]

@@ -3,9 +3,9 @@ r"""The loss of a program as a sum over all values of its sites, by messages alo
     m_X(x) = Σ_u m_U(u) q(x | u),        U the site that the law of X reads
     L = Σ_X Σ_{u,x} m_U(u) q(x | u) log q(x | u) - Σ_X Σ_{w,x} q(w, x) log p(x | w) + Σ_C Σ_u m_U(u) c_C(u)
 
-``m_X`` is the law of ``X``, ``w`` the value of the site that the model's law of ``X`` reads, and ``c_C`` is a cost of
-no latent site, such as that of an observation. The sum is exact, and so is its gradient, also that of the guide:
-nothing is drawn. Laws and costs are tables from one run, in whose row ``u`` every site has its value ``u``.
+``m_X`` is the law of ``X``. ``w`` is the value of the site that the model's law of ``X`` reads. ``c_C`` is a cost that
+belongs to no latent site, such as an observation. Nothing is drawn, so the sum and its gradient are exact. Laws and
+costs are tables from one run, in whose row ``u`` every site has its value ``u``.
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.step.surrogate import Step
 from pyro_bpq.tracing.traced_run import TracedRun, full_mask
 
-# Elements of a table up to which a call takes longer than what it computes: tables that are alike are stacked.
+# Tables of up to so many elements are stacked, because a call takes longer than its computation.
 SMALL = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class ExactSum:
-    """The summed loss of a step.
+    """The summed loss of a step, a scalar in nats with gradient, and the sites that are summed over.
 
-    Args:
-        loss: The loss in nats, a scalar with the gradient.
-        sites: The sites that are summed over.
-        is_finite: Whether the loss is finite; ``True`` in a step that is recorded.
+    ``is_finite`` is always true in a step that is recorded.
     """
 
     loss: Tensor
@@ -44,16 +41,12 @@ class ExactSum:
 def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, is_recorded: bool = False) -> ExactSum:
     """Sums the loss of a run that has one row for each value.
 
-    Args:
-        traced: The run.
-        plan: What its laws and costs read.
-        nesting: Number of batch dimensions, that of the rows included, which is the leftmost.
-        is_recorded: Whether operators of the step are recorded.
+    ``nesting`` is the number of batch dimensions. The leftmost of them holds the rows.
     """
     tables = _Tables(traced, plan, nesting)
     guide, model = traced.guide_trace.nodes, traced.model_trace.nodes
     priors = tables.laws(model, plan.priors)
-    # Pairs of a law and of what is to be averaged over it.
+    # Pairs of a law and a table to average over it.
     pairs: list[tuple[Tensor, Tensor]] = []
     for name, law in tables.laws(guide, plan.parents).items():
         parent = plan.parents[name]
@@ -74,12 +67,7 @@ def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, is_recorded: bool 
 
 
 def sum_step(summed: ExactSum, is_learning: bool) -> Step:
-    """The step of a summed loss: its gradient is that of the loss, and there is nothing to learn but the step's number.
-
-    Args:
-        summed: The loss.
-        is_learning: Whether the step counts, unless the loss is not finite.
-    """
+    """The step of a summed loss; it counts as a training step if ``is_learning`` and if the loss is finite."""
     loss, build = summed.loss.detach(), is_learning and summed.is_finite
     info: dict[str, dict[str, Any]] = {name: {"estimator": AllAction()} for name in summed.sites} if build else {}
     return Step(loss, torch.zeros_like(loss), info=info, learns=build, paths=summed.loss)
@@ -87,14 +75,14 @@ def sum_step(summed: ExactSum, is_learning: bool) -> Step:
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """What a run tells of all values.
+    """Tables over all values, from one run.
 
     Args:
         traced: The run.
-        plan: What its laws and costs read.
+        plan: The sites that its laws and costs read.
         nesting: Number of batch dimensions.
-        joints: Law of each site so far and of its parent, ``(values of the parent or 1, plates, values)``.
-        marginals: Law of each site so far, ``(values, plates)``.
+        joints: Joint law of each site and its parent, ``(values of the parent or 1, plates, values)``.
+        marginals: Law of each site, ``(values, plates)``.
     """
 
     traced: TracedRun
@@ -121,7 +109,7 @@ class _Tables:
         return {name: self.rows(found[name], other, 1) for name, other in others.items()}
 
     def weighted(self, law: Tensor, site: Any, other: str | None) -> Tensor:
-        """Log-probabilities with the mask and the scale of their site."""
+        """Log-probabilities, masked and scaled as their site."""
         mask, scale = full_mask(site), site["scale"]
         if isinstance(mask, Tensor):
             law = torch.where(self.rows(mask, other).unsqueeze(-1), law, law.new_zeros(()))
@@ -143,11 +131,11 @@ class _Tables:
         return own * self.marginals[other].unsqueeze(-1)
 
     def num_rows(self, other: str | None) -> int:
-        """Number of rows that differ."""
+        """Number of rows that differ: the number of values of the other site."""
         return 1 if other is None else self.plan.components[other].cardinality
 
     def rows(self, table: Tensor, other: str | None, event_ndim: int = 0) -> Tensor:
-        """The rows of a table that differ, all batch dimensions included."""
+        """The rows of a table that differ, with all batch dimensions."""
         missing = self.nesting - (table.dim() - event_ndim)
         table = table.reshape(*(1,) * missing, *table.shape) if missing else table
         rows = self.num_rows(other)
@@ -164,13 +152,13 @@ def _unexpanded(parameters: Tensor, rows: int, nesting: int) -> Tensor:
 
 
 def _contracted(law: Tensor, table: Tensor, site: Any) -> tuple[Tensor, Tensor]:
-    """A law, summed over the plate rows of a site in which a table is the same, and the table."""
+    """A law, summed over those plate rows of a site in which a table does not vary, and the table."""
     whole = law.expand(torch.broadcast_shapes(law.shape, table.shape, (1, *site["fn"].batch_shape[1:], 1)))
     return whole.sum_to_size(table.shape), table
 
 
 def _averages(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The sums of tables over their laws; of small tables for all of a shape at once."""
+    """The expectations of tables under their laws; small tables of equal shape are added in one call."""
     found, alike = list[Tensor](), dict[Any, list[tuple[Tensor, Tensor]]]()
     for law, table in pairs:
         dtype = torch.promote_types(law.dtype, table.dtype)
@@ -184,5 +172,5 @@ def _averages(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def _average(law: Tensor, table: Tensor) -> Tensor:
-    """The sum of a table over a law; where nothing is likely, it may be infinite."""
+    """The expectation of a table under a law; the table may be infinite where the law is zero."""
     return torch.dot(law.reshape(-1), torch.where(law > 0.0, table, table.new_zeros(())).reshape(-1))

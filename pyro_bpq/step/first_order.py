@@ -1,15 +1,15 @@
 r"""First-order (Sobolev) fitting: the slopes of critics match the gradient of the costs that they predict.
 
-For a site with float values, Bernoulli or OneHotCategorical, the program is run once more with the site's value
-recording gradients and all other sites at their values of the rollout. With ``g = ∂C/∂x``, ``C`` the sum of the costs
-that the critic predicts, the regression adds
+The program runs once more for each Bernoulli or OneHotCategorical site. Gradients are recorded through the site's
+value, and all other sites keep their values. With ``g = ∂C/∂x``, ``C`` the sum of the costs that the critic predicts,
+the regression adds
 
     L = w Σ_d |A_d[1] - A_d[0] - g_d|² / σ_A²                                        (Bernoulli)
     L = w Σ_d Σ_k |A_d[k] - mean_j A_d[j] - (g_dk - mean_j g_dj)|² / σ_A²            (one-hot)
 
-A gradient at a corner is not a difference between corners: the weight trades fewer samples for an error of second
-order. Estimates stay unbiased, as they do with any critic. Where the program does not run with gradients, as where it
-writes with ``out=``, the critic of that site fits values only, and a warning names it.
+The slope of a cost at a value is only a first-order prediction of its difference to another value. So a large weight
+``w`` saves samples, and adds an error of second order to the critic. Estimates stay unbiased, as with any critic. If
+the program fails with gradients, the critic of that site fits values only, and a warning names the site.
 
 References:
     | Sobolev training for neural networks (Czarnecki et al., 2017)
@@ -31,28 +31,15 @@ from pyro_bpq.step.signals import Signals
 
 
 def first_order_loss(signals: Signals, weight: float) -> Tensor:
-    """The loss of the slopes of all critics that have some.
-
-    Args:
-        signals: The tensors of a rollout.
-        weight: ``w``.
-
-    Returns:
-        A scalar with the critics' gradient.
-
-    Raises:
-        UnsupportedProgramError: If sampled values steer the program, which then cannot be run again.
-        OptionError: If no site has both such a critic and values with gradients.
-    """
+    """The loss of the slopes of all dueling critics of Bernoulli and one-hot sites, with the critics' gradient."""
+    names = ", ".join(repr(name) for cls in signals.layout.classes for name in cls.names)
     if signals.rerun is None:
-        names = ", ".join(repr(name) for cls in signals.layout.classes for name in cls.names)
         raise UnsupportedProgramError(
             f"Sites {names}: sampled values steer this program, so it cannot be run again for gradients of its costs; "
             "write CriticLearner(first_order=0.0)."
         )
     losses = [_loss(signals, critic) for critic in signals.critics.values() if _has_slopes(signals, critic)]
     if not losses:
-        names = ", ".join(repr(name) for cls in signals.layout.classes for name in cls.names)
         raise OptionError(
             f"CriticLearner(first_order={weight}): none of the sites {names} is a Bernoulli or OneHotCategorical with "
             "a critic in dueling form (MLPCritic, LinearCritic, TabularCritic); write first_order=0.0."
@@ -73,22 +60,22 @@ def _loss(signals: Signals, critic: CriticBatch) -> Tensor:
         _gradient(signals, node, batch.value[site])
         for node, site in zip(critic.group.nodes, critic.group.sites, strict=True)
     ]
-    # Where there is no gradient nothing is known: that is no slope of zero.
+    # A missing gradient is unknown, not zero.
     known = advantage.new_tensor([gradient is not None for gradient in found])
-    if batch.components.kind == "bernoulli":
+    is_bit = batch.components.kind == "bernoulli"
+    if is_bit:
         slopes = advantage[..., 1] - advantage[..., 0]
     else:
         slopes = advantage - advantage.mean(-1, keepdim=True)
     none = torch.zeros_like(slopes[0])
     target = torch.stack([none if gradient is None else gradient.reshape(none.shape) for gradient in found])
-    if batch.components.kind == "one_hot":
-        target = target - target.mean(-1, keepdim=True)
+    target = target if is_bit else target - target.mean(-1, keepdim=True)
     target = torch.where(target.isfinite(), target, slopes.detach())
-    event = (-1,) if batch.components.kind == "bernoulli" else (-1, -2)
+    event = (-1,) if is_bit else (-1, -2)
     lead = (-1, *(1,) * (critic.level.dim() - 1))
     spread = critic.unit * critic.selection.read("spread_advantage", slopes.dtype).reshape(lead)
     error = (slopes - target).square().sum(event) / spread.square()
-    # As for the values: the first step only finds the spread.
+    # The first step only sets the spread.
     return (site_mean(error) * known * (critic.selection.read("count") > 0)).sum()
 
 
@@ -106,7 +93,6 @@ def _gradient(signals: Signals, node: QNode, value: Tensor) -> Tensor | None:
     except BPQError:
         raise
     except RuntimeError as error:
-        # It runs with plain values: torch refuses something that the program does with values that carry gradients.
         warnings.warn(
             f"Site {node.site!r}: the program failed while its value carried gradients, for CriticLearner(first_order="
             f"...): {error} The critic fits values only in such steps. Write first_order=0.0, or let the program do "

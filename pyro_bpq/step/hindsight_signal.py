@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.rollout.runs import Rollout
-from pyro_bpq.step.asked import RolloutTensors
 from pyro_bpq.tracing.traced_run import cost_of_model
+
+if TYPE_CHECKING:
+    from pyro_bpq.step.signals import Signals
 
 # Share of the chance of a component that does not depend on how far its values are open.
 _EVEN = 0.5
@@ -55,7 +57,7 @@ class HeldRuns(Protocol):
         ...
 
 
-def of_class(signals: RolloutTensors, c: int) -> HeldCosts:
+def of_class(signals: Signals, c: int) -> HeldCosts:
     """The changes for the sites of a class.
 
     Raises:
@@ -93,7 +95,7 @@ def of_class(signals: RolloutTensors, c: int) -> HeldCosts:
     return HeldCosts(cls.names, log_q, value, changes, settled, rest, particle, index, share, exact)
 
 
-def _sums(signals: RolloutTensors, c: int, costs: Mapping[str, tuple[str, ...]]) -> Tensor | None:
+def _sums(signals: Signals, c: int, costs: Mapping[str, tuple[str, ...]]) -> Tensor | None:
     """Sums ``(G, M, plates)`` of costs of the sites of a class; ``None`` if there are none."""
     if not any(costs.values()):
         return None
@@ -102,7 +104,7 @@ def _sums(signals: RolloutTensors, c: int, costs: Mapping[str, tuple[str, ...]])
     return torch.stack([signals.rerun.sums(n, own, signals.rollout) if own else none for n, own in of_sites])
 
 
-def _runs(signals: RolloutTensors) -> tuple[Any, Any, Any, Any]:
+def _runs(signals: Signals) -> tuple[Any, Any, Any, Any]:
     """Draws components, and runs guide and model at other values of all sites that want it."""
     plan: HeldPlan | None = signals.rerun.held_plan()
     drawn: dict[int, tuple[Tensor, Tensor]] = {}
@@ -186,9 +188,7 @@ def _row(
     return Changes(*(table.to(log_q) for table in predicted[name])), exact
 
 
-def _with_own(
-    signals: RolloutTensors, c: int, changes: Changes, log_q: Tensor, value: Tensor, has_bits: bool
-) -> Changes:
+def _with_own(signals: Signals, c: int, changes: Changes, log_q: Tensor, value: Tensor, has_bits: bool) -> Changes:
     """Changes of costs, and those of the sites' own log-probabilities, which are sums over components."""
     batch, sites = signals.batches[c], signals.rerun.held_plan().sites
     own = [sites.get(name) for name in signals.layout.classes[c].names]

@@ -15,12 +15,12 @@ from pyro_bpq.rollout.distributed import Ranks, joint_mean
 
 @dataclass(frozen=True)
 class CriticRows:
-    """What the regression of some critics needs besides their values and targets.
+    """Critics in a regression.
 
     Args:
         sites: Site of each.
         selection: Their rows in the bank.
-        unit: Scale of the sites (subsampling), which targets are divided by; broadcasts to ``(Q, M, plates)``.
+        unit: Scale of the sites (subsampling), broadcastable to ``(Q, M, plates)``; targets are divided by it.
     """
 
     sites: tuple[str, ...]
@@ -48,6 +48,8 @@ def regression(
 
         L = |δ - mean_m δ|² / σ_A² + w |mean_m δ|² / σ_V²,   δ = q - target
 
+    The mean of the losses of several processes, ``ranks``, is that of the joint batch.
+
     Args:
         critic: The critics.
         value: Their value at the sample, ``(Q, M, plates)``, in nats, with gradient.
@@ -55,10 +57,10 @@ def regression(
         level_weight: Weight ``w``.
         decay: Weight of the past in the running mean and spreads.
         chosen: Which Q-nodes learn, ``(Q,)`` of zeros and ones; ``None`` for all.
-        ranks: The processes that learn together: the mean of their losses is that of the joint batch.
+        ranks: The processes that learn together.
 
     Returns:
-        The loss (a scalar), the writes of the running statistics, and diagnostics per Q-node.
+        The loss, the writes of the running statistics, and diagnostics per Q-node.
     """
     particles, samples = target.shape[1], value[0].numel()
     error, scaled = (value - target) / critic.unit, target / critic.unit
@@ -74,7 +76,7 @@ def regression(
         inner = (scaled - row).square() * (particles / (particles - 1.0))
         outer = row - new_mean.reshape(lead)
     else:
-        # Never the critic's own error: a scale that it moves itself feeds back.
+        # Not the critic's own error, because a scale that the critic moves itself feeds back.
         outer = scaled - new_mean.reshape(lead)
         inner = outer.square()
     squares, _ = joint_mean(ranks, torch.stack((site_mean(outer.square()), site_mean(inner))), samples)
@@ -82,10 +84,10 @@ def regression(
     step = update_mean(old_step.square(), squares[1], count, decay).sqrt()
     floor = 1e-3 * (new_mean.abs() + level) + torch.finfo(target.dtype).tiny
     step = torch.maximum(step, floor)
-    # The mean over particles moves less than they do: in its own unit it would drown their differences.
+    # The mean over particles varies less than the particles. In its own unit it would drown their differences.
     level = torch.maximum(level, step)
     loss = _loss(error, level.reshape(lead), step.reshape(lead), level_weight)
-    # The first step only sets the statistics: its error is that of an unknown level.
+    # The first step only sets the statistics, because the level is still unknown.
     seen = (count > 0).to(loss.dtype)
     seen = seen if chosen is None else seen * chosen
     writes = [
@@ -97,9 +99,9 @@ def regression(
     ]
     with torch.no_grad():
         variance = site_mean(_centre(scaled).square())
-        # Nothing can be said of a single particle and row.
+        # A single particle and row has no variance.
         explained = torch.where(variance > 0, 1.0 - site_mean(_centre(error).square()) / variance, torch.nan)
-    # The mean of the ranks' gradients counts all ranks alike; they may have different numbers of rows.
+    # The mean of the ranks' gradients weights all ranks alike, but they may have different numbers of rows.
     weight = 1.0 if ranks is None else samples * ranks.size / total
     return (weight * loss * seen).sum(), writes, {"td_loss": loss.detach(), "explained": explained}
 

@@ -1,8 +1,4 @@
-r"""Lambda-returns of the stacked Q-nodes of a step.
-
-Where all nodes and costs share their plates the returns come from triangular solves, else from a
-backward pass over the nodes.
-"""
+"""Lambda-returns of the stacked Q-nodes of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +22,9 @@ def lambda_returns(
     lam: float | Tensor,
     gamma: float,
 ) -> dict[int, Tensor]:
-    """Targets of all learned Q-nodes.
+    """Targets of all learned Q-nodes, by group, of the shapes of ``values``.
+
+    They come from triangular solves if all nodes and costs share their plates, else from a backward pass.
 
     Args:
         layout: The layout.
@@ -35,10 +33,7 @@ def lambda_returns(
         values: ``q_X(x)`` by group, ``(Q, M, plates)``, in nats, detached.
         ahead: ``E_X[q_X]`` plus the correction of the (discounted) exact immediate costs to their expectation.
         lam: Weight of the return against the critic.
-        gamma: Discount per level, usually per edge.
-
-    Returns:
-        Targets by group, of the shapes of ``values``.
+        gamma: Discount per level.
     """
     assert layout.network is not None
     plates = {cls.plates for cls in layout.cost_classes} | {cls.spec.plates for cls in layout.classes}
@@ -61,21 +56,20 @@ def by_name(
     ahead: Mapping[int, Tensor],
     gamma: float,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Values of the Q-nodes, costs, and expectations of the Q-nodes with their immediate costs, ``(M, plates)``.
-
-    The arguments are those of :func:`lambda_returns`.
-    """
-    roots = {
-        name: cost
-        for cls, stacked in zip(layout.cost_classes, costs, strict=True)
-        for name, cost in zip(cls.names, stacked.unbind(0), strict=True)
-    }
+    """Q-values, costs, and expected Q-values plus immediate costs, by name, ``(M, plates)``; see lambda_returns."""
+    roots = costs_by_name(layout, costs)
     q, expected = {}, {}
     for g, value in values.items():
         for node, own, mean in zip(groups[g].nodes, value.unbind(0), ahead[g].unbind(0), strict=True):
             q[node.name] = own
             expected[node.name] = _with_immediate(layout, node.name, mean, roots, gamma)
     return q, roots, expected
+
+
+def costs_by_name(layout: Layout, costs: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The costs ``(M, plates)`` by name, from the stacked costs of each class."""
+    pairs = zip(layout.cost_classes, costs, strict=True)
+    return {name: cost for cls, stacked in pairs for name, cost in zip(cls.names, stacked.unbind(0), strict=True)}
 
 
 def _with_immediate(layout: Layout, name: str, mean: Tensor, roots: Mapping[str, Tensor], gamma: float) -> Tensor:

@@ -1,41 +1,138 @@
-"""What estimators may ask for beyond the tensors of every site: a row for each signal.
+"""What estimators may ask for beyond the tensors of every site: a function for each signal, and the table of them.
 
-A new signal is a function in a file of its own, and a row here. An estimator that names it in its ``needs`` finds what
-the function returns in ``context.signals``.
+A function gets the tensors of a rollout and the position of a class of sites. An estimator that names the signal in its
+``needs`` finds the result in ``context.signals``. Longer functions have a file of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pyro_bpq.step import (
-    critic_at_value,
-    crossed_signal,
-    hindsight_signal,
-    moved_value,
-    parent_advantage,
-    site_program,
-    user_baseline,
-)
-from pyro_bpq.step.asked import RolloutTensors
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.crossed import crossed_costs
+from pyro_bpq.batching.kinds import Relation
+from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.estimators.parent_advantage import ParentAdvantage
+from pyro_bpq.estimators.reparameterise import base_distribution, reparameterise
+from pyro_bpq.rollout.runs import SiteRecord, sum_to_plates
+from pyro_bpq.step import hindsight_signal, site_program
+from pyro_bpq.step.returns import by_name
+from pyro_bpq.targets.advantages import advantages
+
+if TYPE_CHECKING:
+    from pyro_bpq.step.signals import Signals
 
 # Needs that are met by something else than a signal.
 OTHER_NEEDS = frozenset({"table", "slope"})
 
-# From the tensors of a rollout and the position of a class of sites.
-Signal = Callable[[RolloutTensors, int], Any]
 
-SIGNALS: Mapping[str, Signal] = MappingProxyType(
+def user_baseline(signals: Signals, c: int) -> Tensor:
+    """The user's own predictions of the cost-to-go, ``(G, M, plates)`` in nats, with their gradient."""
+    return signals.batches[c].baseline
+
+
+def moved_value(signals: Signals, c: int) -> Tensor:
+    """The sampled values, ``(G, M, plates, D)``, with the gradient of their distributions' parameters."""
+    batch = signals.batches[c]
+
+    def moved(site: SiteRecord) -> Tensor:
+        value = site.value.detach()
+        return reparameterise(base_distribution(site.fn), value).expand(value.shape)
+
+    try:
+        values = batch.stack(moved, batch.cls.value_ndim)
+    except UnsupportedSiteError as error:
+        raise error.at(*batch.cls.names) from error
+    return values.reshape(*values.shape[: values.dim() - batch.cls.value_ndim], batch.cls.width)
+
+
+def q_value(signals: Signals, c: int) -> Tensor:
+    """``Q(x)`` at the sample, ``(G, M, plates)`` in nats, detached; zero without critics."""
+    return _per_site(signals, c, {g: value.detach() for g, value in signals.q_values[0].items()}, ())
+
+
+def q_slope(signals: Signals, c: int) -> Tensor:
+    """``∂Q/∂x`` at the sample, ``(G, M, plates, D)`` in nats per unit of ``x``, detached.
+
+    It is zero where there is no critic that reads the value as a whole.
+    """
+    found = {}
+    for g, critic in signals.critics.items():
+        joint = critic.joint
+        if critic.group.c == c and joint is not None and joint.leaf is not None and joint.value.requires_grad:
+            (slope,) = torch.autograd.grad(joint.value.sum(), joint.leaf, retain_graph=True)
+            found[g] = slope.reshape(*joint.value.shape, -1)
+    return _per_site(signals, c, found, (signals.layout.classes[c].width,))
+
+
+def _per_site(signals: Signals, c: int, found: dict[int, Tensor], event: tuple[int, ...]) -> Tensor:
+    """Sums tensors of groups of Q-nodes over the Q-nodes of each site of a class."""
+    batch = signals.batches[c]
+    total = batch.score.detach().new_zeros(len(batch.cls.names), *batch.batch_shape, *event)
+    for g, tensor in found.items():
+        if signals.critics[g].group.c == c:
+            total = total + signals.sum_over_nodes(signals.critics[g].group, tensor)
+    return total
+
+
+def crossed(signals: Signals, c: int) -> Tensor | None:
+    """How the other particles' costs-to-go change with this particle's past, ``(G, M, plates)`` in nats, detached.
+
+    The change is averaged over the other particles. ``None`` if no change is known.
+    """
+    layout, rollout, batch = signals.layout, signals.rollout, signals.batches[c]
+    if rollout.num_particles == 1:
+        return None
+    if "crossed" not in signals.shared:
+        signals.shared["crossed"] = [crossed_costs(group, rollout, signals.costs) for group in layout.crossed]
+    found, plates = [], layout.classes[c].spec.plates
+    for g, change in enumerate(signals.shared["crossed"]):
+        selected = layout.matrix(Relation.CROSSED, c, g, change)
+        if selected is not None:
+            found.append(selected @ sum_to_plates(change, layout.crossed[g].cls.plates, plates))
+    shape = (len(layout.classes[c].names), *batch.batch_shape)
+    return sum(found[1:], found[0]).expand(shape) if found else None
+
+
+def parent_advantage(signals: Signals, c: int) -> Tensor | None:
+    """The advantage over what the parents' critics predicted, ``(G, M, plates)`` in nats; ``None`` without critics."""
+    layout, batch = signals.layout, signals.batches[c]
+    estimator, names = layout.classes[c].spec.estimator, layout.classes[c].names
+    assert isinstance(estimator, ParentAdvantage)
+    if layout.is_steered:
+        # Which sites come after a site, and so which count as siblings, follows from its value.
+        raise UnsupportedProgramError(
+            f"Sites {', '.join(map(repr, names))}: sampled values steer this program, so which sites a parent's critic "
+            "predicts besides follows from the value; use LambdaReturn() or ScoreFunction(RunningBaseline()) there."
+        )
+    if layout.network is None or not signals.critics:
+        return None
+    key = f"advantage {estimator.lam}"
+    if key not in signals.shared:
+        groups = {g: critic.group for g, critic in signals.critics.items()}
+        values, means = signals.q_values
+        detached = {g: value.detach() for g, value in values.items()}
+        q, costs, expected = by_name(layout, signals.costs, groups, detached, signals.ahead(means, 1.0), 1.0)
+        # All classes share one backward pass.
+        signals.shared[key] = advantages(layout.network, q, costs, estimator.lam, 1.0, expected)
+    found = signals.shared[key]
+    shape, zero = batch.batch_shape, signals.costs[0].new_zeros(())
+    return torch.stack([found.get(name, zero).expand(shape) for name in names])
+
+
+SIGNALS: Mapping[str, Callable[[Signals, int], Any]] = MappingProxyType(
     {
         "program": site_program.of_class,
-        "crossed": crossed_signal.of_class,
+        "crossed": crossed,
         "hindsight": hindsight_signal.of_class,
-        "baseline": user_baseline.of_class,
-        "q_value": critic_at_value.value_of_class,
-        "q_slope": critic_at_value.slope_of_class,
-        "moved_value": moved_value.of_class,
-        "advantage": parent_advantage.of_class,
+        "baseline": user_baseline,
+        "q_value": q_value,
+        "q_slope": q_slope,
+        "moved_value": moved_value,
+        "advantage": parent_advantage,
     }
 )

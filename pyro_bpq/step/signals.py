@@ -1,7 +1,4 @@
-r"""What the sites of one rollout are told: cost-to-go, exact immediate costs, critics, control variates.
-
-Backwards along the graph, one batched operation per class of like-shaped sites.
-"""
+"""The inputs of the estimators for one rollout: cost-to-go, exact immediate costs, critics, control variates."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack_costs, sum_costs
 from pyro_bpq.batching.kinds import Known, Relation
 from pyro_bpq.batching.layout import Layout
@@ -27,18 +25,17 @@ from pyro_bpq.step.site_program import Rerun
 
 
 class Signals:
-    """The intermediate tensors of one rollout, by position of the class of sites or of the group of Q-nodes.
+    """The tensors of one rollout that sites ask for, by position of the class of sites or of the group of Q-nodes.
 
     Args:
-        layout: The batching of its graph.
-        rollout: Its tensors.
-        tables: Immediate costs of the model after setting one component of a site, by site:
-            ``(M, plate dims, D, K)`` in nats, detached.
+        layout: Classes of sites and costs of the graph.
+        rollout: The runs.
+        tables: For each site, the model's immediate costs after setting one component, ``(M, plates, D, K)`` in nats.
         bank: Critics and running statistics.
         build: Whether missing critics may be built.
-        rerun: Runs the program again with a site at another value, or ``None`` where that cannot be done.
+        rerun: Runs the program at other values; ``None`` if that is not possible.
         generator: Noise of the estimators.
-        by_value: Whether all gradients come by way of ``log q`` of every value, or only where an estimator needs it.
+        by_value: Whether all gradients go through ``log q`` of every value, or only where an estimator needs it.
     """
 
     def __init__(
@@ -53,8 +50,10 @@ class Signals:
         by_value: bool = True,
     ) -> None:
         self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
-        self.rerun, self.generator, self.by_value = rerun, generator, by_value
-        # What signals of several classes have in common, by name of the signal.
+        # Signals may need more of it than a Rerun offers.
+        self.rerun: Any = rerun
+        self.generator, self.by_value = generator, by_value
+        # Tensors that a signal computes once for all classes, by name of the signal.
         self.shared: dict[str, Any] = {}
         self._shifts: dict[float, dict[int, Tensor]] = {}
         self.batches = [
@@ -62,21 +61,29 @@ class Signals:
         ]
         self.costs = stack_costs(layout, rollout)
         self.active = [c for c, cls in enumerate(layout.classes) if not cls.spec.estimator.is_pathwise]
-        # A reparameterised site with a critic corrects the sites before it.
+        # The critic of a reparameterised site corrects earlier sites.
         self.valued = [c for c, cls in enumerate(layout.classes) if c in self.active or cls.spec.critic is not None]
-        found = {g: evaluate_critics(layout, group, self.batches, bank, build) for g, group in enumerate(layout.groups)}
-        self.critics: dict[int, CriticBatch] = {g: critic for g, critic in found.items() if critic is not None}
+        self.critics = self._evaluated(dict(enumerate(layout.groups)), build)
 
     def __repr__(self) -> str:
         return f"Signals({self.layout}, {self.rollout.num_particles} particles, {len(self.critics)} groups of critics)"
 
     def again(self) -> Signals:
         """The same with the critics as they are now; nothing is built."""
-        return Signals(
-            *(self.layout, self.rollout, self.tables, self.bank, False, self.rerun, self.generator, self.by_value)
-        )
+        args = (self.layout, self.rollout, self.tables, self.bank, False, self.rerun, self.generator, self.by_value)
+        return Signals(*args)
 
-    # Parts of the signal.
+    def _evaluated(self, groups: Mapping[int, QGroup], build: bool, slow: bool = False) -> dict[int, CriticBatch]:
+        """Critics by group, without those that are missing."""
+        found = {
+            g: evaluate_critics(self.layout, group, self.batches, self.bank, build, slow) for g, group in groups.items()
+        }
+        return {g: critic for g, critic in found.items() if critic is not None}
+
+    def sum_over_nodes(self, group: QGroup, tensor: Tensor) -> Tensor:
+        """Sums ``(Q, ...)`` over the Q-nodes of each site to ``(G, ...)``."""
+        member = self.layout.membership(group, tensor)
+        return tensor if member is None else member @ tensor
 
     @cached_property
     def exact(self) -> dict[int, Tensor | None]:
@@ -85,12 +92,14 @@ class Signals:
 
     @cached_property
     def learned(self) -> dict[int, Learned]:
-        """What the critics of each site say, summed over its Q-nodes, by class."""
+        """The critics' outputs, summed over the Q-nodes of each site, by class."""
         found: dict[int, Learned] = {}
         for critic in self.critics.values():
-            group = critic.group
-            said = critic.per_site(self.layout.membership(group, group.nodes, critic.level))
-            found[group.c] = said if group.c not in found else found[group.c].plus(said)
+            joint, c = critic.joint, critic.group.c
+            parts = (critic.level, critic.advantage, *((None, None) if joint is None else (joint.own, joint.variate)))
+            sums = (None if part is None else self.sum_over_nodes(critic.group, part.detach()) for part in parts)
+            own = Learned(*sums)  # type: ignore[arg-type]
+            found[c] = own if c not in found else found[c].plus(own)
         return found
 
     @cached_property
@@ -110,15 +119,15 @@ class Signals:
         return found
 
     def paths(self) -> list[Tensor]:
-        """The costs of each run through which pathwise gradients flow; to be asked when all sites are done."""
+        """The differentiable costs of each run; call it after all estimators."""
         return [run.differentiable for run in self.rollout.runs] if self.rerun is None else self.rerun.differentiable()
 
     def context(self, c: int, gamma: float = 1.0) -> SiteContext:
-        """What the estimator of a class of sites sees, but for its running statistics.
+        """The input of the estimator of a class of sites, without running statistics.
 
         Args:
             c: Position of the class.
-            gamma: Discount per level, of estimators that put Q-functions in the place of costs.
+            gamma: Discount per level, for estimators that replace costs by Q-functions.
         """
         cls, batch = self.layout.classes[c], self.batches[c]
         estimator = cls.spec.estimator
@@ -131,7 +140,7 @@ class Signals:
         exact_cost = None if exact is None else sum_costs(self.layout, self.costs, Relation.TABLED, c)
         cost = cost_to_go(self.layout, self.costs, c, batch.score.detach().new_zeros(shape))
         if gamma != 1.0 and estimator.replaces_costs:
-            # An immediate cost is one level away, like every cost whose edge leads to the site.
+            # An immediate cost is one level away.
             cost, exact = gamma * cost, None if exact is None else gamma * exact
             exact_cost = None if exact_cost is None else gamma * exact_cost
         if gamma != 1.0 and not estimator.takes_discount:
@@ -156,7 +165,7 @@ class Signals:
         )
 
     def _asked_for(self, c: int) -> dict[str, Any]:
-        """What the estimator of a class asks for besides, by name."""
+        """The signals that the estimator of a class needs, by name."""
         estimator = self.layout.classes[c].spec.estimator
         unknown = sorted(estimator.needs - SIGNALS.keys() - OTHER_NEEDS)
         if unknown:
@@ -167,7 +176,7 @@ class Signals:
         return {name: SIGNALS[name](self, c) for name in sorted(estimator.needs & SIGNALS.keys())}
 
     def _component_context(self, c: int) -> SiteContext:
-        """The same where each component is told its own cost-to-go: as if components were a further plate."""
+        """The estimator's input if each component has its own cost-to-go: components are then a further plate."""
         cls, batch = self.layout.classes[c], self.batches[c]
         estimator = cls.spec.estimator
         joint = batch.component_score.detach().new_zeros((len(cls.names), *batch.batch_shape))
@@ -189,7 +198,7 @@ class Signals:
         return sum(tables[1:], tables[0]) if tables else None
 
     def _own_table(self, c: int) -> Tensor | None:
-        """``log q`` and ``-log p`` of the sites themselves at every value, as far as they are tabled."""
+        """The tabled ones of the sites' own ``log q`` and ``-log p``, at every value."""
         tabled, batch = self.layout.classes[c].spec.tabled, self.batches[c]
         if not tabled & {Known.LOG_Q, Known.LOG_P}:
             return None
@@ -198,7 +207,7 @@ class Signals:
         return table.masked_fill(batch.probs == 0, 0.0)
 
     def _model_table(self, c: int) -> Tensor | None:
-        """What the extra run of the model says of other values."""
+        """The model's immediate costs at every value, from its extra run."""
         cls, batch = self.layout.classes[c], self.batches[c]
         if Known.MODEL not in cls.spec.tabled:
             return None
@@ -206,7 +215,7 @@ class Signals:
         return table.masked_fill(batch.probs == 0, 0.0)
 
     def _correction(self, c: int) -> Tensor | None:
-        """For each site the sum of the control variates of later sites, as far as these count its costs only."""
+        """For each site the sum of later sites' control variates, restricted to the costs downstream of the site."""
         total: Tensor | None = None
         for k, variate in self.variates.items():
             parts = self._parts[k] if self.layout.is_split(k) else [(Relation.LATER, k, variate)]
@@ -217,7 +226,7 @@ class Signals:
         return total
 
     def _selected(self, c: int, k: int, kind: Relation, column: int, variate: Tensor) -> Tensor | None:
-        """Sums for each site of a class those control variates of a later class that a matrix selects."""
+        """Sums, for each site of a class, the control variates of a later class that a matrix selects."""
         selected, plates = self.layout.matrix(kind, c, column, variate), self.layout.classes[c].spec.plates
         if selected is None:
             return None
@@ -231,7 +240,7 @@ class Signals:
 
     @cached_property
     def _parts(self) -> dict[int, list[tuple[Relation, int, Tensor]]]:
-        """``A_Y`` by class, of the tabled costs and of each Q-node on its own: kind of matrix, column, tensor."""
+        """The parts of ``A_Y`` by class, of tabled costs and of each Q-node: kind of matrix, column, tensor."""
         found: dict[int, list[tuple[Relation, int, Tensor]]] = {c: [] for c in self.valued}
         for c in self.valued:
             for kind, table in ((Relation.LATER_OWN, self._own_table(c)), (Relation.LATER_MODEL, self._model_table(c))):
@@ -245,8 +254,6 @@ class Signals:
                 found[critic.group.c].append((Relation.LATER_LEARNED, g, value.detach() - mean))
         return found
 
-    # Targets of the critics.
-
     def values_and_targets(
         self, lam: float | Tensor, gamma: float, slow: bool = False
     ) -> dict[int, tuple[Tensor, Tensor]]:
@@ -254,8 +261,8 @@ class Signals:
 
         Args:
             lam: Weight of the return against the critic.
-            gamma: Discount per level, usually per edge.
-            slow: Whether targets are formed with the slow copies of the critics.
+            gamma: Discount per level.
+            slow: Whether the critics' slow copies form the targets.
         """
         values, _ = self.q_values
         learned, means = self._slow_values if slow else self.q_values
@@ -265,29 +272,19 @@ class Signals:
     @cached_property
     def q_values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """``q_X(x)`` with the critics' gradient, and its expectation, ``(Q, M, plates)`` by group."""
-        return self._evaluated(self.critics)
+        return self._values(self.critics)
 
     @cached_property
     @torch.no_grad()
     def _slow_values(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """The same of the slow copies."""
-        found = {
-            g: evaluate_critics(self.layout, critic.group, self.batches, self.bank, False, True)
-            for g, critic in self.critics.items()
-        }
-        return self._evaluated({g: critic for g, critic in found.items() if critic is not None})
+        return self._values(self._evaluated({g: critic.group for g, critic in self.critics.items()}, False, slow=True))
 
-    def _evaluated(self, critics: Mapping[int, CriticBatch]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    def _values(self, critics: Mapping[int, CriticBatch]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         pairs = {g: self.value_and_mean(critic) for g, critic in critics.items()}
         return {g: value for g, (value, _) in pairs.items()}, {g: mean for g, (_, mean) in pairs.items()}
 
     def ahead(self, means: Mapping[int, Tensor], gamma: float) -> dict[int, Tensor]:
-        """Expectations of Q-functions with their exact immediate costs, by group.
-
-        Args:
-            means: Expectations of the learned parts.
-            gamma: Discount per level.
-        """
+        """Expectations of Q-functions by group: those of the learned parts, ``means``, and exact immediate costs."""
         return {g: self._with_expected_immediate(self.critics[g], mean, gamma) for g, mean in means.items()}
 
     def _returns(
@@ -300,9 +297,8 @@ class Signals:
         return lambda_returns(self.layout, self.costs, groups, detached, ahead, lam, gamma)
 
     def _bootstraps(self, gamma: float) -> dict[int, Tensor]:
-        """What turns the cost-to-go of sites into a lambda-return, by class, where an estimator wants that."""
-        estimators = {c: self.layout.classes[c].spec.estimator for c in self.active}
-        weights = {c: estimator.return_weight for c, estimator in estimators.items()}
+        """Lambda-return minus cost-to-go by class, for estimators with a ``return_weight``."""
+        weights = {c: self.layout.classes[c].spec.estimator.return_weight for c in self.active}
         wanted = {c: lam for c, lam in weights.items() if lam is not None}
         if not wanted or not self.critics:
             return {}
@@ -320,10 +316,9 @@ class Signals:
             for g, critic in self.critics.items():
                 group = critic.group
                 if wanted.get(group.c) == lam:
-                    # The cost-to-go, times gamma, holds the costs that are no immediate ones as well.
+                    # The cost-to-go, times gamma, contains the costs that are not immediate, too.
                     shift = targets[g] - (plain[g] if gamma == 1.0 else gamma * plain[g])
-                    member = self.layout.membership(group, group.nodes, shift)
-                    shift = shift if member is None else member @ shift
+                    shift = self.sum_over_nodes(group, shift)
                     shifts[group.c] = shifts.get(group.c, torch.zeros_like(shift)) + shift
         return shifts
 
@@ -340,7 +335,7 @@ class Signals:
         return value, mean
 
     def _with_expected_immediate(self, critic: CriticBatch, mean: Tensor, gamma: float) -> Tensor:
-        """Immediate costs in expectation instead of sampled, where the Q-node has all of them."""
+        """Replaces sampled immediate costs by their expectation if all tabled costs of the site are the Q-node's."""
         group, tabled = critic.group, self.layout.tabled
         exact = self.exact[group.c]
         if exact is None:

@@ -1,10 +1,11 @@
-r"""What estimators may ask of the program: costs-to-go of sites at other values."""
+"""Costs-to-go of sites at other values, from further runs of the program."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,15 +15,17 @@ from pyro_bpq.batching.kinds import Relation
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
-from pyro_bpq.rollout.runs import Rollout, Run
-from pyro_bpq.step.asked import RolloutTensors
+from pyro_bpq.rollout.runs import Run
+
+if TYPE_CHECKING:
+    from pyro_bpq.step.signals import Signals
 
 
 class Rerun(Protocol):
     """Runs the program again with a site at another value ``(M, plates, event)``.
 
-    What is sampled downstream of it is drawn afresh, or takes the values of the runs ``held``, or with ``means`` the
-    mean of its distribution; everything else keeps its value.
+    Sites downstream are drawn afresh, or take their values in the runs ``held``, or with ``means`` their means. All
+    other sites keep their values.
     """
 
     def __call__(
@@ -32,27 +35,27 @@ class Rerun(Protocol):
         ...
 
     def fresh(self) -> tuple[Run, ...]:
-        """Runs that draw every site afresh, the same ones at every call."""
+        """Runs that draw every site afresh; every call returns the same runs."""
         ...
 
     def slopes(self, name: str) -> tuple[Tensor, ...] | None:
-        """The gradient of all costs of a step's runs to the values of a site; ``None`` where it takes other runs."""
+        """The gradient of all costs of the step's runs to the values of a site; ``None`` if it takes other runs."""
         ...
 
     def differentiable(self) -> list[Tensor]:
-        """The differentiable costs of each run, for the surrogate; to be asked when all sites are done."""
+        """The differentiable costs of each run, for the surrogate; call it after all estimators."""
         ...
 
 
 def slope_of(runs: Sequence[Run], costs: Sequence[str], leaf: Tensor) -> Tensor:
-    """The gradient of the sum of some costs with respect to a value of a site; zero where there is none."""
+    """The gradient of a sum of costs to a value of a site; zero if there is none."""
     with torch.enable_grad():
         total = sum((run.costs[cost].sum() for run in runs for cost in costs), leaf.new_zeros(()))
     return gradient_to(total, leaf)
 
 
 def gradient_to(total: Tensor, leaf: Tensor) -> Tensor:
-    """The gradient of a scalar to a leaf; zero where it does not depend on it."""
+    """The gradient of a scalar to a leaf; zero if there is none."""
     if not total.requires_grad:
         return torch.zeros_like(leaf)
     (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
@@ -60,16 +63,10 @@ def gradient_to(total: Tensor, leaf: Tensor) -> Tensor:
 
 
 class SiteProgramRuns:
-    """A :class:`~pyro_bpq.estimators.base.SiteProgram` that runs the program again, site after site.
+    """A :class:`~pyro_bpq.estimators.base.SiteProgram` for the class ``c``, which takes a run for each site.
 
-    Args:
-        layout: The layout.
-        c: Position of the class of sites.
-        batch: Its stacked tensors.
-        rerun: Runs the program again.
-        generator: Noise of the estimators.
-        downstream: For each site the runs whose values the sites downstream of it keep, or ``None``.
-        means: Whether sites downstream take their means.
+    Sites downstream of the ``i``-th site keep their values in the runs ``downstream[i]``. Without these they are drawn
+    afresh, or with ``means`` take their means.
     """
 
     def __init__(
@@ -95,43 +92,40 @@ class SiteProgramRuns:
 
     @property
     def rows_meet(self) -> bool:
-        """Whether a cost of one plate row reads another."""
+        """Whether a cost of one plate row reads another row."""
         return any(self.layout.rows_meet(name) for name in self.names)
 
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go at other values, detached."""
         value = value.detach()
         runs = [self.rerun(name, value[i], self.downstream[i], self.means) for i, name in enumerate(self.names)]
-        return torch.stack([self._costs(i, found) for i, found in enumerate(runs)])
+        return torch.stack([self._cost_to_go(found)[i] for i, found in enumerate(runs)])
 
     def independent(self) -> Tensor:
-        """Costs-to-go of a run that draws every site afresh, detached; of each component where they are told apart."""
+        """Costs-to-go of a run that draws every site afresh, detached; by component if the estimator wants that."""
         runs = self.rerun.fresh()
         total = self._cost_to_go(runs)
         if not self.layout.classes[self.c].spec.by_component:
             return total
-        return component_cost_to_go(self.layout, self._rollout(runs), self.c, total)
+        return component_cost_to_go(self.layout, replace(self.batch.rollout, runs=runs), self.c, total)
 
     def remaining(self) -> Tensor:
-        """Of the same run what is not known at every value of a site, ``(G, M, plates)``, detached."""
-        costs = stack_costs(self.layout, self._rollout(self.rerun.fresh()))
-        total = cost_to_go(self.layout, costs, self.c, costs[0].new_zeros(len(self.names), *self.batch.batch_shape))
-        known = sum_costs(self.layout, costs, Relation.TABLED, self.c)
-        return total if known is None else total - known
+        """Cost-to-go of the :meth:`independent` run minus the costs known at every value of the site."""
+        return self._cost_to_go(self.rerun.fresh(), is_remaining=True)
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Costs-to-go at other values, and the gradient of all costs downstream; zero where there is none."""
+        """Costs-to-go at other values, and the gradient of all costs downstream."""
         costs, gradients = [], []
         for i, name in enumerate(self.names):
             leaf = value[i].detach().requires_grad_()
             runs = self.rerun(name, leaf, self.downstream[i], self.means)
             wanted = self.layout.graph.downstream_costs(name)
             gradients.append(slope_of(runs, wanted, leaf))
-            costs.append(self._costs(i, runs))
+            costs.append(self._cost_to_go(runs)[i])
         return torch.stack(costs), torch.stack(gradients)
 
     def slope(self) -> Tensor:
-        """The gradient of all costs downstream at the sampled values, of the step's own runs where that is known."""
+        """The gradient of all costs downstream at the sampled values, from the step's own runs if possible."""
         runs, spec = self.batch.rollout.runs, self.layout.classes[self.c].spec
         found: dict[tuple[int, str], Tensor] = {}
         for name in self.names:
@@ -158,13 +152,13 @@ class SiteProgramRuns:
             return torch.zeros_like(self.value)
 
     def held(self, value: Tensor) -> SiteProgramRuns:
-        """The same program, in which sites downstream keep the values that they take in a run at ``value``."""
+        """The program in which sites downstream keep the values that they take in a run at ``value``."""
         value, graph = value.detach(), self.layout.graph
         held = [self.rerun(name, value[i]) if graph.descendants(name) else None for i, name in enumerate(self.names)]
         return SiteProgramRuns(self.layout, self.c, self.batch, self.rerun, self.generator, held)
 
     def mean_field(self) -> SiteProgramRuns:
-        """The same program, in which sites downstream take the means of their distributions, where they have one."""
+        """The program in which sites downstream take their means."""
         return SiteProgramRuns(self.layout, self.c, self.batch, self.rerun, self.generator, None, True)
 
     def from_index(self, index: Tensor) -> Tensor:
@@ -179,25 +173,16 @@ class SiteProgramRuns:
         """Stacks a tensor of the sites' distributions."""
         return self.batch.stack(lambda site: pick(site.fn), event_ndim)
 
-    def _costs(self, i: int, runs: tuple[Run, ...]) -> Tensor:
-        return self._cost_to_go(runs)[i]
-
-    def _cost_to_go(self, runs: tuple[Run, ...]) -> Tensor:
-        costs = stack_costs(self.layout, self._rollout(runs))
-        like = costs[0].new_zeros(len(self.names), *self.batch.batch_shape)
-        return cost_to_go(self.layout, costs, self.c, like)
-
-    def _rollout(self, runs: tuple[Run, ...]) -> Rollout:
-        old = self.batch.rollout
-        return Rollout(runs, old.num_particles, old.plate_sizes, old.plate_ndim, old.is_vectorized)
+    def _cost_to_go(self, runs: tuple[Run, ...], is_remaining: bool = False) -> Tensor:
+        """Costs-to-go ``(G, M, plates)`` of other runs, without the costs known at every value if ``is_remaining``."""
+        costs = stack_costs(self.layout, replace(self.batch.rollout, runs=runs))
+        total = cost_to_go(self.layout, costs, self.c, costs[0].new_zeros(len(self.names), *self.batch.batch_shape))
+        known = sum_costs(self.layout, costs, Relation.TABLED, self.c) if is_remaining else None
+        return total if known is None else total - known
 
 
-def of_class(signals: RolloutTensors, c: int) -> SiteProgramRuns:
-    """Other values of the sites of a class, and what they cost.
-
-    Raises:
-        UnsupportedProgramError: If the program cannot run at other values.
-    """
+def of_class(signals: Signals, c: int) -> SiteProgramRuns:
+    """The program of a class of sites, for costs at other values."""
     cls = signals.layout.classes[c]
     if signals.rerun is None or signals.generator is None:
         raise UnsupportedProgramError(

@@ -1,7 +1,7 @@
-r"""From the signals of a step to the sum of its sites' surrogate terms, and to the critics' loss.
+"""One step: the surrogate of all sites, and the critics' loss.
 
-One estimator call per class of like-shaped sites. Where sampled values steer a program, its particles need not have
-the same sites: then one call per site, over those particles that have it.
+There is one estimator call per class of like-shaped sites. If sampled values steer the program, particles may have
+different sites; then there is one call per site, for the particles that have it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Pairs = Mapping[int, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Learning:
-    """How critics learn, as far as targets are concerned.
+    """How the critics' targets and loss are formed.
 
     Args:
         lam: Weight of the return against the critic.
-        gamma: Discount per level, usually per edge.
+        gamma: Discount per level.
         level_weight: Weight of the level against differences within a data point.
-        slow: Whether targets are formed with slow copies of the critics.
+        slow: Whether slow copies of the critics form the targets.
         num_steps: Number of steps taken, for estimators with a schedule.
-        first_order: Weight of the slopes of critics against the gradient of the costs; 0 for values only.
-        ranks: The processes that learn together; ``None`` where there are no others.
-        is_recorded: Whether operators of the step are recorded: whether the loss is finite is then not looked at.
+        first_order: Weight of the slopes of critics in the loss.
+        ranks: The processes that learn together, or ``None``.
+        is_recorded: Whether the step's operators are recorded; the loss is then not checked for finiteness.
         sweep: Step size of a backward sweep before the gradient; ``None`` for a regression on all targets at once.
     """
 
@@ -60,16 +60,16 @@ class Learning:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step yields.
+    """The result of one step.
 
     Args:
-        loss: The loss in nats, as the programs' runs have it; its gradient has no meaning.
+        loss: The loss of the runs in nats; its gradient has no meaning.
         surrogate: Sum of the sites' surrogate terms over particles; only its gradient has meaning.
         critic_loss: Regression loss of the critics, or ``None``.
         writes: New running statistics, to be committed after the step.
-        info: Detached diagnostics, by name of site, and its ``"estimator"``.
-        terms: The summands of the surrogate: names of the sites and a tensor, as the estimator returned it.
-        learns: Whether the step teaches anything.
+        info: Estimator and detached diagnostics, by name of site.
+        terms: The summands of the surrogate: names of the sites, and what the estimator returned.
+        learns: Whether the step counts as a training step.
         paths: The costs through which pathwise gradients flow, summed over particles.
     """
 
@@ -86,22 +86,18 @@ class Step:
 def step(
     signals: Sequence[Signals], loss: Tensor, bank: CriticBank, learning: Learning, is_learning: bool = False
 ) -> Step:
-    """One step: surrogate, pathwise costs, critic loss and new statistics of its rollouts.
+    """Forms surrogate, critic loss and new statistics of a step.
 
-    It reads nothing but its arguments. The only way back to the program is ``signals.rerun``. Numbers leave the device
-    in :func:`may_learn`, and nowhere else here; a test lists all places of a step where they do
-    (``tests/step/test_host_reads.py``).
+    It reads only its arguments; ``signals.rerun`` is the only way back to the program. It changes nothing in the bank,
+    except that it builds missing rows and that critics may learn in a sweep. Numbers leave the device only in
+    :func:`may_learn`.
 
     Args:
-        signals: One for all particles; or one for each, where sampled values steer the program.
+        signals: One for all particles; one for each if sampled values steer the program.
         loss: The loss of the rollouts, a scalar in nats.
         bank: Critics and running statistics.
         learning: How targets are formed.
-        is_learning: Whether something is learned, unless the loss is not finite: missing statistics are built then, and
-            a critic loss is formed.
-
-    Returns:
-        The step; nothing in the bank has changed but for newly built rows, and for critics that learn in a sweep.
+        is_learning: Whether this is a training step; it is none if the loss is not finite.
     """
     build = is_learning and may_learn(signals, loss, learning)
     writes: list[Write] = []
@@ -115,10 +111,10 @@ def step(
     if build:
         classes = [cls for one in signals for cls in one.layout.classes]
         info = {name: {"estimator": cls.spec.estimator} for cls in classes for name in cls.names}
-    number, terms = learning.num_steps, []
+    terms = []
     for cls, context in _contexts(signals, learning.gamma, learning.ranks if build else None):
         start = time.perf_counter()
-        term = estimate(cls, cls.spec.estimator.at(number), context, bank, build, writes, info)
+        term = estimate(cls, cls.spec.estimator.at(learning.num_steps), context, bank, build, writes, info)
         terms.append((context.names, term))
         if build:
             _add_time(info, context.names, start)
@@ -131,23 +127,16 @@ def step(
         slopes = [first_order_loss(one, learning.first_order) for one in signals]
         taught = sum(slopes, torch.zeros_like(slopes[0]) if taught is None else taught)
     if len(signals) > 1:
-        # Particles, and sites of a family that shares a critic, each have a say.
+        # Several particles, or sites that share a critic, may write to the same row.
         writes = average_writes(writes)
     sums = [term.sum() for _, term in terms]
-    return Step(
-        loss,
-        sum(sums[1:], sums[0]) if sums else torch.zeros(()),
-        taught,
-        writes,
-        info,
-        tuple(terms),
-        build,
-        sum((cost for one in signals for cost in one.paths()), torch.zeros(())),
-    )
+    surrogate = sum(sums[1:], sums[0]) if sums else torch.zeros(())
+    paths = sum((cost for one in signals for cost in one.paths()), torch.zeros(()))
+    return Step(loss, surrogate, taught, writes, info, tuple(terms), build, paths)
 
 
 def may_learn(signals: Sequence[Signals], loss: Tensor, learning: Learning) -> bool:
-    """Whether there is something to learn from: a loss that is finite, on all ranks."""
+    """Whether the loss is finite, on all ranks."""
     if learning.is_recorded:
         return True
     is_finite = torch.isfinite(loss.detach())
@@ -161,18 +150,15 @@ def may_learn(signals: Sequence[Signals], loss: Tensor, learning: Learning) -> b
 
 
 def _add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: float) -> None:
-    """Shares out the time since ``start`` among the sites of a batched call."""
+    """Adds the time since ``start`` to the sites of a batched call, in equal shares."""
     ms = 1e3 * (time.perf_counter() - start) / len(names)
     for name in names:
         entry = info.setdefault(name, {})
         entry["ms"] = entry.get("ms", 0.0) + ms
 
 
-# Estimators.
-
-
 def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> list[tuple[SiteClass, SiteContext]]:
-    """What each estimator call sees: classes of sites, or single sites of those particles that have them."""
+    """The input of each estimator call: a class of sites, or one site of the particles that have it."""
     if len(signals) == 1:
         (only,) = signals
         return [(only.layout.classes[c], replace(only.context(c, gamma), ranks=ranks)) for c in only.active]
@@ -186,8 +172,7 @@ def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> 
 
 
 def _tensors(context: SiteContext) -> dict[str, Tensor]:
-    pairs = ((item.name, getattr(context, item.name)) for item in fields(context))
-    return _only_tensors(dict(pairs))
+    return _only_tensors({item.name: getattr(context, item.name) for item in fields(context)})
 
 
 def _only_tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -204,14 +189,12 @@ def _row(context: SiteContext, i: int) -> SiteContext:
 
 
 def _join(contexts: Sequence[SiteContext]) -> SiteContext:
-    """One site of several particles; a part that some of them lack is zero there."""
+    """One site of several particles; a tensor that some particles lack is zero there."""
     if len(contexts) == 1:
         return contexts[0]
     joined: dict[str, Any] = dict(_joined([_tensors(context) for context in contexts]))
-    joined["signals"] = {
-        **contexts[0].signals,
-        **_joined([_only_tensors(context.signals) for context in contexts]),
-    }
+    own = _joined([_only_tensors(context.signals) for context in contexts])
+    joined["signals"] = {**contexts[0].signals, **own}
     if contexts[0].moments is not None:
         moments = [context.moments for context in contexts if context.moments is not None]
         joined["moments"] = Standardised(*(torch.cat(parts, 1) for parts in zip(*moments, strict=True)))
@@ -235,7 +218,7 @@ def estimate(
     writes: list[Write],
     info: dict[str, dict[str, Any]],
 ) -> Tensor:
-    """Calls the estimator of some sites, as it presently is, with its running statistics."""
+    """Calls an estimator with the running statistics of its sites; ``present`` is the estimator at this step."""
     estimator = cls.spec.estimator
     initial = initial_statistics(estimator, context.num_particles, cls.width)
     selection, statistics = _statistics(estimator, initial, context, bank, build)
@@ -258,7 +241,7 @@ def estimate(
 def _statistics(
     estimator: Estimator, initial: Statistics, context: SiteContext, bank: CriticBank, build: bool
 ) -> tuple[Selection | None, dict[str, Tensor]]:
-    """Rows of running statistics of a class of sites; initial values where there are none yet."""
+    """Running statistics of a class of sites; initial values for sites that have none yet."""
     if not initial:
         return None, {}
     like = context.cost
@@ -270,42 +253,28 @@ def _statistics(
         return Block(kind, keys, None, buffers).to(like.device, like.dtype)
 
     sizes = "".join(f" {tuple(v.shape)}" for v in initial.values() if isinstance(v, Tensor))
-    # Not a formatted string: torch.compile does not find it in a dict.
+    # torch.compile does not find a formatted string in a dict.
     kind = " ".join(("statistics", type(estimator).__name__, str(tuple(initial)))) + sizes
     selection = bank.select(kind, context.names, make if build else None)
     if selection is not None:
         return selection, {name: selection.read(name, like.dtype) for name in (*initial, "count")}
-    # Which other sites are missing must not matter to a site: they come with its value.
+    # A site must not notice which other sites are missing, because that follows from sampled values.
     rows = [bank.select(kind, (site,), None) for site in context.names]
     new = make(context.names)
-    found = {
-        name: torch.cat(
-            [
-                (getattr(new, name)[i : i + 1] if row is None else row.read(name)).to(like.dtype)
-                for i, row in enumerate(rows)
-            ]
-        )
-        for name in (*initial, "count")
-    }
-    return None, found
 
+    def read(name: str) -> Tensor:
+        values = [getattr(new, name)[i : i + 1] if row is None else row.read(name) for i, row in enumerate(rows)]
+        return torch.cat([value.to(like.dtype) for value in values])
 
-# Learning.
+    return None, {name: read(name) for name in (*initial, "count")}
 
 
 def critic_loss(
     signals: Sequence[Signals], bank: CriticBank, learning: Learning, chosen: Container[str] | None = None
 ) -> Tensor | None:
-    """Regression loss of critics alone; nothing is built or written.
+    """Regression loss of the ``chosen`` Q-nodes' critics (``None``: of all); ``None`` if none learns.
 
-    Args:
-        signals: One for all particles; or one for each, where sampled values steer the program.
-        bank: Critics and running statistics.
-        learning: How targets are formed.
-        chosen: Names of the Q-nodes that learn; ``None`` for all.
-
-    Returns:
-        The loss, a scalar, or ``None`` where no critic learns.
+    Nothing is built or written. There is one of ``signals`` for all particles, or one for each in steered programs.
     """
     return _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, [], {}, chosen)
 
@@ -317,15 +286,8 @@ def expected_critic_loss(
 
         L = |q - Σ_k w_k target_k|²
 
-    Args:
-        weighted: Rollouts of one structure in which the learning critics see the same values, each with its weight
-            ``w_k``, broadcastable to ``(M, plates)``.
-        bank: Critics and running statistics; nothing is built or written.
-        learning: How targets are formed.
-        chosen: Names of the Q-nodes that learn.
-
-    Returns:
-        The loss, a scalar, or ``None`` where no critic learns.
+    The rollouts have one structure, and the learning critics see the same values in all of them. The weights ``w_k``
+    broadcast to ``(M, plates)``. Nothing is built or written.
     """
     first = weighted[0][0]
     found = [(_pairs(one, learning), weight) for one, weight in weighted]
@@ -338,15 +300,7 @@ def expected_critic_loss(
 
 
 def critic_targets(signals: Signals, learning: Learning) -> dict[str, tuple[Tensor, Tensor]]:
-    """What each learned Q-node predicts at a rollout, and its target.
-
-    Args:
-        signals: The tensors of the rollout.
-        learning: How targets are formed.
-
-    Returns:
-        Value and target by name of the Q-node, ``(M, plates)`` each, in nats, detached.
-    """
+    """Value and target of each learned Q-node, by name, ``(M, plates)`` each, in nats, detached."""
     return {
         node.name: (value[i].detach(), target[i])
         for g, (value, target) in _pairs(signals, learning).items()
@@ -366,7 +320,7 @@ def _regress(
     info: dict[str, dict[str, Any]],
     chosen: Container[str] | None = None,
 ) -> Tensor | None:
-    """Regression of critics on their lambda-returns; ``None`` if none of them learns."""
+    """Regression loss of critics on their lambda-returns; ``None`` if no critic learns."""
     found: dict[Any, list[tuple[CriticRows, Tensor, Tensor]]] = {}
     learners: dict[Any, list[bool]] = {}
     for one, pairs in rollouts:

@@ -1,6 +1,6 @@
-r"""The backward sweep of the paper's Algorithm 1: each critic learns from children that have just learned.
+"""The backward sweep of the paper's Algorithm 1: each critic learns from children that have just learned.
 
-Q-nodes of the same height do not read each other, so they learn at once: a batched call for each class of sites.
+Q-nodes of the same height do not read each other, so they learn together.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from pyro_bpq.estimators.base import site_mean
 from pyro_bpq.graph.network import QNode
 from pyro_bpq.rollout.distributed import Ranks, average_writes
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
+from pyro_bpq.step.returns import costs_by_name
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.targets.lambda_return import Backups
 
 
 class Wave(NamedTuple):
-    """Q-nodes of the same height.
-
-    Args:
-        groups: Those that critics predict.
-        others: Those that nobody predicts: their targets pass through.
-    """
+    """Q-nodes of the same height: groups that critics predict, and others, whose targets pass through."""
 
     groups: tuple[QGroup, ...]
     others: tuple[QNode, ...]
@@ -37,44 +33,32 @@ class Wave(NamedTuple):
 def sweep(
     signals: Signals, bank: CriticBank, rate: float, lam: float | Tensor, gamma: float, ranks: Ranks | None = None
 ) -> tuple[list[Write], dict[str, dict[str, Tensor]]]:
-    r"""Takes one step of each critic, in place, from the Q-nodes next to the costs to those before them.
-
-    Args:
-        signals: The tensors of the rollout; their critics are built.
-        bank: Holds the critics.
-        rate: Step size.
-        lam: Weight of the return against the critic.
-        gamma: Discount per level.
-        ranks: The processes that learn together.
+    """Takes one step of size ``rate`` of each critic, in place, from the Q-nodes next to the costs backwards.
 
     Returns:
-        New moments of the context features, to be committed after the step; and diagnostics by site: ``td_loss``, the
-        squared error before the step, in squared nats.
+        New moments of the context features, to be committed after the step; and by site the ``"td_loss"``, the squared
+        error before the step, in squared nats.
     """
     layout = signals.layout
     writes: list[Write] = []
     info: dict[str, dict[str, Tensor]] = {}
     if layout.network is None:
         return writes, info
-    costs = {
-        name: cost
-        for cls, stacked in zip(layout.cost_classes, signals.costs, strict=True)
-        for name, cost in zip(cls.names, stacked.unbind(0), strict=True)
-    }
-    backups = Backups(layout.network, costs, lam, gamma)
+    backups = Backups(layout.network, costs_by_name(layout, signals.costs), lam, gamma)
     for wave in _waves(layout):
         for node in wave.others:
             backups.put(node, backups.target(node), None)
         for group in wave.groups:
             critic = evaluate_critics(layout, group, signals.batches, bank, False)
-            # Groups in steered programs may have lost nodes that are not built yet.
-            if critic is None:
+            if critic is None:  # not built yet, in a steered program
                 continue
             value, _ = signals.value_and_mean(critic)
             targets = [backups.target(node).expand(value.shape[1:]) for node in critic.group.nodes]
             loss = site_mean((value.detach() - torch.stack(targets)).square())
             _descend(value / critic.unit, torch.stack(targets) / critic.unit, critic, signals, rate, ranks)
-            learned, _ = signals.value_and_mean(_again(signals, critic, bank))
+            again = evaluate_critics(layout, critic.group, signals.batches, bank, False)
+            assert again is not None
+            learned, _ = signals.value_and_mean(again)
             for node, target, own, error in zip(critic.group.nodes, targets, learned.detach(), loss, strict=True):
                 backups.put(node, target, own)
                 info.setdefault(node.site, {})["td_loss"] = error
@@ -83,16 +67,10 @@ def sweep(
     return writes, info
 
 
-def _again(signals: Signals, critic: CriticBatch, bank: CriticBank) -> CriticBatch:
-    found = evaluate_critics(signals.layout, critic.group, signals.batches, bank, False)
-    assert found is not None
-    return found
-
-
 def _descend(
     value: Tensor, target: Tensor, critic: CriticBatch, signals: Signals, rate: float, ranks: Ranks | None
 ) -> None:
-    """One step on half the squared error: of a table the mean over the samples of an entry, else over all samples."""
+    """One step on half the squared error, averaged over all samples; for tables over the samples of each entry."""
     blocks = {key: block for key, block, *_ in critic.selection.parts}
     weights = {f"{key}.{name}": w for key, block in blocks.items() for name, w in block.weights().items()}
     spec, leaves = signals.layout.classes[critic.group.c].spec, list(weights.values())
@@ -102,7 +80,7 @@ def _descend(
     found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=is_table)
     gradients = {name: g for name, g in zip(weights, found, strict=True) if g is not None}
     if is_table:
-        # The derivative of a sum of entries with respect to an entry is the number of samples that read it.
+        # The number of samples that read an entry is the derivative of the sum of what was read.
         seen = torch.autograd.grad(value.sum(), [weights[name] for name in gradients])
         numbers = dict(zip(gradients, seen, strict=True))
         if ranks is not None:
@@ -116,20 +94,17 @@ def _descend(
 
 
 def _waves(layout: Layout) -> tuple[Wave, ...]:
-    """The Q-nodes of a layout by their height above the costs; found once."""
-    if not layout.waves:
-        network = layout.network
-        assert network is not None
-        height: dict[str, int] = {}
-        for node in network.nodes:
-            height[node.name] = 1 + max((height.get(child, 0) for child in network.children(node.name)), default=0)
-        predicted = {node.name for group in layout.groups for node in group.nodes}
-        for level in sorted(set(height.values())):
-            groups = []
-            for group in layout.groups:
-                chosen = [k for k, node in enumerate(group.nodes) if height[node.name] == level]
-                if chosen:
-                    groups.append(group.take(chosen))
-            others = [n for n in network.nodes if height[n.name] == level and n.name not in predicted]
-            layout.waves.append(Wave(tuple(groups), tuple(others)))
+    """The Q-nodes of a layout by their height above the costs; computed once."""
+    if layout.waves:
+        return tuple(layout.waves)
+    network = layout.network
+    assert network is not None
+    height: dict[str, int] = {}
+    for node in network.nodes:
+        height[node.name] = 1 + max((height.get(child, 0) for child in network.children(node.name)), default=0)
+    predicted = {node.name for group in layout.groups for node in group.nodes}
+    for level in sorted(set(height.values())):
+        chosen = [(g, [k for k, n in enumerate(g.nodes) if height[n.name] == level]) for g in layout.groups]
+        others = tuple(n for n in network.nodes if height[n.name] == level and n.name not in predicted)
+        layout.waves.append(Wave(tuple(group.take(places) for group, places in chosen if places), others))
     return tuple(layout.waves)

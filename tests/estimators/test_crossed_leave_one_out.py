@@ -19,7 +19,7 @@ from pyro_bpq import LeaveOneOut, ScoreFunction, StochasticComputationGraph, Tra
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import CrossedLeaveOneOut, Estimator
 from pyro_bpq.graph.relations import Crossings, crossings
-from pyro_bpq.step.crossed_signal import of_class
+from pyro_bpq.step.signal_table import crossed
 from pyro_bpq.testing import exact_gradient, expected_moments, sample_gradients
 
 Program = tuple[Callable[[], None], Callable[[], None]]
@@ -204,7 +204,7 @@ def test_changes_are_those_of_log_probabilities_at_other_values(draw: Any, way: 
     seen = elbo.observe(*program)
     runs, (staged,) = seen.runs, seen.items
     signals = staged.signals
-    of_class(signals, 0)
+    crossed(signals, 0)
     (group,), (found,) = signals.layout.crossed, signals.shared["crossed"]
     assert set(group.sites) == {"log q(z1)", "log q(z2)", "-log p(z0)", "-log p(z1)"}
     for k, (cost, (site, _)) in enumerate(group.sites.items()):
