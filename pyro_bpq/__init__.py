@@ -3,14 +3,11 @@
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.compiled.report import compile_report
 from pyro_bpq.critics.attention import AttentionCritic
-from pyro_bpq.critics.backward_sweep import BackwardSweep
 from pyro_bpq.critics.context import ContextCritic
-from pyro_bpq.critics.joint import FirstOrderCritic, FlipCritic, MomentCritic, QuadraticCritic
-from pyro_bpq.critics.learner import CriticLearner
+from pyro_bpq.critics.joint import FirstOrderCritic, FlipCritic, MomentCritic, QuadraticCritic, ValueCritic
+from pyro_bpq.critics.learner import BackwardSweep, CriticLearner, SlowTracking
 from pyro_bpq.critics.nets import LinearCritic, MLPCritic, TabularCritic
 from pyro_bpq.critics.replay_buffer import Replay
-from pyro_bpq.critics.slow import SlowTracking
-from pyro_bpq.critics.value_critic import ValueCritic
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.baselines import LeaveOneOut, RunningBaseline
 from pyro_bpq.estimators.lambda_return import LambdaReturn

@@ -81,3 +81,9 @@ class BusyError(BPQError, RuntimeError):
 
 class BPQWarning(UserWarning):
     """Base class of all warnings issued by pyro_bpq."""
+
+
+def check_option(owner: object, name: str, is_valid: bool, advice: str) -> None:
+    """Raises an OptionError that says what to write for the field ``name`` of ``owner``, unless it is valid."""
+    if not is_valid:
+        raise OptionError(f"{type(owner).__name__}({name}={getattr(owner, name)!r}): write {advice}.")

@@ -27,7 +27,7 @@ from pyro_bpq import (
     compile_report,
     paper_settings,
 )
-from pyro_bpq.critics.slow import SlowTracking
+from pyro_bpq.critics.learner import SlowTracking
 from pyro_bpq.errors import BPQWarning
 
 PROCESSES, LENGTH, EXACT_STEPS, RANDOM_STEPS = 2, 4, 6, 10

@@ -1,17 +1,17 @@
-r"""What sites, costs and Q-nodes are stacked by: their shapes, and how one call serves many of them."""
+"""Classes of like-shaped sites, costs and Q-nodes, which are stacked and served by one call."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.kinds import Known
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.graph.network import QNode
@@ -20,23 +20,58 @@ from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums, subset_sums
 
 
+class Relation(Enum):
+    """A relation of a class of sites to a class of costs, sites or Q-nodes.
+
+    Attributes:
+        DOWNSTREAM: Costs downstream of a site, row by row of the plates.
+        CROSSING: Costs downstream of a site that one row of its plates may affect in other rows.
+        TABLED: Immediate costs that are known at every value of a site.
+        CROSSED: The two halves of :func:`~pyro_bpq.batching.cost_to_go.crossed_costs`.
+        LATER: Later sites whose whole control variate counts for a site.
+        LATER_OWN: Later sites whose control variate counts in the part of their own log-probabilities.
+        LATER_MODEL: Later sites whose control variate counts in the part of the model's costs.
+        LATER_LEARNED: Q-nodes of later sites whose part of the control variate counts.
+    """
+
+    DOWNSTREAM = auto()
+    CROSSING = auto()
+    TABLED = auto()
+    CROSSED = auto()
+    LATER = auto()
+    LATER_OWN = auto()
+    LATER_MODEL = auto()
+    LATER_LEARNED = auto()
+
+
+class Known(str, Enum):
+    """Immediate costs that are known at every value of a site: its own log-probabilities, or others of the model.
+
+    Costs are summed in the order of the enumeration.
+    """
+
+    MODEL = "model"
+    LOG_P = "p"
+    LOG_Q = "q"
+
+
 @dataclass(frozen=True)
 class SiteSpec:
-    """The shape of a site and the treatment of the site; sites with equal specs are stacked.
+    """Shape and treatment of a site; sites with equal specs are stacked.
 
     Args:
         plates: Its plates.
         components: Its finite components, or ``None``.
         event_shape: Shape of an event of its distribution.
         estimator: Its gradient estimator.
-        critic: How to build its critic, or ``None`` for none.
+        critic: Builds its critic, or ``None``.
         tabled: Kinds of its immediate costs that are known at every value.
         has_params: Whether the critic sees the parameters of the site's distribution.
         context: Number of context features given by the user.
         share: Name under which the critic is shared, or ``None``. A shared critic sees the index in the site's name.
+        has_moments: Whether mean and variance replace missing finite components. The critic then reads the two centred
+            powers of each element.
         by_component: Whether the estimator gets a cost-to-go for each component.
-        has_moments: Whether mean and variance replace the finite components that the site lacks. The critic's values
-            are then functions of the two centred powers of each element.
     """
 
     plates: tuple[Plate, ...]
@@ -90,12 +125,12 @@ class CostClass:
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """Holds numbers that are the same in every step; copies them to a device once, as each copy blocks."""
+    """Numbers that are the same in every step; they are copied to a device once, because each copy blocks."""
 
     _constants: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def constant(self, name: Any, given: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The given numbers, or the result of a given function, on a device."""
+        """The given numbers, or the numbers that a given function returns, on a device."""
         key = (name, device, dtype)
         if key not in self._constants:
             self._constants[key] = torch.as_tensor(given() if callable(given) else given, dtype=dtype).to(device)
@@ -111,7 +146,7 @@ class CrossedCosts(Constants):
         k: Position of that class.
         components: Finite components of the sites.
         at: Positions of the costs in the class.
-        sites: For each cost, by name, its site and whether the cost is the guide's.
+        sites: Site of each cost, and whether the cost is the guide's, by name of the cost.
     """
 
     cls: CostClass
@@ -128,15 +163,15 @@ class CrossedCosts(Constants):
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """How the context of a batch of Q-nodes is made from the values of one class of sites.
+    """The critic inputs of a group of Q-nodes from the values of one class of sites.
 
     Args:
         source: Position of the class.
         window: Positions ``(Q, W)``, in the class, of the most recent members of each scope, latest first. Unused
             entries hold the class's size.
-        columns: Positions of the members of the class in program order.
-        rest: All members of each scope, as bits. Their sum over the square root of their number is a feature. ``None``
-            if the window holds all members.
+        columns: Positions of the class's sites in program order.
+        rest: All members of each scope, as bits. The sum of their values over the square root of their number is a
+            feature. ``None`` if the window holds all members.
     """
 
     source: int
@@ -152,13 +187,13 @@ class ContextPlan:
 
 @dataclass(frozen=True, eq=False)
 class QGroup(Constants):
-    """Q-nodes of one class of sites that critics predict from like-shaped contexts, evaluated together.
+    """Q-nodes of one class of sites, with critics of like-shaped inputs; they are evaluated together.
 
     Args:
         c: Position of the class.
         nodes: The Q-nodes, in program order of their sites.
         sites: Position of each Q-node's site in the class.
-        contexts: How the contexts of the Q-nodes are made.
+        contexts: The parts of the critics' inputs.
     """
 
     c: int
@@ -167,34 +202,30 @@ class QGroup(Constants):
     contexts: tuple[ContextPlan, ...]
 
     def rest(self, k: int, like: Tensor) -> Sums | None:
-        """Matrix ``(Q, G)`` that sums the members of each scope over the square root of their number.
-
-        ``None`` if no scope has members in context ``k``.
-        """
+        """Matrix ``(Q, G)`` of the feature ``rest`` of context ``k``; ``None`` if no scope has members there."""
         key, plan = (("rest", k), like.device, like.dtype), self.contexts[k]
         if key not in self._constants:
             rest = plan.rest or ()
             mask = sum(1 << column for column in plan.columns)
-            # The sum runs over all members, so a count is one feature, and not five: the window and the older members.
+            # The sum includes the members of the window, so that a count is one feature.
             scale = [max((bits & mask).bit_count(), 1) ** -0.5 for bits in rest]
             self._constants[key] = subset_sums(rest, plan.columns, like, scale)
         return self._constants[key]
 
     def pick(self, tensor: Tensor) -> Tensor:
-        """Picks the entries of the Q-nodes' sites from a tensor with a leading axis of the class's sites."""
+        """Picks the rows of the Q-nodes' sites from a tensor with a leading axis of the class's sites."""
         if self.sites == tuple(range(len(tensor))):
             return tensor
         return tensor[self.constant("sites", self.sites, tensor.device, torch.long)]
 
     def take(self, chosen: Sequence[int]) -> QGroup:
         """The group of some of these Q-nodes, by position."""
-        contexts = [
-            replace(
-                plan,
-                window=plan.window[list(chosen)],
-                rest=None if plan.rest is None else tuple(plan.rest[i] for i in chosen),
-            )
+
+        def some(values: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(values[i] for i in chosen)
+
+        contexts = tuple(
+            replace(plan, window=plan.window[list(chosen)], rest=None if plan.rest is None else some(plan.rest))
             for plan in self.contexts
-        ]
-        nodes, sites = tuple(self.nodes[i] for i in chosen), tuple(self.sites[i] for i in chosen)
-        return QGroup(self.c, nodes, sites, tuple(contexts))
+        )
+        return QGroup(self.c, some(self.nodes), some(self.sites), contexts)

@@ -1,15 +1,32 @@
-r"""The cost-to-go: sums of the costs downstream of a site, for all sites of a class at once."""
+r"""Stacked costs: the cost-to-go of a class of sites, and costs given another particle's past.
+
+**Crossed costs.** Leave-one-out subtracts the cost-to-go of another particle ``j`` from that of particle ``i``. These
+have different pasts. A closer baseline is the cost of the values of ``j``, from the site on, given the past of ``i``. A
+log-probability is known for such a pair without another run in two cases: its law reads the past only, or its value
+lies in the past and its law reads nothing of the past.
+
+    own law:    log p(y_j | parents_i)
+    own value:  log p(y_i | parents_j)
+
+Other costs are those of particle ``j``. All values of ``i`` that enter do not depend on the site. So the baseline is as
+free of bias as leave-one-out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.kinds import Relation
+from pyro_bpq.batching.classes import CrossedCosts, Relation
 from pyro_bpq.batching.layout import Layout
-from pyro_bpq.rollout.runs import Rollout, Run, sum_to_plates
+from pyro_bpq.rollout.runs import Rollout, Run, SiteRecord, sum_to_plates
+
+# Least log-probability of a component's value in crossed costs, in nats.
+_LEAST = -100.0
+# Sites whose values have so many elements get a call each, because copies would take longer than calls.
+_LARGE = 1 << 14
 
 
 def stack_costs(layout: Layout, rollout: Rollout) -> list[Tensor]:
@@ -20,16 +37,9 @@ def stack_costs(layout: Layout, rollout: Rollout) -> list[Tensor]:
 
 
 def sum_costs(layout: Layout, costs: Sequence[Tensor], kind: Relation, c: int) -> Tensor | None:
-    """Sums, for each site of a class, the costs that a matrix of the layout selects.
+    """Sums, for each site of class ``c``, the costs ``DOWNSTREAM``, ``CROSSING`` or ``TABLED``.
 
-    Args:
-        layout: The layout.
-        costs: Stacked costs, by class of costs.
-        kind: ``DOWNSTREAM``, ``CROSSING`` or ``TABLED``.
-        c: Position of the class of sites.
-
-    Returns:
-        Sums that broadcast to ``(G, M, plates)``, or ``None`` if no cost is selected.
+    The sums broadcast to ``(G, M, plates)``. ``None`` if there is no such cost.
     """
     total, plates = None, () if kind is Relation.CROSSING else layout.classes[c].spec.plates
     for k, (cls, stacked) in enumerate(zip(layout.cost_classes, costs, strict=True)):
@@ -50,16 +60,10 @@ def cost_to_go(layout: Layout, costs: Sequence[Tensor], c: int, like: Tensor) ->
 
 
 def component_cost_to_go(layout: Layout, rollout: Rollout, c: int, joint: Tensor) -> Tensor:
-    """The cost-to-go of each component of every site of a class.
+    """The cost-to-go of each component, ``(G, M, plates, D)``, in nats.
 
-    Args:
-        layout: The layout.
-        rollout: The runs. Their sites hold the costs that are charged to single components.
-        c: Position of the class of sites.
-        joint: The part of the cost-to-go that all components of a site share, ``(G, M, plates)``, in nats.
-
-    Returns:
-        Shape ``(G, M, plates, D)``, in nats.
+    It is the part ``joint``, ``(G, M, plates)``, that all components of a site share, and the costs that the sites of
+    the rollout charge to single components.
     """
     cls = layout.classes[c]
 
@@ -69,3 +73,51 @@ def component_cost_to_go(layout: Layout, rollout: Rollout, c: int, joint: Tensor
         return charged
 
     return joint.unsqueeze(-1) + rollout.stack(own, cls.names, cls.spec.plates, 1)
+
+
+@torch.no_grad()
+def crossed_costs(group: CrossedCosts, rollout: Rollout, costs: Sequence[Tensor]) -> Tensor:
+    """Change of each cost given another particle's past, averaged over the other particles.
+
+    A change is the cost given particle ``i``'s past minus the cost of particle ``j``, averaged over ``j``. The result
+    holds the changes under the own law, then those at the own value, ``(2 costs, M, plates)`` in nats.
+    """
+    own, names = group.pick(costs), list(group.sites)
+    size = rollout.runs[0].sites[group.sites[names[0]][0]].value.numel()
+    parts = [names] if size < _LARGE else [[name] for name in names]
+    pairs = torch.cat([_pairs(group, rollout, part, own) for part in parts])
+    change = torch.cat((pairs, pairs.transpose(1, 2))) - torch.cat((own, own)).unsqueeze(1)
+    itself = torch.eye(rollout.num_particles, dtype=torch.bool, device=own.device)
+    itself = itself.reshape(*itself.shape, *(1,) * (own.dim() - 2))
+    return change.masked_fill(itself, 0.0).sum(2) / (rollout.num_particles - 1)
+
+
+def _pairs(group: CrossedCosts, rollout: Rollout, names: Sequence[str], like: Tensor) -> Tensor:
+    """Costs under the law of particle ``i`` at the value of particle ``j``, ``(costs, i, j, plates)``.
+
+    They are linear in an encoded value, so one matrix product gives all pairs. Particle ``i``'s own value must not
+    enter the result, not even through rounding.
+    """
+    components = group.components
+
+    def stack(pick: Callable[[SiteRecord, bool], Tensor], event_ndim: int) -> Tensor:
+        def from_run(run: Run, name: str) -> Tensor:
+            site, of_guide = group.sites[name]
+            return pick(run.sites[site], of_guide)
+
+        return rollout.stack(from_run, names, group.cls.plates, event_ndim)
+
+    def law(site: SiteRecord, of_guide: bool) -> Tensor:
+        return components.parameters(site.fn if of_guide else site.prior)
+
+    def weight(site: SiteRecord, of_guide: bool) -> Tensor:
+        one, scale, mask = (1.0, site.scale, site.mask) if of_guide else (-1.0, site.prior_scale, site.prior_mask)
+        weight = like.new_full((), one) * scale
+        return weight if mask is None else weight * torch.as_tensor(mask, device=like.device)
+
+    slopes, base = components.linear(stack(law, components.event_ndim), _LEAST)
+    values = stack(lambda site, _: components.encoded(site.value.detach(), site.fn), 1).to(slopes.dtype)
+    log_prob = torch.einsum("ci...f,cj...f->cij...", slopes, values) + base.unsqueeze(2)
+    weights = stack(weight, 0).unsqueeze(2)
+    # Masked log-probabilities may be infinite or NaN.
+    return torch.where(weights == 0.0, 0.0, weights * log_prob)

@@ -1,7 +1,4 @@
-r"""Batches the sites of a graph: classes of like-shaped sites, and the matrices between them.
-
-Everything here depends on the structure only, and is computed once per structure.
-"""
+"""Batches the sites of a graph: classes of like-shaped sites, and the matrices between them."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import ContextPlan, CostClass, CrossedCosts, QGroup, SiteClass, SiteSpec
-from pyro_bpq.batching.kinds import Relation
+from pyro_bpq.batching.classes import ContextPlan, CostClass, CrossedCosts, QGroup, Relation, SiteClass, SiteSpec
 from pyro_bpq.critics.attention import MemberCritic
 from pyro_bpq.graph.bitsets import highest, ones
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
@@ -24,12 +20,12 @@ from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums, subset_sums
 from pyro_bpq.targets.lambda_return import Rules, network_rules
 
-# Number of features that encode the index of a site in a family with a shared critic.
+# Number of critic inputs that encode the index of a site in a family with a shared critic.
 INDEX_FEATURES = 2
 
 
 class Layout:
-    """The classes of sites and of costs in a graph, and the matrices that relate them.
+    """The classes of sites and of costs in a graph, and the matrices between them; computed once per structure.
 
     Args:
         graph: The graph.
@@ -40,9 +36,9 @@ class Layout:
             as one sum. Critics that look up joint states or attend to members see all members.
         cuts_plates: Whether a row of a plate at one site can only affect the same row at other sites in the plate.
             This is never assumed for a site or cost that is reached through a node outside of the plate.
-        is_steered: Whether sampled values may steer the program. The values sampled before a site must then determine
-            which critics exist, their inputs, and which critics correct a site.
-        charged: For each site, the costs that are charged to single components of the site. The sums here omit them.
+        is_steered: Whether sampled values may steer the program. Then only values sampled before a site may determine
+            which critics exist, their inputs, and which critics correct the site.
+        charged: For each site, the costs that are charged to its single components. The sums here omit them.
         crossings: The costs that are known given another particle's past, if an estimator asks for them.
     """
 
@@ -83,14 +79,10 @@ class Layout:
         return f"Layout({len(self.graph.nodes)} sites in {len(self.classes)} classes)"
 
     def matrix(self, kind: Relation, row: int, column: int, like: Tensor) -> Sums | None:
-        """The matrix of a relation between a class of sites and a class of costs or sites; ``None`` if zero.
+        """The matrix of a relation between class ``row`` of sites and another class; ``None`` if it is zero.
 
-        Args:
-            kind: The relation.
-            row: Position of the class of sites.
-            column: Position of the other class. It is a group of costs for ``CROSSED``, and of Q-nodes for
-                ``LATER_LEARNED``.
-            like: Gives dtype and device.
+        ``column`` is the position of a class of costs or sites, of a group of costs (``CROSSED``) or of Q-nodes
+        (``LATER_LEARNED``). ``like`` gives dtype and device.
         """
         key = (kind, row, column, like.dtype, like.device)
         if key not in self._sums:
@@ -99,7 +91,7 @@ class Layout:
         return self._sums[key]
 
     def _sets(self, kind: Relation, column: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The set related to each site, as bits, and the bit of each member of the class ``column``."""
+        """The set related to each site, as bits, and the bit of each member of ``column``."""
         relations = self.relations
         if kind is Relation.LATER_LEARNED:
             nodes = self.groups[column].nodes
@@ -148,9 +140,9 @@ class Layout:
         return self.relations.crossed(name) != 0 or self.graph.leaves_plates(name)
 
     def is_split(self, column: int) -> bool:
-        """Whether a site's downstream costs contain some, but not all, costs of a later site of a class.
+        """Whether the control variate of a class is split into tabled costs and Q-nodes.
 
-        The control variate of that later site is then split into tabled costs and Q-nodes, each with its own costs.
+        That is the case if the costs downstream of an earlier site contain some, but not all, of its costs.
         """
         if column not in self._split:
             self._split[column] = not self.is_steered and self._parts_serve_more(column)
@@ -158,7 +150,7 @@ class Layout:
 
     def _parts_serve_more(self, column: int) -> bool:
         later, mask = self.relations.later, self._masks[column]
-        # The later sites of the class whose whole control variate does not count.
+        # Sites of the class, later than each site, whose whole control variate does not count.
         left = [after(i, mask & ~whole) for i, whole in enumerate(later)]
         if not any(left):
             return False
@@ -205,13 +197,13 @@ class Layout:
         return tuple(groups)
 
     def _signature(self, node: QNode) -> tuple[tuple[int, int], ...]:
-        """The key of a context's shape; empty if not steered, where other Q-nodes may affect the shape."""
+        """A key of the shape of the critic's inputs; empty if not steered, where other Q-nodes may affect the shape."""
         if not self.is_steered:
             return ()
         is_shared = self.specs[node.site].share is not None
         others = self._others(node)
         members = sorted((others & mask & -(others & mask), c) for c, mask in enumerate(self._masks) if others & mask)
-        # A shared critic sees windows of the same size at all its sites; attention does not mind how many there are.
+        # A shared critic sees windows of equal size at all its sites. Attention takes any number of members.
         full = 0 if isinstance(self.specs[node.site].critic, MemberCritic) else self._window(node.site) + 1
         counts = [min((others & self._masks[c]).bit_count(), full) for _, c in members]
         return tuple((c, full if is_shared else count) for (_, c), count in zip(members, counts, strict=True))
@@ -229,7 +221,6 @@ class Layout:
         for mask in self._masks:
             found = others & mask
             seen += highest(found, window)
-            # Those beyond the window are seen in a sum, over all members of the class.
             summed += max(found.bit_count() - window, 0)
         return tuple(self.graph.nodes[i].name for i in sorted(seen)), summed
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.attention import MemberCritic
+from pyro_bpq.critics.joint import reads_value
 from pyro_bpq.critics.nets import TabularCritic
-from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.graph.network import BackpropQNetwork, QNode
 
 

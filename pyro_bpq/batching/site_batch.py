@@ -1,4 +1,4 @@
-r"""The stacked tensors of one class of sites in one step."""
+"""The stacked tensors of one class of sites in one step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SiteBatch:
     Args:
         cls: The class of sites.
         rollout: The runs.
-        by_value: Whether the gradient goes through ``log q`` of every value, if the values are finite.
+        by_value: Whether gradients of finite sites go through ``log q`` of every value, rather than of the sample.
     """
 
     def __init__(self, cls: SiteClass, rollout: Rollout, by_value: bool = True) -> None:
@@ -67,13 +67,13 @@ class SiteBatch:
 
     @cached_property
     def log_odds(self) -> Tensor:
-        """Log-odds of bits, ``(G, M, plates, D)``, with gradient; for Bernoulli sites only."""
+        """Log-odds of Bernoulli sites, ``(G, M, plates, D)``, with gradient."""
         stacked = self.stack(lambda site: self.components.parameters(site.fn), self.components.event_ndim)
         most = min(1e6, torch.finfo(stacked.dtype).max)
         return self.flat(stacked).clamp(-most, most)
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """Parameters or values of bits, with one dimension for the components."""
+        """Parameters or values of Bernoulli sites, with one dimension for the components."""
         return tensor.reshape(*tensor.shape[: tensor.dim() - self.components.event_ndim], self.components.size)
 
     @cached_property
@@ -108,9 +108,9 @@ class SiteBatch:
 
     @property
     def like(self) -> Tensor:
-        """A detached tensor of the dtype and device of the sites' parameters."""
+        """A detached tensor with the dtype and device of the sites' parameters."""
         if self.cls.spec.components is not None:
-            # Tables take time.
+            # Log-odds take less time than tables.
             is_bit = not self.by_value and self.components.kind == "bernoulli"
             return self.log_odds.detach() if is_bit else self.probs
         return self.moments.mean if self.cls.spec.has_moments else self.encoded
@@ -125,7 +125,12 @@ class SiteBatch:
         """``log q`` of each component of the sample, ``(G, M, plates, D)``, with gradient."""
         if self.by_value:
             return self.sampled(self.log_probs)
-        return self.stack(_component_score, 1)
+
+        def pick(site: SiteRecord) -> Tensor:
+            log_prob, _ = element_log_prob(site.fn, site.value.detach())
+            return log_prob.reshape(*batch_of(site.fn, site.value), -1)
+
+        return self.stack(pick, 1)
 
     @property
     def log_q(self) -> Tensor:
@@ -141,16 +146,13 @@ class SiteBatch:
         if self.components.cardinality == 2:
             return 2.0 * self.index.to(self.probs.dtype) - 1.0
         cardinality = self.components.cardinality
-        # one_hot() reads the values on the host, which waits for the device.
+        # one_hot() would wait for the device.
         hot = self.index.unsqueeze(-1) == torch.arange(cardinality, device=self.index.device)
         return (hot.to(self.probs.dtype) - 1.0 / cardinality).flatten(-2)
 
     @cached_property
     def parameters(self) -> Tensor:
-        """Parameters of the distributions as critic inputs, ``(G, M, plates, width)``, detached.
-
-        Log-odds of finite components; mean and log standard deviation of other values.
-        """
+        """Log-odds, or mean and log standard deviation, as critic inputs, ``(G, M, plates, width)``, detached."""
         if self.cls.spec.components is None:
             mean, spread = self.moments.mean, self.moments.spread
             return torch.cat((encode_real(mean), spread.log().clamp(-6.0, 6.0)), -1)
@@ -162,7 +164,12 @@ class SiteBatch:
     @cached_property
     def context(self) -> Tensor:
         """The user's context features, ``(G, M, plates, C)``, detached."""
-        return self.stack(_context, 1)
+
+        def pick(site: SiteRecord) -> Tensor:
+            assert site.context is not None
+            return site.context.detach()
+
+        return self.stack(pick, 1)
 
     @cached_property
     def baseline(self) -> Tensor:
@@ -205,7 +212,7 @@ class SiteBatch:
         scales = [pick(run.sites[name]) for run in self.rollout.runs for name in self.cls.names]
         like, size = self.like, len(self.cls.names)
         if any(isinstance(scale, Tensor) for scale in scales) or scales != scales[:size] * len(self.rollout.runs):
-            # A scale may read sampled values and parameters. It differs between runs, and is detached here.
+            # A scale may read sampled values and parameters.
             return self.stack(lambda site: torch.as_tensor(pick(site)).detach().to(like), 0)
         lead, numbers = (1,) * len(self.batch_shape), [float(scale) for scale in scales[:size]]
         if numbers == numbers[:1] * len(numbers):
@@ -213,7 +220,7 @@ class SiteBatch:
         return torch.tensor(numbers, dtype=like.dtype).to(like.device).reshape(-1, *lead)
 
     def weights_of_bits(self, is_prior: bool) -> Tensor:
-        """Scale and mask of the guide's or the model's side of the sites, broadcastable to ``(G, M, plates, 1)``."""
+        """Scale times mask in the model (``is_prior``) or the guide, broadcastable to ``(G, M, plates, 1)``."""
         if is_prior:
             scale = self._scales(lambda site: site.prior_scale)
             return self._weighted(torch.ones_like(scale)[..., None, None], scale, lambda site: site.prior_mask)[..., 0]
@@ -230,16 +237,6 @@ class SiteBatch:
 def _score(site: SiteRecord) -> Tensor:
     assert site.score is not None
     return site.score
-
-
-def _component_score(site: SiteRecord) -> Tensor:
-    log_prob, _ = element_log_prob(site.fn, site.value.detach())
-    return log_prob.reshape(*batch_of(site.fn, site.value), -1)
-
-
-def _context(site: SiteRecord) -> Tensor:
-    assert site.context is not None
-    return site.context.detach()
 
 
 def _mask(mask: Tensor | bool | None, like: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 r"""A critic that reads a set or a sequence of any length: attention over the members of a scope.
 
-The other critics see the latest members of each kind as they are and the rest as one sum, or a table over all joint
-states. This one sees every member ``v_j`` by itself, with weights that do not depend on how many there are. For the
-``j``-th latest member of its kind (a class of like-shaped sites)
+Other critics see the latest members of each kind and a sum of the rest, or a table over all joint states. This one sees
+every member ``v_j``, with weights that do not depend on their number. A kind is a class of like-shaped sites. For the
+``j``-th latest member of its kind
 
     h_j = silu(W v_j + R r_j + b),   r_j = (log(1 + j), 1 / (1 + j), cos and sin of 2π j / 3, ..., 2π j / 48)
     o_i = Σ_j softmax_j(q_i · K_i h_j / √d) U_i h_j                                  for every head i
     Q   = perceptron(context, o, Σ_j h_j / √n)
 
-``W``, ``R`` and ``b`` belong to a kind, ``q_i`` is linear in the context. A shared critic, ``share``, serves sites with
-scopes of different lengths, also of lengths that it has never seen.
+``W``, ``R`` and ``b`` belong to a kind, and ``q_i`` is linear in the context. A shared critic (``share``) serves scopes
+of different lengths, also of new lengths.
 
 References:
     | Attention is all you need (Vaswani et al., 2017), Sec. 3.2
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from pyro_bpq.critics.nets import CriticShape, Perceptron
-from pyro_bpq.errors import OptionError
+from pyro_bpq.critics.nets import CriticShape, Perceptron, check_hidden
+from pyro_bpq.errors import check_option
 
-# Wavelengths of a member's place ``r_j``, in members: two features each, beside two more.
+# Wavelengths in ``r_j``, in members; each gives two features.
 _WAVES = (3.0, 6.0, 12.0, 24.0, 48.0)
 
 
@@ -40,7 +40,7 @@ class Members(NamedTuple):
 
     Args:
         values: Encoded values ``(G, N, W, width)`` of each kind.
-        present: Which of the ``W`` places of each site hold a member, ``(G, W)``, for each kind.
+        present: Whether each of the ``W`` places of a site holds a member, ``(G, W)``, for each kind.
     """
 
     values: tuple[Tensor, ...] = ()
@@ -53,14 +53,10 @@ class Members(NamedTuple):
 
 @runtime_checkable
 class MemberCritic(Protocol):
-    """A critic whose module maps ``(context, cells, Members)`` to outputs, whatever the number of members.
+    """A critic whose module maps ``(context, cells, Members)`` to outputs, for any number of members.
 
-    Its ``context`` holds what else a critic sees: parameters of the site's distribution, the user's features, the index
-    of a shared site. ``shape.features`` counts these alone, ``shape.members`` holds the width of each kind.
-
-    Attributes:
-        uses_cells: Whether it reads ``cells``, as for any critic.
-        reads_members: Marks this kind of critic.
+    Its ``context`` holds the other features: parameters of the site's distribution, the user's features, the index of a
+    shared site. ``shape.features`` counts only these; ``shape.members`` holds the width of each kind.
     """
 
     uses_cells: ClassVar[bool]
@@ -94,10 +90,9 @@ class AttentionCritic:
     def __post_init__(self) -> None:
         for name in ("width", "heads"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise OptionError(f"AttentionCritic({name}={value!r}): write a whole number of at least 1.")
-        if not isinstance(self.hidden, tuple) or not all(isinstance(h, int) and h > 0 for h in self.hidden):
-            raise OptionError(f"AttentionCritic(hidden={self.hidden!r}): write positive layer sizes, e.g. (32,).")
+            is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            check_option(self, name, is_valid, "a whole number of at least 1")
+        check_hidden(self)
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics."""
@@ -122,14 +117,13 @@ class _Attention(nn.Module):
             self.query, self.query_bias = weight(shape.features, wide), weight(1, wide)
             self.keys, self.values = weight(critic.width, wide), weight(critic.width, wide)
             pooled = wide + critic.width
-        own = replace(shape, features=shape.features + pooled)
-        self.head = Perceptron(own, critic.hidden if own.features else (), generator)
+        self.head = Perceptron(replace(shape, features=shape.features + pooled), critic.hidden, generator)
 
     def forward(self, context: Tensor, cells: Tensor | None, members: Members) -> Tensor:
         return self.head(torch.cat((context, self.pooled(context, members)), -1) if members.values else context, cells)
 
     def pooled(self, context: Tensor, members: Members) -> Tensor:
-        """What attention and the sum say of all members, ``(G, N, heads * width + width)``."""
+        """Results of attention and of the sum over all members, ``(G, N, heads * width + width)``."""
         sites, rows = context.shape[:2]
         hidden = torch.cat([self._embedded(k, part) for k, part in enumerate(members.values)], 2)
         present = torch.cat(members.present, 1)[:, None]
@@ -140,7 +134,7 @@ class _Attention(nn.Module):
         )
         query = (context @ self.query + self.query_bias).reshape(sites, rows, 1, self.heads, self.width)
         score = (query * keys).sum(-1) / math.sqrt(self.width)
-        # The second mask is for scopes without members, whose weights would be uniform.
+        # Without the second mask the weights of a scope without members would be uniform.
         weights = torch.where(present[..., None], score, score.new_tensor(-1e9)).softmax(2) * present[..., None]
         found = (weights[..., None] * values).sum(2).flatten(-2)
         number = present.sum(-1, keepdim=True).clamp(min=1)

@@ -1,9 +1,8 @@
-r"""The only module that holds state: critics, running statistics and scales, one row per site.
+"""The bank holds all learned state: critics and running statistics, one row per site.
 
-Rows of like-shaped sites are stored together in a *block*: a module whose tensors have a leading axis of
-sites. The bank makes a block when it first sees a site, and never resizes it. So an optimiser that holds a block's
-parameters stays valid. Loaded rows wait in the bank until their block exists. The bank forgets blocks that no step has
-used for a long time, see :class:`CriticBank`.
+Rows of like-shaped sites are stored in a block, whose tensors have a leading axis of sites. A block is made when a site
+is first seen, and never resized, so that an optimiser of its parameters stays valid. Loaded rows wait in the bank until
+their block exists.
 """
 
 from __future__ import annotations
@@ -16,30 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_bpq.critics.block import Block, Selection, Write
+from pyro_bpq.critics.block import Block, Selection, Write, named_tensors
 from pyro_bpq.errors import BPQWarning
 
-# Number of kept rows of sites that the last step did not use; number of largest steps whose rows are always kept.
+# Number of kept rows of sites that the last step did not use; number of largest steps that always have room.
 MAX_IDLE, _STEPS = 2048, 8
-# Key under which a loaded row stores the name of the block that it comes from.
-_HOME = ""
-# Key under which it stores the name of its site and its critic, in words.
-_ABOUT = "\n"
+# Keys under which a loaded row stores the name of its block, and the name of its site with its critic in words.
+_HOME, _ABOUT = "", "\n"
 
 
 class CriticBank(nn.Module):
     """Critics and running statistics of sites.
 
-    The bank always keeps the rows that the last learning step used. It also keeps the ``max_idle`` most recently used
-    rows of other sites, or as many rows as eight of the largest steps have if that is more. It forgets older rows,
-    block by block. A forgotten site that comes again starts anew. The bank counts rows, not steps: other programs and
-    evaluations may take any number of steps in between if they bring no new names. The time of a step depends only on
-    the rows that it uses.
+    The bank keeps the rows of the last learning step, and the ``max_idle`` most recently used rows of other sites, or
+    as many rows as eight of the largest steps have if that is more. It forgets older rows, block by block. A forgotten
+    site that comes again starts anew.
 
     Args:
         seed: Seed of the generator that initialises the critics; the global generator is left alone.
-        is_own: Whether critics are trained by an optimiser of their own; they are then buffers, in
-            ``state_dict()`` but not in ``parameters()``.
+        is_own: Whether critics are trained by an optimiser of their own. They are then buffers, not parameters.
         keeps_slow: Whether every block keeps a slow copy of its critics.
         max_idle: Number of kept rows of sites that the last step did not use. A site has one row of running
             statistics, and one row for each of its critics.
@@ -49,7 +43,7 @@ class CriticBank(nn.Module):
         super().__init__()
         self.seed, self.is_own, self.keeps_slow, self.max_idle = seed, is_own, keeps_slow, max_idle
         self.blocks = nn.ModuleDict()
-        # Called with the name of a new block, after its rows are loaded and before they are read.
+        # Called with the name of a new block after its rows are loaded.
         self.on_build: Callable[[str], None] | None = None
         self._index: dict[tuple[str, str], tuple[str, int]] = {}
         self._selections: dict[Hashable, Selection] = {}
@@ -57,7 +51,7 @@ class CriticBank(nn.Module):
         self._has_warned = False
         # Names of blocks with their numbers of rows, the most recently used block last.
         self._order: dict[str, int] = {}
-        # Since the last call of tidy: blocks that learning steps used, and all blocks that were selected.
+        # Blocks that learning steps used, and all blocks that were selected, since the last call of tidy.
         self._used: dict[str, int] = {}
         self._touched: set[str] = set()
         self._most_rows = 0
@@ -71,15 +65,9 @@ class CriticBank(nn.Module):
     def select(
         self, kind: str, keys: tuple[str, ...], make: Callable[[tuple[str, ...]], Block] | None
     ) -> Selection | None:
-        """Selects the rows for ``keys``, and builds missing rows.
+        """Selects the rows for ``keys``, which may repeat; ``make`` builds a block of missing rows.
 
-        Args:
-            kind: Kind and shape of the rows.
-            keys: One key per row; a key may occur more than once (a shared critic).
-            make: Builds a block for the missing keys; ``None`` forbids it.
-
-        Returns:
-            The selection, or ``None`` if rows are missing and may not be built.
+        Without ``make`` the result is ``None`` if rows are missing.
         """
         found = self._selections.get((kind, keys))
         if found is not None:
@@ -95,7 +83,7 @@ class CriticBank(nn.Module):
                 block.keep_slow()
             self._add(block)
         selection = self._find(kind, keys)
-        # Programs of changing structure select new combinations of keys without end.
+        # Programs of changing structure select ever new combinations of keys.
         if len(self._selections) >= 256:
             self._selections.clear()
         self._selections[kind, keys] = selection
@@ -110,31 +98,19 @@ class CriticBank(nn.Module):
         return selection
 
     def weights(self, blocks: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The critics' trainable tensors, by name in ``blocks``.
-
-        Args:
-            blocks: Names of blocks; names of forgotten blocks are ignored. ``None`` for all blocks.
-        """
+        """The critics' trainable tensors, by ``block.name``; of all blocks, or of the given ones that still exist."""
         names = self.blocks if blocks is None else [key for key in blocks if key in self.blocks]
-        found: dict[str, Tensor] = {}
-        for key in names:
-            block = self.blocks[key]
-            tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
-            found |= {f"{key}.{name}": tensor for name, tensor in tensors.items() if tensor.requires_grad}
-        return found
+        tensors = ((f"{key}.{name}", t) for key in names for name, t in named_tensors(self.blocks[key]).items())
+        return {name: tensor for name, tensor in tensors if tensor.requires_grad}
 
     @property
     def touched_weights(self) -> dict[str, Tensor]:
         """Trainable tensors of the blocks selected since :meth:`tidy`; no other critics can have a gradient."""
-        # Sorted, because all processes that learn together must use the same order.
+        # Sorted, because all processes that learn together need the same order.
         return self.weights(sorted(self._touched))
 
     def tidy(self) -> list[str]:
-        """Forgets rows that were not used for a long time; called between steps.
-
-        Returns:
-            The names of the blocks that no longer exist.
-        """
+        """Forgets old rows, between steps; returns the names of the blocks that no longer exist."""
         if self._used:
             for key, rows in self._used.items():
                 self._order.pop(key, None)
@@ -160,10 +136,10 @@ class CriticBank(nn.Module):
         self._gone += forgotten
 
     def _take(self, names: Iterable[str], home: str | None = None) -> dict[str, Any]:
-        """Removes and returns waiting loaded rows, to put them into a block or to forget them."""
+        """Removes and returns waiting rows."""
         found = {name: self._waiting[name] for name in names if name in self._waiting}
         if found:
-            # Not in place, because a snapshot holds the old dictionary.
+            # Not in place, because a snapshot may hold the old dictionary.
             self._waiting = {name: rows for name, rows in self._waiting.items() if name not in found}
             left = {rows.get(_HOME) for rows in self._waiting.values()}
             homes = dict.fromkeys(rows.get(_HOME) for rows in found.values())
@@ -202,7 +178,7 @@ class CriticBank(nn.Module):
                 buffer[rows] = value.to(buffer.dtype)
 
     def snapshot(self) -> tuple[Any, ...]:
-        """Returns a mark of the present state; :meth:`restore` takes the bank back to it."""
+        """A mark of the present state; :meth:`restore` takes the bank back to it."""
         return len(self.blocks), self._waiting, self._gone, dict(self._used)
 
     def restore(self, mark: tuple[Any, ...]) -> list[str]:
@@ -234,15 +210,9 @@ class CriticBank(nn.Module):
             block = self.blocks[key]
             assert isinstance(block, Block)
             device = next((t.device for t in block.state_dict().values()), None)
-            whole = rows == list(range(len(block.keys)))
-            parts.append(
-                (
-                    key,
-                    block,
-                    None if whole else torch.tensor(rows, device=device),
-                    None if len(places) == 1 else torch.tensor(positions, device=device),
-                )
-            )
+            chosen = None if rows == list(range(len(block.keys))) else torch.tensor(rows, device=device)
+            at = None if len(places) == 1 else torch.tensor(positions, device=device)
+            parts.append((key, block, chosen, at))
         order = None
         if len(places) > 1:
             order = torch.argsort(torch.cat([at for *_, at in parts if at is not None]))
@@ -251,26 +221,24 @@ class CriticBank(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and copy, without the weak references that Pyro's param store puts on parameters."""
         for parameter in self.parameters():
-            # The store does the same before it is saved; it makes them again when it returns a parameter.
+            # The store makes them again when it returns a parameter.
             parameter.__dict__.pop("unconstrained", None)
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return state
 
-    # Saving and loading: a row's place depends on its kind and key, not on the block that it came from.
+    # A saved row finds its place by its kind and key, not by the block that it came from.
 
     def get_extra_state(self) -> dict[str, Any]:
         """Kind and keys of every block, the most recently used block last."""
-        order = {**self._order, **self._used, **dict.fromkeys(self.blocks)}
-        found = {key: self.blocks[key] for key in order}
-        blocks = {
-            key: {"kind": block.kind, "keys": list(block.keys), "about": block.about}
-            for key, block in found.items()
-            if isinstance(block, Block)
-        }
+        blocks = {}
+        for key in {**self._order, **self._used, **dict.fromkeys(self.blocks)}:
+            block = self.blocks[key]
+            assert isinstance(block, Block)
+            blocks[key] = {"kind": block.kind, "keys": list(block.keys), "about": block.about}
         return {"blocks": blocks, "waiting": self._waiting, "most_rows": self._most_rows}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Does nothing: :meth:`_load_from_state_dict` handles the extra state with the tensors."""
+        """Does nothing: :meth:`_load_from_state_dict` handles the extra state."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         extra = state_dict.get(prefix + "_extra_state", {"blocks": {}, "waiting": {}})
@@ -287,7 +255,7 @@ class CriticBank(nn.Module):
         for key, block in self.blocks.items():
             assert isinstance(block, Block)
             self._load_waiting(key, block)
-            # The rows are in place already: the ordinary loader gets the block's own tensors.
+            # The rows are already in place, so the ordinary loader gets the block's own tensors.
             own = block.state_dict(prefix=f"{prefix}blocks.{key}.")
             state_dict.update({name: value.clone() for name, value in own.items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -306,7 +274,7 @@ class CriticBank(nn.Module):
                     own[tensor][row] = value.to(own[tensor])
 
     def _warn_of_other_critics(self, block: Block, names: Sequence[str]) -> None:
-        """Warns where critics start anew, since those that were loaded are others."""
+        """Warns if critics start anew because the loaded ones are of another kind."""
         if not block.about or self._has_warned:
             return
         known = (rows.get(_ABOUT, ("", "")) for rows in self._waiting.values())
@@ -325,7 +293,7 @@ class CriticBank(nn.Module):
 
 
 def _block_name(kind: str, keys: Sequence[str]) -> str:
-    """Name of a block; equal in every process, whatever was built before, so that saved states match."""
+    """Name of a block, equal in every process, so that saved states match."""
     return "b" + hashlib.sha256("\n".join((kind, *keys)).encode()).hexdigest()[:12]
 
 

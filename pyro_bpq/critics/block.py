@@ -1,4 +1,4 @@
-r"""Rows of like-shaped sites, as the bank keeps them."""
+"""Rows of like-shaped sites, which the bank keeps."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ Write = tuple[str, str, "Tensor | None", Tensor]
 
 
 class Block(nn.Module):
-    """Rows of like-shaped sites.
+    """Rows of like-shaped sites: critics and running statistics, with a leading site axis.
 
-    A block keeps at least 32 bits: ``double()`` and ``float()`` convert it, ``half()`` and ``bfloat16()`` do not.
-    Running squares, counts and step sizes need 32 bits.
+    ``half()`` and ``bfloat16()`` do not convert it, because running squares, counts and step sizes need 32 bits.
 
     Args:
         kind: Kind and shape of the rows.
         keys: Key of each row.
-        critic: The critics, a module whose parameters have a leading site axis, or ``None``.
-        buffers: Running statistics with a leading site axis.
+        critic: The critics, or ``None``.
+        buffers: Running statistics.
         about: The critic in words; empty if there is none.
     """
 
@@ -50,9 +49,7 @@ class Block(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Trainable tensors of the critics, by name within the critic."""
-        if self.critic is None:
-            return {}
-        tensors = {**dict(self.critic.named_parameters()), **dict(self.critic.named_buffers())}
+        tensors = {} if self.critic is None else named_tensors(self.critic)
         return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
 
     def hide_weights(self) -> None:
@@ -66,14 +63,14 @@ class Block(nn.Module):
         """Makes a copy of the critics that is not trained; the caller moves it towards the critics."""
         if self.critic is not None:
             self.slow = copy.deepcopy(self.critic)
-            for tensor in (*self.slow.parameters(), *self.slow.buffers()):
+            for tensor in named_tensors(self.slow).values():
                 tensor.requires_grad_(False)
 
     def slow_weights(self) -> dict[str, Tensor]:
         """Slow copies of :meth:`weights`, by the same names."""
         if self.slow is None:
             return {}
-        tensors = {**dict(self.slow.named_parameters()), **dict(self.slow.named_buffers())}
+        tensors = named_tensors(self.slow)
         return {name: tensors[name] for name in self.weights()}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Block:
@@ -90,9 +87,13 @@ class Block(nn.Module):
         return self
 
     def __repr__(self) -> str:
-        # One line: a program of many sites has many blocks, whose shapes are in their kinds.
         keys = list(self.keys) if len(self.keys) < 5 else [*self.keys[:2], "...", self.keys[-1]]
         return f"Block({self.kind}: {', '.join(keys)})"
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Selection:
         parts: For each block its name, the module, the rows, and the positions of these rows in the order;
             ``None`` stands for all rows or positions in order.
         repeats: Whether a row occurs more than once (a shared critic).
-        order: Where each position is among the rows of all blocks, one after the other; ``None`` for one block.
+        order: Index of each position among the concatenated rows of all blocks; ``None`` for one block.
     """
 
     parts: tuple[tuple[str, Block, Tensor | None, Tensor | None], ...]
@@ -112,7 +113,7 @@ class Selection:
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The buffer ``name`` of the selected rows, with a leading site axis; ``dtype=None`` keeps its type."""
-        # It must be a copy: a later commit writes in place, and autograd may hold the returned tensor.
+        # A copy, because a later commit writes in place, and autograd may hold the returned tensor.
         return self.gather(lambda block, rows, at: _rows(getattr(block, name), rows).to(dtype, copy=True))
 
     def gather(self, evaluate: Callable[[Block, Tensor | None, Tensor | None], Tensor]) -> Tensor:
@@ -121,10 +122,7 @@ class Selection:
         return results[0] if self.order is None else torch.cat(results)[self.order]
 
     def write(self, name: str, value: Tensor) -> list[Write]:
-        """The writes that set the buffer ``name`` of the selected rows to ``value``.
-
-        A row that occurs more than once is set to the mean of its values.
-        """
+        """The writes that set the buffer ``name`` of the selected rows to ``value``; repeated rows get the mean."""
         writes = [(key, name, rows, _rows(value, at).detach()) for key, _, rows, at in self.parts]
         return average_writes(writes) if self.repeats else writes
 

@@ -1,40 +1,37 @@
-r"""Joint critics: critics that read the site's value as a whole and whose expectations are known.
+r"""Joint critics, which read the site's value as a whole.
 
-A critic of a site with ``D`` components is
+    Q(context, x) = V(context) + F(context, x)
 
-    Q(context, x) = V(context) + F(context, x).
+Estimators need from ``F`` a residual ``o(x)`` with a matching table ``T[d, k]`` for the all-action term,
 
-Estimators need three things from ``F``: a residual ``o(x)``, a matching table ``T[d, k]`` for the all-action term,
+    E[o(x) ∇ log q_d(x_d)] = E[Σ_k ∇q_d(k) T[d, k]]    for every component d,
 
-    E[o(x) ∇ log q_d(x_d)] = E[Σ_k ∇q_d(k) T[d, k]]    for every d,
-
-and a variate of mean zero that corrects earlier sites. Estimators then stay unbiased for any weights of the critic.
+and a control variate of mean zero for earlier sites. Estimators are then unbiased for any weights of the critic.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from pyro_bpq.critics.nets import CriticShape, Perceptron
-from pyro_bpq.errors import OptionError
+from pyro_bpq.critics.nets import CriticShape, Perceptron, check_hidden, layers
+from pyro_bpq.errors import check_option
 
 
 class SiteValue(NamedTuple):
-    """The inputs of a joint critic that belong to the site itself, detached.
+    """The site's own inputs of a joint critic, detached.
 
     Args:
-        chosen: Index of the sampled value of each component, ``(G, N, D)``; ``None`` without finite components.
-        probs: Probabilities ``(G, N, D, K)``, or ``None``.
-        powers: Centred powers ``(G, N, D, 2)`` of a value without finite components, or ``None``.
-        real: Such a value itself in units of its running spread, ``(G, N, D)``; only for critics that read it.
+        chosen: Index of the sampled value of each finite component, ``(G, N, D)``.
+        probs: Probabilities of finite components, ``(G, N, D, K)``.
+        powers: Centred powers ``(G, N, D, 2)`` of a value without finite components.
+        real: Such a value in units of its running spread, ``(G, N, D)``, if the critic reads it.
         centre: The mean of its distribution in the same units.
         step: The standard deviation of its distribution in the same units.
     """
@@ -52,15 +49,15 @@ class SiteValue(NamedTuple):
 
 
 class JointOutput(NamedTuple):
-    """Normalised output of a batch of joint critics.
+    """Normalised output of a batch of joint critics, ``(G, N)``; all but the first two are detached.
 
     Args:
-        level: ``V``, ``(G, N)``, with the critics' gradient.
-        value: ``F(x)``, ``(G, N)``, with the critics' gradient.
-        mean: ``E[F]``, or another number that does not depend on ``x``, ``(G, N)``, detached.
-        own: ``o``, ``(G, N)``, detached.
-        variate: Control variate of mean zero for earlier sites, ``(G, N)``, detached.
-        table: ``T``, ``(G, N, D, K)``, detached.
+        level: ``V``, with the critics' gradient.
+        value: ``F(x)``, with the critics' gradient.
+        mean: ``E[F]``, or another number that does not depend on ``x``.
+        own: ``o``.
+        variate: Control variate of mean zero for earlier sites.
+        table: ``T``, ``(G, N, D, K)``.
     """
 
     level: Tensor
@@ -86,9 +83,7 @@ class JointOutput(NamedTuple):
 class JointCritic(Protocol):
     """A critic whose module maps ``(context, cells, SiteValue)`` to a packed :class:`JointOutput`.
 
-    Attributes:
-        uses_cells: Whether it reads ``cells``, as for any critic.
-        is_finite: ``True`` if it serves sites with finite components, ``False`` if it serves sites without them.
+    ``is_finite`` says whether it serves sites with finite components or sites without them.
     """
 
     uses_cells: ClassVar[bool]
@@ -127,9 +122,8 @@ class QuadraticCritic:
     is_finite: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_hidden(self)
-        if not (isinstance(self.rank, int) and self.rank > 0):
-            raise OptionError(f"QuadraticCritic(rank={self.rank!r}): write a positive number.")
+        check_hidden(self)
+        check_option(self, "rank", isinstance(self.rank, int) and self.rank > 0, "a positive number")
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics."""
@@ -142,8 +136,7 @@ class FirstOrderCritic:
 
         F(x) = f(onehot x),   T = ∇f(p),   E[F] ≈ f(p),   o = Σ_d (T[d, x_d] - Σ_k p_d(k) T[d, k])
 
-    The residual has mean zero by construction. The error of the expansion stays in the cost-to-go. The
-    regression fits ``f`` itself.
+    The residual has mean zero by construction. The regression fits ``f`` itself.
 
     Args:
         hidden: Sizes of the hidden layers, at least one.
@@ -161,7 +154,7 @@ class FirstOrderCritic:
     is_finite: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_hidden(self, least=1)
+        check_hidden(self, least=1)
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics."""
@@ -174,9 +167,8 @@ class FlipCritic:
 
         T[d, k] = F(x with x_d = k),   o = F(x) - f(p),   variate = Σ_d (F(x) - Σ_k p_d(k) T[d, k])
 
-    Given the other components, ``E[F(x) ∇ log q_d] = Σ_k ∇q_d(k) T[d, k]``. So the estimator is unbiased, although
-    ``E[F]`` cannot be computed and ``f(p)`` replaces it. A flip changes the first layer by a difference of two rows of
-    its weights. Flips are evaluated for some components at a time.
+    Given the other components, ``E[F(x) ∇ log q_d] = Σ_k ∇q_d(k) T[d, k]``. So estimators are unbiased, although the
+    unknown ``E[F]`` is replaced by ``f(p)``. A flip changes the first layer by a difference of two rows of its weights.
 
     Args:
         hidden: Sizes of the hidden layers, at least one.
@@ -197,9 +189,8 @@ class FlipCritic:
     is_finite: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_hidden(self, least=1)
-        if not self.max_elements > 0:
-            raise OptionError(f"FlipCritic(max_elements={self.max_elements!r}): write a positive number.")
+        check_hidden(self, least=1)
+        check_option(self, "max_elements", self.max_elements > 0, "a positive number")
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics."""
@@ -231,25 +222,61 @@ class MomentCritic:
     is_finite: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_hidden(self)
+        check_hidden(self)
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics."""
         return _Moments(shape, self.hidden, generator)
 
 
-def _check_hidden(critic: Any, least: int = 0) -> None:
-    if isinstance(critic.hidden, int):
-        object.__setattr__(critic, "hidden", (critic.hidden,))
-    if len(critic.hidden) < least or not all(isinstance(h, int) and h > 0 for h in critic.hidden):
-        raise OptionError(f"{type(critic).__name__}(hidden={critic.hidden!r}): write positive layer sizes, e.g. (32,).")
+@dataclass(frozen=True)
+class ValueCritic:
+    r"""A perceptron of context and value, for sites without finite support that have a mean and a variance.
+
+        Q(x) = f(context, x),   E[Q] ≈ f(μ),   Q(x) ≈ f(μ) + f'(μ) (x - μ) for the sites before
+
+    Estimators such as :class:`~pyro_bpq.estimators.QPathwise` take ``Q(x)`` and ``∂Q/∂x``. Others, such as
+    :class:`~pyro_bpq.QProp`, and the corrections of earlier sites take the expansion at the mean, whose expectation is
+    known. The critic sees the value itself, not its deviation from the mean of its distribution. So it stays right when
+    the guide moves. If a site in a plate offers ``context``, this critic does not see the parameters of the site's
+    distribution, because their effect could not be told from that of the value.
+
+    Args:
+        hidden: Sizes of the hidden layers, at least one.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+        | Continuous control with deep reinforcement learning (Lillicrap et al., 2016)
+        | https://arxiv.org/abs/1509.02971
+    """
+
+    hidden: tuple[int, ...] = (32, 32)
+
+    uses_cells: ClassVar[bool] = False
+    is_finite: ClassVar[bool] = False
+    reads_value: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_hidden(self, least=1)
+
+    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
+        """Builds the critics; their last layer starts at zero."""
+        return _FreeForm(shape, self.hidden, generator)
+
+
+def reads_value(critic: Any) -> bool:
+    """Whether a critic of a site without finite support gets the value itself, in ``SiteValue.real``."""
+    return bool(getattr(critic, "reads_value", False))
 
 
 class _Quadratic(nn.Module):
     def __init__(self, shape: CriticShape, rank: int, hidden: Sequence[int], generator: torch.Generator) -> None:
         super().__init__()
         self.shape = shape
-        self.head = Perceptron(shape, hidden if shape.features else (), generator, shape.outputs + rank)
+        self.head = Perceptron(shape, hidden, generator, shape.outputs + rank)
         table = torch.empty(shape.sites, rank, shape.components, shape.cardinality, device="cpu")
         self.factors = nn.Parameter(table.normal_(generator=generator) / math.sqrt(shape.components))
 
@@ -284,7 +311,7 @@ class _ValuePerceptron(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.max_elements = shape, max_elements
-        self.head = Perceptron(shape, hidden if shape.features else (), generator, 1)
+        self.head = Perceptron(shape, hidden, generator, 1)
         first = hidden[0]
         bound = math.sqrt(3.0 / (shape.features + shape.components))
         rows = torch.empty(shape.sites, shape.components, shape.cardinality, first, device="cpu")
@@ -292,14 +319,7 @@ class _ValuePerceptron(nn.Module):
         columns = torch.empty(shape.sites, shape.features, first, device="cpu")
         self.columns = nn.Parameter(columns.uniform_(-1, 1, generator=generator) * bound)
         self.bias = nn.Parameter(torch.zeros(shape.sites, 1, first))
-        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        sizes = [*hidden, 1]
-        for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
-            weight = torch.zeros(shape.sites, fan_in, fan_out, device="cpu")
-            if i < len(hidden) - 1:
-                weight.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / fan_in))
-            self.weights.append(nn.Parameter(weight))
-            self.biases.append(nn.Parameter(torch.zeros(shape.sites, 1, fan_out)))
+        self.weights, self.biases = layers(shape.sites, [*hidden, 1], generator)
 
     def tail(self, hidden: Tensor) -> Tensor:
         """Maps the first layer's sums ``(G, ..., H)`` to ``f``, ``(G, ...)``."""
@@ -354,7 +374,7 @@ class _Moments(nn.Module):
     def __init__(self, shape: CriticShape, hidden: Sequence[int], generator: torch.Generator) -> None:
         super().__init__()
         self.components = shape.components
-        self.head = Perceptron(shape, hidden if shape.features else (), generator, 1 + 2 * shape.components)
+        self.head = Perceptron(shape, hidden, generator, 1 + 2 * shape.components)
 
     def forward(self, context: Tensor, cells: Tensor | None, site: SiteValue) -> Tensor:
         assert site.powers is not None
@@ -363,3 +383,24 @@ class _Moments(nn.Module):
         table = output[..., 1:].reshape(site.powers.shape) / torch.arange(1, 3, device=output.device)
         value = (table * site.powers).sum((-1, -2))
         return JointOutput(output[..., 0], value, torch.zeros_like(value), value, value, table).packed()
+
+
+class _FreeForm(nn.Module):
+    def __init__(self, shape: CriticShape, hidden: Sequence[int], generator: torch.Generator) -> None:
+        super().__init__()
+        inputs = replace(shape, features=shape.features + shape.components)
+        self.head = Perceptron(shape, hidden, generator, 1)
+        self.net = Perceptron(inputs, hidden, generator, 1)
+
+    def forward(self, context: Tensor, cells: Tensor | None, site: SiteValue) -> Tensor:
+        assert site.real is not None and site.centre is not None and site.step is not None
+        value = self.net(torch.cat((context, site.real), -1), None)[..., 0]
+        # The expansion at the mean must not depend on the sampled value.
+        with torch.enable_grad():
+            at = site.centre.detach().requires_grad_()
+            middle = self.net(torch.cat((context, at), -1), None)[..., 0]
+            (slope,) = torch.autograd.grad(middle.sum(), at)
+        mean = middle.detach()
+        own = (slope * (site.real.detach() - at.detach())).sum(-1)
+        table = torch.stack((slope * site.step, torch.zeros_like(slope)), -1)
+        return JointOutput(self.head(context, cells)[..., 0], value, mean, own, own, table).packed()

@@ -1,27 +1,103 @@
-r"""Training options of the critics, and their optimiser."""
+r"""Training options of the critics, and their optimiser.
+
+Targets may be computed from copies of the critics' parameters that track them slowly. The paper splits a parameter into
+a slow part ``θ`` and a rest ``Δ``. After each change of the parameter
+
+    Δ ← Δ + change,   θ ← θ + α Δ,   Δ ← (1 - α) Δ.
+
+With the current parameter ``w = θ + Δ`` this is the soft update ``θ ← (1 - α) θ + α w``.
+
+References:
+    | Backprop-Q (Xu et al., 2018), Appendix, Details for Slow-tracking Target
+    | Continuous control with deep reinforcement learning (Lillicrap et al., 2016)
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from pyro_bpq.critics.backward_sweep import BackwardSweep
 from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
 from pyro_bpq.critics.block import Block
 from pyro_bpq.critics.replay_buffer import Replay
-from pyro_bpq.critics.slow import SlowTracking, track
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import OptionError, check_option
 from pyro_bpq.rollout.distributed import Ranks
 
 # Number of samples in a step from which the learning rate is no longer lowered for noise.
 _MANY_ROWS = 100.0
 # Number of steps at the full learning rate, and the smallest share of it in later steps.
 _FULL_STEPS, _LEAST_SPEED = 30.0, 0.2
+
+
+@dataclass(frozen=True)
+class SlowTracking:
+    """Option to compute targets from copies of the critics that track them slowly.
+
+    Args:
+        rate: Weight ``α`` of the current parameters, in ``(0, 1]``, per step of the critics' optimiser; 1 turns
+            tracking off.
+        guide: Whether replay also redraws from a slowly tracking copy of the guide's parameters, updated once per
+            training step with the same rate. Critics then learn the costs under the slower guide.
+
+    Raises:
+        OptionError: If an option is out of range.
+    """
+
+    rate: float = 0.05
+    guide: bool = False
+
+    def __post_init__(self) -> None:
+        check_option(self, "rate", 0.0 < self.rate <= 1.0, "a number in (0, 1]")
+
+
+@torch.no_grad()
+def track(slow: Sequence[Tensor], current: Sequence[Tensor], rate: float) -> None:
+    """Moves slow copies towards the current parameters, in place: ``θ ← (1 - α) θ + α w``."""
+    if slow:
+        # The rule does not read its last argument.
+        update: Any = get_ema_multi_avg_fn
+        update(1.0 - rate)(list(slow), list(current), torch.ones(()))
+
+
+@dataclass(frozen=True)
+class BackwardSweep:
+    r"""Option to let critics learn in a backward sweep, before the gradient of the step is formed.
+
+        w_X ← w_X + α (G_X - Q_w(Sc_X)) ∇Q_w(Sc_X),   G_X from the children *after* their step
+
+    This is plain gradient descent on half the squared error, in the units of the costs. It averages over particles and
+    plate rows; a table averages over those that read the same entry. Targets are sample backups,
+    :func:`~pyro_bpq.targets.lambda_return.lambda_return` without expectations.
+
+    The critics then depend on the rollout whose gradient they enter. So the gradient is **biased**, also with
+    estimators that are otherwise unbiased. Critics learn in ``differentiable_loss`` itself; a step that fails takes
+    that back.
+
+    Args:
+        rate: Step size ``α``, or a function of the step. A table takes any ``α`` below 2, a net needs a small one.
+
+    Raises:
+        OptionError: If the rate is not positive.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Algorithm 1, lines 10 to 13
+    """
+
+    rate: float | Callable[[int], float] = 0.1
+
+    def __post_init__(self) -> None:
+        is_valid = callable(self.rate) or self.rate > 0.0
+        check_option(self, "rate", is_valid, "a positive number or a function of the step")
+
+    def at(self, step: int) -> float:
+        """The step size after so many steps."""
+        return float(self.rate(step)) if callable(self.rate) else float(self.rate)
 
 
 @dataclass(frozen=True)
@@ -39,18 +115,16 @@ class CriticLearner:
         steps: Number of steps of the optimiser on the rollout of each training step.
         replay: Options of learning from stored rollouts as well, or ``None``.
         slow: Options of slowly tracking targets, or ``None`` for targets from the current critics.
-        first_order: Weight of the slopes of critics of Bernoulli and OneHotCategorical sites. These critics then also
-            fit the gradient of the costs with respect to the value (:mod:`pyro_bpq.step.first_order`), once for every
-            rollout. That takes one more run of the program per such site. Other sites fit values only.
+        first_order: Weight of the slopes of critics. With a positive weight critics of Bernoulli and OneHotCategorical
+            sites also fit the gradient of the costs with respect to the value (:mod:`pyro_bpq.step.first_order`), at
+            one more run of the program per site and rollout.
         ranks: The processes that train these critics together, if ``torch.distributed`` runs several. With ``None``
             each process has critics and running statistics of its own.
         max_idle: Number of critics and running statistics that are kept for sites that the last step did not use, the
             most recently used first; see :class:`~pyro_bpq.critics.bank.CriticBank`. Programs that alternate, or that
-            name sites by data points, need one for each critic and one for the statistics of each site. If every step
-            has new names, the rest is forgotten.
-        sweep: Options of learning before the gradient of the step, in a backward sweep by plain gradient descent, as in
-            the paper's Algorithm 1. Besides it only ``ranks`` and ``max_idle`` may be chosen. ``None`` for learning
-            after the gradient, which keeps that unbiased.
+            name sites by data points, need one for each critic and one for the statistics of each site.
+        sweep: Options of learning before the gradient of the step, as in the paper's Algorithm 1, or ``None``. Besides
+            it only ``ranks`` and ``max_idle`` may be chosen.
 
     Raises:
         OptionError: If an option is out of range.
@@ -69,8 +143,15 @@ class CriticLearner:
     sweep: BackwardSweep | None = None
 
     def __post_init__(self) -> None:
-        if self.sweep is not None and not isinstance(self.sweep, BackwardSweep):
-            raise OptionError(f"CriticLearner(sweep={self.sweep!r}): write BackwardSweep(rate=...) or None.")
+        kinds: dict[str, tuple[type, str]] = {
+            "sweep": (BackwardSweep, "BackwardSweep(rate=...)"),
+            "replay": (Replay, "Replay(capacity=...)"),
+            "slow": (SlowTracking, "SlowTracking(rate=...)"),
+            "ranks": (Ranks, "Ranks(group)"),
+        }
+        for name, (kind, advice) in kinds.items():
+            value = getattr(self, name)
+            check_option(self, name, value is None or isinstance(value, kind), f"{advice} or None")
         if self.sweep is not None:
             plain = CriticLearner(ranks=self.ranks, max_idle=self.max_idle)
             unused = [item.name for item in fields(self) if getattr(self, item.name) != getattr(plain, item.name)]
@@ -80,22 +161,12 @@ class CriticLearner:
                     f"CriticLearner(sweep=...) learns by plain gradient descent and does not use {', '.join(unused)}. "
                     "Leave them out, or write the step size as BackwardSweep(rate=...)."
                 )
-        if self.lr is not None and not self.lr > 0:
-            raise OptionError(f"CriticLearner(lr={self.lr!r}): write a positive number or None.")
-        if not isinstance(self.steps, int) or self.steps < 1:
-            raise OptionError(f"CriticLearner(steps={self.steps!r}): write a whole number of at least 1.")
-        if self.replay is not None and not isinstance(self.replay, Replay):
-            raise OptionError(f"CriticLearner(replay={self.replay!r}): write Replay(capacity=...) or None.")
-        if self.slow is not None and not isinstance(self.slow, SlowTracking):
-            raise OptionError(f"CriticLearner(slow={self.slow!r}): write SlowTracking(rate=...) or None.")
-        if not self.first_order >= 0.0:
-            raise OptionError(f"CriticLearner(first_order={self.first_order!r}): write a number that is not negative.")
-        if self.ranks is not None and not isinstance(self.ranks, Ranks):
-            raise OptionError(f"CriticLearner(ranks={self.ranks!r}): write Ranks(group) or None.")
-        if not isinstance(self.max_idle, int) or self.max_idle < 0:
-            raise OptionError(f"CriticLearner(max_idle={self.max_idle!r}): write a whole number of at least 0.")
-        if self.clip is not None and not self.clip > 0:
-            raise OptionError(f"CriticLearner(clip={self.clip!r}): write a positive number or None.")
+        check_option(self, "lr", self.lr is None or self.lr > 0, "a positive number or None")
+        check_option(self, "clip", self.clip is None or self.clip > 0, "a positive number or None")
+        check_option(self, "first_order", self.first_order >= 0.0, "a number that is not negative")
+        for name, least in (("steps", 1), ("max_idle", 0)):
+            value = getattr(self, name)
+            check_option(self, name, isinstance(value, int) and value >= least, f"a whole number of at least {least}")
 
     def make(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """Builds an optimiser of the given parameters of critics."""
@@ -117,15 +188,8 @@ class AveragedAdam(torch.optim.Optimizer):
 
         z ← z - lr speed g / √v,   x ← x + c (z - x),   y = (1 - mix) z + mix x,   c = max(min(1, 3/n), floor)
 
-    Gradients ``g`` are taken at the parameters ``y``. These are also the result.
-
-    Args:
-        params: Parameters or groups of them.
-        lr: Learning rate.
-        decay: Weight of the past in the running square ``v`` of the gradient.
-        mix: Share of the average in ``y``.
-        floor: Smallest weight of an iterate in the average.
-        eps: Added to ``√v``.
+    Gradients ``g`` are taken at the parameters ``y``, which are also the result. ``decay`` is the weight of the past in
+    the running square ``v`` of the gradient; ``eps`` is added to ``√v``.
 
     References:
         | The Road Less Scheduled (Defazio et al., 2024)
@@ -145,38 +209,33 @@ class AveragedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step along ``.grad``.
-
-        Args:
-            closure: Recomputes the loss, as in any optimiser.
-
-        Returns:
-            The return value of the closure, or ``None``.
-        """
+        """One step along ``.grad``; returns the result of the closure, which recomputes the loss, or ``None``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            for p in parameters:
-                if not self.state[p]:
-                    self.state[p] = {"z": p.clone(), "x": p.clone(), "v": torch.zeros_like(p), "n": 0}
-                if not isinstance(self.state[p]["n"], Tensor):
-                    self.state[p]["n"] += 1
-            counts = [self.state[p]["n"] for p in parameters]
-            tensors = {id(n): n for n in counts if isinstance(n, Tensor)}
-            for n in [*sorted({n for n in counts if not isinstance(n, Tensor)}), *tensors.values()]:
+            # Parameters that have taken equally many steps advance together.
+            alike: dict[int, list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"z": p.clone(), "x": p.clone(), "v": torch.zeros_like(p), "n": 0}
+                if not isinstance(state["n"], Tensor):
+                    state["n"] += 1
+                n = state["n"]
+                alike.setdefault(-id(n) if isinstance(n, Tensor) else n, []).append(p)
+            for parameters in alike.values():
+                n = self.state[parameters[0]]["n"]
                 if isinstance(n, Tensor):
                     n.add_(1.0)
-                self._advance([p for p, own in zip(parameters, counts, strict=True) if _is_same(own, n)], n, group)
+                self._advance(parameters, n, group)
         return loss
 
     def count_in_tensors(self) -> None:
-        """Counts steps in tensors from now on, one for all parameters that have taken equally many.
-
-        A recorded step would freeze a number.
-        """
+        """Counts steps in tensors from now on, because a recorded step would freeze a number."""
         made: dict[tuple[int, torch.device], Tensor] = {}
         for p, state in self.state.items():
             n = state["n"]
@@ -204,18 +263,8 @@ class AveragedAdam(torch.optim.Optimizer):
         torch._foreach_lerp_(parameters, x, group["mix"])
 
 
-def _is_same(one: int | Tensor, other: int | Tensor) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    return one == other
-
-
 class CriticOptimizer:
-    """Applies gradients to the critics of a bank; one optimiser per block, made when it is first needed.
-
-    Args:
-        learner: Its options.
-    """
+    """Applies gradients to the critics of a bank; one optimiser per block, made when it is first needed."""
 
     def __init__(self, learner: CriticLearner) -> None:
         self.learner = learner
@@ -251,8 +300,9 @@ class CriticOptimizer:
         assert isinstance(block, Block)
         weights = list(block.weights().values())
         optimizer = self.optimizers.get(key)
-        if optimizer is None or any(a is not b for a, b in zip(_held(optimizer), weights, strict=True)):
-            # The block is new, or a move to another device or dtype has replaced its tensors.
+        held = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        if optimizer is None or any(a is not b for a, b in zip(held, weights, strict=True)):
+            # The block is new, or a move to another device or dtype replaced its tensors.
             state = self._loaded.get(key) if optimizer is None else optimizer.state_dict()
             optimizer = self.optimizers[key] = self.learner.make(weights)
             if state is not None:
@@ -261,11 +311,11 @@ class CriticOptimizer:
         return optimizer
 
     def snapshot(self, key: str) -> Any:
-        """Returns a mark of a block's optimiser; :meth:`restore` takes the optimiser back to it."""
+        """A mark of a block's optimiser; :meth:`restore` takes the optimiser back to it."""
         return copy.deepcopy(self.optimizers[key].state_dict()) if key in self.optimizers else None
 
     def restore(self, key: str, mark: Any) -> None:
-        """Takes a block's optimiser back to ``mark``; the weights, which the bank holds, do not change."""
+        """Takes a block's optimiser back to ``mark``; weights do not change."""
         if mark is None:
             self.optimizers.pop(key, None)
         else:
@@ -285,10 +335,6 @@ class CriticOptimizer:
             self.optimizers.pop(key, None)
             if is_final:
                 self._loaded.pop(key, None)
-
-
-def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def _clip(parameters: list[Tensor], limit: float) -> None:

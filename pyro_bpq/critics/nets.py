@@ -4,9 +4,8 @@ A critic of a site with ``D`` finite components of ``K`` values predicts
 
     Q(context, x) = V(context) + Σ_d A_d(context)[x_d].
 
-So its expectation over the site's distribution, and its value after flipping any component, have
-closed forms. With ``D = 1`` the form is fully general. A site without finite components has ``V`` only.
-All critics of like-shaped sites are evaluated in one batched call.
+So its expectation over the site's distribution, and its value after a flip of any component, have closed forms. With
+``D = 1`` the form is fully general. A site without finite components has ``V`` only.
 
 References:
     | Dueling network architectures for deep reinforcement learning (Wang et al., 2016)
@@ -19,13 +18,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import OptionError, check_option
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class CriticShape:
         cardinality: Values ``K`` of a component.
         cells: Number of joint states of the rest of the scope, 0 if it is not finite.
         context: Number of features that the user supplies; they are the last features.
-        members: Width of an encoded scope member of each kind, for critics that read members by themselves
-            (:class:`~pyro_bpq.critics.attention.MemberCritic`); ``features`` then leaves them out.
+        members: Width of an encoded scope member of each kind, for a
+            :class:`~pyro_bpq.critics.attention.MemberCritic`; ``features`` then leaves them out.
     """
 
     sites: int
@@ -92,15 +91,11 @@ class MLPCritic:
     uses_cells: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.hidden, int):
-            object.__setattr__(self, "hidden", (self.hidden,))
-        if not all(isinstance(h, int) and h > 0 for h in self.hidden):
-            raise OptionError(f"MLPCritic(hidden={self.hidden!r}): write positive layer sizes, e.g. (32,).")
+        check_hidden(self)
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
-        """Builds the perceptrons; without context features only the bias table remains."""
-        hidden = self.hidden if shape.features else ()
-        return Perceptron(shape, hidden, generator)
+        """Builds the perceptrons."""
+        return Perceptron(shape, self.hidden, generator)
 
 
 @dataclass(frozen=True)
@@ -133,15 +128,10 @@ class TabularCritic:
     uses_cells: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.max_cells > 0:
-            raise OptionError(f"TabularCritic(max_cells={self.max_cells!r}): write a positive number.")
+        check_option(self, "max_cells", self.max_cells > 0, "a positive number")
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
-        """Builds the tables, all zero.
-
-        Raises:
-            OptionError: If the scope is not finite or has more than ``max_cells`` joint states.
-        """
+        """Builds the tables, all zero; raises an OptionError if the scope has too many joint states."""
         if not 0 < shape.cells <= self.max_cells:
             raise OptionError(
                 f"TabularCritic cannot hold a scope with {shape.cells or 'more than 2^30 or infinitely many'} joint "
@@ -150,29 +140,39 @@ class TabularCritic:
         return _Table(shape, self.dueling)
 
 
+def check_hidden(critic: Any, least: int = 0) -> None:
+    """Turns a number in the field ``hidden`` into a tuple, and checks that it holds at least ``least`` layer sizes."""
+    if isinstance(critic.hidden, int):
+        object.__setattr__(critic, "hidden", (critic.hidden,))
+    is_valid = len(critic.hidden) >= least and all(isinstance(h, int) and h > 0 for h in critic.hidden)
+    check_option(critic, "hidden", is_valid, "positive layer sizes, e.g. (32,)")
+
+
+def layers(sites: int, sizes: Sequence[int], generator: torch.Generator) -> tuple[nn.ParameterList, nn.ParameterList]:
+    """Weights and biases of a perceptron per site; those of the last layer are zero."""
+    weights, biases = nn.ParameterList(), nn.ParameterList()
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
+        weight = torch.zeros(sites, fan_in, fan_out, device="cpu")
+        if i < len(sizes) - 2:
+            weight.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / fan_in))
+        weights.append(nn.Parameter(weight))
+        biases.append(nn.Parameter(torch.zeros(sites, 1, fan_out)))
+    return weights, biases
+
+
 class Perceptron(nn.Module):
     """One perceptron per site, from ``(G, N, F)`` to ``(G, N, outputs)``; its last layer starts at zero.
 
-    Args:
-        shape: Number of sites and features.
-        hidden: Sizes of the hidden layers.
-        generator: Draws the initial weights.
-        outputs: Number of outputs; ``None`` for those of ``shape``.
+    ``outputs=None`` stands for ``shape.outputs``. Without context features only the last bias remains.
     """
 
     def __init__(
         self, shape: CriticShape, hidden: Sequence[int], generator: torch.Generator, outputs: int | None = None
     ) -> None:
         super().__init__()
-        sizes = [shape.features, *hidden, shape.outputs if outputs is None else outputs]
-        self.weights = nn.ParameterList()
-        self.biases = nn.ParameterList()
-        for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
-            weight = torch.zeros(shape.sites, fan_in, fan_out, device="cpu")
-            if i < len(hidden):
-                weight.uniform_(-1.0, 1.0, generator=generator).mul_(math.sqrt(3.0 / fan_in))
-            self.weights.append(nn.Parameter(weight))
-            self.biases.append(nn.Parameter(torch.zeros(shape.sites, 1, fan_out)))
+        last = shape.outputs if outputs is None else outputs
+        sizes = [shape.features, *(hidden if shape.features else ()), last]
+        self.weights, self.biases = layers(shape.sites, sizes, generator)
 
     def forward(self, context: Tensor, cells: Tensor | None) -> Tensor:
         """Evaluates the perceptrons of all sites in one batched call."""

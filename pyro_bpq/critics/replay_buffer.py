@@ -1,8 +1,6 @@
-r"""Stored rollouts, from which critics learn again; this module only stores, and runs no program.
+"""Stored rollouts, from which critics learn again.
 
-A stored rollout holds the values of the sites that some update keeps, and references to the programs and their
-arguments: minibatches are not copied. The code that runs the programs decides which sites an update redraws, and from
-which guide.
+A stored rollout holds values of sites, and references to the programs and their arguments; minibatches are not copied.
 
 References:
     | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for Experience Replay
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import OptionError, check_option
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.replay_plan import OffPolicyPlan
 
@@ -36,11 +34,8 @@ class Replay:
 
         (x, a) ~ Uniform(buffer),   rest ~ q(· | x, a),   min (target(x, a, rest) - Q_X(x, a))²
 
-    Each rollout of a batch runs guide and model once more (twice if immediate costs are evaluated at all values).
-    With ``costs="called"`` these runs evaluate the costs again: replay then saves steps, but no evaluations. With
-    ``costs="stored"`` the functions of :func:`~pyro_bpq.cost` statements are not called again, see
-    :mod:`pyro_bpq.graph.replay_plan`. If sampled values steer the program, an update keeps all sites before ``X`` and
-    redraws all later sites, which may differ from the stored ones.
+    Each rollout of a batch runs guide and model once more, or twice if immediate costs are evaluated at all values. If
+    sampled values steer the program, an update keeps all sites before ``X`` and redraws all later sites.
 
     Args:
         capacity: Number of kept rollouts, the most recent ones; a rollout is all particles of a step.
@@ -55,11 +50,12 @@ class Replay:
             guide. ``"expected"``: summed over; they must be finite and in no plate that ``X`` is outside of.
             ``"stored"``: kept at their stored values, the paper's form. These come from an older guide, so the critic
             is biased when the guide has moved.
-        costs: ``"called"``: the functions of cost statements are called again, at the redrawn values. ``"stored"``:
-            they are never called again. All sites and every cost keep their values. This is exact if the function
-            reads only sampled values and arguments of the program. Later sites enter by their expectation under the
-            current guide. Critics whose children have parents that are not known at ``X`` bootstrap from redrawn
-            values. If such a child is a cost, they learn from new rollouts only.
+        costs: ``"called"``: the functions of :func:`~pyro_bpq.cost` statements are called again, at the redrawn values.
+            ``"stored"``: they are never called again, and all sites and costs keep their values
+            (:mod:`pyro_bpq.graph.replay_plan`). This is exact if the functions read only sampled values and arguments of
+            the program. Later sites enter by their expectation under the current guide. Critics whose children have
+            parents that are not known at ``X`` bootstrap from redrawn values. If such a child is a cost, they learn
+            from new rollouts only.
         max_assignments: Largest number of joint values of co-parents that ``"expected"`` sums over.
 
     Raises:
@@ -81,12 +77,9 @@ class Replay:
         least_of = {"capacity": 1, "batch_size": 1, "updates_per_step": 0, "max_assignments": 1, "draws": 1}
         for name, least in least_of.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise OptionError(f"Replay({name}={value!r}): write a whole number of at least {least}.")
-        if self.coparents not in _COPARENTS:
-            raise OptionError(f"Replay(coparents={self.coparents!r}): write one of {', '.join(map(repr, _COPARENTS))}.")
-        if self.costs not in _COSTS:
-            raise OptionError(f"Replay(costs={self.costs!r}): write one of {', '.join(map(repr, _COSTS))}.")
+            check_option(self, name, isinstance(value, int) and value >= least, f"a whole number of at least {least}")
+        for name, choices in (("coparents", _COPARENTS), ("costs", _COSTS)):
+            check_option(self, name, getattr(self, name) in choices, f"one of {', '.join(map(repr, choices))}")
         if self.costs == "stored" and self.coparents != "redrawn":
             raise OptionError(
                 f'Replay(costs="stored", coparents={self.coparents!r}): stored costs go with coparents="redrawn".'
@@ -99,12 +92,12 @@ class StoredRollout:
 
     Args:
         key: Key of its structure.
-        network: Its Backprop-Q network, shared with all rollouts of that structure.
-        values: Detached values of sites, and indices of subsampled plates, by name; one mapping for each run.
+        network: Its Backprop-Q network.
+        values: For each run, detached values of sites and indices of subsampled plates, by name.
         programs: Model, guide, arguments and keyword arguments of each run, by reference.
         is_steered: Whether sampled values may steer the program; the sites after a redrawn site may then change.
-        costs: Return values of the cost functions, by name of the statement; one mapping for each run.
-        plan: Plan of the critics that learn from the rollout without new cost evaluations, or ``None``.
+        costs: For each run, the return values of the cost functions, by name of the statement.
+        plan: Plan of the critics that learn without new cost evaluations, or ``None``.
     """
 
     key: Hashable
@@ -122,12 +115,9 @@ class StoredRollout:
 
 
 class ReplayBuffer:
-    """A buffer of the most recent rollouts.
+    """A buffer of the ``capacity`` most recent rollouts.
 
-    A copy or a pickle of a buffer is empty: the programs and arguments that rollouts refer to belong to the process.
-
-    Args:
-        capacity: Number of rollouts that are kept.
+    A copy or a pickle of a buffer is empty, because the programs of rollouts belong to the process.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -154,7 +144,7 @@ class ReplayBuffer:
             self._rollouts = deque(kept, maxlen=self.capacity)
 
     def snapshot(self) -> tuple[Any, ...]:
-        """Returns a mark of the present state; :meth:`restore` takes the buffer back to it."""
+        """A mark of the present state; :meth:`restore` takes the buffer back to it."""
         return self._rollouts.copy(), self.num_dropped
 
     def restore(self, mark: tuple[Any, ...]) -> None:

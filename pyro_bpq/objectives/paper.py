@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pyro_bpq.critics.backward_sweep import BackwardSweep
-from pyro_bpq.critics.learner import CriticLearner
+from pyro_bpq.critics.learner import BackwardSweep, CriticLearner
 from pyro_bpq.critics.nets import Critic, TabularCritic
 from pyro_bpq.estimators import Estimator, QScoreFunction
 from pyro_bpq.graph.network import Reduction

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.layout import Layout
-from pyro_bpq.critics.learner import CriticLearner
+from pyro_bpq.critics.learner import CriticLearner, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
-from pyro_bpq.critics.slow import track
 from pyro_bpq.graph.replay_plan import OffPolicyPlan, off_policy_plan
 from pyro_bpq.objectives.staged import Staged
 from pyro_bpq.reruns.redraw import (

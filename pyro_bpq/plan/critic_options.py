@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyro_bpq.critics.joint import JointCritic, MomentCritic
+from pyro_bpq.critics.joint import JointCritic, MomentCritic, ValueCritic
 from pyro_bpq.critics.nets import Critic, MLPCritic, TabularCritic
-from pyro_bpq.critics.value_critic import ValueCritic
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.rollout.features import Components, has_moments

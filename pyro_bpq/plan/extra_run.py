@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pyro_bpq.batching.kinds import Known
+from pyro_bpq.batching.classes import Known
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator
 from pyro_bpq.graph.scg import StochasticComputationGraph

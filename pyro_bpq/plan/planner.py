@@ -10,12 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pyro_bpq.batching.classes import SiteSpec
-from pyro_bpq.batching.kinds import Known
+from pyro_bpq.batching.classes import Known, SiteSpec
 from pyro_bpq.batching.layout import Layout
-from pyro_bpq.critics.joint import JointCritic
+from pyro_bpq.critics.joint import JointCritic, reads_value
 from pyro_bpq.critics.nets import Critic
-from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, SecondRun
 from pyro_bpq.estimators.base import SiteInfo

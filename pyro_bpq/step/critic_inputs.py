@@ -14,8 +14,7 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.attention import MemberCritic, Members
 from pyro_bpq.critics.block import Selection, Write
-from pyro_bpq.critics.joint import SiteValue
-from pyro_bpq.critics.value_critic import reads_value
+from pyro_bpq.critics.joint import SiteValue, reads_value
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import update_mean
 

@@ -15,9 +15,8 @@ from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.attention import MemberCritic, Members
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.block import Block, Selection, Write
-from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue
+from pyro_bpq.critics.joint import JointCritic, JointOutput, SiteValue, reads_value
 from pyro_bpq.critics.nets import Critic, CriticShape
-from pyro_bpq.critics.value_critic import reads_value
 from pyro_bpq.errors import CriticShapeError, OptionError
 from pyro_bpq.step.critic_inputs import cells_of, context_of, members_of, site_value, standardised
 from pyro_bpq.step.regression import CriticRows

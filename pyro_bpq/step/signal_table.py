@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.crossed import crossed_costs
-from pyro_bpq.batching.kinds import Relation
+from pyro_bpq.batching.classes import Relation
+from pyro_bpq.batching.cost_to_go import crossed_costs
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.parent_advantage import ParentAdvantage
 from pyro_bpq.estimators.reparameterise import base_distribution, reparameterise

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import QGroup
+from pyro_bpq.batching.classes import Known, QGroup, Relation
 from pyro_bpq.batching.cost_to_go import component_cost_to_go, cost_to_go, stack_costs, sum_costs
-from pyro_bpq.batching.kinds import Known, Relation
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.bank import CriticBank

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pyro_bpq.batching.classes import SiteSpec
+from pyro_bpq.batching.classes import Relation, SiteSpec
 from pyro_bpq.batching.cost_to_go import cost_to_go, sum_costs
-from pyro_bpq.batching.kinds import Relation
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.estimators import ScoreFunction
 from pyro_bpq.graph.scg import StochasticComputationGraph

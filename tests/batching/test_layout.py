@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import QGroup, SiteSpec
-from pyro_bpq.batching.kinds import Relation
+from pyro_bpq.batching.classes import QGroup, Relation, SiteSpec
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.nets import MLPCritic
 from pyro_bpq.estimators import AllAction, Pathwise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_bpq.critics.slow import SlowTracking, track
+from pyro_bpq.critics.learner import SlowTracking, track
 from pyro_bpq.errors import OptionError
 
 

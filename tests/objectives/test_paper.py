@@ -30,7 +30,7 @@ from pyro_bpq import (
     estimators,
     paper_settings,
 )
-from pyro_bpq.critics.backward_sweep import BackwardSweep
+from pyro_bpq.critics.learner import BackwardSweep
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import (
     QRELAX,
