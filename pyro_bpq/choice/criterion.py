@@ -21,15 +21,7 @@ _ERRORS = 2.0
 
 
 def normalised(squares: Mapping[str, Sequence[Sequence[float]]], present: str) -> dict[str, list[float]]:
-    r"""``Σ_p |g_p|² / s_p`` of each round, with ``s_p`` the mean of ``|g_p|²`` over the rounds of the present choice.
-
-    Args:
-        squares: For each candidate, by name, and each round the squared norms of the gradient of each tensor.
-        present: Name of the present choice.
-
-    Returns:
-        For each candidate its rounds. Tensors whose gradient the present choice never showed count nothing.
-    """
+    r"""``Σ_p |g_p|² / s_p`` of each round; ``s_p`` is the mean of ``|g_p|²`` over the present choice's rounds."""
     scales = [fmean(one) for one in zip(*squares[present], strict=True)]
     weights = [1.0 / scale if scale > 0.0 else 0.0 for scale in scales]
     return {
@@ -45,38 +37,19 @@ def blocks(values: Sequence[float]) -> list[float]:
 
 
 def median_of_means(values: Sequence[float]) -> float:
-    """A mean that single outliers do not move.
-
-    Args:
-        values: The rounds, at least one.
-    """
+    """A mean that single outliers do not move."""
     return median(blocks(values))
 
 
 def products(seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """``J`` of each candidate: less is better.
-
-    Args:
-        seconds: Seconds of a step, by candidate.
-        moments: What :func:`normalised` gives.
-    """
+    """``J`` of each candidate: less is better."""
     return {name: seconds[name] * median_of_means(rounds) for name, rounds in moments.items()}
 
 
 def better_than(
     seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]], present: str, gain: float = GAIN
 ) -> str:
-    """The candidate to go on with.
-
-    Args:
-        seconds: Seconds of a step, by candidate.
-        moments: What :func:`normalised` gives.
-        present: The present choice.
-        gain: Smallest relative gain.
-
-    Returns:
-        The best candidate if it gains so much, and two standard errors; else the present choice.
-    """
+    """The candidate to go on with."""
     values = products(seconds, moments)
     best = min(values, key=lambda name: values[name])
     if not values[best] < (1.0 - gain) * values[present]:

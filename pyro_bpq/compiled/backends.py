@@ -29,11 +29,7 @@ _FEW_ELEMENTS = 128
 
 
 def outdated(version: str) -> str:
-    """Why steps are not recorded with a release of torch, as the end of a sentence; empty if they are.
-
-    Args:
-        version: The release.
-    """
+    """Why steps are not recorded with a release of torch, as the end of a sentence; empty if they are."""
     numbers = [tuple(map(int, re.findall(r"\d+", each)[:2])) for each in (version, OLDEST_TORCH)]
     return (
         f"torch {version} is older than {OLDEST_TORCH}, the oldest that was tested" if numbers[0] < numbers[1] else ""
@@ -41,12 +37,7 @@ def outdated(version: str) -> str:
 
 
 def missing(backend: Backend, device: torch.device) -> str:
-    """What a backend lacks on this machine, in words; empty if nothing.
-
-    Args:
-        backend: The backend.
-        device: The device of the tensors.
-    """
+    """What a backend lacks on this machine, in words; empty if nothing."""
     if backend == "cudagraphs" and device.type != "cuda":
         return "cudagraphs serves GPUs only"
     if backend == "inductor" and device.type == "cpu":
@@ -59,16 +50,7 @@ def missing(backend: Backend, device: torch.device) -> str:
 
 
 def compile_graph(graph: fx.GraphModule, backend: Backend, examples: Sequence[Tensor]) -> Compiled:
-    """Compiles a graph.
-
-    Args:
-        graph: The graph.
-        backend: What compiles it.
-        examples: Its inputs at the recording.
-
-    Returns:
-        A function of tensors like the examples. It compiles when it is first called.
-    """
+    """Compiles a graph."""
     if backend == "eager":
         return graph
     if callable(backend):

@@ -60,11 +60,7 @@ class Call:
     kept: Sequence[Any] = ()
 
     def difference(self, other: Call) -> str:
-        """Where another call first differs from this one, in words; empty where the two are alike.
-
-        Args:
-            other: A call; this one needs paths.
-        """
+        """Where another call first differs from this one, in words; empty where the two are alike."""
         places, sources = self.paths
         for i, (mine, yours) in enumerate(zip(self.spec, other.spec, strict=False)):
             if mine != yours:
@@ -78,12 +74,7 @@ class Call:
 
 
 def reach(roots: Mapping[str, Any], explains: bool = False) -> Call:
-    """What can be reached from some roots, the handlers around the call, and the modes of torch.
-
-    Args:
-        roots: Programs and arguments, by name.
-        explains: Whether to note where things are found.
-    """
+    """What can be reached from some roots, the handlers around the call, and the modes of torch."""
     walk = _Walk(explains)
     walk.note("torch's default dtype", torch.get_default_dtype())
     walk.note(

@@ -15,11 +15,7 @@ _MANY = 2048
 
 
 def eager_draws(editor: Editor) -> None:
-    """Draws coins by the kernel of eager steps, where Inductor would compare other uniform draws.
-
-    Args:
-        editor: The graph.
-    """
+    """Draws coins by the kernel of eager steps, where Inductor would compare other uniform draws."""
     for node in _nodes(editor, _ATEN.bernoulli.default):
         with editor.module.graph.inserting_before(node):
             room = editor.call(_ATEN.empty_like.default, node.args[0])
@@ -34,9 +30,6 @@ def fused_draws(editor: Editor) -> None:
     ``multinomial``, which Inductor does not compile: the winner of ``argmin_v T_v`` with independent
     ``T_v ~ Exponential(p_v)`` is ``v`` with probability ``p_v / Σ_w p_w``. Eager steps do the same, after a dozen
     operators that check the probabilities.
-
-    Args:
-        editor: The graph.
     """
     call = editor.call
     for node in _nodes(editor, _ATEN.bernoulli.default):
@@ -60,11 +53,7 @@ def fused_draws(editor: Editor) -> None:
 
 
 def called_draws(editor: Editor) -> None:
-    """Draws many uniform numbers on a CPU by torch's kernel, where Inductor would compute each from a counter.
-
-    Args:
-        editor: The graph.
-    """
+    """Draws many uniform numbers on a CPU by torch's kernel, where Inductor would compute each from a counter."""
     for node in editor.module.graph.find_nodes(op="call_function", target=_ATEN.rand.default):
         own = node.meta["val"]
         if own.device.type == "cpu" and own.numel() >= _MANY:

@@ -20,9 +20,6 @@ def value_of(node: fx.Node) -> Tensor | None:
 class Editor:
     """A copy of a graph.
 
-    Args:
-        graph: The graph, as ``make_fx`` records it.
-
     Attributes:
         module: The copy.
     """
@@ -43,13 +40,7 @@ class Editor:
         return f"Editor({len(self.module.graph.nodes)} nodes)"
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Adds an operator to the graph of the copy, where the graph inserts.
-
-        Args:
-            target: The operator.
-            *args: Its arguments.
-            **kwargs: Its keyword arguments.
-        """
+        """Adds an operator to the graph of the copy, where the graph inserts."""
         made = self.module.graph.call_function(target, args, kwargs)
         given, named = map_arg((args, kwargs), value_of)
         with self._mode:

@@ -40,12 +40,7 @@ class RecordedIndexing(TorchFunctionMode):
 
 
 def selected(value: Tensor, index: tuple[Any, ...]) -> Tensor:
-    """``value[index]``, where some parts of the index are integer tensors without dimensions.
-
-    Args:
-        value: The indexed tensor.
-        index: The parts of the index.
-    """
+    """``value[index]``, where some parts of the index are integer tensors without dimensions."""
     taken = sum(_dims(part) for part in index)
     dim, parts = 0, list[Any]()
     for part in index:

@@ -79,12 +79,7 @@ _VIEWS = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
 
 
 def joined(editor: Editor, keeps_draws: bool) -> fx.GraphModule:
-    """The graph with equal operators joined.
-
-    Args:
-        editor: The graph; it is changed.
-        keeps_draws: Whether draws keep their order.
-    """
+    """The graph with equal operators joined."""
     # What many results wait for is alike by its way to the end, what waits for inputs alone by its way from the start.
     for from_start in (False, True):
         simplify(editor.module.graph)
@@ -145,12 +140,7 @@ _Found = fx.Node | _Row
 
 
 class _Writer:
-    """Writes a graph anew.
-
-    Args:
-        editor: The graph.
-        keeps_draws: Whether draws keep their order.
-    """
+    """Writes a graph anew."""
 
     def __init__(self, editor: Editor, keeps_draws: bool) -> None:
         self._editor = editor
@@ -165,11 +155,7 @@ class _Writer:
         self._storage = Storage(self._source.nodes)
 
     def write(self, from_start: bool) -> None:
-        """Writes it.
-
-        Args:
-            from_start: Whether to join operators at the same distance from the start, or from the end.
-        """
+        """Writes it."""
         nodes = list(self._source.nodes)
         self._editor.module.graph = self._graph
         levels = levels_of(nodes, self._storage, from_start, self._keeps_draws)

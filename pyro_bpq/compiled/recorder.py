@@ -180,18 +180,7 @@ class Recording:
 
 
 def record(subject: Subject, program: Any, call: Call, number: int, updates: Updates | None = None) -> Recording:
-    """Records a step.
-
-    Args:
-        subject: The objective.
-        program: Model and guide for one particle, and their arguments.
-        call: What the call looks like.
-        number: Number of steps taken.
-        updates: The optimiser whose update is part of the step; ``None`` if the step ends with gradients.
-
-    Raises:
-        Unrecordable: If the step cannot be recorded.
-    """
+    """Records a step."""
     try:
         return _recorded(subject, program, call, number, updates)
     except Unrecordable as error:
@@ -230,17 +219,7 @@ def _recorded(subject: Subject, program: Any, call: Call, number: int, updates: 
 
 
 def fingerprint(subject: Subject, program: Any, inputs: Inputs, number: int) -> Fingerprint:
-    """The fingerprint of a step that leaves no trace.
-
-    Args:
-        subject: The objective.
-        program: Model and guide for one particle, and their arguments.
-        inputs: What the step reads.
-        number: Number of steps taken.
-
-    Raises:
-        Unrecordable: If the step cannot be recorded.
-    """
+    """The fingerprint of a step that leaves no trace."""
     with untraced(subject, inputs.written), _quiet():
         return _run(subject, program, inputs, inputs.tensors, number)[1].fingerprint
 

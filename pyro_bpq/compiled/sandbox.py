@@ -31,16 +31,7 @@ class Marked(Protocol):
 
 @contextlib.contextmanager
 def untraced(subject: Marked, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Undoes what a step does to an objective, to tensors, to the parameter store and to torch's generators.
-
-    Args:
-        subject: The objective.
-        tensors: Tensors that the step may write.
-
-    Raises:
-        Unrecordable: If the step draws from ``random`` or ``numpy.random``, whose states it takes back, or makes
-            parameters, which it removes.
-    """
+    """Undoes what a step does to an objective, to tensors, to the parameter store and to torch's generators."""
     draws, mark, known = Draws(), subject.mark(), set(pyro.get_param_store().keys())
     of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]

@@ -24,11 +24,7 @@ _FEWEST_TERMS = 5
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Drops operators that do nothing, keeps one of those with equal inputs, and joins additions to sums.
-
-    Args:
-        graph: The graph; it is changed.
-    """
+    """Drops operators that do nothing, keeps one of those with equal inputs, and joins additions to sums."""
     storage = Storage(graph.nodes)
     versions, known = Counter[fx.Node](), dict[Any, fx.Node]()
     for node in list(graph.nodes):

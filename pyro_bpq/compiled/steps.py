@@ -64,11 +64,7 @@ class StepSubject(Subject, Protocol):
 
 
 class SiteInfo(Mapping[str, dict[str, Any]]):
-    """What a compiled step told of each site; it is put together when it is first read.
-
-    Args:
-        build: Puts it together.
-    """
+    """What a compiled step told of each site; it is put together when it is first read."""
 
     def __init__(self, build: Callable[[], Mapping[str, dict[str, Any]]]) -> None:
         self._build = build
@@ -174,9 +170,6 @@ class Entry:
 class CompiledSteps:
     """The recordings of an objective.
 
-    Args:
-        options: Options.
-
     Attributes:
         entries: The recordings, the oldest first.
         reasons: Why kinds of calls run eagerly.
@@ -210,14 +203,7 @@ class CompiledSteps:
         self._varying: set[int] = set()
 
     def take(self, subject: StepSubject, program: Any, number: int, updates: Updates | None = None) -> Outcome | None:
-        """Takes a compiled step; ``None`` if the step has to run eagerly.
-
-        Args:
-            subject: The objective.
-            program: Model and guide for one particle, their arguments and keyword arguments.
-            number: Number of steps taken.
-            updates: The optimiser whose update is part of the step; ``None`` if the step ends with gradients.
-        """
+        """Takes a compiled step; ``None`` if the step has to run eagerly."""
         if updates is not None:
             self.outside = updates.refuses()
             if self.outside:

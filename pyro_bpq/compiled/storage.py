@@ -14,9 +14,6 @@ from torch import fx
 class Storage:
     """Whose memory the results of operators are.
 
-    Args:
-        nodes: The operators.
-
     Attributes:
         written: Operators whose memory is written by others.
     """
@@ -71,14 +68,7 @@ def draws(node: fx.Node) -> bool:
 
 
 def levels_of(nodes: Sequence[fx.Node], storage: Storage, from_start: bool, keeps_draws: bool) -> dict[fx.Node, int]:
-    """A number for each operator that grows along every way: operators of one level do not wait for each other.
-
-    Args:
-        nodes: The operators.
-        storage: Whose memory their results are.
-        from_start: Whether levels are counted from the start, or from the end.
-        keeps_draws: Whether a draw waits for the one before.
-    """
+    """A number for each operator that grows along every way: operators of one level do not wait for each other."""
     ahead = _waited_for(nodes, storage, keeps_draws)
     levels = dict.fromkeys(nodes, 0)
     if from_start:

@@ -70,12 +70,7 @@ class OptimizerUpdate:
             self.optimizer.state[self.parameter]["step"] += 1
 
     def apply(self, gradient: Tensor, numbers: Sequence[Tensor]) -> None:
-        """Updates the parameter.
-
-        Args:
-            gradient: Its gradient.
-            numbers: The step size, and what else :attr:`numbers` holds.
-        """
+        """Updates the parameter."""
         kept = self.parameter.grad
         try:
             # Clipping writes into the gradient.
@@ -124,11 +119,7 @@ def _clipped_adam(
 
 
 class Updates:
-    """The updates of one of Pyro's optimisers.
-
-    Args:
-        optim: The optimiser.
-    """
+    """The updates of one of Pyro's optimisers."""
 
     def __init__(self, optim: PyroOptim) -> None:
         self.optim = optim
@@ -161,11 +152,7 @@ class Updates:
         return ""
 
     def of(self, parameters: Iterable[Tensor]) -> tuple[OptimizerUpdate, ...]:
-        """The updates of some parameters, those without a gradient and a state left out.
-
-        Args:
-            parameters: Unconstrained parameters.
-        """
+        """The updates of some parameters, those without a gradient and a state left out."""
         return tuple(
             self._of(parameter)
             for parameter in parameters
@@ -191,13 +178,7 @@ def numbers_of(updates: Iterable[OptimizerUpdate]) -> list[float]:
 
 
 def apply_all(updates: Sequence[OptimizerUpdate], gradients: Mapping[int, Tensor], numbers: Iterator[Tensor]) -> None:
-    """Updates parameters.
-
-    Args:
-        updates: The updates.
-        gradients: Gradients by the identity of their parameter; zero where there is none.
-        numbers: Yields what :func:`numbers_of` gives, as a tensor, if there are updates.
-    """
+    """Updates parameters."""
     of_all = iter(next(numbers)) if updates else iter(())
     with torch.no_grad():
         for update in updates:

@@ -53,11 +53,7 @@ class Noise:
     dtype: torch.dtype
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        """Draws the tensor.
-
-        Args:
-            generator: The generator.
-        """
+        """Draws the tensor."""
         make = {"aten.rand": torch.rand, "aten.randn": torch.randn}[self.kind]
         return make(self.shape, generator=generator, dtype=self.dtype, device="cpu")
 
@@ -84,11 +80,6 @@ class Fingerprint:
 
 class StepWatch(TorchDispatchMode):
     """Watches the operators of one run of a step.
-
-    Args:
-        inputs: The tensors that are inputs of the step.
-        first_seed: Seed of the first generator that the step asks its objective for.
-        given: The step's own noise, in the order of its draws; ``None`` to let it draw.
 
     Attributes:
         noise: The step's own noise.
@@ -177,11 +168,7 @@ class StepWatch(TorchDispatchMode):
 
 
 def refuse_read() -> None:
-    """Refuses to record a step in which Python reads a number of a tensor.
-
-    Raises:
-        Unrecordable: Unless this package reads the state of a generator.
-    """
+    """Refuses to record a step in which Python reads a number of a tensor."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename.replace("\\", "/")

@@ -21,10 +21,6 @@ _STORED = "__baseline_avg_downstream_cost_"
 class GraphELBO(TraceGraph_ELBO):
     """Pyro's ``TraceGraph_ELBO`` with its baselines switched on or off, whatever the guide says.
 
-    Args:
-        has_baselines: Whether sites that are not reparameterised have a baseline: the guide's own, else Pyro's decaying
-            average. Averages are kept here, and not in the param store.
-
     Attributes:
         is_learning: Whether averages move.
     """
@@ -104,11 +100,7 @@ class Rival:
 
 
 def default_rivals(num_particles: int) -> dict[str, Rival]:
-    """The ELBOs, by name.
-
-    Args:
-        num_particles: Number of particles of leave-one-out, and of the default with several.
-    """
+    """The ELBOs, by name."""
     several = {"num_particles": max(2, num_particles), "vectorize_particles": True}
     return {
         DEFAULT: Rival(TraceBackpropQ_ELBO),

@@ -39,12 +39,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def untouched(elbo: Any, seed: int) -> Iterator[None]:
-    """Seeds the global generators and keeps an ELBO from learning; restores both on exit.
-
-    Args:
-        elbo: Any ELBO; if it is a module, it is in ``eval()`` mode meanwhile.
-        seed: Seed of the global generators.
-    """
+    """Seeds the global generators and keeps an ELBO from learning; restores both on exit."""
     is_module = isinstance(elbo, torch.nn.Module)
     training, noises = getattr(elbo, "training", False), getattr(elbo, "num_noises", None)
     if is_module:
@@ -60,17 +55,7 @@ def untouched(elbo: Any, seed: int) -> Iterator[None]:
 
 
 def num_outcomes_of(guide: Callable[..., Any], args: Any, kwargs: Any, num_particles: int) -> float:
-    """Estimates the number of joint outcomes of a step from one run of the guide; infinite if very large.
-
-    Args:
-        guide: Guide.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        num_particles: Number of particles, drawn independently.
-
-    Returns:
-        The number.
-    """
+    """Estimates the number of joint outcomes of a step from one run of the guide; infinite if very large."""
     with torch.no_grad(), poutine.block():
         trace = poutine.trace(guide).get_trace(*args, **kwargs)
     sites = [site["fn"] for site in trace.nodes.values() if site["type"] == "sample" and not site["is_observed"]]
@@ -157,23 +142,7 @@ class _Running:
 def accumulate(
     step: Step, *, num_samples: int, num_outcomes: float, limit: int, exact: bool | str, elbo: Any = None
 ) -> Accumulated:
-    """Moments of a step's results: over all of its outcomes if there are few, else over samples.
-
-    Args:
-        step: Runs once and returns tensors by key, detached.
-        num_samples: Number of samples, at least 2.
-        num_outcomes: Number of outcomes of the step.
-        limit: Largest number of outcomes that are enumerated.
-        exact: ``True``, ``False`` or ``"auto"``.
-        elbo: The ELBO, to detect noise of its own, which cannot be enumerated.
-
-    Returns:
-        The moments.
-
-    Raises:
-        OptionError: If ``exact`` is none of these, or there are fewer than two samples.
-        BPQError: If ``exact=True`` and the outcomes cannot be enumerated.
-    """
+    """Moments of a step's results: over all of its outcomes if there are few, else over samples."""
     if exact not in (True, False, "auto"):
         raise OptionError(f'exact={exact!r}: write True, False or "auto".')
     if num_samples < 2:

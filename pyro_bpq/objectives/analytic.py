@@ -22,13 +22,6 @@ def differentiable_cost(traced: TracedRun, graph: StochasticComputationGraph) ->
     Only sites whose value carries all of their gradient. What is replaced has the expectation of what replaces
     it, given all that was sampled before the site, so that the gradient keeps its expectation. The costs that
     score functions of earlier sites are weighted by stay those of the sample.
-
-    Args:
-        traced: The run.
-        graph: Its graph.
-
-    Returns:
-        A scalar in nats; only its gradient has meaning.
     """
     total = traced.run.differentiable
     for name, record in traced.run.sites.items():

@@ -15,15 +15,7 @@ from pyro_bpq.objectives.runner import StepRunner
 
 
 def checked_choice(choice: Any, is_open: bool) -> Candidate | None:
-    """The candidate that is pinned; ``None`` to measure.
-
-    Args:
-        choice: The option of the user.
-        is_open: Whether the other options leave something to choose.
-
-    Raises:
-        OptionError: If the choice is unknown, or a candidate contradicts the other options.
-    """
+    """The candidate that is pinned; ``None`` to measure."""
     if isinstance(choice, Candidate) and (is_open or choice == FIXED):
         return choice
     if isinstance(choice, Candidate):
@@ -35,13 +27,7 @@ def checked_choice(choice: Any, is_open: bool) -> Candidate | None:
 
 
 class Rules:
-    """What an objective does where nothing is measured, and how a candidate changes that.
-
-    Args:
-        runner: Runs the programs of the objective.
-        particles: Settles how its particles run.
-        are_open: Whether the user's options leave something to choose.
-    """
+    """What an objective does where nothing is measured, and how a candidate changes that."""
 
     def __init__(self, runner: StepRunner, particles: ParticleCount, are_open: bool) -> None:
         self.runner, self.particles, self.are_open = runner, particles, are_open
@@ -60,12 +46,7 @@ class Rules:
         return 1 + max((-plate.dim for own in plates for plate in own), default=0)
 
     def apply(self, candidate: Candidate, known: Rules | None = None) -> None:
-        """Sets the runner and the particle count; critics and statistics stay, by site.
-
-        Args:
-            candidate: What is done from now on.
-            known: Those of another objective that runs the same program.
-        """
+        """Sets the runner and the particle count; critics and statistics stay, by site."""
         nesting = (known or self).nesting if candidate.vectorized else math.inf
         critic = self.planner.critic if candidate.critics else None
         planner = replace(self.planner, estimator=candidate.estimator, critic=critic)
@@ -106,12 +87,7 @@ class _Tried(Protocol):
 
 
 class StillTrial:
-    """Takes steps of an objective.
-
-    Args:
-        elbo: The objective.
-        learns: Whether it learns from them; else it is afterwards as it was.
-    """
+    """Takes steps of an objective."""
 
     def __init__(self, elbo: _Tried, learns: bool = False) -> None:
         self.elbo, self.learns = elbo, learns

@@ -17,9 +17,6 @@ from pyro_bpq.tracing.traced_run import TracedRun
 class CountedELBO(ELBO):
     """An ELBO with a particle count.
 
-    Args:
-        **options: Those of Pyro's ELBOs.
-
     Attributes:
         particles: How many particles run, and in which way.
     """

@@ -30,10 +30,6 @@ class CriticTrainer:
 
     Nothing changes between forward and backward: what a step teaches waits until it is applied.
 
-    Args:
-        learner: Options of the critics' own optimiser; ``None`` where the user's optimiser trains them.
-        seed: Seed of the initial weights of critics.
-
     Attributes:
         critics: Critics and running statistics.
         optimizer: The critics' own; ``None`` where the user's trains them.

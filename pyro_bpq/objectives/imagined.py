@@ -21,18 +21,6 @@ def bootstrapped_surrogate(signals: Sequence[Signals], entropy: float = 0.0, gam
         S = Σ_X (Q_X(x) - V_X) log q_X(x) - α H[q_X]          for others
 
     ``I``, ``Q`` and its slope are detached.
-
-    Args:
-        signals: One for all particles; or one for each, where sampled values steer the program.
-        entropy: Weight ``α`` of the negative entropy of every site.
-        gamma: Discount per level, with which the critics learned; the immediate costs ``I`` are discounted by it.
-
-    Returns:
-        A scalar, summed over particles; only its gradient has meaning. Sites whose critics have not been built yet
-        add nothing.
-
-    Raises:
-        UnsupportedSiteError: If a site has neither a critic nor finite components whose costs are known.
     """
     terms = []
     for one in signals:

@@ -223,11 +223,7 @@ class TraceBackpropQ_IWAE(Objective):
 
 
 class BoundRunner(Runner):
-    """Runs the programs of a bound.
-
-    Args:
-        planner: Decides what is done at a site.
-    """
+    """Runs the programs of a bound."""
 
     def __init__(self, planner: BoundPlanner) -> None:
         self.planner = planner

@@ -57,15 +57,7 @@ class Nearby:
 
 
 class LocalObjective:
-    """Signals of one rollout.
-
-    Args:
-        items: What the step worked on, before its backward pass; graphs are kept.
-        num_particles: Number of particles that the objective is the mean of.
-
-    Raises:
-        UnsupportedSiteError: If a site's gradient does not come through its ``log q`` alone.
-    """
+    """Signals of one rollout."""
 
     def __init__(self, items: Sequence[Staged], num_particles: int) -> None:
         _check(items)
@@ -130,11 +122,6 @@ class LocalObjective:
         r"""The local objective of each particle, ``(M,)``, in nats.
 
             Σ W ρ + KL,   or   Σ max(W ρ, W clip(ρ, 1 - ε, 1 + ε)) + KL,   KL = KL(q_θ || q_0) where log q is a cost
-
-        Args:
-            nearby: The guide's sites under its present parameters.
-            clip: ``ε``, or ``None`` for no clipping.
-            penalty: Whether to add the divergence. Without it this is the objective of Backprop-Q.
 
         References:
             | Proximal policy optimization algorithms (Schulman et al., 2017), the clipped surrogate objective

@@ -52,9 +52,6 @@ class Mode:
 class NoiseSource:
     """Generators for what an objective draws itself; the global generators are left alone.
 
-    Args:
-        seed: Where they start from.
-
     Attributes:
         number: How many there have been.
     """

@@ -75,12 +75,6 @@ def bound_rollout(
         rows: Plate of the rows, or ``None`` where there is one.
         plate_ndim: Number of plate dimensions.
         is_vectorized: Whether the one run holds all samples.
-
-    Returns:
-        The rollout.
-
-    Raises:
-        UnsupportedProgramError: If the samples have different sites.
     """
     if any(run.key != traced[0].key for run in traced[1:]):
         raise UnsupportedProgramError(
@@ -124,11 +118,7 @@ class BoundPlanner(Planner):
     num_features: int = 0
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
-        """The estimator of a site: its own option, else by whether it is reparameterised and has a critic.
-
-        Raises:
-            UnsupportedSiteError: If the chosen estimator cannot serve the site.
-        """
+        """The estimator of a site: its own option, else by whether it is reparameterised and has a critic."""
         has_critic = options.critic is not False and (options.critic or self.critic) is not None
         chosen = options.estimator or self._default(site, options, has_critic)
         reason = chosen.unsupported(replace(site, num_particles=self.num_bounds))
@@ -150,15 +140,7 @@ class BoundPlanner(Planner):
         return AllAction() if is_small else ScoreFunction()
 
     def layout(self, traced: TracedRun, rows: Plate | None) -> Layout:
-        """The batching of the sites of a bound.
-
-        Args:
-            traced: One of its runs.
-            rows: Plate of the rows, or ``None``.
-
-        Returns:
-            Sites without edges, all of which the cost reads: an edge would only say that rows of inner plates meet.
-        """
+        """The batching of the sites of a bound."""
         names = tuple(traced.run.sites)
         plates = {entry[0]: entry[1] for entry in reversed(traced.key)}
         nodes = tuple(StochasticNode(n, (), plates[n], traced.infos[n].has_rsample) for n in names)

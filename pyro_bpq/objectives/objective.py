@@ -37,14 +37,6 @@ if TYPE_CHECKING:
 class Objective(CountedELBO, nn.Module):
     """A loss with learned critics, made of a particle count and a critic trainer; subclasses add what runs programs.
 
-    Args:
-        learner: Trains the critics; ``None`` where the user's optimiser does.
-        seed: Seed of what the objective itself draws.
-        lam: Weight of the lambda-return against the critic.
-        gamma: Discount of targets per edge.
-        compile: Whether, and how, steps are compiled, see :class:`~pyro_bpq.compiled.options.Compile`.
-        **options: Those of Pyro's ELBOs.
-
     Attributes:
         particles: How many particles run, and in which way.
         trainer: Trains the critics.
@@ -81,11 +73,7 @@ class Objective(CountedELBO, nn.Module):
     __call__ = CountedELBO.__call__
 
     def compile_steps(self, compile: Any) -> None:
-        """Sets whether, and how, steps are compiled from now on; recordings are forgotten.
-
-        Args:
-            compile: As at the construction.
-        """
+        """Sets whether, and how, steps are compiled from now on; recordings are forgotten."""
         chosen = Compile.of(compile)
         if chosen is None:
             self.compiled = None
@@ -183,21 +171,7 @@ class Objective(CountedELBO, nn.Module):
             return self._eager_loss(model, guide, args, kwargs)
 
     def compiled_update(self, updates: Updates, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Takes a compiled step that ends with the update of an optimiser.
-
-        Args:
-            updates: The optimiser.
-            model: The model.
-            guide: The guide.
-            *args: Their arguments.
-            **kwargs: Their keyword arguments.
-
-        Returns:
-            The loss, in nats; ``None`` if the step has to run eagerly, and nothing was done.
-
-        Raises:
-            BusyError: If another thread takes a step or replays.
-        """
+        """Takes a compiled step that ends with the update of an optimiser."""
         check_not_traced()
         with self._turn:
             found = self._compiled_step(model, guide, args, kwargs, updates)
@@ -289,15 +263,7 @@ class Objective(CountedELBO, nn.Module):
         self.trainer.learn(self)
 
     def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
-        """Takes a step, and notes what it teaches.
-
-        Args:
-            program: Model and guide for one particle, and their arguments.
-            mode: What the step is for.
-
-        Returns:
-            The step, and a scalar that has the gradient of the loss.
-        """
+        """Takes a step, and notes what it teaches."""
         result = self._evaluate(program, mode)
         surrogate = (result.paths + result.surrogate) / self._num_draws
         if result.learns:

@@ -132,13 +132,7 @@ class ParticleCount:
         self.now, self._next = particles, None
 
     def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
-        """The runs of a step, and what their sites are told.
-
-        Args:
-            runner: Runs the programs.
-            program: Model and guide for one particle, and their arguments.
-            mode: What the step is for.
-        """
+        """The runs of a step, and what their sites are told."""
         if not self.is_open:
             return self._observe_given(runner, program, mode)
         if self.now.sums and mode.asks_for_more:
@@ -382,14 +376,7 @@ class ParticleCount:
 
 
 def _forget_parameters(known: set[str]) -> set[str]:
-    """Forgets parameters that a run of many particles has made: they might have the shape of those.
-
-    Args:
-        known: Names of the parameters that were there before.
-
-    Returns:
-        Names of those that are forgotten.
-    """
+    """Forgets parameters that a run of many particles has made: they might have the shape of those."""
     store = pyro.get_param_store()
     created = set(store.keys()) - known
     for name in created:

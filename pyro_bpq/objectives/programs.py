@@ -15,12 +15,7 @@ from pyro_bpq.tracing.watch import PARTICLES
 
 
 def programs_of(program: Program, particles: Particles) -> list[Program]:
-    """The programs of each run of a step: one for each particle, or one in a plate of all particles.
-
-    Args:
-        program: Model and guide for one particle, and their arguments.
-        particles: How the particles run.
-    """
+    """The programs of each run of a step: one for each particle, or one in a plate of all particles."""
     if not particles.is_vectorized:
         return [program] * particles.number
     model, guide, args, kwargs = program
@@ -32,10 +27,6 @@ def is_same_program(first: Any, second: Any) -> bool:
 
     Compared are functions, what they close over, the functions of partials, bound objects, and kinds of handlers. Data
     are not: arguments of partials, settings of handlers, and closed-over values that are no functions.
-
-    Args:
-        first: A program.
-        second: Another one.
     """
     # Functions may close over themselves.
     pending, seen = [(first, second)], set[tuple[int, int]]()

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class Recordable:
-    """What compiled steps ask of an objective.
-
-    Args:
-        objective: The objective.
-    """
+    """What compiled steps ask of an objective."""
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective

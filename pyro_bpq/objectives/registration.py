@@ -18,12 +18,6 @@ def register_critics(critics: nn.Module) -> str | None:
     the same from step to step, and is the same again when a program is run anew. Entries that were loaded into the
     store (``ParamStoreDict.load``) together with the critics' ``state_dict`` hold equal values; the critics take their
     place, so that an optimiser finds its saved state by name.
-
-    Args:
-        critics: Holds the parameters.
-
-    Returns:
-        The name; ``None`` if there is nothing to register.
     """
     named = dict(critics.named_parameters())
     if not named:
@@ -40,11 +34,7 @@ def register_critics(critics: nn.Module) -> str | None:
 
 
 def are_registered(critics: nn.Module) -> bool:
-    """Whether Pyro's param store holds the parameters of some critics.
-
-    Args:
-        critics: Holds the parameters.
-    """
+    """Whether Pyro's param store holds the parameters of some critics."""
     stored = {id(value) for _, value in pyro.get_param_store().named_parameters()}
     weights = list(critics.parameters())
     return bool(weights) and all(id(weight) in stored for weight in weights)

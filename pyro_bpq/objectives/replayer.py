@@ -47,13 +47,7 @@ class _Leaves(dict[str, Tensor]):
 
 
 class Replayer:
-    """Holds stored rollouts and forms critics' gradients from them.
-
-    Args:
-        learner: Options of the learner.
-        replay: Options of replay.
-        seed: Seed of what replay draws.
-    """
+    """Holds stored rollouts and forms critics' gradients from them."""
 
     def __init__(self, learner: CriticLearner, replay: Replay, seed: int) -> None:
         self.learner, self.replay = learner, replay
@@ -86,12 +80,7 @@ class Replayer:
                 track([self.slow_guide[name]], [leaf.detach()], slow.rate)
 
     def gradients(self, host: Objective, sites: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Gradients of one update, by name of the weight; empty where there is nothing to learn from.
-
-        Args:
-            host: The ELBO.
-            sites: The sites whose critics learn; ``None`` for all.
-        """
+        """Gradients of one update, by name of the weight; empty where there is nothing to learn from."""
         generator = torch.Generator()
         generator.set_state(self._state)
         losses = []

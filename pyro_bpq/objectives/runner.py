@@ -52,14 +52,6 @@ _NOTHING_ENUMERATED = (
 class StepRunner(Runner):
     """Runs guide and model as often as a step needs it.
 
-    Args:
-        planner: Decides what is done on a structure.
-        structure: When dependencies are tracked, see :class:`~pyro_bpq.tracing.structure_cache.StructureCache`.
-        critics: Critics and running statistics.
-        only_costs: Whether cost statements are all that counts.
-        enumerates: Whether marked sites are summed out.
-        warns: Whether to warn where there is none.
-
     Attributes:
         plans: The plans of the structures met so far.
         structure: What is known of these structures.
@@ -119,13 +111,7 @@ class StepRunner(Runner):
         return f"sampled values of {', '.join(self.structure.escaping) or 'a site'} steer Python, or leave torch"
 
     def use(self, planner: Planner, structure: str, known: StepRunner | None = None) -> None:
-        """Plans anew, with other options.
-
-        Args:
-            planner: The options.
-            structure: When dependencies are tracked from now on.
-            known: Another runner of the same program, whose knowledge of its structure is taken over.
-        """
+        """Plans anew, with other options."""
         self.plans.planner = planner
         self.plans.forget()
         # What is done in program order is settled anew.
@@ -163,18 +149,7 @@ class StepRunner(Runner):
         warns: bool = True,
         put: Callable[[Any], Any] = lambda part: part,
     ) -> TracedRun:
-        """Runs a program once.
-
-        Args:
-            program: Model, guide and their arguments, wrapped for vectorised particles.
-            particles: How the particles of the step run.
-            num_steps: Number of steps taken.
-            track: Whether to track which values depend on which.
-            sloped: Sites of whose costs slopes are wanted.
-            maps: Whether the linear maps that read their values are noted.
-            warns: Whether to warn of what is hardly meant.
-            put: Puts values in: it wraps model and guide, within enumeration.
-        """
+        """Runs a program once."""
         model, guide, args, kwargs = program
         structure = self.structure
         options = replace(
@@ -207,13 +182,7 @@ class StepRunner(Runner):
         return TraceOptions(planner.choose, particles.nesting, particles.number, planner.attach)
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
-        """The runs of a step, and what their sites are told.
-
-        Args:
-            program: Model and guide for one particle, and their arguments.
-            particles: How the particles run.
-            mode: What the step is for.
-        """
+        """The runs of a step, and what their sites are told."""
         if particles.sums:
             return self._summed(program, particles, mode)
         is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
@@ -266,11 +235,7 @@ class StepRunner(Runner):
         return Observation(tuple(runs), tuple(items))
 
     def _summed(self, program: Program, particles: Particles, mode: Mode) -> Observation:
-        """The loss of a step, summed over all values of its sites.
-
-        Raises:
-            UnsupportedProgramError: If the program, as it is now, cannot be summed.
-        """
+        """The loss of a step, summed over all values of its sites."""
         (together,) = programs_of(program, particles)
         draws, nesting = Draws(), int(particles.nesting)
 
@@ -374,14 +339,7 @@ class StepRunner(Runner):
         )
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
-        """What the sites of further runs of a known structure are told; nothing learns, and nothing runs again.
-
-        Args:
-            runs: The runs.
-            programs: Model, guide and their arguments for each of them.
-            particles: How the particles run.
-            mode: What the step is for.
-        """
+        """What the sites of further runs of a known structure are told; nothing learns, and nothing runs again."""
         last, graph = self.plans.last, self.structure.graph(runs[0], False)
         facts = self._facts(runs, self.structure.is_dynamic(runs[0]), particles, mode)
         staged = self._stage(list(runs), graph, list(programs), particles, mode, facts, None)

@@ -62,14 +62,7 @@ class Observation:
         return sum(losses[1:], losses[0])
 
     def step(self, loss: Tensor, bank: CriticBank, learning: Learning, is_learning: bool = False) -> Step:
-        """The step on these runs: with the graph, in program order, or summed over all values.
-
-        Args:
-            loss: The loss of the runs, a scalar in nats.
-            bank: Critics and running statistics.
-            learning: How targets are formed.
-            is_learning: Whether something is learned, unless the loss is not finite.
-        """
+        """The step on these runs: with the graph, in program order, or summed over all values."""
         if self.summed is not None:
             return sum_step(self.summed, is_learning)
         if self.ordered:
@@ -78,11 +71,7 @@ class Observation:
 
 
 class Transient:
-    """What the last step worked on: it belongs to the process, copies and pickles are empty.
-
-    Args:
-        items: What is held.
-    """
+    """What the last step worked on: it belongs to the process, copies and pickles are empty."""
 
     def __init__(self, items: Sequence[Any] = ()) -> None:
         self.items: tuple[Any, ...] = tuple(items)

@@ -42,11 +42,7 @@ class StructuredObjective(Objective):
 
     @property
     def graph(self) -> StochasticComputationGraph:
-        """The stochastic computation graph of the last step.
-
-        Raises:
-            BPQError: If no step has been taken.
-        """
+        """The stochastic computation graph of the last step."""
         if self.plan is None:
             raise BPQError("There is no graph yet: take a step first, e.g. svi.step(...).")
         return self.plan.graph
@@ -82,15 +78,7 @@ class StructuredObjective(Objective):
         return self.runner.stage(traced, programs, self.particles.drawn, replace(self._mode(False), shows=True))
 
     def observe(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None, shows: bool = True) -> Observation:
-        """The runs of a step, and what their sites are told; nothing learns. For diagnostics.
-
-        Args:
-            model: The model.
-            guide: The guide.
-            args: Their arguments.
-            kwargs: Their keyword arguments.
-            shows: Whether sites are told what the graph tells, also where a step goes in program order.
-        """
+        """The runs of a step, and what their sites are told; nothing learns. For diagnostics."""
         program = self._program(model, guide, args, kwargs or {})
         return self.particles.observe(self.runner, program, replace(self._mode(False), shows=shows))
 

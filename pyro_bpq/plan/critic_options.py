@@ -12,21 +12,7 @@ from pyro_bpq.rollout.features import Components, has_moments
 
 
 def default_critic(critic: Critic, fn: Any, components: Components | None, estimator: Estimator) -> Critic | None:
-    """The critic of a site for which only the ELBO's is given.
-
-    Args:
-        critic: The ELBO's.
-        fn: The site's distribution.
-        components: Its finite components, or ``None``.
-        estimator: Its estimator.
-
-    Returns:
-        Without finite components a :class:`MomentCritic`, if there are moments; a :class:`ValueCritic` for estimators
-        that take the slope of the critic. With one component the ELBO's critic.
-        With many, that too unless it is a perceptron or a table, which give ``None``: critics that read such a value
-        as a whole lower the variance, but as measured not the time to a given ELBO; they are for who asks for
-        them, ``critic=FlipCritic()``. A critic for the other kind of sites gives ``None``.
-    """
+    """The critic of a site for which only the ELBO's is given."""
     is_for_other = isinstance(critic, JointCritic) and critic.is_finite == (components is None)
     if components is None:
         fitting = ValueCritic() if "q_slope" in estimator.needs else MomentCritic()
@@ -40,21 +26,7 @@ def default_critic(critic: Critic, fn: Any, components: Components | None, estim
 
 
 def checked_critic(critic: Any, name: str, fn: Any, components: Components | None, estimator: Estimator) -> Critic:
-    """Returns the critic if the site has what it reads.
-
-    Args:
-        critic: The choice of the site.
-        name: Name of the site.
-        fn: Its distribution.
-        components: Its finite components, or ``None``.
-        estimator: Its estimator.
-
-    Returns:
-        The critic.
-
-    Raises:
-        OptionError: If it has not.
-    """
+    """Returns the critic if the site has what it reads."""
     chosen: Critic = critic
     kind = type(fn).__name__
     if not isinstance(critic, JointCritic):

@@ -10,16 +10,7 @@ from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 
 
 def crossable(traced: TracedRun, graph: StochasticComputationGraph, handed: frozenset[str]) -> dict[str, bool]:
-    """The log-probabilities of sites whose values all occur under any law of theirs: those of finite support.
-
-    Args:
-        traced: A run.
-        graph: Its graph.
-        handed: Costs of the model that read values of the guide itself: their law may read the value that it scores.
-
-    Returns:
-        By name of the cost whether it is the guide's.
-    """
+    """The log-probabilities of sites whose values all occur under any law of theirs: those of finite support."""
     found: dict[str, bool] = {}
     if traced.elimination is not None:
         return found

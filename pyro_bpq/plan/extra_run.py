@@ -85,18 +85,7 @@ def plan_extra_run(
     estimators: Mapping[str, Estimator],
     max_elements: int,
 ) -> ExtraRun:
-    """Plans the extra run of the model; none where it does not pay.
-
-    Args:
-        traced: A run.
-        graph: Its graph.
-        facts: What else is known of it.
-        estimators: Those of all sites.
-        max_elements: Largest number of costs that it may evaluate where nobody asks for it.
-
-    Raises:
-        UnsupportedSiteError: If a site asks for one that would compute costs twice.
-    """
+    """Plans the extra run of the model; none where it does not pay."""
     immediate, costs = immediate_of(graph, facts), _readable(traced, graph, facts)
     # Other values of one of many components pay only where they tell the whole cost-to-go of every such site.
     vectors = [n for n, i in traced.infos.items() if i.components is not None and i.components.size > 1]

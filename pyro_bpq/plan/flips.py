@@ -79,17 +79,7 @@ def flip_plan(
     costs: Mapping[str, tuple[str, ...]],
     more: Mapping[str, int] | None = None,
 ) -> FlipPlan:
-    """Assigns rows to sites by greedy colouring.
-
-    Args:
-        graph: The graph.
-        components: Finite components of the sites to flip.
-        costs: For each of them the costs to evaluate.
-        more: For each of them what else is evaluated reads, as bits.
-
-    Returns:
-        The plan.
-    """
+    """Assigns rows to sites by greedy colouring."""
     colours: list[list[str]] = []
     # The members of each colour, and what their costs read, as bits.
     taken: list[tuple[int, int]] = []

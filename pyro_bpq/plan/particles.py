@@ -21,14 +21,6 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     those from other steps do not. Two, where :class:`~pyro_bpq.estimators.DebiasedStraightThrough` is to serve all
     such sites of rows, which needs no baseline; four, where :class:`~pyro_bpq.estimators.Hindsight` is. The table is
     ``PARTICLES`` in ``plan/rules.py``.
-
-    Args:
-        plan: The plan of a run.
-        traced: The run.
-        particles: Number of particles in it.
-
-    Returns:
-        The number ``M``.
     """
     facts = ProgramFacts(
         by_row=frozenset(plan.by_row),
@@ -43,13 +35,7 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
 
 
 def num_rows_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
-    """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed, or is too dear.
-
-    Args:
-        plan: The plan of a run.
-        traced: The run.
-        particles: Number of particles in it.
-    """
+    """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed, or is too dear."""
     rows = 0 if plan.summed is None else plan.summed.rows
     return rows if rows * _largest(traced) <= MOST_SUMMED * particles else 0
 
@@ -59,9 +45,6 @@ def num_drawn_steps(traced: TracedRun) -> int:
 
     Ten if the model learns: without noise a mixture may leave components unused from the start. Else a single one, as
     Adam long remembers noisy steps. It leaves a guide's symmetric start.
-
-    Args:
-        traced: A run.
     """
     costs = (traced.run.costs.get(cost_of_site(site, False)) for site in samples(traced.model_trace).values())
     return DRAWN_STEPS[any(cost is not None and cost.requires_grad for cost in costs)]

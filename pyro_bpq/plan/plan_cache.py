@@ -33,9 +33,6 @@ class Planned:
 class PlanCache:
     """Plans by structure, and the structures for which something has failed that a plan may ask for.
 
-    Args:
-        planner: Makes the plans.
-
     Attributes:
         last: The plan of the last step; ``None`` before the first one.
         plans: All plans, by what they were made for.
@@ -56,13 +53,7 @@ class PlanCache:
         return f"PlanCache({len(self.plans)} plans)"
 
     def plan(self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts) -> Plan:
-        """The plan of a structure, a new one where there is none.
-
-        Args:
-            traced: A run of the structure.
-            graph: Its graph.
-            facts: What else is known of it.
-        """
+        """The plan of a structure, a new one where there is none."""
         last = self.last
         # Comparing with the last step is much cheaper than hashing a structure of hundreds of sites.
         if last is not None and last.graph is graph and last.facts == facts and last.key == traced.key:

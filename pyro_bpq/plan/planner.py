@@ -34,11 +34,7 @@ from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 
 
 def check_gradients(traced: TracedRun) -> None:
-    """Checks that costs carry gradients to the reparameterised sites that they read; tracked runs only.
-
-    Raises:
-        UnsupportedSiteError: If a cost statement reads such a site without a gradient.
-    """
+    """Checks that costs carry gradients to the reparameterised sites that they read; tracked runs only."""
     for cost in traced.user_costs if traced.reads is not None else ():
         assert traced.reads is not None
         if traced.run.costs[cost].requires_grad:
@@ -89,11 +85,7 @@ class Planner:
         return self.is_elbo and self.estimator is None and not self.asks_for_critics
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
-        """The estimator of a site, as its options and its distribution have it.
-
-        Raises:
-            UnsupportedSiteError: If the chosen estimator cannot serve the site.
-        """
+        """The estimator of a site, as its options and its distribution have it."""
         return self.choice(SiteFacts(site, options, self.estimator, self.max_support)).estimator
 
     def choice(self, facts: SiteFacts) -> Choice:
@@ -119,17 +111,7 @@ class Planner:
         return found
 
     def order_estimators(self, traced: TracedRun) -> dict[str, Estimator] | None:
-        """The estimators of the sites of a run that have a score, where all of them need their costs-to-go alone.
-
-        Args:
-            traced: The run.
-
-        Returns:
-            The estimators by name; ``None`` where one asks for more.
-
-        Raises:
-            UnsupportedSiteError: If a chosen estimator cannot serve its site.
-        """
+        """The estimators of the sites of a run that have a score, where all of them need their costs-to-go alone."""
         found = {}
         for name, record in traced.run.sites.items():
             options = traced.options[name]
@@ -180,17 +162,6 @@ class Planner:
         program, the structure after a site does: then there is no extra run of the model, only those costs are
         tabled that follow from what was known before the site, and critics form a sequence
         (:func:`~pyro_bpq.graph.network.sequence_network`), whatever the reduction.
-
-        Args:
-            traced: A run of that structure.
-            graph: Its graph.
-            facts: What else is known of it.
-            can_flip: Whether the model has not failed to run at other values.
-            has_slopes: Whether costs are not known to be without gradients to the values of sites.
-            can_hold: Whether guide and model have not failed to run at other values with all other sites held.
-
-        Returns:
-            The plan.
         """
         summed = None
         if self.orders and facts.cuts_plates and not facts.is_dynamic:

@@ -44,14 +44,7 @@ class SumPlan:
 def sum_plan(
     traced: TracedRun, graph: StochasticComputationGraph, handed: frozenset[str], max_support: int
 ) -> SumPlan | None:
-    """Plans the sum; ``None`` if a site has more values or a law or a cost reads more, or if a site has options.
-
-    Args:
-        traced: A run of a program that no value steers, and whose rows of plates stay apart.
-        graph: Its graph.
-        handed: Costs of the model that read the guide's own values.
-        max_support: Largest number of values of a site.
-    """
+    """Plans the sum; ``None`` if a site has more values or a law or a cost reads more, or if a site has options."""
     if handed or traced.user_costs or traced.untraced or traced.enumerated or traced.only_costs:
         return None
     shared = frozenset(name for name, info in traced.infos.items() if info.has_rsample)

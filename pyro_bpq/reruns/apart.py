@@ -61,15 +61,6 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     particles alone. So there all other particles get other values than the one that runs alone, and that one other
     values than the one before: of binary sites both are seen. If the program fails at some values, the comparison uses
     the sampled ones.
-
-    Args:
-        compared: The programs to compare.
-        seed: Draws the values, and the particles that are run alone.
-        is_first: Whether this is the first comparison of these programs. The first one runs more particles alone.
-
-    Returns:
-        Whether the costs are the same. ``None`` if the programs draw noise besides their sites, because their runs
-        cannot be compared.
     """
     many, number, nesting = compared.many, compared.number, compared.nesting
     sites = {
@@ -143,11 +134,6 @@ class Together:
 
         See :func:`keeps_apart`. Noise besides the sites differs from run to run. Such runs cannot be compared, and the
         result is ``False``.
-
-        Args:
-            compared: The programs to compare.
-            learning: Whether the step learns.
-            num_steps: Number of steps taken.
         """
         key = compared.many.key
         if self.knows(key, learning, num_steps):

@@ -39,16 +39,6 @@ class Reruns:
 
     The sites downstream of it are drawn afresh, from a generator that belongs to the ELBO. All other sites keep
     their values. The runs change neither global generators nor module buffers.
-
-    Args:
-        trace: Traces a program.
-        programs: Model, guide and their arguments, for each run of the step.
-        traced: The runs of the step.
-        plan: The plan of their graph. It may be replaced by another plan of the same graph.
-        generator: Source of the fresh draws.
-        share: Weight of each run in the step's loss, if one backward pass gives slopes and parameter gradients.
-            ``None`` if the pass gives slopes only.
-        held: How guide and model run at other values while all other sites keep their values, or ``None``.
     """
 
     def __init__(
@@ -78,12 +68,6 @@ class Reruns:
             value: Its value ``(M, plate dims, event)``. If it requires a gradient, the costs have one to it.
             held: Runs that give the sites downstream their values. ``None`` draws these sites afresh.
             means: Whether sites downstream that are not held take their means instead, where they have one.
-
-        Returns:
-            The runs.
-
-        Raises:
-            UnsupportedProgramError: If the program has other costs at that value.
         """
         fresh = {name, *self.plan.graph.descendants(name)}
         # Estimators call this under no_grad(). A view that is made there has no gradient to the value.
@@ -138,9 +122,6 @@ class Reruns:
     def slopes(self, name: str) -> tuple[Tensor, ...] | None:
         """The gradient of all downstream costs to the value of a site, for each run of the step.
 
-        Args:
-            name: The site.
-
         Returns:
             A detached tensor of the shape of the value for each run. ``None`` if a run has no leaf for the site.
         """
@@ -164,12 +145,6 @@ class Reruns:
         """Runs the program again for each run of the step, with all sites drawn afresh.
 
         Later calls return the same runs.
-
-        Returns:
-            The runs.
-
-        Raises:
-            UnsupportedProgramError: If the program has other costs in these runs.
         """
         if self._fresh is None:
             pairs = zip(self.programs, self.traced, strict=True)

@@ -72,12 +72,6 @@ class Elimination:
     def costs(self, trace: Any, names: Iterable[str], rows: int | None, batch_ndim: int) -> dict[str, Tensor]:
         """Costs of another run of the model.
 
-        Args:
-            trace: The run.
-            names: Costs of the model.
-            rows: Number of rows of values in a dimension to the left of all others. ``None`` for no such dimension.
-            batch_ndim: Number of dimensions to the right of the rows.
-
         Returns:
             Each cost in nats, with its plate dimensions, or ``(rows, 1.., plate dims)``. A cost that does not depend
             on the rows has no dimension for them.
@@ -325,19 +319,6 @@ def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
     reads an enumerated site of the guide becomes its expectation over that site. Scales stand outside the logarithm and
     masks inside, as in ``TraceEnum_ELBO``. Weights are neither scaled nor masked. Costs that read no enumerated site
     do not change.
-
-    Args:
-        traced: A run of enumerated programs.
-        nesting: Bound on the number of nested plates. It includes the plate of vectorised particles.
-
-    Returns:
-        The run without its enumerated sites.
-
-    Raises:
-        UnsupportedProgramError: If a sampled site depends on an enumerated site of the guide, or a site outside of a
-            plate depends on an enumerated site inside it.
-        UnsupportedSiteError: If sites of one sum have different scales.
-        PlateError: If a dimension belongs to no plate.
     """
     if not traced.enumerated:
         return traced

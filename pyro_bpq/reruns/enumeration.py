@@ -17,12 +17,7 @@ _ONE_VALUE_ONLY = ("is ambiguous", "converted to Scalar", "converted to Python s
 
 
 class _Enumerate(EnumMessenger):
-    """Enumerates all marked sites in parallel; raises for sites that cannot be summed exactly.
-
-    Args:
-        first_available_dim: Rightmost dimension for values, negative. ``None`` continues after the last one used.
-        seen: Collects the names of the enumerated sites.
-    """
+    """Enumerates all marked sites in parallel; raises for sites that cannot be summed exactly."""
 
     def __init__(self, first_available_dim: int | None, seen: list[str]) -> None:
         super().__init__(first_available_dim)
@@ -61,20 +56,7 @@ class _Enumerate(EnumMessenger):
 def enumerated_programs(
     model: Callable[..., Any], guide: Callable[..., Any], nesting: int
 ) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Gives model and guide with their marked sites enumerated, to run within the context.
-
-    Args:
-        model: The model.
-        guide: The guide.
-        nesting: Bound on the number of nested plates. It includes the plate of vectorised particles.
-
-    Yields:
-        The enumerated model and guide.
-
-    Raises:
-        UnsupportedProgramError: If the guide is a ``GuideMessenger``, or if Python asks for a single value of an
-            enumerated site.
-    """
+    """Gives model and guide with their marked sites enumerated, to run within the context."""
     if isinstance(poutine.unwrap(guide), Messenger):
         raise UnsupportedProgramError(
             'enumeration="exact" needs the guide to run before the model, and a GuideMessenger runs both as one. '

@@ -113,11 +113,7 @@ class Term:
 
 
 def pack(name: str, tensor: Tensor, symbols: Mapping[int, str]) -> Packed:
-    """Names the dimensions of a tensor of the site ``name``.
-
-    Raises:
-        PlateError: If a dimension has no name.
-    """
+    """Names the dimensions of a tensor of the site ``name``."""
     try:
         return packed.pack(tensor, symbols)
     except ValueError as error:

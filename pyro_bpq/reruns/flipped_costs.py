@@ -38,20 +38,6 @@ def flipped_costs(
 ) -> dict[str, Tensor] | None:
     """Runs the model at flipped values and collects the immediate costs.
 
-    Args:
-        plan: Which row flips which site.
-        components: Finite components of the flipped sites.
-        traced: The runs of the step.
-        rollout: The tensors of these runs.
-        model: The model.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        graph: The graph.
-        runs: Chooses the way in which the rows run.
-        has_buffers: Whether the model may call modules with buffers.
-        learning: Whether this run counts as a use of that way.
-        is_checked: Whether its costs at the sampled values are compared with those of the step.
-
     Returns:
         The immediate costs of each flipped site in nats, ``(M, plate dims, D, K)``. ``None`` if the model cannot run
         at other values.

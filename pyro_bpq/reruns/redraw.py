@@ -33,11 +33,7 @@ class StaleError(Exception):
 
 
 class Hold(Substitute):
-    """Holds latent sites and subsample indices at given values, and records the sites' distributions.
-
-    Args:
-        values: The values, by name.
-    """
+    """Holds latent sites and subsample indices at given values, and records the sites' distributions."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__(values)
@@ -80,17 +76,7 @@ def coparents(network: BackpropQNetwork, site: str) -> tuple[str, ...]:
 
 
 def held_sites(network: BackpropQNetwork, site: str, form: str = "redrawn") -> frozenset[str]:
-    """The sites that an update of the Q-nodes of a site holds at stored values.
-
-    Args:
-        network: The network.
-        site: The site.
-        form: How the co-parents are treated, see :class:`~pyro_bpq.Replay`.
-
-    Returns:
-        Their names: :func:`known_sites`. The stored form adds the co-parents and the rest of the children's scopes,
-        without descendants of the site.
-    """
+    """The sites that an update of the Q-nodes of a site holds at stored values."""
     held = known_sites(network, site)
     if form != "stored":
         return held
@@ -127,12 +113,6 @@ def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int
         names: The sites.
         site: The site whose co-parents they are.
         limit: Largest number of joint values.
-
-    Yields:
-        The values, by name.
-
-    Raises:
-        OptionError: If a site is not finite, is in a plate that ``site`` is outside of, or there are too many values.
     """
     advice = 'Write Replay(coparents="redrawn").'
     supports, number = [], 1

@@ -28,17 +28,7 @@ class SharedBackward:
 
 
 def shared_backward(run: Run, share: float | None) -> SharedBackward:
-    """Runs one backward pass through the costs of a run.
-
-    Args:
-        run: A run with leaves.
-        share: Weight of the run in the step's loss, if the pass also gives gradients of parameters. Hooks within the
-            program then see gradients of the loss, and the result has first derivatives only. ``None`` gives slopes
-            only.
-
-    Returns:
-        The slopes, and costs with unchanged values and gradients.
-    """
+    """Runs one backward pass through the costs of a run."""
     leaves = {name: record.leaf for name, record in run.sites.items() if record.leaf is not None}
     total = run.differentiable
     if not total.requires_grad:
@@ -64,13 +54,7 @@ def shared_backward(run: Run, share: float | None) -> SharedBackward:
 
 
 def with_gradients(value: Tensor, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """A value with known gradients.
-
-    Args:
-        value: A detached scalar.
-        leaves: Leaves of autograd.
-        gradients: The gradient of the value to each of them.
-    """
+    """A value with known gradients."""
     if not leaves:
         return value
     return _Known.apply(value, gradients, 1.0, *leaves)  # type: ignore[no-untyped-call]
