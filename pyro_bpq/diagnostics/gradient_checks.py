@@ -252,14 +252,8 @@ def _times(look: Look) -> tuple[float, float]:
     again = guide if elbo.runner.only_costs else model
 
     def extra() -> None:
-        flips, signals = plan.flips, item.signals
-        assert flips is not None
-        flipped_costs(
-            *(flips, plan.components, item.traced, signals.rollout, again, args, kwargs, plan.graph),
-            runs=elbo.runner.row_runs,
-            has_buffers=plan.has_buffers,
-            learning=False,
-        )
+        rollout, runs = item.signals.rollout, elbo.runner.row_runs
+        flipped_costs(plan, item.traced, rollout, again, args, kwargs, runs, learning=False)
 
     try:
         with (

@@ -15,7 +15,7 @@ import torch
 from pyro_bpq.diagnostics.critic_fit import CriticFit
 from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
-from pyro_bpq.objectives.staged import Observation
+from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.plan.plan_cache import Planned
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.sandbox import LentBuffers

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from pyro_bpq.choice.candidates import FIXED, Candidate, ProgramFacts
 from pyro_bpq.errors import OptionError
+from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.runner import StepRunner
 
@@ -72,24 +73,10 @@ class Rules:
         )
 
 
-class _Tried(Protocol):
-    """An objective as trials use it."""
-
-    runner: StepRunner
-
-    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor: ...
-
-    def train(self, mode: bool = True) -> Any: ...
-
-    def mark(self) -> Any: ...
-
-    def go_back(self, mark: Any) -> None: ...
-
-
 class StillTrial:
     """Takes steps of an objective."""
 
-    def __init__(self, elbo: _Tried, learns: bool = False) -> None:
+    def __init__(self, elbo: Objective, learns: bool = False) -> None:
         self.elbo, self.learns = elbo, learns
 
     def __repr__(self) -> str:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import Any
 
+import pyro
 import torch
-from torch import Tensor
+from pyro.params.param_store import ParamStoreDict
+from torch import Tensor, nn
 
 from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
 from pyro_bpq.critics.block import Write
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
-from pyro_bpq.objectives.registration import are_registered, register_critics
-from pyro_bpq.objectives.replayer import Replayer
-from pyro_bpq.objectives.staged import Staged, Transient
+from pyro_bpq.objectives.observation import Staged, Transient
+from pyro_bpq.objectives.replayer import Owner, Replayer, gradients_of
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.snapshots import restore, snapshot
+from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Learning, Step, critic_loss
-
-if TYPE_CHECKING:
-    from pyro_bpq.objectives.objective import Objective
 
 
 class CriticTrainer:
@@ -108,7 +108,7 @@ class CriticTrainer:
         self.waiting = (result.writes, gradients)
         return surrogate
 
-    def learn(self, owner: Objective) -> None:
+    def learn(self, owner: Owner) -> None:
         """Applies what the last step taught; forgets what no step has used for long."""
         if self.waiting is not None:
             with self._all_or_nothing(owner) if self.replays else contextlib.nullcontext():
@@ -117,7 +117,7 @@ class CriticTrainer:
         if gone and self.optimizer is not None:
             self.optimizer.forget(gone, is_final=True)
 
-    def _apply_waiting(self, owner: Objective) -> None:
+    def _apply_waiting(self, owner: Owner) -> None:
         assert self.waiting is not None
         (writes, gradients), self.waiting = self.waiting, None
         self.num_steps += 1
@@ -132,12 +132,15 @@ class CriticTrainer:
             {**late[1], **{name: g for name, g in gradients.items() if name.split(".")[0] not in built}},
         )
 
-    def _learn_again(self, owner: Objective) -> None:
+    def _learn_again(self, owner: Owner) -> None:
         """More steps on the last rollout, which is then stored, and steps on stored ones."""
         assert self.learner is not None
         items, self.staged = self.staged.items, Transient()
         for _ in range(self.learner.steps - 1):
-            loss = critic_loss([staged.again(self.critics) for staged in items], self.critics, owner.learning())
+            # The tensors of the step with the critics as they are now; nothing is built.
+            parts = [staged.signals for staged in items]
+            again = [Signals(part.layout, part.rollout, part.tables, self.critics, False) for part in parts]
+            loss = critic_loss(again, self.critics, owner.learning())
             if loss is not None:
                 self._advance(self._gradients(loss))
         if self.replayer is not None:
@@ -145,7 +148,7 @@ class CriticTrainer:
                 self.replayer.store(staged)
             self.replay(owner, None, self.replayer.replay.updates_per_step)
 
-    def replay(self, owner: Objective, sites: Collection[str] | None, updates: int) -> int:
+    def replay(self, owner: Owner, sites: Collection[str] | None, updates: int) -> int:
         """Updates critics from stored rollouts; the number of updates that found something to learn from."""
         assert self.replayer is not None
         done = 0
@@ -175,9 +178,7 @@ class CriticTrainer:
         self.optimizer.step(self.critics, gradients)
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        tensors = self.critics.touched_weights
-        found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
-        gradients = {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
+        gradients = gradients_of(loss, self.critics)
         return gradients if self.ranks is None else self.ranks.average(gradients)
 
     def register(self) -> None:
@@ -212,7 +213,7 @@ class CriticTrainer:
             self.optimizer.forget(built)
 
     @contextlib.contextmanager
-    def _all_or_nothing(self, owner: Objective) -> Iterator[None]:
+    def _all_or_nothing(self, owner: Owner) -> Iterator[None]:
         """Undoes what critics learn within, and what replay draws and drops, if it is interrupted."""
         mark, outer = owner.mark(), self._changed
         replay = None if self.replayer is None else self.replayer.snapshot()
@@ -267,3 +268,47 @@ class CriticTrainer:
             self.optimizer.load_state_dict(state["optimizer"])
         if self.replayer is not None and state["replay"] is not None:
             self.replayer.load_state_dict(state["replay"])
+
+
+def register_critics(critics: nn.Module) -> None:
+    """Puts the parameters of some critics into Pyro's param store, as :func:`pyro.module` does.
+
+    The first of ``bpq_critics``, ``bpq_critics_1``, ... serves whose entries are none of another module's: it stays
+    the same from step to step, and is the same again when a program is run anew. Entries that were loaded into the
+    store (``ParamStoreDict.load``) together with the critics' ``state_dict`` hold equal values; the critics take their
+    place, so that an optimiser finds its saved state by name.
+    """
+    named = dict(critics.named_parameters())
+    if not named:
+        return
+    store = pyro.get_param_store()
+    names = (f"bpq_critics_{number}" if number else "bpq_critics" for number in count())
+    module = next(name for name in names if _is_ours(name, named, store))
+    stored = dict(store.named_parameters())
+    for name, weight in named.items():
+        key = f"{module}$$${name}"
+        if stored.get(key, weight) is not weight:
+            del store[key]
+    pyro.module(module, critics)
+
+
+def are_registered(critics: nn.Module) -> bool:
+    """Whether Pyro's param store holds the parameters of some critics."""
+    stored = {id(value) for _, value in pyro.get_param_store().named_parameters()}
+    weights = list(critics.parameters())
+    return bool(weights) and all(id(weight) in stored for weight in weights)
+
+
+def _is_ours(module: str, named: Mapping[str, Tensor], store: ParamStoreDict) -> bool:
+    """Whether the store holds nothing under this name, or these weights, whatever else of theirs it holds."""
+    start = f"{module}$$$"
+    stored = {key.removeprefix(start): value for key, value in store.named_parameters() if key.startswith(start)}
+    known = stored.keys() & named.keys()
+    return not stored or (bool(known) and all(_is_same(named[name], stored[name]) for name in known))
+
+
+def _is_same(weight: Tensor, stored: Tensor) -> bool:
+    if weight is stored:
+        return True
+    is_alike = weight.shape == stored.shape and weight.dtype == stored.dtype
+    return is_alike and torch.equal(weight, stored.to(weight.device))

@@ -1,62 +1,69 @@
-r"""``TraceBackpropQ_ELBO``: wiring only."""
+r"""``TraceBackpropQ_ELBO``."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import Any, Literal
 
 import torch
 from pyro.util import warn_if_nan
 from torch import Tensor
 
+from pyro_bpq.batching.reads import described
 from pyro_bpq.choice import Candidate, MeasuredChoice
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
-from pyro_bpq.errors import OptionError
+from pyro_bpq.critics.replay_buffer import ReplayBuffer
+from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.estimators import Estimator
-from pyro_bpq.graph.network import Reduction
-from pyro_bpq.graph.scg import Form
+from pyro_bpq.graph.network import BackpropQNetwork, Reduction
+from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 from pyro_bpq.objectives.analytic import differentiable_cost
 from pyro_bpq.objectives.chosen import Rules, StillTrial, checked_choice
 from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
-from pyro_bpq.objectives.mode import Mode
-from pyro_bpq.objectives.options import check_choice, check_options
+from pyro_bpq.objectives.objective import Objective
+from pyro_bpq.objectives.observation import Mode, Observation, Staged
+from pyro_bpq.objectives.options import check_choice, check_counts, check_options
 from pyro_bpq.objectives.programs import programs_of
-from pyro_bpq.objectives.runner import StepRunner
-from pyro_bpq.objectives.structured import StructuredObjective
+from pyro_bpq.objectives.runner import StepRunner, stacked
+from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.step.surrogate import Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
+from pyro_bpq.tracing.traced_run import TracedRun
 
 
-class TraceBackpropQ_ELBO(StructuredObjective):
+class TraceBackpropQ_ELBO(Objective):
     r"""ELBO whose gradients through non-reparameterised sites come from Backprop-Q.
 
-    Each latent site of the guide gets a gradient estimator that fits it. By default: reparameterised sites the
-    pathwise one; sites with finite components :class:`~pyro_bpq.AllAction`, with the immediate costs summed
-    exactly over their values, critics for the costs further downstream, graph-wise control variates and
-    adaptive scales; a single site of many components that is too large for that sum
-    :class:`~pyro_bpq.estimators.DebiasedStraightThrough`; others the score function. Its baseline is the mean of the
-    other particles from ``num_particles=2`` on; with one a running mean, or, at sites of many components, a second run.
-    All of these are unbiased for any state of the critics, first
-    call included. The guide runs ``num_particles`` times; the model runs once more where that pays.
+    Each latent site of the guide gets a gradient estimator that fits it. By default these are
+
+    - for reparameterised sites the pathwise one;
+    - for sites with finite components :class:`~pyro_bpq.AllAction`, with the immediate costs summed exactly over their
+      values, critics for the costs further downstream, graph-wise control variates and adaptive scales;
+    - for a single site of many components that is too large for that sum
+      :class:`~pyro_bpq.estimators.DebiasedStraightThrough`;
+    - for others the score function. Its baseline is the mean of the other particles from ``num_particles=2`` on; with
+      one a running mean, or, at sites of many components, a second run.
+
+    All of these are unbiased for any state of the critics, first call included. The guide runs ``num_particles`` times;
+    the model runs once more where that pays.
 
     Args:
         num_particles: Number of particles ``M``. ``None``: up to eight in one vectorised call, where baselines of other
-            particles know rows of data that critics do not see, and the program is found to compute the same costs for
-            a particle among others as for one alone (:func:`~pyro_bpq.plan.particles.num_particles_for`). For
-            that it runs some twenty times more in the first step, and six times after 1, 2, 4, 8, ... steps and then
-            every 128. One where an estimator or an option about critics is chosen, with ``vectorize_particles=True``,
-            cost statements, summed-out sites and several processes, and where sampled values steer the program.
-            Programs of sites with few values whose laws and costs read at most one other such site draw nothing from
-            some step on: the loss is the sum over all values (:mod:`pyro_bpq.step.exact_sum`).
+            particles know rows of data that critics do not see, and a particle among others is found to have the same
+            costs as one alone (:func:`~pyro_bpq.plan.particles.num_particles_for`). To find that out the program runs
+            some twenty times more in the first step, and six times after 1, 2, 4, 8, ... steps and then every 128. One
+            where an estimator or an option about critics is chosen, with ``vectorize_particles=True``, cost statements,
+            summed-out sites and several processes, and where sampled values steer the program. Programs of sites with
+            few values whose laws and costs read at most one other such site draw nothing from some step on: the loss is
+            the sum over all values (:mod:`pyro_bpq.step.exact_sum`).
         max_plate_nesting: As in Pyro's ELBOs.
         max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
         vectorize_particles: Whether particles run in one vectorised call.
@@ -121,6 +128,10 @@ class TraceBackpropQ_ELBO(StructuredObjective):
         | https://arxiv.org/abs/1807.09511
     """
 
+    # Whether cost statements are all that counts: an expected cost instead of an ELBO.
+    _only_costs = False
+    runner: StepRunner
+
     def __init__(
         self,
         num_particles: int | None = None,
@@ -149,14 +160,7 @@ class TraceBackpropQ_ELBO(StructuredObjective):
         form: Form = "ancestor",
         choice: Literal["fixed", "auto"] | Candidate = "fixed",
     ) -> None:
-        is_number = isinstance(num_particles, Integral) and not isinstance(num_particles, bool)
-        if num_particles is not None and not (is_number and num_particles >= 1):
-            hint = " SVI takes an instance: loss=TraceBackpropQ_ELBO()." if callable(num_particles) else ""
-            raise OptionError(
-                f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.{hint}"
-            )
-        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-            raise OptionError(f"window={window!r}: write a positive integer.")
+        check_counts(num_particles, window)
         check_options(estimator, critic, reduction, lam, gamma, learner)
         if compile and choice != "fixed":
             raise OptionError("choice measures eager steps: leave compile out, or write choice='fixed'.")
@@ -200,35 +204,23 @@ class TraceBackpropQ_ELBO(StructuredObjective):
         if isinstance(choice, Candidate):
             self._rules.apply(choice)
 
-    # Whether cost statements are all that counts: an expected cost instead of an ELBO.
-    _only_costs = False
-
     @property
     def _needs_nesting(self) -> bool:
         # Dimensions of enumerated values lie to the left of all plates, too.
         return self.vectorize_particles or self.enumeration == "exact"
 
-    def _mode(self, learning: bool, goes_back: bool = False) -> Mode:
+    def mode(self, learning: bool, goes_back: bool = False) -> Mode:
+        """What a step is for; see :class:`Objective`."""
         # Nothing may learn later from a step in program order, and nothing but its costs may matter.
         may_order = not (self.keeps_staged or self.analytic_kl or self.trainer.ranks is not None)
-        return replace(super()._mode(learning, goes_back and not self.analytic_kl), may_order=may_order)
+        return replace(super().mode(learning, goes_back and not self.analytic_kl), may_order=may_order)
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
         return {"planner": self.planner, "graphs": self.runner.structure.known_graphs, "kl": self.analytic_kl}
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """Minus the ELBO of ``num_particles`` draws, of one where that is left open, in nats; nothing learns.
-
-        Args:
-            model: The model.
-            guide: The guide.
-            *args: Their arguments.
-            **kwargs: Their keyword arguments.
-
-        Returns:
-            The loss.
-        """
+        """Minus the ELBO of ``num_particles`` draws, of one where that is left open, in nats; nothing learns."""
         with torch.no_grad():
             program = self._program(model, guide, args, kwargs)
             particles = self.particles.for_evaluation
@@ -285,17 +277,7 @@ class TraceBackpropQ_ELBO(StructuredObjective):
     # More ways to learn.
 
     def loss_and_signals(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[float, LocalObjective]:
-        """Like ``loss_and_grads``, and keeps what the gradient is made of.
-
-        Args:
-            model: The model.
-            guide: The guide.
-            args: Their arguments.
-            kwargs: Their keyword arguments.
-
-        Returns:
-            The loss in nats, and the local objective of the rollout.
-        """
+        """Like ``loss_and_grads``; also returns the local objective of the rollout."""
         mark = self.mark()
         self.keeps_staged = True
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
@@ -359,11 +341,82 @@ class TraceBackpropQ_ELBO(StructuredObjective):
         with isolated(seed, hides_params=False), SkipCosts():
             programs = programs_of(self._program(model, guide, args, kwargs), self.particles.now)
             runs = [self.run_program(program) for program in programs]
-            alike = all(run.key == runs[0].key for run in runs) and not self.runner.structure.is_dynamic(runs[0])
-            members = [list(range(len(runs)))] if alike else [[i] for i in range(len(runs))]
+            members = stacked(runs, self.runner.structure.is_dynamic(runs[0]))
             items = [self.stage([runs[i] for i in ids], [programs[i] for i in ids]) for ids in members]
-        signals, gamma = [item.signals for item in items], self.learning().gamma
-        return bootstrapped_surrogate(signals, entropy, gamma) / self.num_particles
+        signals = [item.signals for item in items]
+        return bootstrapped_surrogate(signals, entropy, self.learning().gamma) / self.num_particles
+
+    # What can be looked at.
+
+    @property
+    def planner(self) -> Planner:
+        """The options that decide what is done on a structure."""
+        return self.runner.plans.planner
+
+    @planner.setter
+    def planner(self, planner: Planner) -> None:
+        self.runner.plans.use(planner)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the last step did on the program's structure; ``None`` before the first one."""
+        return None if self.runner.plans.last is None else self.runner.plans.last.plan
+
+    @property
+    def graph(self) -> StochasticComputationGraph:
+        """The stochastic computation graph of the last step."""
+        if self.plan is None:
+            raise BPQError("There is no graph yet: take a step first, e.g. svi.step(...).")
+        return self.plan.graph
+
+    @property
+    def network(self) -> BackpropQNetwork:
+        """The Backprop-Q network of the last step, and what its critics read; false, with a reason, without any."""
+        if self.plan is None:
+            return BackpropQNetwork(StochasticComputationGraph.from_parents({}, {}), ())
+        return described(self.plan.layout) or BackpropQNetwork(self.plan.graph, ())
+
+    @property
+    def num_noises(self) -> int:
+        """Number of generators that estimators have drawn from."""
+        return self.runner.noise.number
+
+    @num_noises.setter
+    def num_noises(self, number: int) -> None:
+        self.runner.noise.number = number
+
+    @property
+    def replay_buffer(self) -> ReplayBuffer | None:
+        """The stored rollouts; ``state_dict()``, copies and pickles leave them out."""
+        return None if self.trainer.replayer is None else self.trainer.replayer.buffer
+
+    def run_program(self, program: Program) -> TracedRun:
+        """Runs guide and model as a step does, tracked only where sampled values steer them."""
+        track = self.runner.structure.always_tracks
+        return self.runner.trace(program, self.particles.drawn, self.num_steps, track)
+
+    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
+        """Prepares runs of a known structure as a step does; nothing learns."""
+        return self.runner.stage(traced, programs, self.particles.drawn, replace(self.mode(learning=False), shows=True))
+
+    def observe(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None, shows: bool = True) -> Observation:
+        """The runs of a step, and what their sites are told; nothing learns. For diagnostics.
+
+        With ``shows`` sites are told what the graph tells, also where a step goes in program order.
+        """
+        program = self._program(model, guide, args, kwargs or {})
+        return self.particles.observe(self.runner, program, replace(self.mode(learning=False), shows=shows))
+
+    def tracked_runs(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None) -> list[TracedRun]:
+        """The same runs, tracked: they show what leaves torch. For diagnostics."""
+        particles = self.particles.drawn
+        programs = programs_of(self._program(model, guide, args, kwargs or {}), particles)
+        return [self.runner.trace(program, particles, self.num_steps, True) for program in programs]
+
+    @property
+    def settled(self) -> tuple[str, ...]:
+        """What was settled or given up, and why: particles, the extra run, tracking. ``print(elbo)`` shows it."""
+        return tuple(filter(None, (self.particles.said, *self.runner.said)))
 
     # State.
 

@@ -8,7 +8,7 @@ from typing import Any
 from pyro import poutine
 
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
-from pyro_bpq.objectives.loss_module import LossModule
+from pyro_bpq.objectives.entry import LossModule
 
 
 class ExpectedCost(TraceBackpropQ_ELBO):

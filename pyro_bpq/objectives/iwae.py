@@ -16,12 +16,11 @@ from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.objectives.mode import Mode, Runner
 from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_plain
 from pyro_bpq.objectives.objective import Objective
+from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
 from pyro_bpq.objectives.options import check_options
 from pyro_bpq.objectives.programs import programs_of
-from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.reruns.apart import Program
 from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
@@ -226,16 +225,11 @@ class BoundRunner(Runner):
     """Runs the programs of a bound."""
 
     def __init__(self, planner: BoundPlanner) -> None:
-        self.planner = planner
+        self.planner, self.noise = planner, NoiseSource(0)
         self._layouts: dict[Any, tuple[Layout, Plate | None]] = {}
 
     def trace(
-        self,
-        program: Program,
-        particles: Particles,
-        num_steps: int,
-        *,
-        put: Callable[[Any], Any] = lambda part: part,
+        self, program: Program, particles: Particles, num_steps: int, *, put: Callable[[Any], Any] = lambda part: part
     ) -> TracedRun:
         """Runs a program once."""
         model, guide, args, kwargs = program

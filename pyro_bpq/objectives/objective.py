@@ -9,24 +9,24 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pyro.infer import ELBO
 from pyro.util import warn_if_nan
 from torch import Tensor, nn
 
 from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import OptionError
-from pyro_bpq.objectives.counted import CountedELBO
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
-from pyro_bpq.objectives.mode import Mode, Runner
-from pyro_bpq.objectives.options import check_not_traced
-from pyro_bpq.objectives.staged import Staged, Transient
-from pyro_bpq.objectives.turn import Turn
+from pyro_bpq.objectives.entry import LossModule, Turn, check_not_traced
+from pyro_bpq.objectives.observation import Mode, Runner, Staged, Transient
+from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.surrogate import Learning, Step
+from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from pyro_bpq.compiled.updates import Updates
 
 
-class Objective(CountedELBO, nn.Module):
-    """A loss with learned critics, made of a particle count and a critic trainer; subclasses add what runs programs.
+class Objective(ELBO, nn.Module):
+    """A loss with learned critics, made of a runner, a particle count and a critic trainer; subclasses add the runner.
 
     Attributes:
+        runner: Runs the programs.
         particles: How many particles run, and in which way.
         trainer: Trains the critics.
         critics: Critics and running statistics.
@@ -45,7 +46,6 @@ class Objective(CountedELBO, nn.Module):
         ms: Milliseconds of the parts of the last step.
         keeps_staged: Whether something learns later from what a step worked on.
         compiled: The compiled steps; ``None`` if steps run eagerly.
-        runner: Runs the programs.
     """
 
     runner: Runner
@@ -60,7 +60,9 @@ class Objective(CountedELBO, nn.Module):
         **options: Any,
     ) -> None:
         nn.Module.__init__(self)
-        CountedELBO.__init__(self, **options)
+        # Pyro's constructor sets the number of particles.
+        self.particles = ParticleCount()
+        ELBO.__init__(self, **options)
         self.lam, self.gamma = lam, gamma
         self.trainer, self._turn = CriticTrainer(learner, seed), Turn()
         self.critics = self.trainer.critics
@@ -70,24 +72,23 @@ class Objective(CountedELBO, nn.Module):
         self.info: Mapping[str, dict[str, Any]] = {}
         self.ms: dict[str, float] = {}
 
-    __call__ = CountedELBO.__call__
-
-    def compile_steps(self, compile: Any) -> None:
-        """Sets whether, and how, steps are compiled from now on; recordings are forgotten."""
-        chosen = Compile.of(compile)
-        if chosen is None:
-            self.compiled = None
-            return
-        # Imported where it is asked for: import pyro_bpq stays quick.
-        from pyro_bpq.compiled.steps import CompiledSteps
-
-        self.compiled = CompiledSteps(chosen)
+    def __call__(self, model: Any, guide: Any) -> LossModule:
+        """The loss of a model and a guide as a module, for torch's own optimisers."""
+        return LossModule(model, guide, self)
 
     # What subclasses are made of.
 
     @abstractmethod
     def _evaluate(self, program: Program, mode: Mode) -> Step:
         """Takes a step, summed over draws; nothing has learned from it yet."""
+
+    @abstractmethod
+    def run_program(self, program: Program) -> TracedRun:
+        """Runs guide and model as a step does."""
+
+    @abstractmethod
+    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
+        """Prepares runs of a known structure as a step does; nothing learns."""
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
@@ -98,13 +99,49 @@ class Objective(CountedELBO, nn.Module):
         """Number of draws whose mean the loss is."""
         return self.particles.now.draws
 
+    @property
+    def _needs_nesting(self) -> bool:
+        """Whether dimensions to the left of all plates are used."""
+        return self.vectorize_particles
+
     def _alone(self, model: Any, guide: Any) -> tuple[Any, Any]:
         """Model and guide as they run for one particle."""
         return model, guide
 
-    @abstractmethod
-    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
-        """Prepares runs of a known structure as a step does; nothing learns."""
+    # Options of Pyro's ELBOs, which a step may settle, and those of learning.
+
+    @property
+    def num_particles(self) -> int:
+        """Number of particles; 1 where the loss is summed over all values."""
+        return self.particles.now.draws
+
+    @num_particles.setter
+    def num_particles(self, number: int) -> None:
+        self.particles.change(number=number)
+
+    @property
+    def vectorize_particles(self) -> bool:
+        """Whether particles run in one call, in a plate of their own."""
+        return self.particles.drawn.is_vectorized
+
+    @vectorize_particles.setter
+    def vectorize_particles(self, is_vectorized: bool) -> None:
+        self.particles.change(is_vectorized=is_vectorized)
+
+    @property
+    def max_plate_nesting(self) -> float:
+        """Bound on the number of nested plates, that of vectorised particles included."""
+        return self.particles.now.nesting
+
+    @max_plate_nesting.setter
+    def max_plate_nesting(self, nesting: float) -> None:
+        self.particles.change(nesting=nesting)
+
+    def _guess_max_plate_nesting(self, model: Any, guide: Any, args: Any, kwargs: Any) -> None:
+        super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)  # type: ignore[no-untyped-call]
+
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        return self.run_program((model, guide, args, kwargs))
 
     @property
     def learner(self) -> CriticLearner | None:
@@ -125,11 +162,16 @@ class Objective(CountedELBO, nn.Module):
         """What the last step worked on, where something learns from it later."""
         return self.trainer.staged
 
-    # The loss.
+    def compile_steps(self, compile: Any) -> None:
+        """Sets whether, and how, steps are compiled from now on; recordings are forgotten."""
+        chosen, self.compiled = Compile.of(compile), None
+        if chosen is not None:
+            # Imported where it is asked for: import pyro_bpq stays quick.
+            from pyro_bpq.compiled.steps import CompiledSteps
 
-    def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The same as :meth:`differentiable_loss`."""
-        return self.differentiable_loss(model, guide, *args, **kwargs)
+            self.compiled = CompiledSteps(chosen)
+
+    # The loss.
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Adds the gradients of the loss to ``.grad``, then lets the critics learn.
@@ -152,26 +194,22 @@ class Objective(CountedELBO, nn.Module):
         check_not_traced()
         with self._turn:
             found = self._compiled_step(model, guide, args, kwargs)
-            if found is not None:
-                add_gradients(found.leaves, found.gradients)
-                return float(found.loss.item())
-            return self._eager_loss(model, guide, args, kwargs)
-
-    def _eager_loss(self, model: Any, guide: Any, args: Any, kwargs: Any) -> float:
-        mark = self.mark()
-        loss = self._marked_loss(model, guide, args, kwargs, True, mark)
-        self.trainer.register()
-        self._backward(loss, mark)
-        return float(loss.item())
+            if found is None:
+                return self._eager_loss_and_grads(model, guide, args, kwargs)
+            add_gradients(found.leaves, found.gradients)
+            return float(found.loss.item())
 
     def eager_loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """The same as :meth:`loss_and_grads`; the step runs eagerly."""
         check_not_traced()
         with self._turn:
-            return self._eager_loss(model, guide, args, kwargs)
+            return self._eager_loss_and_grads(model, guide, args, kwargs)
 
     def compiled_update(self, updates: Updates, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Takes a compiled step that ends with the update of an optimiser."""
+        """Takes a compiled step that ends with the update of an optimiser, and returns the loss.
+
+        ``None`` if the step has to run eagerly; nothing was done then.
+        """
         check_not_traced()
         with self._turn:
             found = self._compiled_step(model, guide, args, kwargs, updates)
@@ -179,25 +217,6 @@ class Objective(CountedELBO, nn.Module):
                 return None
             add_gradients(found.leaves, found.gradients)
             return found.loss
-
-    def _backward(self, loss: Tensor, mark: Any) -> None:
-        """Adds the gradients of a loss to ``.grad``, then lets the critics learn; undoes the step where that fails."""
-        # Only replay runs programs when gradients are there already.
-        leaves = inputs_of(loss) if self._is_learning and self.trainer.replays else []
-        before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
-        try:
-            if loss.requires_grad:
-                loss.backward(retain_graph=self.retain_graph)
-            if self._is_learning:
-                self.trainer.learn(self)
-        except BaseException:
-            for leaf, gradient in zip(leaves, before, strict=True):
-                if leaf.grad is None or gradient is None:
-                    leaf.grad = gradient
-                else:
-                    leaf.grad.copy_(gradient)
-            self.go_back(mark)
-            raise
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss, whose ``backward`` gives the gradient estimate.
@@ -222,80 +241,11 @@ class Objective(CountedELBO, nn.Module):
             found = self._compiled_step(model, guide, args, kwargs)
             if found is not None:
                 return with_gradients(found.loss, found.leaves, found.gradients)
-            return self._marked_loss(model, guide, args, kwargs, False, self.mark())
+            return self._eager_loss(model, guide, args, kwargs, False, self.mark())
 
-    def _compiled_step(
-        self, model: Any, guide: Any, args: Any, kwargs: Any, updates: Updates | None = None
-    ) -> Outcome | None:
-        """Applies what the last step taught, and takes a compiled step; ``None`` if the step has to run eagerly."""
-        if not self._is_learning:
-            return None
-        self.trainer.learn(self)
-        if self.compiled is None:
-            return None
-        from pyro_bpq.objectives.recordable import Recordable
-
-        program = self._program(model, guide, args, kwargs)
-        found = self.compiled.take(Recordable(self), program, self.num_steps, updates)
-        if found is not None:
-            self.info = found.info
-            if math.isfinite(found.loss):
-                self.trainer.count_step()
-            else:
-                warn_if_nan(found.loss, "loss")
-        return found
-
-    def _marked_loss(self, model: Any, guide: Any, args: Any, kwargs: Any, goes_back: bool, mark: Any) -> Tensor:
-        """The loss; a step that fails is undone back to a mark."""
-        try:
-            program = self._program(model, guide, args, kwargs)
-            result, surrogate = self.taken(program, self._mode(self._is_learning, goes_back))
-        except BaseException:
-            self.go_back(mark)
-            raise
-        value = result.loss.detach()
-        if not result.learns:  # what is learned from is finite
-            warn_if_nan(value, "loss")
-        return value + (surrogate - surrogate.detach())
-
-    def learn(self) -> None:
-        """Lets critics and statistics learn from the last step."""
-        self.trainer.learn(self)
-
-    def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
-        """Takes a step, and notes what it teaches."""
-        result = self._evaluate(program, mode)
-        surrogate = (result.paths + result.surrogate) / self._num_draws
-        if result.learns:
-            self.info = result.info
-            surrogate = self.trainer.prepare(surrogate, result)
-        return result, surrogate
-
-    def mode_of_steps(self) -> Mode:
-        """What the steps of training are for."""
-        return self._mode(True, True)
-
-    @property
-    def _is_learning(self) -> bool:
-        return self.training and torch.is_grad_enabled()
-
-    def _mode(self, learning: bool, goes_back: bool = False) -> Mode:
-        learner = self.learner
-        return Mode(
-            learning=learning,
-            num_steps=self.num_steps,
-            by_value=self.keeps_staged,
-            first_order=learning and learner is not None and learner.first_order > 0.0,
-            goes_back=goes_back and not self.retain_graph,
-            has_ranks=self.trainer.ranks is not None,
-        )
-
-    def _program(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Program:
-        """The program for one particle; where there is a plate of particles, its place is known from now on."""
-        model, guide = self._alone(model, guide)
-        if self._needs_nesting and self.max_plate_nesting == float("inf"):
-            self._guess_max_plate_nesting(model, guide, args, kwargs)
-        return model, guide, args, kwargs
+    def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The same as :meth:`differentiable_loss`."""
+        return self.differentiable_loss(model, guide, *args, **kwargs)
 
     def warm_up(self, model: Any, guide: Any, *args: Any, steps: int, **kwargs: Any) -> float:
         """Trains critics and running statistics on new rollouts; model and guide stay as they are.
@@ -323,8 +273,107 @@ class Objective(CountedELBO, nn.Module):
         losses = []
         for _ in range(steps):
             losses.append(float(self.differentiable_loss(model, guide, *args, **kwargs).item()))
-            self.trainer.learn(self)
+            self.learn()
         return sum(losses) / steps
+
+    # A step.
+
+    def _compiled_step(
+        self, model: Any, guide: Any, args: Any, kwargs: Any, updates: Updates | None = None
+    ) -> Outcome | None:
+        """Applies what the last step taught, and takes a compiled step; ``None`` if the step has to run eagerly."""
+        if not self._is_learning:
+            return None
+        self.learn()
+        if self.compiled is None:
+            return None
+        from pyro_bpq.objectives.recordable import Recordable
+
+        program = self._program(model, guide, args, kwargs)
+        found = self.compiled.take(Recordable(self), program, self.num_steps, updates)
+        if found is not None:
+            self.info = found.info
+            if math.isfinite(found.loss):
+                self.trainer.count_step()
+            else:
+                warn_if_nan(found.loss, "loss")
+        return found
+
+    def _eager_loss_and_grads(self, model: Any, guide: Any, args: Any, kwargs: Any) -> float:
+        mark = self.mark()
+        loss = self._eager_loss(model, guide, args, kwargs, True, mark)
+        self.trainer.register()
+        self._backward(loss, mark)
+        return float(loss.item())
+
+    def _eager_loss(self, model: Any, guide: Any, args: Any, kwargs: Any, goes_back: bool, mark: Any) -> Tensor:
+        """The loss; a step that fails is undone back to a mark."""
+        try:
+            program = self._program(model, guide, args, kwargs)
+            result, surrogate = self.taken(program, self.mode(self._is_learning, goes_back))
+        except BaseException:
+            self.go_back(mark)
+            raise
+        value = result.loss.detach()
+        if not result.learns:  # what is learned from is finite
+            warn_if_nan(value, "loss")
+        return value + (surrogate - surrogate.detach())
+
+    def _program(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Program:
+        """The program for one particle; where there is a plate of particles, its place is known from now on."""
+        model, guide = self._alone(model, guide)
+        if self._needs_nesting and self.max_plate_nesting == float("inf"):
+            self._guess_max_plate_nesting(model, guide, args, kwargs)
+        return model, guide, args, kwargs
+
+    def mode(self, learning: bool, goes_back: bool = False) -> Mode:
+        """What a step is for.
+
+        Args:
+            learning: Whether anything learns from it.
+            goes_back: Whether it asks once for the gradients of its loss.
+        """
+        learner = self.learner
+        return Mode(
+            learning=learning,
+            num_steps=self.num_steps,
+            by_value=self.keeps_staged,
+            first_order=learning and learner is not None and learner.first_order > 0.0,
+            goes_back=goes_back and not self.retain_graph,
+            has_ranks=self.trainer.ranks is not None,
+        )
+
+    def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
+        """Takes a step, and notes what it teaches; also a scalar that has the gradient of the loss."""
+        result = self._evaluate(program, mode)
+        surrogate = (result.paths + result.surrogate) / self._num_draws
+        if result.learns:
+            self.info = result.info
+            surrogate = self.trainer.prepare(surrogate, result)
+        return result, surrogate
+
+    def _backward(self, loss: Tensor, mark: Any) -> None:
+        """Adds the gradients of a loss to ``.grad``, then lets the critics learn; undoes the step where that fails."""
+        # Only replay runs programs when gradients are there already.
+        leaves = inputs_of(loss) if self._is_learning and self.trainer.replays else []
+        before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+        try:
+            if loss.requires_grad:
+                loss.backward(retain_graph=self.retain_graph)
+            if self._is_learning:
+                self.learn()
+        except BaseException:
+            for leaf, gradient in zip(leaves, before, strict=True):
+                if leaf.grad is None or gradient is None:
+                    leaf.grad = gradient
+                else:
+                    leaf.grad.copy_(gradient)
+            self.go_back(mark)
+            raise
+
+    def learn(self) -> None:
+        """Lets critics and statistics learn from the last step."""
+        self.trainer.learn(self)
 
     def learning(self, mode: Mode | None = None) -> Learning:
         """How targets are formed in the present step."""
@@ -332,7 +381,11 @@ class Objective(CountedELBO, nn.Module):
         is_recorded = mode is not None and mode.is_recorded
         return self.trainer.learning(at(self.lam, number), float(at(self.gamma, int(number))), number, is_recorded)
 
-    # Going back.
+    @property
+    def _is_learning(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    # Going back, and state.
 
     def mark(self) -> Any:
         """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
@@ -345,8 +398,6 @@ class Objective(CountedELBO, nn.Module):
         self.trainer.go_back(trainer)
         for part, own in parts:
             restore(part, own)
-
-    # State.
 
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""

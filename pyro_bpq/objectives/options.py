@@ -1,20 +1,29 @@
-r"""Checks the options of an objective, and how it is called."""
+r"""Checks the options of an objective."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
-
-import torch
 
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic
-from pyro_bpq.errors import OptionError, UnsupportedProgramError
+from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.estimators.baselines import Baseline
 from pyro_bpq.graph.network import check_discounted
 
 _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
+
+
+def check_counts(num_particles: Any, window: Any) -> None:
+    """Raises :class:`OptionError` for a number of particles or a window that is no positive integer."""
+    is_number = isinstance(num_particles, Integral) and not isinstance(num_particles, bool)
+    if num_particles is not None and not (is_number and num_particles >= 1):
+        hint = " SVI takes an instance: loss=TraceBackpropQ_ELBO()." if callable(num_particles) else ""
+        raise OptionError(f"num_particles={num_particles!r}: write a positive integer, or None to leave it open.{hint}")
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise OptionError(f"window={window!r}: write a positive integer.")
 
 
 def check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:
@@ -46,18 +55,3 @@ def check_choice(option: str, value: Any, allowed: Sequence[str]) -> None:
     """Raises :class:`OptionError` for an option that has none of its values."""
     if value not in allowed:
         raise OptionError(f"{option}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}.")
-
-
-def check_not_traced() -> None:
-    """Raises :class:`UnsupportedProgramError` inside ``torch.jit.trace``.
-
-    A trace would keep critics, scales and baselines of one step as constants; and sizes are tensors in it, so that
-    no cached structure fits.
-    """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        raise UnsupportedProgramError(
-            "torch.jit.trace would turn what Python sees, the structure of the program, and all that is learned "
-            "(critics, scales, baselines) into constants. "
-            "Call the loss untraced; vectorize_particles=True, pyro.plate instead of Python loops and "
-            "pyro.enable_validation(False) make a step cheaper. Networks of the model may be traced on their own."
-        )

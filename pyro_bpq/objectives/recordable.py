@@ -99,22 +99,19 @@ class Recordable:
     def first_seed(self) -> int:
         """Seed of the next generator that the objective makes for itself."""
         noise = self.objective.runner.noise
-        return -1 if noise is None else noise.seed_of(noise.number + 1)
+        return noise.seed_of(noise.number + 1)
 
     def num_generators(self) -> int:
         """Number of generators that the objective has made for itself."""
-        noise = self.objective.runner.noise
-        return 0 if noise is None else noise.number
+        return self.objective.runner.noise.number
 
     def generators(self, number: int) -> list[torch.Generator]:
         """The next generators that the objective makes for itself."""
-        noise = self.objective.runner.noise
-        assert noise is not None
-        return [noise() for _ in range(number)]
+        return [self.objective.runner.noise() for _ in range(number)]
 
     def recorded_step(self, program: Program, number: RecordedStep) -> RecordedResult:
         """Takes a step; what it teaches is noted, not applied."""
-        mode = replace(self.objective.mode_of_steps(), num_steps=number, is_recorded=True)
+        mode = replace(self.objective.mode(learning=True, goes_back=True), num_steps=number, is_recorded=True)
         result, surrogate = self.objective.taken(program, mode)
         self.objective.trainer.announce()
         return RecordedResult(result.loss.detach(), surrogate, result.info if result.learns else {})

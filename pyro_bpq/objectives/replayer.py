@@ -3,18 +3,20 @@ r"""Critic updates from rollouts of the past: what a step leaves behind, and how
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.batching.layout import Layout
+from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.learner import CriticLearner, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
-from pyro_bpq.graph.replay_plan import OffPolicyPlan, off_policy_plan
-from pyro_bpq.objectives.staged import Staged
+from pyro_bpq.graph.replay_plan import off_policy_plan
+from pyro_bpq.objectives.observation import Staged
+from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.redraw import (
     Hold,
     assignments,
@@ -29,11 +31,43 @@ from pyro_bpq.reruns.redraw import (
     trainable,
 )
 from pyro_bpq.rollout.features import finite_components
-from pyro_bpq.step.surrogate import critic_loss, expected_critic_loss
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.surrogate import Learning, critic_loss, expected_critic_loss
 from pyro_bpq.tracing.cost_statement import GiveCosts, SkipCosts, given_costs
+from pyro_bpq.tracing.traced_run import TracedRun
 
-if TYPE_CHECKING:
-    from pyro_bpq.objectives.objective import Objective
+
+class Owner(Protocol):
+    """What learning asks of the objective that owns the critics."""
+
+    critics: CriticBank
+
+    def learning(self) -> Learning:
+        """How targets are formed at present."""
+        ...
+
+    def run_program(self, program: Program) -> TracedRun:
+        """Runs guide and model as a step does."""
+        ...
+
+    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
+        """Prepares runs of a known structure as a step does; nothing learns."""
+        ...
+
+    def mark(self) -> Any:
+        """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
+        ...
+
+    def go_back(self, mark: Any) -> None:
+        """Undoes what was built and found out after a mark."""
+        ...
+
+
+def gradients_of(loss: Tensor, critics: CriticBank) -> dict[str, Tensor]:
+    """Gradients of a loss, by name of the weight."""
+    weights = critics.touched_weights
+    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    return {name: g for name, g in zip(weights, found, strict=True) if g is not None}
 
 
 class _Leaves(dict[str, Tensor]):
@@ -62,8 +96,7 @@ class Replayer:
         network = layout.network
         if network is None or not network.learned:
             return
-        # Where values steer, what comes after a site has to follow from the value that it holds.
-        form = "redrawn" if layout.is_steered else self.replay.coparents
+        form = self._form(layout.is_steered)
         values = tuple(stored_values(network, traced, form) for traced in staged.traced)
         stored = StoredRollout(staged.traced[0].key, network, values, staged.programs, layout.is_steered)
         if self.replay.costs == "stored":
@@ -79,24 +112,23 @@ class Replayer:
             for name, leaf in leaves.items():
                 track([self.slow_guide[name]], [leaf.detach()], slow.rate)
 
-    def gradients(self, host: Objective, sites: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Gradients of one update, by name of the weight; empty where there is nothing to learn from."""
+    def gradients(self, owner: Owner, sites: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Gradients of one update, by name of the weight; empty where there is nothing to learn from.
+
+        Only the critics of the given sites learn; ``None`` stands for all.
+        """
         generator = torch.Generator()
         generator.set_state(self._state)
         losses = []
         for stored in self.buffer.draw(self.replay.batch_size, generator):
             candidates = [site for site in learned_sites(stored.network) if sites is None or site in sites]
             first, *seeds = torch.randint(1 << 31, (1 + self.replay.draws,), generator=generator, device="cpu").tolist()
-            if not candidates:
-                continue
-            losses += self._mean_loss(host, stored, candidates[first % len(candidates)], sites, seeds)
+            if candidates:
+                losses += self._mean_loss(owner, stored, candidates[first % len(candidates)], sites, seeds)
         self._state = generator.get_state()
         if not losses:
             return {}
-        weights = host.critics.touched_weights
-        total = torch.stack(losses).mean()
-        found = torch.autograd.grad(total, list(weights.values()), allow_unused=True)
-        return {name: g for name, g in zip(weights, found, strict=True) if g is not None}
+        return gradients_of(torch.stack(losses).mean(), owner.critics)
 
     def snapshot(self) -> tuple[Any, ...]:
         """A mark to which :meth:`restore` takes everything back."""
@@ -119,17 +151,15 @@ class Replayer:
         self.slow_guide = {name: value.clone() for name, value in state["slow_guide"].items()}
 
     def _mean_loss(
-        self, host: Objective, stored: StoredRollout, site: str, sites: Collection[str] | None, seeds: Sequence[int]
+        self, owner: Owner, stored: StoredRollout, site: str, sites: Collection[str] | None, seeds: Sequence[int]
     ) -> list[Tensor]:
         """The mean loss over several draws of what an update redraws; empty if the rollout cannot be replayed."""
-        if not self._redraws(stored, site):
-            seeds = seeds[:1]
-        losses: list[Tensor] = []
-        for seed in seeds:
-            loss = self._loss(host, stored, site, sites, seed)
-            if not loss:
+        losses = []
+        for seed in seeds if self._redraws(stored, site) else seeds[:1]:
+            loss = self._loss(owner, stored, site, sites, seed)
+            if loss is None:
                 return []
-            losses += loss
+            losses.append(loss)
         return losses if len(losses) == 1 else [torch.stack(losses).mean()]
 
     def _redraws(self, stored: StoredRollout, site: str) -> bool:
@@ -140,103 +170,74 @@ class Replayer:
         return bool({node.name for node in stored.network.q_nodes(site)} & stored.plan.redrawn)
 
     def _loss(
-        self, host: Objective, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
-    ) -> list[Tensor]:
-        if stored.plan is not None:
-            return self._loss_of_stored(host, stored, stored.plan, site, sites, seed)
-        form = "redrawn" if stored.is_steered else self.replay.coparents
-        held = held_sites(stored.network, site, form)
-        values = [_kept(each, stored, held) for each in stored.values]
-        staged = self._rerun(host, stored, values, seed)
-        if staged is None:
-            return []
-        network = staged.signals.layout.network
-        if network is None or not _reaches(staged, site, held):
-            self.buffer.drop(stored)
-            return []
-        names = coparents(network, site) if form == "expected" else ()
-        # Other processes have stored other rollouts; the gradients are averaged.
-        learning = replace(host.learning(), ranks=None)
-        if form == "redrawn":
-            chosen = {n for n in trainable(network, held) if sites is None or network.q_node(n).site in sites}
-        else:
-            chosen = {node.name for node in network.q_nodes(site)}
-        if names:
-            found = list(self._expected(host, stored, values, staged, names, site, seed))
-            if not found:
-                return []
-            weighted = [(each.signals, _weight(each, names)) for each in found]
-            loss = expected_critic_loss(weighted, host.critics, learning, chosen)
-        else:
-            loss = critic_loss([staged.signals], host.critics, learning, chosen)
-        return self._checked(loss, stored)
+        self, owner: Owner, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
+    ) -> Tensor | None:
+        """The loss of one draw; ``None`` where nothing learns. A rollout that cannot be replayed any more is dropped.
 
-    def _checked(self, loss: Tensor | None, stored: StoredRollout) -> list[Tensor]:
-        if loss is None:
-            return []
-        if not bool(torch.isfinite(loss)):
+        Where the costs are stored and nothing is redrawn, all Q-nodes that learn by holding do so at once.
+        """
+        plan, form = stored.plan, self._form(stored.is_steered)
+        is_whole = plan is not None and not self._redraws(stored, site)
+        held = held_sites(stored.network, site, form if plan is None else "redrawn")
+        values = stored.values if is_whole else [_kept(each, stored, held) for each in stored.values]
+        staged = self._rerun(owner, stored, values, seed)
+        if staged is None:
+            return None
+        network = staged.signals.layout.network
+        if network is None or not (network == stored.network if is_whole else _reaches(staged, site, held)):
+            self.buffer.drop(stored)
+            return None
+        # Other processes have stored other rollouts; the gradients are averaged.
+        learning = replace(owner.learning(), ranks=None)
+        own = {node.name for node in network.q_nodes(site)}
+        names = coparents(network, site) if plan is None and form == "expected" else ()
+        if names:
+            weighted = self._expected(owner, stored, values, staged, names, site, seed)
+            loss = expected_critic_loss(weighted, owner.critics, learning, own) if weighted else None
+        else:
+            chosen = own
+            if is_whole or (plan is None and form == "redrawn"):
+                found = trainable(network, held) if plan is None else plan.held
+                chosen = {name for name in found if sites is None or network.q_node(name).site in sites}
+            elif plan is not None:
+                chosen, learning = own & plan.redrawn, replace(learning, lam=0.0)
+            loss = critic_loss([staged.signals], owner.critics, learning, chosen) if chosen else None
+        if loss is not None and not bool(torch.isfinite(loss)):
             # A stored value that has become impossible has infinite cost.
             self.buffer.drop(stored)
-            return []
-        return [loss]
+            return None
+        return loss
 
-    def _loss_of_stored(
-        self,
-        host: Objective,
-        stored: StoredRollout,
-        plan: OffPolicyPlan,
-        site: str,
-        sites: Collection[str] | None,
-        seed: int,
-    ) -> list[Tensor]:
-        """The loss of a rollout whose costs are not called again; all Q-nodes that learn by holding do so at once."""
-        network, learning = stored.network, host.learning()
-        own = {node.name for node in network.q_nodes(site)}
-        whole = not self._redraws(stored, site)
-        held = known_sites(network, site)
-        values = stored.values if whole else [_kept(each, stored, held) for each in stored.values]
-        staged = self._rerun(host, stored, values, seed)
-        if staged is None:
-            return []
-        found = staged.signals.layout.network
-        if found is None or (whole and found != network) or not (whole or _reaches(staged, site, held)):
-            self.buffer.drop(stored)
-            return []
-        if whole:
-            chosen = {n for n in plan.held if sites is None or network.q_node(n).site in sites}
-        else:
-            chosen, learning = own & plan.redrawn, replace(learning, lam=0.0)
-        return self._checked(critic_loss([staged.signals], host.critics, learning, chosen) if chosen else None, stored)
+    def _form(self, is_steered: bool) -> str:
+        """How co-parents are treated: where values steer, what comes after a site has to follow from its value."""
+        return "redrawn" if is_steered else self.replay.coparents
 
     def _expected(
         self,
-        host: Objective,
+        owner: Owner,
         stored: StoredRollout,
         values: Sequence[Mapping[str, Tensor]],
         staged: Staged,
         names: tuple[str, ...],
         site: str,
         seed: int,
-    ) -> Iterator[Staged]:
-        limit = self.replay.max_assignments
+    ) -> list[tuple[Signals, Tensor]]:
+        """Runs at all values of the co-parents, each with its probability; empty if one cannot be replayed."""
+        limit, found = self.replay.max_assignments, []
         joint = [assignments(traced, names, site, limit) for traced in staged.traced]
         for assigned in zip(*joint, strict=True):
             merged = [{**own, **more} for own, more in zip(values, assigned, strict=True)]
             # The same seed: what the co-parents read is drawn alike for all their values.
-            each = self._rerun(host, stored, merged, seed)
+            each = self._rerun(owner, stored, merged, seed)
             if each is None:
-                return
-            yield each
+                return []
+            found.append((each.signals, _weight(each, names)))
+        return found
 
     def _rerun(
-        self,
-        host: Objective,
-        stored: StoredRollout,
-        values: Sequence[Mapping[str, Tensor]],
-        seed: int,
+        self, owner: Owner, stored: StoredRollout, values: Sequence[Mapping[str, Tensor]], seed: int
     ) -> Staged | None:
         """Runs the programs again; drops a rollout whose structure is no more."""
-        slow = self.slow_guide
         costs: Sequence[Mapping[str, Tensor]] = stored.costs or [{}] * len(values)
         # Where nothing may be called, neither may be a function that was not reached before.
         skip = contextlib.nullcontext() if stored.plan is None else SkipCosts()
@@ -244,8 +245,8 @@ class Replayer:
             traced = []
             for program, held, paid in zip(stored.programs, values, costs, strict=True):
                 try:
-                    with swapped(self._leaves, slow), Hold(held), skip, GiveCosts(paid):
-                        run = host.run_program(program)
+                    with swapped(self._leaves, self.slow_guide), Hold(held), skip, GiveCosts(paid):
+                        run = owner.run_program(program)
                 except Exception:
                     # Whatever a program raises that ran before: the stored values do not fit it any more.
                     run = None
@@ -253,7 +254,7 @@ class Replayer:
                     self.buffer.drop(stored)
                     return None
                 traced.append(run)
-            return host.stage(traced, stored.programs)
+            return owner.stage(traced, stored.programs)
 
 
 def _with_costs(staged: Staged, layout: Layout) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from pyro.infer.util import is_validation_enabled
+from torch import Tensor
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.objectives.mode import Mode, NoiseSource, Runner
+from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
 from pyro_bpq.objectives.programs import programs_of
-from pyro_bpq.objectives.staged import Observation, Staged
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.plan_cache import PlanCache
@@ -112,8 +112,7 @@ class StepRunner(Runner):
 
     def use(self, planner: Planner, structure: str, known: StepRunner | None = None) -> None:
         """Plans anew, with other options."""
-        self.plans.planner = planner
-        self.plans.forget()
+        self.plans.use(planner)
         # What is done in program order is settled anew.
         self.structure = (known or self).structure.in_mode(structure)
         self.structure.in_order = False
@@ -149,20 +148,30 @@ class StepRunner(Runner):
         warns: bool = True,
         put: Callable[[Any], Any] = lambda part: part,
     ) -> TracedRun:
-        """Runs a program once."""
+        """Runs a program once.
+
+        Args:
+            program: Model, guide and their arguments, wrapped for vectorised particles.
+            particles: How the particles of the step run.
+            num_steps: Number of steps taken.
+            track: Whether to track which values depend on which.
+            sloped: Sites of whose costs slopes are wanted.
+            maps: Whether the linear maps that read their values are noted.
+            warns: Whether to warn of what is hardly meant.
+            put: Puts values in: it wraps model and guide, within enumeration.
+        """
         model, guide, args, kwargs = program
-        structure = self.structure
         options = replace(
             self._options(particles),
             track=track,
             noise=self.noise,
             step=num_steps,
             only_costs=self.only_costs,
-            components=structure.follows_components and not self.enumerates,
+            components=self.structure.follows_components and not self.enumerates,
             sloped=sloped,
             maps=maps,
-            rows=structure.follows_rows and not self.enumerates,
-            counts=track and not structure.escapes,
+            rows=self.structure.follows_rows and not self.enumerates,
+            counts=track and not self.structure.escapes,
             warns=warns,
         )
         if not self.enumerates:
@@ -182,7 +191,7 @@ class StepRunner(Runner):
         return TraceOptions(planner.choose, particles.nesting, particles.number, planner.attach)
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
-        """The runs of a step, and what their sites are told."""
+        """Runs model and guide, given as for one particle, for all particles of a step."""
         if particles.sums:
             return self._summed(program, particles, mode)
         is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
@@ -205,19 +214,15 @@ class StepRunner(Runner):
         is_dynamic = any(self.structure.is_dynamic(traced) for traced in shown)
         if is_dynamic or [run.key for run in runs] != [run.key for run in shown]:
             runs = shown
-        scored = any(site.score is not None for traced in runs for site in traced.run.sites.values())
-        if is_dynamic and scored and particles.has_plate:
+        if is_dynamic and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
             sites = frozenset().union(*(traced.escaped_sites for traced in shown))
             raise UnsupportedProgramError(left_torch(sites, particles.number))
-        is_alike = all(run.key == runs[0].key for run in runs)
         facts = self._facts(shown, is_dynamic, particles, mode)
         if mode.learning and mode.may_order and self.plans.planner.orders:
             self.structure.settle_order(all(self.plans.planner.fits_order(traced) for traced in shown))
-        if not is_dynamic and is_alike and any(graph != graphs[0] for graph in graphs[1:]):
-            graphs = [self.structure.merge(runs[0], graphs)] * len(runs)
-        # A baseline from those particles that happen to have the same structure would depend on the value of the
-        # site that it is for: either all particles are stacked or each is on its own.
-        members = [list(range(len(runs)))] if is_alike and not is_dynamic else [[i] for i in range(len(runs))]
+        members = stacked(runs, is_dynamic)
+        if len(members) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
+            graphs = [self.structure.merge(runs[0], graphs)]
         try:
             items = [
                 self._stage(
@@ -340,11 +345,10 @@ class StepRunner(Runner):
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
         """What the sites of further runs of a known structure are told; nothing learns, and nothing runs again."""
-        last, graph = self.plans.last, self.structure.graph(runs[0], False)
+        graph = self.structure.graph(runs[0], False)
         facts = self._facts(runs, self.structure.is_dynamic(runs[0]), particles, mode)
-        staged = self._stage(list(runs), graph, list(programs), particles, mode, facts, None)
-        self.plans.last = last
-        return staged
+        with self.plans.keeping_last():
+            return self._stage(list(runs), graph, list(programs), particles, mode, facts, None)
 
     def _stage(
         self,
@@ -356,7 +360,18 @@ class StepRunner(Runner):
         facts: StructureFacts,
         one: Program | None,
     ) -> Staged:
-        plan = self.plans.plan(traced[0], graph, facts)
+        """What the sites of some runs are told.
+
+        Args:
+            traced: The runs.
+            graph: Their graph.
+            programs: The program of each run.
+            particles: How the particles run.
+            mode: What the step is for.
+            facts: What else is known of the structure.
+            one: The program for one particle; ``None`` if nothing runs again.
+        """
+        key, plan = traced[0].key, self.plans.plan(traced[0], graph, facts)
         rollout = Rollout(
             tuple(t.run for t in traced),
             particles.number if particles.has_plate else len(traced),
@@ -365,23 +380,18 @@ class StepRunner(Runner):
             int(particles.nesting) - 1 if particles.has_plate else traced[0].plate_ndim,
             particles.has_plate,
         )
-        tables = {}
+        tables: dict[str, Tensor] | None = {}
         if plan.flips is not None:
             model, guide, args, kwargs = programs[0]
             again = guide if self.only_costs else model
-            found = flipped_costs(
-                *(plan.flips, plan.components, traced, rollout, again, args, kwargs, graph, self.row_runs),
-                has_buffers=plan.has_buffers,
-                learning=mode.learning,
-                is_checked=not mode.is_recorded,
-            )
-            if found is None:
+            checks = not mode.is_recorded
+            tables = flipped_costs(plan, traced, rollout, again, args, kwargs, self.row_runs, mode.learning, checks)
+            if tables is None:
                 self.row_runs.say("There is no extra run of the model: it does not run at other values of its sites.")
-                self.plans.do_without_flips(traced[0].key)
+                self.plans.do_without_flips(key)
                 plan = self.plans.plan(traced[0], graph, facts)
-            tables = found or {}
         if plan.held is not None and not plan.held.asked and is_refused(plan.held, traced[0], rollout, self.row_runs):
-            self.plans.do_without_holding(traced[0].key)
+            self.plans.do_without_holding(key)
             plan = self.plans.plan(traced[0], graph, facts)
         rerun = generator = None
         if one is not None and (plan.needs_program or mode.first_order) and not facts.is_dynamic:
@@ -394,14 +404,16 @@ class StepRunner(Runner):
                     plan.held, graph, self.row_runs, plan.has_buffers, mode.learning, one, not mode.is_recorded
                 )
             rerun = Reruns(trace, programs, traced, plan, generator, share, held)
-            if plan.sloped and not self._has_slopes(rerun, traced[0].key, plan, rollout):
+            if plan.sloped and not self._has_slopes(rerun, key, plan, rollout):
                 plan = self.plans.plan(traced[0], graph, facts)
-            rerun.plan = plan
+                rerun = rerun.with_plan(plan)
         if plan.patterns:
             # Only now it is certain which plan is carried out.
             runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)
             rollout = replace(rollout, runs=runs)
-        signals = Signals(plan.layout, rollout, tables, self.critics, mode.learning, rerun, generator, mode.by_value)
+        signals = Signals(
+            plan.layout, rollout, tables or {}, self.critics, mode.learning, rerun, generator, mode.by_value
+        )
         return Staged(tuple(traced), tuple(programs), signals)
 
     def _has_slopes(self, rerun: Reruns, key: Any, plan: Plan, rollout: Rollout) -> bool:
@@ -423,3 +435,13 @@ class StepRunner(Runner):
 def _with_values(values: Mapping[str, Any], part: Any) -> Any:
     """A program with the values of its sites put in."""
     return Substitute(values)(part)
+
+
+def stacked(runs: Sequence[TracedRun], is_dynamic: bool) -> list[list[int]]:
+    """The numbers of the runs that are stacked: of all together, or of each on its own.
+
+    A baseline from those particles that happen to have the same structure would depend on the value of the site that
+    it is for.
+    """
+    is_alike = not is_dynamic and all(run.key == runs[0].key for run in runs)
+    return [list(range(len(runs)))] if is_alike else [[i] for i in range(len(runs))]

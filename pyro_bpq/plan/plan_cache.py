@@ -2,6 +2,8 @@ r"""The plans of structures that steps have met, and what was found out that a p
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +91,20 @@ class PlanCache:
         self.slopes[key] = there
         if not there:
             self.forget()
+
+    def use(self, planner: Planner) -> None:
+        """Plans with other options from now on."""
+        self.planner = planner
+        self.forget()
+
+    @contextlib.contextmanager
+    def keeping_last(self) -> Iterator[None]:
+        """The plan of the last step stays the same, whatever is planned within."""
+        last = self.last
+        try:
+            yield
+        finally:
+            self.last = last
 
     def forget(self) -> None:
         """Forgets all plans."""

@@ -2,6 +2,7 @@ r"""Runs a program again with one site at another value, for estimators that com
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -57,6 +58,12 @@ class Reruns:
         self.num_runs = 0
         self._fresh: tuple[Run, ...] | None = None
         self._led: dict[int, SharedBackward] = {}
+
+    def with_plan(self, plan: Plan) -> Reruns:
+        """The same runs, by another plan of the same graph."""
+        other = copy.copy(self)
+        other.plan = plan
+        return other
 
     def __call__(
         self, name: str, value: Tensor, held: tuple[Run, ...] | None = None, means: bool = False

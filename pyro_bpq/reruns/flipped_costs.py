@@ -10,8 +10,8 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
-from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.flips import FlipPlan
+from pyro_bpq.plan.plan import Plan
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
@@ -23,16 +23,13 @@ from pyro_bpq.tracing.watch import is_enumerated, samples
 
 @torch.no_grad()
 def flipped_costs(
-    plan: FlipPlan,
-    components: Mapping[str, Components],
+    plan: Plan,
     traced: Sequence[TracedRun],
     rollout: Rollout,
     model: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    graph: StochasticComputationGraph,
     runs: RowRuns,
-    has_buffers: bool = True,
     learning: bool = True,
     is_checked: bool = True,
 ) -> dict[str, Tensor] | None:
@@ -42,34 +39,35 @@ def flipped_costs(
         The immediate costs of each flipped site in nats, ``(M, plate dims, D, K)``. ``None`` if the model cannot run
         at other values.
     """
-    tables: dict[str, list[Tensor]] = {name: [] for name in components}
+    graph, flips = plan.graph, plan.flips
+    assert flips is not None
+    tables: dict[str, list[Tensor]] = {name: [] for name in plan.components}
     for run in traced:
-        rows = _run_flipped(plan, components, run, model, args, kwargs, runs, has_buffers, learning, is_checked)
+        rows = _run_flipped(plan, flips, run, model, args, kwargs, runs, learning, is_checked)
         if rows is None:
             return None
-        for name, split in components.items():
-            shape = rollout.batch_shape(graph.node(name).plates)
+        for name, split in plan.components.items():
+            plates = graph.node(name).plates
+            shape = rollout.batch_shape(plates)
             if not rollout.is_vectorized:
                 shape = (1, *shape[1:])
             total = next(iter(rows.values())).new_zeros(())
-            for cost in plan.costs[name]:
-                plates = graph.node(name).plates
+            for cost in flips.costs[name]:
                 total = total + _reduce(rows[cost], graph.cost(cost).plates, plates, len(shape))
             index = split.index(run.run.sites[name].value, run.run.sites[name].fn)
             index = index.reshape(*(1,) * (len(shape) + 1 - index.dim()), *index.shape)
-            tables[name].append(_table(total, index.expand(*shape, -1), split, plan.start[name]))
+            tables[name].append(_table(total, index.expand(*shape, -1), split, flips.start[name]))
     return {name: torch.cat(parts) for name, parts in tables.items()}
 
 
 def _run_flipped(
-    plan: FlipPlan,
-    components: Mapping[str, Components],
+    plan: Plan,
+    flips: FlipPlan,
     traced: TracedRun,
     model: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     runs: RowRuns,
-    has_buffers: bool,
     learning: bool,
     is_checked: bool,
 ) -> dict[str, Tensor] | None:
@@ -80,33 +78,32 @@ def _run_flipped(
         for name, site in samples(trace).items()
         if not site["is_observed"]
     }
+    records = traced.run.sites
+    moved = {
+        name: flipped(records[name].value, records[name].fn, split, flips, name)
+        for name, split in plan.components.items()
+    }
     sites = {name: (site["fn"], site["value"].detach()) for name, site in latents.items() if _is_varied(site)}
-    moved = {}
-    for name, split in components.items():
-        record = traced.run.sites[name]
-        moved[name] = flipped(record.value, record.fn, split, plan, name)
     fixed = {name: value for name, (_, value) in sites.items() if name not in moved}
     fixed |= {name: site["value"] for name, site in latents.items() if not _is_varied(site)}
-    wanted = tuple(dict.fromkeys(cost for costs in plan.costs.values() for cost in costs))
+    wanted = tuple(dict.fromkeys(cost for costs in flips.costs.values() for cost in costs))
     sampled = {name: traced.run.costs[name].detach() for name in wanted}
 
     def costs(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
-        program = SkipCosts(exact=True)(Substitute(values)(model))
-        trace = poutine.trace(program).get_trace(*args, **kwargs)
+        trace = poutine.trace(SkipCosts(exact=True)(Substitute(values)(model))).get_trace(*args, **kwargs)
+        found = {}
         if traced.elimination is not None:
             found = traced.elimination.costs(trace, wanted, rows, traced.batch_ndim)
-        else:
-            found = {}
+        rest = sampled.keys() - found.keys()
         site: Any
         for site in trace.nodes.values():
-            if site["type"] != "sample" or cost_of_site(site, False) not in sampled.keys() - found.keys():
-                continue
-            cost = site["fn"].log_prob(site["value"])
-            found[cost_of_site(site, False)] = -scale_and_mask(cost, site["scale"], site["mask"])
+            if site["type"] == "sample" and cost_of_site(site, False) in rest:
+                cost = site["fn"].log_prob(site["value"])
+                found[cost_of_site(site, False)] = -scale_and_mask(cost, site["scale"], site["mask"])
         return found
 
     shapes = {name: cost.shape for name, cost in sampled.items()}
-    program = RowProgram(costs, shapes, traced.batch_ndim, traced.rng, has_buffers)
+    program = RowProgram(costs, shapes, traced.batch_ndim, traced.rng, plan.has_buffers)
     key = traced.key, traced.batch_ndim
     return runs.run(key, program, sites, {**fixed, **traced.subsamples}, moved, sampled, learning, is_checked)
 

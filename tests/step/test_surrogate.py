@@ -9,7 +9,7 @@ import torch
 from models import BY_NAME
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.objectives.staged import Observation
+from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.step.surrogate import step
 
 

@@ -15,7 +15,7 @@ from steps import CHAIN, assert_equal, run, state_of, step
 
 from pyro_bpq import CriticLearner, Replay, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BusyError
-from pyro_bpq.objectives.turn import Turn
+from pyro_bpq.objectives.entry import Turn
 
 
 def in_thread(call: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-r"""What a step is for, what it draws from, and what runs it."""
+r"""What a step asks of the programs, and what it gets: ``Mode``, ``Runner``, ``Observation``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pyro_bpq.objectives.staged import Observation
+from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.reruns.apart import Program
 from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.step.exact_sum import ExactSum, sum_step
+from pyro_bpq.step.program_order import RunInOrder, order_step
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.surrogate import Learning, Step, step
 from pyro_bpq.tracing.traced_run import TracedRun
 
 
@@ -49,6 +54,69 @@ class Mode:
         return self.shows or self.by_value or not self.may_order
 
 
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """Runs of like structure, and what their sites are told.
+
+    Args:
+        traced: The runs.
+        programs: Model, guide, arguments and keyword arguments of each run.
+        signals: Their tensors.
+        result: What the step yielded, with all its particles; ``None`` before.
+    """
+
+    traced: tuple[TracedRun, ...]
+    programs: tuple[Any, ...]
+    signals: Signals
+    result: Step | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """The runs of a step, and what their sites are told.
+
+    Args:
+        runs: One run for each particle, or a single one of all.
+        items: One for all particles; or one for each, where sampled values steer the program.
+        ordered: In place of items, what each run tells in program order.
+        summed: In place of items, the loss summed over all values.
+    """
+
+    runs: tuple[TracedRun, ...]
+    items: tuple[Staged, ...] = ()
+    ordered: tuple[RunInOrder, ...] = ()
+    summed: ExactSum | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss, summed over draws, a scalar in nats; its gradient has no meaning."""
+        if self.summed is not None:
+            return self.summed.loss.detach()
+        losses = [traced.run.loss for traced in self.runs]
+        return sum(losses[1:], losses[0])
+
+    def step(self, loss: Tensor, bank: CriticBank, learning: Learning, is_learning: bool = False) -> Step:
+        """The step on these runs: with the graph, in program order, or summed over all values."""
+        if self.summed is not None:
+            return sum_step(self.summed, is_learning)
+        if self.ordered:
+            return order_step(self.ordered, loss, bank, learning, is_learning)
+        return step([item.signals for item in self.items], loss, bank, learning, is_learning)
+
+
+class Transient:
+    """Holds what belongs to the process: copies and pickles are empty."""
+
+    def __init__(self, items: Sequence[Any] = ()) -> None:
+        self.items: tuple[Any, ...] = tuple(items)
+
+    def __deepcopy__(self, memo: Any) -> Transient:
+        return Transient()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transient, ()
+
+
 class NoiseSource:
     """Generators for what an objective draws itself; the global generators are left alone.
 
@@ -76,14 +144,14 @@ class Runner(ABC):
     """Runs the programs of a step.
 
     Attributes:
-        noise: Source of what estimators draw themselves; ``None`` for none.
+        noise: Source of what estimators draw themselves.
     """
 
-    noise: NoiseSource | None = None
+    noise: NoiseSource
 
     @property
     def parts(self) -> Sequence[Any]:
-        """What finds things out in a step."""
+        """The objects in which a step notes what it finds out."""
         return (self,)
 
     @property
@@ -124,4 +192,4 @@ class Runner(ABC):
 
     @abstractmethod
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
-        """The runs of a step, and what their sites are told."""
+        """Runs model and guide, given as for one particle, for all particles of a step."""

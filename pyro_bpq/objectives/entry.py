@@ -1,0 +1,94 @@
+r"""How an objective is entered: by one thread at a time, not in a trace of torch, and as a module."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer.elbo import ELBOModule
+from torch import Tensor
+
+from pyro_bpq.errors import BPQWarning, BusyError, UnsupportedProgramError
+
+
+class Turn:
+    """Refuses a thread while another one is inside; the same thread may enter again.
+
+    It does not wait: Pyro's handlers, which a waiting step is in already, are those of all threads. Copies and pickles
+    are free: the lock belongs to the process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise BusyError(
+                "A step or elbo.replay(...) of this objective is under way in another thread. Both run programs, whose "
+                "handlers, parameters and random numbers all threads share: let them take turns, with one lock around "
+                "svi.step(...) and elbo.replay(...), or call elbo.replay(...) between steps."
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __deepcopy__(self, memo: Any) -> Turn:
+        return Turn()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Turn, ()
+
+
+def check_not_traced() -> None:
+    """Raises :class:`UnsupportedProgramError` inside ``torch.jit.trace``.
+
+    A trace would keep critics, scales and baselines of one step as constants; and sizes are tensors in it, so that
+    no cached structure fits.
+    """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise UnsupportedProgramError(
+            "torch.jit.trace would turn what Python sees, the structure of the program, and all that is learned "
+            "(critics, scales, baselines) into constants. "
+            "Call the loss untraced; vectorize_particles=True, pyro.plate instead of Python loops and "
+            "pyro.enable_validation(False) make a step cheaper. Networks of the model may be traced on their own."
+        )
+
+
+class LossModule(ELBOModule):
+    """Pyro's module of a loss. Its first call warns of parameters that ``parameters()`` lacks.
+
+    Such are parameters of ``pyro.param`` in plain functions: they lie in Pyro's parameter store, and an optimiser of
+    ``parameters()`` would leave them as they are without a word.
+    """
+
+    def __init__(self, model: Any, guide: Any, elbo: Any) -> None:
+        super().__init__(model, guide, elbo)
+        self._was_called = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The differentiable loss, a scalar in nats."""
+        if self._was_called:
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        with poutine.trace(param_only=True) as capture:
+            loss: Tensor = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._was_called = True
+        nodes: Any = capture.trace.nodes
+        own = {id(parameter) for parameter in self.parameters()}
+        lost = [name for name, site in nodes.items() if id(_leaf(site["value"])) not in own]
+        if lost:
+            warnings.warn(
+                f"The parameters {lost} belong to no module, so that parameters() lacks them and an optimiser of it "
+                "does not train them. Make model and guide PyroModules that hold them, as by self.w = "
+                "PyroParam(torch.zeros(2)); or train with pyro.infer.SVI.",
+                BPQWarning,
+                stacklevel=2,
+            )
+        return loss
+
+
+def _leaf(value: Any) -> Any:
+    unconstrained = getattr(value, "unconstrained", None)
+    return value if unconstrained is None else unconstrained()
