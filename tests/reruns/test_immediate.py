@@ -61,8 +61,8 @@ def log_probs(case: Case, values: dict[str, Any], subsamples: dict[str, Any], pa
 
 def brute_force(case: Case, args: tuple[Any, ...], run: int, name: str) -> Tensor:
     """The table of a site: each component of each plate row set alone to each of its values."""
-    plan, components, traced, rollout, *_, graph, _ = args
-    one, split = traced[run], components[name]
+    plan, traced, rollout, *_ = args
+    graph, one, split = plan.graph, traced[run], plan.components[name]
     values = {
         n: s["value"].detach()
         for n, s in one.model_trace.nodes.items()
@@ -82,7 +82,7 @@ def brute_force(case: Case, args: tuple[Any, ...], run: int, name: str) -> Tenso
         new = split.value(changed.reshape(index.shape), fn).to(value.dtype)
         found = log_probs(case, {**values, name: new}, dict(one.subsamples), particles)
         total = torch.zeros(())
-        for cost in plan.costs[name]:
+        for cost in plan.flips.costs[name]:
             log_prob = found[cost[len("-log p(") : -1]]
             # Costs of the other rows do not depend on this one: keep those of its own row.
             dims = [p.dim for p in graph.cost(cost).plates if p not in graph.node(name).plates]
@@ -112,7 +112,7 @@ def test_flipped_costs_equal_runs_at_each_value(case: Case, options: dict[str, A
     for tables, args in spy.calls:
         assert tables is not None
         for name, table in tables.items():
-            expected = torch.cat([brute_force(case, args, i, name) for i in range(len(args[2]))])
+            expected = torch.cat([brute_force(case, args, i, name) for i in range(len(args[1]))])
             torch.testing.assert_close(table.expand(expected.shape), expected)
 
 
