@@ -28,7 +28,8 @@ from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Step, step
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.tracer import TraceOptions, trace_run
+from pyro_bpq.tracing.tracer import trace_run
+from pyro_bpq.tracing.watch import TraceOptions
 
 
 class TraceBackpropQ_IWAE(Objective):

@@ -40,8 +40,8 @@ from pyro_bpq.tracing.sandbox import Draws, Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
 from pyro_bpq.tracing.substitute import AllValues, Substitute
 from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.tracer import TraceOptions, trace_run
-from pyro_bpq.tracing.watch import samples
+from pyro_bpq.tracing.tracer import trace_run
+from pyro_bpq.tracing.watch import TraceOptions, samples
 
 _NOTHING_ENUMERATED = (
     'enumeration="exact" found no site to sum out. Mark sites with infer={"enumerate": "parallel"} or '

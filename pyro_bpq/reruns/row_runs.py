@@ -79,10 +79,9 @@ class RowProgram:
         self, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
     ) -> bool:
         """Whether the program keeps tensors of a hidden run (``self.z = z``), which are unusable after it."""
-        seen: list[weakref.ref[Tensor]] = []
-        wrapped = Wrapped(seen)
+        wrapped = Wrapped()
         with wrapped:
-            replace(self, seen=seen).run(Way.HIDDEN, fixed, rows, event_ndims)
+            replace(self, seen=wrapped.seen).run(Way.HIDDEN, fixed, rows, event_ndims)
         return wrapped.any_alive()
 
     def run(

@@ -26,8 +26,11 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.tracing.sandbox import LentBuffers
 from pyro_bpq.tracing.traced_run import TracedRun, record_run
-from pyro_bpq.tracing.tracer import TraceOptions, importance_traces
-from pyro_bpq.tracing.watch import Watch, samples
+from pyro_bpq.tracing.tracer import Args, Kwargs, Program, importance_traces
+from pyro_bpq.tracing.watch import TraceOptions, Watch, samples
+
+# Traces of model and guide with log-probabilities, and the drawn subsamples.
+_Traces = tuple[Trace, Trace, Mapping[str, Any]]
 
 # Type of the message that tells handlers that draw in place of the generator which particle a value is for.
 PARTICLE = "bpq_particle"
@@ -41,9 +44,9 @@ def _tell(index: Tensor | None, number: int) -> None:
 class Wrapped(TorchFunctionMode):
     """Collects the tensors with a hidden dimension that torch functions return."""
 
-    def __init__(self, seen: list[weakref.ref[Tensor]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.seen = seen
+        self.seen: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -89,35 +92,45 @@ _FACTORIES = frozenset(
 
 
 def trace_particles(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    model: Program,
+    guide: Program,
+    args: Args,
+    kwargs: Kwargs,
     options: TraceOptions,
     is_checked: bool = True,
     has_buffers: bool = True,
 ) -> list[TracedRun]:
-    """Runs guide and model once for all particles, untracked, in a dimension that they do not see."""
+    """Runs guide and model once for all particles, untracked, in a dimension that they do not see.
+
+    Args:
+        model: The model.
+        guide: The guide.
+        args: Arguments of both.
+        kwargs: Keyword arguments of both.
+        options: How the programs are run.
+        is_checked: Whether to check that the programs keep no tensor of the run.
+        has_buffers: Whether the programs may call modules with buffers. If the run fails, buffers stay as they were.
+
+    Raises:
+        RuntimeError: If the programs cannot run in a hidden dimension.
+    """
     start, number = torch.get_rng_state(), options.num_particles
 
-    def run() -> tuple[Trace, Trace, Mapping[str, Any]]:
-        watch = Watch(None, options.choose, number, options.attach, torch.Generator)
+    def run() -> _Traces:
+        watch = Watch(options)
         # Validation reads values, which vmap forbids. An earlier run of one particle has passed validation.
         with watch, pyro.validation_enabled(False):
-            model_trace, guide_trace, _ = importance_traces(
-                model, watch.guide(guide), args, kwargs, options.max_plate_nesting
-            )
+            model_trace, guide_trace, _ = importance_traces(model, watch, guide, args, kwargs)
         if watch.untraced or watch.enumerated or watch.attached or watch.costs:
             raise RuntimeError(
                 "Cost statements, sites outside of the traces, and values of an estimator's own are not taken apart."
             )
         return model_trace, guide_trace, watch.subsamples
 
-    seen: list[weakref.ref[Tensor]] = []
-    wrapped = Wrapped(seen)
+    wrapped = Wrapped()
     with LentBuffers() if has_buffers else contextlib.nullcontext() as lent:
         with wrapped if is_checked else contextlib.nullcontext():
-            traces = hidden_traces(run, number)
+            traces = _hidden_traces(run, number)
         if is_checked and wrapped.any_alive():
             raise RuntimeError("The programs keep a tensor of a run.")
         if lent is not None:
@@ -129,10 +142,8 @@ def trace_particles(
     ]
 
 
-def hidden_traces(
-    run: Callable[[], tuple[Trace, Trace, Mapping[str, Any]]], number: int
-) -> list[tuple[Trace, Trace, Mapping[str, Any]]]:
-    """Returns the traces of several particles from one run of the programs."""
+def _hidden_traces(run: Callable[[], _Traces], number: int) -> list[_Traces]:
+    """Returns what ``run`` gives for each particle, from one call; each particle draws its own values."""
     kept: list[Any] = []
 
     def one(index: Tensor) -> tuple[Tensor, ...]:
@@ -178,17 +189,15 @@ def _map(item: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(item, Trace):
         return _trace(item, change)
     if isinstance(item, dict):
-        found = {key: _map(value, change) for key, value in item.items()}
-        return found if _differ(found.values(), item.values()) else item
+        return _changed(item, change) or item
     if isinstance(item, (list, tuple)):
-        parts = [_map(value, change) for value in item]
-        if not _differ(parts, item):
+        parts = _changed(dict(enumerate(item)), change)
+        if parts is None:
             return item
-        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
+        return type(item)(*parts.values()) if hasattr(item, "_fields") else type(item)(parts.values())
     if isinstance(item, (Distribution, Transform)):
-        inside = {name: value for name, value in vars(item).items() if name != "_inv"}
-        found = {name: _map(value, change) for name, value in inside.items()}
-        if not _differ(found.values(), inside.values()):
+        found = _changed({name: value for name, value in vars(item).items() if name != "_inv"}, change)
+        if found is None:
             return item
         twin = copy.copy(item)
         vars(twin).update(found)
@@ -196,6 +205,12 @@ def _map(item: Any, change: Callable[[Any], Any]) -> Any:
             twin._inv = None
         return twin
     return item
+
+
+def _changed(parts: dict[Any, Any], change: Callable[[Any], Any]) -> dict[Any, Any] | None:
+    """Applies ``change`` to all tensors in some parts; ``None`` if it changes nothing."""
+    found = {key: _map(value, change) for key, value in parts.items()}
+    return found if any(found[key] is not value for key, value in parts.items()) else None
 
 
 def _trace(trace: Trace, change: Callable[[Any], Any]) -> Trace:
@@ -207,7 +222,3 @@ def _trace(trace: Trace, change: Callable[[Any], Any]) -> Trace:
         elif node["type"] == "param":
             found.nodes[name] = node
     return found
-
-
-def _differ(found: Any, items: Any) -> bool:
-    return any(new is not old for new, old in zip(found, items, strict=True))

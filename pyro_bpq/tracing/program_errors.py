@@ -97,7 +97,7 @@ def _of_run(
         or plate_error(error, watch.plates, watch.where)
     )
     # Values that carry gradients make torch refuse what it does otherwise: the caller tries again without.
-    if found is not None or watch.sloped or type(error) not in _EXPLAINED:
+    if found is not None or watch.options.sloped or type(error) not in _EXPLAINED:
         return found
     if _NUMBERS.search(text):
         return _number_error(error, text, watch, inputs)
@@ -112,7 +112,7 @@ def _of_run(
         # Enumerated sites have several values too, and an error of their own.
         return None
     if asks_for_one and tracker is not None:
-        return _one_value_error(error, watch.particles, tracker)
+        return _one_value_error(error, watch.options.num_particles, tracker)
     if asks_for_one or (_SHAPES.search(text) and not _NOT_SHAPES.search(text)):
         kind = PlateError if isinstance(error, ValueError) else UnsupportedProgramError
         return kind(told(error, *particle_advice(plates)))

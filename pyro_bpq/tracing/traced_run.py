@@ -22,7 +22,7 @@ from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.config import SiteOptions, site_options
 from pyro_bpq.tracing.cost_statement import CostOptions, cost_options
 from pyro_bpq.tracing.linear_reads import LinearRead
-from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, samples, site_info
+from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 from pyro_bpq.tracing.work import Work
 
 
@@ -197,11 +197,6 @@ def record_run(
         user_costs=user,
         of_guide=frozenset(cost_of_guide(name) for name in guide_sites) - user.keys(),
     )
-
-
-def is_untraced(site: Any) -> bool:
-    """Whether Pyro leaves a site out of its traces."""
-    return bool(site["infer"].get("_do_not_trace"))
 
 
 def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

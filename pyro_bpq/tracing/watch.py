@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +26,8 @@ from pyro_bpq.tracing.cost_statement import Given, cost_options
 from pyro_bpq.tracing.provenance import ContainedCalls, DependencyTracker
 from pyro_bpq.tracing.work import Work, WorkMode
 
-# Returns the estimator of a site.
-Choose = Callable[[SiteInfo, SiteOptions], Estimator]
-
-# Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
-Attach = Callable[[Mapping[str, Any]], Any]
-
+Frames = tuple[Any, ...]
+"""The vectorised plates around a statement, as Pyro's frames."""
 
 # Pyro's name of the plate of vectorised particles.
 PARTICLES = "num_particles_vectorized"
@@ -38,51 +36,76 @@ HANDED = "what the guide hands over"
 """Name of the source that marks the guide's own values, as opposed to values that the model replays."""
 
 
+@dataclass(frozen=True)
+class TraceOptions:
+    """How programs are run, and what is recorded of the run.
+
+    Args:
+        choose: Returns the estimator of a site.
+        max_plate_nesting: Bound on the number of nested plates, for Pyro's shape checks.
+        num_particles: Number of particles in all runs of the step.
+        attach: Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
+        track: Whether to track which values depend on which sites.
+        noise: Makes the generator that such estimators draw from.
+        only_costs: Whether only cost statements count; the guide is then the whole program.
+        step: Number of steps taken, for estimators with a schedule.
+        components: Whether to also track which components of a site a cost reads.
+        sloped: Sites whose values become autograd leaves of the costs.
+        maps: Whether to note the linear maps that read these leaves.
+        rows: Whether to look for rows of a plate that meet.
+        counts: Whether to count what guide and model compute.
+        warns: Whether to warn of likely mistakes; values that nobody drew may be impossible.
+    """
+
+    choose: Callable[[SiteInfo, SiteOptions], Estimator]
+    max_plate_nesting: float = math.inf
+    num_particles: int = 1
+    attach: Callable[[Mapping[str, Any]], Any] | None = None
+    track: bool = False
+    noise: Callable[[], torch.Generator] = torch.Generator
+    only_costs: bool = False
+    step: int = 0
+    components: bool = False
+    sloped: frozenset[str] = frozenset()
+    maps: bool = False
+    rows: bool = False
+    counts: bool = False
+    warns: bool = True
+
+
 class Watch(Messenger):
-    """Records which values have left torch at each sample statement, and gives programs tracked values.
+    """Records what has left torch before each statement, and gives programs tracked values.
 
     It must be the outermost handler, so that the traces record the tracked values.
     """
 
     def __init__(
         self,
-        tracker: DependencyTracker | None,
-        choose: Choose,
-        particles: int,
-        attach: Attach | None,
-        noise: Callable[[], torch.Generator],
-        step: int = 0,
+        options: TraceOptions,
+        tracker: DependencyTracker | None = None,
         elements: ElementWatch | None = None,
-        sloped: frozenset[str] = frozenset(),
         work: WorkMode | None = None,
     ) -> None:
         super().__init__()
-        self.sloped, self.leaves = sloped, dict[str, Tensor]()
-        self.step, self.elements = step, elements
-        self.work, self.guide_work = work, Work()
-        self.tracker, self.choose, self.particles = tracker, choose, particles
-        self.attach, self.noise = attach, functools.lru_cache(noise)
+        self.options, self.tracker, self.elements, self.work = options, tracker, elements, work
+        self.is_guide = self.is_past_guide = self.has_model = False
+        self.plates: dict[str, Frames] = {}
+        self.drawn: list[str] = []
+        self.drawn_as: dict[str, tuple[Any, Frames]] = {}
+        self.scored_as: dict[str, tuple[Any, Frames]] = {}
+        self.costs, self.enumerated, self.given = set[str](), set[str](), set[str]()
+        self.leaves: dict[str, Tensor] = {}
         self.attached: dict[str, Any] = {}
-        self.given: set[str] = set()
-        self.is_guide, self.is_past_guide = False, False
+        self.untraced: dict[str, dict[str, Any]] = {}
+        self.subsamples: dict[str, Any] = {}
+        # Sources, as bits: those that had left torch before a statement, and those that were read during a draw.
         self.escaped: dict[tuple[bool, str], int] = {}
         self.heard: dict[str, int] = {}
-        self.subsamples: dict[str, Any] = {}
-        self.model_start = torch.get_rng_state()
-        self.plates: dict[str, tuple[Any, ...]] = {}
-        self.drawn_as: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-        self.scored_as: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-        self.costs: set[str] = set()
-        self.drawn: list[str] = []
-        self.untraced: dict[str, dict[str, Any]] = {}
-        self.enumerated: set[str] = set()
-        self.calls = None if tracker is None else ContainedCalls(tracker)
-        self.has_model = False
+        self.model_start, self.guide_work = torch.get_rng_state(), Work()
+        self._noise = functools.lru_cache(options.noise)
+        self._calls = None if tracker is None else ContainedCalls(tracker)
         # This source is registered first, so that it has the lowest bit.
         self.handed = 0 if tracker is None else tracker.ledger.bits.setdefault(HANDED, 1)
-
-    def __repr__(self) -> str:
-        return f"Watch({self.particles} particles, tracked={self.tracker is not None})"
 
     @property
     def where(self) -> str:
@@ -109,9 +132,7 @@ class Watch(Messenger):
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
         self.has_model |= not self.is_guide
-        if not self.is_guide or msg["is_observed"] or not getattr(msg["fn"], "has_rsample", False):
-            return
-        if not self._is_pathwise(msg):
+        if self.is_guide and not msg["is_observed"] and _has_rsample(msg) and not self._is_pathwise(msg):
             msg["fn"] = _without_rsample(msg["fn"])
 
     def _pyro_post_sample(self, msg: Any) -> None:
@@ -123,64 +144,69 @@ class Watch(Messenger):
             self.heard[name], ledger.heard = self.heard.get(name, 0) | found, None
 
     def _note(self, msg: Any) -> None:
+        name = msg["name"]
         if isinstance(msg["fn"], _Subsample):
-            self.subsamples[msg["name"]] = msg["value"]
+            self.subsamples[name] = msg["value"]
             return
-        self.plates[msg["name"]] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
+        self.plates[name] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
         if cost_options(msg) is not None:
-            self.costs.add(msg["name"])
+            self.costs.add(name)
         if not msg["is_observed"]:
             laws = self.drawn_as if self.is_guide else self.scored_as
-            laws[msg["name"]] = msg["fn"], self.plates[msg["name"]]
+            laws[name] = msg["fn"], self.plates[name]
         if is_enumerated(msg):
             self._enumerate(msg)
-        if not self.is_guide:
+        elif self.is_guide and not msg["is_observed"]:
+            self._draw(msg)
+        elif not msg["is_observed"]:
             self._replay(msg)
-        if not self.is_guide or msg["is_observed"] or is_enumerated(msg):
-            return
-        self.drawn.append(msg["name"])
+
+    def _draw(self, msg: Any) -> None:
+        """Makes the value that the guide has drawn a source."""
+        name = msg["name"]
+        self.drawn.append(name)
         self._attach(msg)
-        if msg["name"] in self.sloped:
+        if name in self.options.sloped:
             self._lead_back(msg)
         score = None
-        if msg["infer"].get("_do_not_trace"):
+        if is_untraced(msg):
             score = _score_of_untraced(msg)
             if score is None:
                 return
         if self.tracker is not None and isinstance(msg["value"], Tensor):
-            msg["value"] = self.tracker.source(msg["name"], msg["value"])
+            msg["value"] = self.tracker.source(name, msg["value"])
+            is_pathwise = self._is_pathwise(msg)
             if self.elements is not None:
-                frames = [frame for frame in self.plates[msg["name"]] if frame.name != PARTICLES]
-                self.elements.drawn(msg["name"], msg["fn"], msg["value"], () if self._is_pathwise(msg) else frames)
-            if not self._is_pathwise(msg):
+                frames = [frame for frame in self.plates[name] if frame.name != PARTICLES]
+                self.elements.drawn(name, msg["fn"], msg["value"], () if is_pathwise else frames)
+            if not is_pathwise:
                 self.tracker.ledger.taint(msg["value"], self.handed)
         if score is not None:
             self._keep(msg, score)
 
+    def _choose(self, msg: Any) -> Estimator:
+        info = site_info(msg, (), self.options.num_particles)
+        return self.options.choose(info, site_options(msg["name"], msg["infer"]))
+
     def _is_pathwise(self, msg: Any) -> bool:
         """Whether the value of a site of the guide carries all of its gradient."""
-        if not getattr(msg["fn"], "has_rsample", False):
-            return False
-        return self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])).is_pathwise
+        return _has_rsample(msg) and self._choose(msg).is_pathwise
 
     def _replay(self, msg: Any) -> None:
         """Gives the model its own copy of a value, to tell it apart from values that the guide handed over."""
         value = msg["value"]
-        if self.tracker is None or msg["is_observed"] or not isinstance(value, Tensor) or is_enumerated(msg):
-            return
-        if self.tracker.mask_of(value) & self.handed:
+        if self.tracker is not None and isinstance(value, Tensor) and self.tracker.mask_of(value) & self.handed:
             msg["value"] = self.tracker.source(msg["name"], value.clone())
 
     def _pyro_bpq_cost(self, msg: Any) -> None:
-        if self.calls is not None:
-            self.calls.open()
+        if self._calls is not None:
+            self._calls.open()
 
     def _pyro_post_bpq_cost(self, msg: Any) -> None:
-        # A cost with exact=True may be evaluated for many rows at once. It must not read values in Python: a read
-        # would see the values of all rows.
-        if self.calls is not None and not msg["infer"]["exact"]:
+        # A cost with exact=True may be evaluated for many rows at once. A read in Python would see all of them.
+        if self._calls is not None and not msg["infer"]["exact"]:
             value = msg["value"]
-            self.calls.close(msg["args"][2], msg["args"][3:], value.value if isinstance(value, Given) else value)
+            self._calls.close(msg["args"][2], msg["args"][3:], value.value if isinstance(value, Given) else value)
 
     def _enumerate(self, msg: Any) -> None:
         """Makes the values of an enumerated site a source, to detect if they leave torch."""
@@ -190,18 +216,17 @@ class Watch(Messenger):
 
     def _attach(self, msg: Any) -> None:
         """Attaches a gradient to the value of a site, if the estimator of the site does so."""
-        estimator = None if self.attach is None else self.attach(msg["infer"])
-        if msg["name"] in self.given:
-            # The value was set from outside: it does not depend on the parameters.
+        attach, name = self.options.attach, msg["name"]
+        estimator = None if attach is None else attach(msg["infer"])
+        # A value that was set from outside does not depend on the parameters.
+        if estimator is None or name in self.given or (_has_rsample(msg) and not estimator.corrects):
             return
-        if estimator is None or (getattr(msg["fn"], "has_rsample", False) and not estimator.corrects):
-            return
-        if self.choose(site_info(msg, (), self.particles), site_options(msg["name"], msg["infer"])) == estimator:
+        if self._choose(msg) == estimator:
             try:
-                msg["value"] = estimator.at(self.step).attach(msg["fn"], msg["value"], self.noise())
+                msg["value"] = estimator.at(self.options.step).attach(msg["fn"], msg["value"], self._noise())
             except UnsupportedSiteError as error:
-                raise error.at(msg["name"]) from error
-            self.attached[msg["name"]] = estimator
+                raise error.at(name) from error
+            self.attached[name] = estimator
 
     def _lead_back(self, msg: Any) -> None:
         """Makes the value of a site a leaf, so that costs have a gradient in it; the value does not change."""
@@ -257,6 +282,10 @@ def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: An
             watch.guide_work = watch.work.counter.total
 
 
+def _has_rsample(msg: Any) -> bool:
+    return bool(getattr(msg["fn"], "has_rsample", False))
+
+
 def _without_rsample(fn: Any) -> Any:
     fn = copy.copy(fn)
     if hasattr(fn, "base_dist"):
@@ -284,6 +313,11 @@ def is_enumerated(site: Any) -> bool:
     return site["infer"].get("_enumerate_dim") is not None
 
 
+def is_untraced(site: Any) -> bool:
+    """Whether Pyro leaves a site out of its traces."""
+    return bool(site["infer"].get("_do_not_trace"))
+
+
 def samples(trace: Any) -> dict[str, Any]:
     """The sample sites of a trace."""
     return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
@@ -295,7 +329,7 @@ def site_info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
     return SiteInfo(
         name=site["name"],
         distribution=distribution_name(fn),
-        has_rsample=bool(getattr(fn, "has_rsample", False)),
+        has_rsample=_has_rsample(site),
         components=finite_components(fn),
         num_particles=particles,
         plates=tuple(plate.name for plate in plates),

@@ -23,7 +23,8 @@ from pyro_bpq.tracing import hidden_particles as module
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.tracer import TraceOptions, trace_run
+from pyro_bpq.tracing.tracer import trace_run
+from pyro_bpq.tracing.watch import TraceOptions
 
 CHOOSE = TraceBackpropQ_ELBO().planner.choose
 NUMBER = 3

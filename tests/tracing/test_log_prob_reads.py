@@ -227,7 +227,7 @@ def test_two_particles(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["branches", "numbers", "arrays", "later", "wrapped", "in_plate"])
 def test_without_listening_it_is_a_bias_that_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyro_bpq.tracing.tracer._heard_by", lambda *_: 0)
+    monkeypatch.setattr("pyro_bpq.tracing.tracer._score", lambda trace, compute, *_: compute(trace) or {})
     model, guide = PROGRAMS[name]
     with pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(train(model, guide, structure="dynamic"), model, guide)

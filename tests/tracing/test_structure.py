@@ -16,7 +16,8 @@ from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
 from pyro_bpq.tracing.structure_cache import STRUCTURES, StructureCache, dense_graph
 from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.tracer import TraceOptions, trace_run
+from pyro_bpq.tracing.tracer import trace_run
+from pyro_bpq.tracing.watch import TraceOptions
 
 
 def run(case: Case, track: bool, seed: int = 0) -> TracedRun:
