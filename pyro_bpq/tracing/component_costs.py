@@ -51,33 +51,21 @@ class Pattern:
         return all(size in (1, have) for size, have in zip(own, given[len(given) - len(own) :], strict=True))
 
     @cached_property
-    def _index(self) -> Tensor:
-        return torch.tensor(self.components).reshape(self.shape)
-
-    @cached_property
-    def _is_identity(self) -> bool:
-        return self.is_uniform and self.components == tuple(range(self.number))
-
-    @cached_property
     def is_uniform(self) -> bool:
         """Whether all rows of the cost are alike."""
         return math.prod(self.shape[: len(self.shape) - self.event_ndim]) == 1
 
+    @cached_property
+    def _index(self) -> Tensor:
+        """The components with the event dimensions flattened to one."""
+        return torch.tensor(self.components).reshape(*self.shape[: len(self.shape) - self.event_ndim], -1)
+
     def charge(self, elements: Tensor, batch: torch.Size) -> Tensor:
-        """Sums the elements by component.
-
-        Args:
-            elements: Shape ``batch_of_cost + event``.
-            batch: Batch shape of the site. The cost is in all plates of the site.
-
-        Returns:
-            Shape ``batch + (D,)``.
-        """
+        """Sums elements ``batch_of_cost + event`` by component, ``batch + (D,)``, with the batch shape of the site."""
         lead = elements.shape[: elements.dim() - self.event_ndim]
         flat = elements.reshape(*lead, -1)
-        if not self._is_identity:
-            index = self._index.to(flat.device)
-            index = index.reshape(*index.shape[: index.dim() - self.event_ndim], -1).expand(flat.shape)
+        if not self.is_uniform or self.components != tuple(range(self.number)):
+            index = self._index.to(flat.device).expand(flat.shape)
             # Elements that read no component are added to an extra component, which is dropped.
             charged = flat.new_zeros(*lead, self.number + 1)
             flat = charged.scatter_add(-1, index % (self.number + 1), flat)[..., : self.number]
@@ -114,7 +102,7 @@ class ElementWatch:
         self.sizes[name] = (batch, number)
         elements = np.arange(batch.numel() * number, dtype=np.int32)
         width = value.numel() // max(len(elements), 1)
-        self.elements.follow(name, value, elements.repeat(width).reshape(tuple(value.shape)))
+        self.elements.follow(name, name, value, elements.repeat(width).reshape(tuple(value.shape)))
 
     def _inherit(self, name: str, fn: Any, value: Tensor) -> None:
         """Records what each element of a value was drawn from: the elements that its log-probability reads."""
@@ -171,8 +159,7 @@ def _pattern(positions: np.ndarray, event_ndim: int, batch: torch.Size, number: 
     first = components[alike]
     if not (components == first).all():
         return None
-    uniform = tuple(i for i, size in enumerate(first.shape[: len(lead)]) if size > 1)
-    for i in uniform:
+    for i in [i for i, size in enumerate(first.shape[: len(lead)]) if size > 1]:
         one = first.take([0], i)
         first = one if (first == one).all() else first
     return Pattern(first.shape, event_ndim, tuple(first.reshape(-1).tolist()), number)
@@ -223,7 +210,7 @@ class PlateRows:
         if math.prod(sizes) == 1 or self.plates.setdefault(plates, sizes) != sizes:
             return
         rows = _rows(batch, plates).reshape(*batch, *(1,) * (value.dim() - len(batch)))
-        self.elements.follow_rows(plates, name, value, np.broadcast_to(rows, tuple(value.shape)))
+        self.elements.follow(plates, name, value, np.broadcast_to(rows, tuple(value.shape)))
 
     def meeting(self, costs: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
         """Finds the costs in which a row reads another row of a site in the same plates, with these plates.

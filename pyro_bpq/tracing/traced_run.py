@@ -52,7 +52,6 @@ class TracedRun:
             kinds of distributions and options, in the same order.
         run: The tensors of the run.
         reads: Names of the latent sites that each cost reads, by name of the cost; ``None`` if not tracked.
-        escaped: Whether a sampled value left torch.
         crosses: Whether rows of a plate may have met: a value sampled in a plate left torch, or rows were seen to meet.
         plate_sizes: Size of each vectorised plate.
         infos: The :class:`SiteInfo` of each latent site.
@@ -65,7 +64,6 @@ class TracedRun:
         untraced: Latent sites of the guide that Pyro leaves out of its traces. Their ``log q`` is not a cost.
         escaped_sites: The sites whose values left torch.
         enumerated: Sites that hold all their values at once.
-        leaked: Enumerated sites whose values left torch.
         elimination: How enumerated sites were summed out of the costs, see :mod:`pyro_bpq.reruns.elimination`.
         user_costs: Options of each cost statement, by name of the cost.
         only_costs: Whether only cost statements count.
@@ -81,7 +79,6 @@ class TracedRun:
     key: tuple[Any, ...]
     run: Run
     reads: Mapping[str, frozenset[str]] | None
-    escaped: bool
     crosses: bool
     plate_sizes: Mapping[Plate, int]
     infos: Mapping[str, SiteInfo]
@@ -94,7 +91,6 @@ class TracedRun:
     untraced: frozenset[str] = frozenset()
     escaped_sites: frozenset[str] = frozenset()
     enumerated: frozenset[str] = frozenset()
-    leaked: frozenset[str] = frozenset()
     elimination: Any = None
     user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
     only_costs: bool = False
@@ -105,6 +101,16 @@ class TracedRun:
     of_guide: frozenset[str] = frozenset()
     work: tuple[Work, Work] | None = None
     maps: tuple[LinearRead, ...] = ()
+
+    @property
+    def escaped(self) -> bool:
+        """Whether a sampled value left torch."""
+        return bool(self.escaped_sites)
+
+    @property
+    def leaked(self) -> frozenset[str]:
+        """Enumerated sites whose values left torch."""
+        return self.escaped_sites & self.enumerated
 
     @cached_property
     def plates(self) -> dict[str, tuple[Plate, ...]]:
@@ -117,11 +123,6 @@ class TracedRun:
         return max((-plate.dim for plate in self.plate_sizes), default=0)
 
 
-def _few(names: list[str]) -> str:
-    """Names, the first few of many."""
-    return f"{names[:8]} and {len(names) - 8} more" if len(names) > 8 else str(names)
-
-
 def record_run(
     model_trace: Any,
     guide_trace: Any,
@@ -132,18 +133,20 @@ def record_run(
     subsamples: Mapping[str, Any],
     rng: tuple[Tensor, Tensor],
 ) -> TracedRun:
-    """What a run did, from its traces, without what only the handlers of the run know."""
+    """Records what the traces of a run show, without what only the handlers of the run know.
+
+    ``guide_sites`` are the sites of the guide, those included that its trace leaves out. For the rest see
+    :class:`TracedRun`.
+    """
     sizes: dict[Plate, int] = {}
     options, infos, sites, costs = {}, {}, {}, {}
     user: dict[str, CostOptions] = {}
     key: list[Any] = []
-    untraced: list[str] = []
     model_sites = samples(model_trace)
     for name, site in guide_sites.items():
         plates = _plates(site, sizes)
-        cost, chosen = cost_of_site(site, True), None
+        cost, given, chosen = cost_of_site(site, True), cost_options(site), None
         costs[cost] = site["log_prob"]
-        given = cost_options(site)
         if given is not None:
             user[cost] = replace(given, in_guide=True)
         if is_enumerated(site):
@@ -151,38 +154,25 @@ def record_run(
         elif not site["is_observed"]:
             infos[name] = info = site_info(site, plates, particles)
             options[name] = chosen = site_options(name, site["infer"])
-            if is_untraced(site):
-                untraced.append(name)
             sites[name] = _site(site, model_sites.get(name), chosen, info)
-        kind = type(site["fn"])
         split = infos[name].components if name in infos else None
-        key.append((name, plates, tuple(site["fn"].event_shape), kind, split, _fingerprint(chosen), is_untraced(site)))
+        shape, kind = tuple(site["fn"].event_shape), type(site["fn"])
+        key.append((name, plates, shape, kind, split, _fingerprint(chosen), is_untraced(site)))
     for name, site in model_sites.items():
         if name not in sites and not site["is_observed"] and not is_enumerated(site):
-            near = difflib.get_close_matches(name, sites, 1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
-            raise SiteNotFoundError(
-                f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are "
-                f'{_few([*sites])}.{meant} Write pyro.sample("{name}", ...) in the guide, observe it in the model, or '
-                'sum it out: infer={"enumerate": "parallel"} there, and enumeration="exact".'
-            )
-        cost = cost_of_site(site, False)
+            raise SiteNotFoundError(_no_counterpart(name, [*sites]))
+        cost, given = cost_of_site(site, False), cost_options(site)
         if cost in costs:
             raise OptionError(f"Guide and model both have a cost {name!r}; give them names of their own.")
         costs[cost] = -site["log_prob"]
-        given = cost_options(site)
         if given is not None:
             user[cost] = given
         key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"], user.get(cost)))
     everything = [*guide_sites.values(), *model_sites.values()]
-    differentiable, loss = _sums(guide_sites, model_sites)
-    run = Run(sites, costs, differentiable, loss)
-    ndim = max((site["log_prob"].dim() for site in everything), default=0)
     return TracedRun(
         key=tuple(key),
-        run=run,
+        run=Run(sites, costs, *_sums(guide_sites, model_sites)),
         reads=reads,
-        escaped=bool(escaped),
         crosses=any(infos[name].plates for name in escaped if name in infos),
         plate_sizes=sizes,
         infos=infos,
@@ -191,11 +181,22 @@ def record_run(
         guide_trace=guide_trace,
         subsamples=subsamples,
         rng=rng,
-        batch_ndim=ndim,
-        untraced=frozenset(untraced),
+        batch_ndim=max((site["log_prob"].dim() for site in everything), default=0),
+        untraced=frozenset(name for name in sites if is_untraced(guide_sites[name])),
         escaped_sites=escaped,
         user_costs=user,
         of_guide=frozenset(cost_of_guide(name) for name in guide_sites) - user.keys(),
+    )
+
+
+def _no_counterpart(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f" Did you mean {near[0]!r}?" if near else ""
+    listed = f"{known[:8]} and {len(known) - 8} more" if len(known) > 8 else str(known)
+    return (
+        f"The model's latent site {name!r} has no counterpart in the guide, whose latent sites are {listed}.{meant} "
+        f'Write pyro.sample("{name}", ...) in the guide, observe it in the model, or sum it out: '
+        'infer={"enumerate": "parallel"} there, and enumeration="exact".'
     )
 
 

@@ -87,7 +87,6 @@ def trace_run(model: Program, guide: Program, args: Args, kwargs: Kwargs, option
         traced,
         run=traced.run.with_leaves(watch.leaves),
         enumerated=frozenset(watch.enumerated),
-        leaked=escaped & watch.enumerated,
         patterns=patterns,
         crosses=traced.crosses or bool(met),
         met=met,

@@ -93,7 +93,7 @@ def _positions(function: Callable[[Tensor], Tensor]) -> np.ndarray | None:
     elements = ElementTracker(tracker.ledger)
     with tracker, elements:
         z = tracker.source("z", _source())
-        elements.follow("z", z, np.arange(6, dtype=np.int32).reshape(SHAPE))
+        elements.follow("z", "z", z, np.arange(6, dtype=np.int32).reshape(SHAPE))
         found = elements.positions("z", function(z))
     assert not tracker.escaped
     return found
@@ -151,7 +151,6 @@ def test_independent_tensors_read_nothing() -> None:
 def test_a_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     from pyro_bpq.tracing import elements
 
-    monkeypatch.setattr(elements, "_flip", None)
     plan = elements._plan(torch.ops.aten.flip.default)
     monkeypatch.setattr(plan, "rule", lambda find, tensor, dims: find(tensor))
     with pytest.raises(AssertionError):
@@ -163,7 +162,7 @@ def test_rows_are_read_where_this_run_reads_them() -> None:
     elements = ElementTracker(tracker.ledger)
     with tracker, elements:
         z = tracker.source("z", _source())
-        elements.follow_rows(("rows",), "z", z, np.arange(2, dtype=np.int32)[:, None].repeat(3, 1))
+        elements.follow(("rows",), "z", z, np.arange(2, dtype=np.int32)[:, None].repeat(3, 1))
         picked = elements.positions(("rows",), z[torch.tensor([1, 1, 0])].sum(-1))
         table = elements.positions(("rows",), torch.arange(4.0)[z.long()].sum(-1))
     assert picked is not None and picked.tolist() == [1, 1, 0]
