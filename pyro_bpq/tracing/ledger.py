@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,9 @@ from torch import Tensor
 
 OWN = tuple(f"pyro_bpq.tracing.{name}" for name in ("ledger", "provenance", "elements", "work"))
 """The tracker's own modules. They look at memory only to follow it, and at operators only to count them."""
+
+# Modules that read booleans and shapes only to check arguments; the caller sees no effect of it.
+_LIBRARIES = ("torch.distributions.", "pyro.distributions.", "pyro.poutine.", "pyro.util", "pyro.primitives")
 
 NO_STORAGE = (NotImplementedError, RuntimeError)  # raised for sparse tensors and inside torch.func
 
@@ -53,17 +55,10 @@ class Entry(weakref.ref[torch.UntypedStorage]):
         self.chosen |= mask
 
 
-class Heard:
-    """The sources that were read in Python, as bits; set when the listening is over."""
-
-    mask: int = 0
-
-
 class Ledger:
     """The knowledge of a tracker: a bit for each source, and a mask of bits for each storage."""
 
-    def __init__(self, libraries: tuple[str, ...]) -> None:
-        self.libraries = libraries
+    def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
         self.bits: dict[str, int] = {}
         self.origins: dict[str, int] = {}
@@ -165,23 +160,12 @@ class Ledger:
         if self.heard is not None:
             self.heard |= mask
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[Heard]:
-        """Collects the sources whose values leave torch inside the context, even if they left before."""
-        found, before = Heard(), self.heard
-        self.heard = 0
-        try:
-            yield found
-        finally:
-            found.mask = self.heard
-            self.heard = None if before is None else before | found.mask
-
     def _is_library_check(self) -> bool:
         """Whether the nearest caller outside of torch's internals is one of the libraries."""
         frame: Any = sys._getframe(2)
         while frame is not None:
             module = frame.f_globals.get("__name__") or ""
-            if module.startswith(self.libraries):
+            if module.startswith(_LIBRARIES):
                 return bool(frame.f_code.co_name != "__eq__")  # the caller of == gets the answer
             if module != "torch" and module not in OWN and not module.startswith("torch."):
                 return False

@@ -25,9 +25,6 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_bpq.tracing.ledger import NO_STORAGE, OWN, Ledger, memory_of
 
-LIBRARIES = ("torch.distributions.", "pyro.distributions.", "pyro.poutine.", "pyro.util", "pyro.primitives")
-"""Modules that read booleans and shapes only to check arguments; the caller sees no effect of it."""
-
 _storage = Tensor.untyped_storage
 _LIFT = torch.ops.aten.lift_fresh.default  # seen for torch.from_numpy
 # Number of leading arguments that Python does not read: operators follow them.
@@ -43,8 +40,7 @@ class DependencyTracker:
 
     Provenance is kept per storage. Each element of a tensor depends on the sources of all its elements. A source that
     was once written into a tensor stays. Only ``table[z]`` with a scalar ``z`` is finer: that view depends on ``z``,
-    and the table does not. If a module in ``libraries`` reads booleans or shapes (a distribution that checks its
-    arguments), that is no escape. If it reads numbers, that is an escape.
+    and the table does not. It is no escape if torch or Pyro reads booleans or shapes to check arguments.
 
     The tracker does not see the following, because nothing in torch reports it:
 
@@ -63,16 +59,16 @@ class DependencyTracker:
         (['z'], [])
     """
 
-    def __init__(self, libraries: tuple[str, ...] = LIBRARIES) -> None:
-        self._ledger = Ledger(libraries)
+    def __init__(self) -> None:
+        self.ledger = Ledger()
         self._stack: ExitStack | None = None
 
     def __enter__(self) -> DependencyTracker:
         if self._stack is not None:
             raise RuntimeError("The tracker is active. Nest another one: with DependencyTracker() as inner:")
         with ExitStack() as stack:
-            stack.enter_context(_Operators(self._ledger))
-            stack.enter_context(_Calls(self._ledger))
+            stack.enter_context(_Operators(self.ledger))
+            stack.enter_context(_Calls(self.ledger))
             if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._stack = stack.pop_all()
@@ -83,30 +79,22 @@ class DependencyTracker:
         stack.__exit__(*error)
 
     def __repr__(self) -> str:
-        return f"DependencyTracker({len(self._ledger.bits)} sources, escaped: {sorted(self.escaped)})"
+        return f"DependencyTracker({len(self.ledger.bits)} sources, escaped: {sorted(self.escaped)})"
 
     @property
     def escaped(self) -> frozenset[str]:
         """Sources whose value has left torch so far; everything sampled or scored later depends on them."""
-        return self._ledger.names(self._ledger.escaped)
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger of this tracker, for code that follows parts of a source."""
-        return self._ledger
+        return self.ledger.names(self.ledger.escaped)
 
     def source(self, name: str, value: Any) -> Any:
         """Returns ``value``, which from now on depends on the source ``name`` and on nothing else.
 
         The result is ``value`` itself, so that caches by identity (flows) still know it. It is a copy if the memory of
         ``value`` may be shared: by a view, a leaf that requires gradients, or another source. Gradients flow through
-        the copy. The earlier dependencies of ``value`` are kept, see :meth:`origins_of`. Names may recur.
-
-        Args:
-            name: Name of the source.
-            value: A tensor of any shape and type. Any other value is returned unchanged and counts as escaped.
+        the copy. The earlier dependencies of ``value`` are kept in ``ledger.origins``. Names may recur.
+        A value that is no tensor is returned unchanged and counts as escaped.
         """
-        ledger = self._ledger
+        ledger = self.ledger
         if self._stack is None:
             raise RuntimeError("The tracker is not active. Write: with tracker: tracker.source(name, value)")
         bit = ledger.bits.setdefault(name, 1 << len(ledger.bits))
@@ -121,22 +109,18 @@ class DependencyTracker:
                 entry.mask = entry.source = bit
         return value
 
-    def origins_of(self, name: str) -> frozenset[str]:
-        """Sources that the values given to :meth:`source` under ``name`` depended on before."""
-        return self._ledger.names(self._ledger.origins.get(name, 0))
-
     def sources_of(self, value: object) -> frozenset[str]:
         """Returns the names of the sources that the tensors in ``value``, a tensor or a pytree, depend on.
 
         Escaped sources are not added. Leaves that are not tensors have no sources.
         """
-        return self._ledger.names(self.mask_of(value))
+        return self.ledger.names(self.mask_of(value))
 
     def mask_of(self, value: object) -> int:
         """Returns the sources of ``value`` as bits: the n-th source of the ledger is the n-th bit."""
         leaves = value if isinstance(value, Tensor) else tree_leaves(value)
         with torch._C.DisableTorchFunction():
-            return self._ledger.mask(leaves)
+            return self.ledger.mask(leaves)
 
 
 class _Plan(NamedTuple):
@@ -383,7 +367,7 @@ class ContainedCalls:
     """
 
     def __init__(self, tracker: DependencyTracker) -> None:
-        self._ledger = tracker._ledger
+        self._ledger = tracker.ledger
         self._before: list[tuple[int, frozenset[int]]] = []
         self._states: dict[int, int] = {}
 

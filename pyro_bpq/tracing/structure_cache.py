@@ -12,6 +12,8 @@ import operator
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
@@ -35,10 +37,31 @@ _LOOKS = frozenset((0, *(10**k for k in range(1, 10))))
 _MOST_PATIENCE = 64
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """What tracked runs of a structure have shown besides its graph; ``patterns`` is ``None`` if never followed."""
+
+    handed: frozenset[str] = frozenset()
+    has_buffers: bool = True
+    work: tuple[Work, Work] | None = None
+    patterns: Patterns | None = None
+
+    @cached_property
+    def varying(self) -> Patterns:
+        """The patterns that fit only one number of rows."""
+        return frozenset(pair for pair in self.patterns or () if not pair[1].is_uniform)
+
+
 class StructureCache:
     """Caches graphs by the key of the run; it keeps the 256 that were used last.
 
-    Mode ``"dense"`` instead clears the cache when 256 are stored.
+    The mode is one of:
+
+    - ``"auto"``: track until the structure proves static, then reuse the graph and track again now and then. A program
+      that lets a sampled value leave torch stays tracked.
+    - ``"dynamic"``: always track.
+    - ``"dense"``: every earlier site is an ancestor. The cache is cleared when 256 graphs are stored.
+    - ``"static"``: track once, and raise if a later tracked run contradicts.
 
     An untracked run with a new key gets the dense graph once. Then runs are tracked until 2 in a row bring nothing
     new. After the next untracked run with a new key, 4 in a row are needed, and so on up to 64. So if new keys come
@@ -61,11 +84,7 @@ class StructureCache:
         self.patience = self.calm = 0
         self.reads: OrderedDict[Any, tuple[Reads, int]] = OrderedDict()
         self.graphs: dict[Any, StochasticComputationGraph] = {}
-        self.patterns: dict[Any, Patterns] = {}
-        self.varying: dict[Any, Patterns] = {}
-        self.handed: dict[Any, frozenset[str]] = {}
-        self.without_buffers: set[Any] = set()
-        self.work: dict[Any, tuple[Work, Work]] = {}
+        self.facts: dict[Any, _Facts] = {}
         # What was found last.
         self.said = ""
 
@@ -113,16 +132,19 @@ class StructureCache:
         The first one checks, and so does each one after untracked steps. If every run is tracked, the runs after 10,
         100, ... tracked runs check.
         """
-        is_look = self.untracked_steps > 0 or self.tracked_runs in _LOOKS
-        return not self.crosses and is_look
+        return not self.crosses and (self.untracked_steps > 0 or self.tracked_runs in _LOOKS)
+
+    def _facts(self, traced: TracedRun) -> _Facts:
+        return self.facts.get(traced.key, _Facts())
 
     def patterns_of(self, runs: Sequence[TracedRun]) -> Patterns:
         """Returns the patterns of costs on which these and all earlier runs of the same structure agree."""
         first, *others = runs
         if any(run.key != first.key for run in others):
             return frozenset()
-        if first.key in self.patterns:
-            found, varying = self.patterns[first.key], self.varying[first.key]
+        facts = self._facts(first)
+        if facts.patterns is not None:
+            found, varying = facts.patterns, facts.varying
         else:
             found = frozenset(first.patterns.items()).intersection(*(run.patterns.items() for run in others))
             varying = found
@@ -131,16 +153,15 @@ class StructureCache:
 
     def handed_of(self, runs: Sequence[TracedRun]) -> frozenset[str]:
         """Returns model costs that read the guide's own values, in these or earlier runs of that structure."""
-        known = (self.handed.get(run.key, frozenset()) | run.handed for run in runs)
-        return frozenset().union(*known)
+        return frozenset().union(*(self._facts(run).handed | run.handed for run in runs))
 
     def has_buffers(self, runs: Sequence[TracedRun]) -> bool:
         """Whether runs of the same structure may call modules with buffers."""
-        return any(run.has_buffers and run.key not in self.without_buffers for run in runs)
+        return any(run.has_buffers and self._facts(run).has_buffers for run in runs)
 
     def work_of(self, traced: TracedRun) -> tuple[Work, Work] | None:
         """Returns what guide and model of that structure compute, as first counted; ``None`` if it never was."""
-        return self.work.get(traced.key, traced.work)
+        return self._facts(traced).work or traced.work
 
     def knows(self, traced: TracedRun) -> bool:
         """Whether the run was tracked, a run with its key was tracked, or the mode is ``"dense"``."""
@@ -190,7 +211,7 @@ class StructureCache:
             # Reads of other runs with the same key are not merged in: the key may depend on sampled values.
             return build_graph(traced, reads)
         if learn:
-            self._learn_programs(traced)
+            self._learn_facts(traced)
         if self.mode == "dense":
             return self._dense(traced, learn)
         if learn:
@@ -209,11 +230,7 @@ class StructureCache:
         if len(self.reads) > _CAPACITY:
             forgotten, _ = self.reads.popitem(last=False)
             self.graphs.pop(forgotten, None)
-            self.patterns.pop(forgotten, None)
-            self.varying.pop(forgotten, None)
-            self.handed.pop(forgotten, None)
-            self.without_buffers.discard(forgotten)
-            self.work.pop(forgotten, None)
+            self.facts.pop(forgotten, None)
         was_unknown, self.unknown = self.unknown, self.mode == "auto" and agreements < _AGREEMENTS
         if was_unknown and not self.unknown:
             self._say(f"The structure is known after {self.tracked_runs} tracked runs.")
@@ -221,7 +238,7 @@ class StructureCache:
             self.next_look = min(10 * self.next_look, 1000)
         self.untracked_steps = 0
         if changed or traced.key not in self.graphs:
-            return self._store(traced.key, build_graph(traced, merged))
+            self.graphs[traced.key] = build_graph(traced, merged)
         return self.graphs[traced.key]
 
     def settle_order(self, fits: bool) -> None:
@@ -247,24 +264,19 @@ class StructureCache:
         if traced.key in self.reads:
             self.reads.move_to_end(traced.key)
 
-    def _learn_programs(self, traced: TracedRun) -> None:
+    def _learn_facts(self, traced: TracedRun) -> None:
         """Stores the facts that extra runs need."""
-        if traced.handed:
-            self.handed[traced.key] = self.handed_of([traced])
-        if traced.has_buffers:
-            self.without_buffers.discard(traced.key)
-        else:
-            self.without_buffers.add(traced.key)
-        if traced.work is not None:
-            self.work.setdefault(traced.key, traced.work)
+        known = self._facts(traced)
+        handed, work = known.handed | traced.handed, known.work or traced.work
+        self.facts[traced.key] = replace(known, handed=handed, has_buffers=traced.has_buffers, work=work)
 
     def _learn_patterns(self, traced: TracedRun) -> None:
         """Keeps only the patterns that every run has shown."""
-        new = frozenset(traced.patterns.items())
-        known = self.patterns.get(traced.key, new)
+        facts, new = self._facts(traced), frozenset(traced.patterns.items())
+        known = new if facts.patterns is None else facts.patterns
         lost = sorted({pair for pair, _ in known - new})
-        self.patterns[traced.key] = known & new if lost else known
-        self.varying[traced.key] = frozenset(pair for pair in self.patterns[traced.key] if not pair[1].is_uniform)
+        if lost or facts.patterns is None:
+            self.facts[traced.key] = replace(facts, patterns=known & new)
         if lost and self.untracked_steps:
             warnings.warn(
                 f"Which components of a site a cost reads changed within the last {self.untracked_steps} steps: "
@@ -282,10 +294,9 @@ class StructureCache:
         self.unknown = False
         if len(self.graphs) >= _CAPACITY:
             self.graphs.clear()
-            self.handed.clear()
-            self.without_buffers.clear()
-            self.work.clear()
-        return self._store(traced.key, dense_graph(traced))
+            self.facts.clear()
+            self._learn_facts(traced)
+        return self.graphs.setdefault(traced.key, dense_graph(traced))
 
     def _contradicted(
         self, traced: TracedRun, known: Mapping[str, frozenset[str]], merged: Mapping[str, frozenset[str]]
@@ -308,13 +319,13 @@ class StructureCache:
     def merge(self, traced: TracedRun, graphs: Sequence[StochasticComputationGraph]) -> StochasticComputationGraph:
         """Returns the union of the graphs of runs that have the key of ``traced``."""
         first, sites = graphs[0], tuple(traced.run.sites)
-        reads = {cost_of_guide(n.name): _either(g.bits_of(g.node(n.name).parents) for g in graphs) for n in first.nodes}
-        reads |= {cost.name: _either(g.bits_of(g.cost(cost.name).parents) for g in graphs) for cost in first.costs}
-        return build_graph(traced, Reads(sites, reads))
 
-    def _store(self, key: Any, graph: StochasticComputationGraph) -> StochasticComputationGraph:
-        self.graphs[key] = graph
-        return graph
+        def either(sets: Iterable[int]) -> int:
+            return functools.reduce(operator.or_, sets)
+
+        reads = {cost_of_guide(n.name): either(g.bits_of(g.node(n.name).parents) for g in graphs) for n in first.nodes}
+        reads |= {cost.name: either(g.bits_of(g.cost(cost.name).parents) for g in graphs) for cost in first.costs}
+        return build_graph(traced, Reads(sites, reads))
 
 
 def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> None:
@@ -330,11 +341,6 @@ def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Non
         BPQWarning,
         stacklevel=2,
     )
-
-
-def _either(sets: Iterable[int]) -> int:
-    """Returns the union of sets of bits."""
-    return functools.reduce(operator.or_, sets, 0)
 
 
 def dense_graph(traced: TracedRun) -> StochasticComputationGraph:

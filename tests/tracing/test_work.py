@@ -81,6 +81,6 @@ def test_tracked_runs_count_guide_and_model_apart() -> None:
 
     elbo = TraceBackpropQ_ELBO()
     elbo.loss_and_grads(model, guide)
-    ((of_guide, of_model),) = elbo.runner.structure.work.values()
+    ((of_guide, of_model),) = [facts.work for facts in elbo.runner.structure.facts.values()]
     assert (of_guide.flops, of_model.flops) == (2 * 2 * 3 * 4, 2 * 50)
     assert 0 < of_guide.operators < of_model.operators
