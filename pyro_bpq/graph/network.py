@@ -27,7 +27,7 @@ from typing import Literal, get_args
 from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
 from pyro_bpq.graph.bitsets import ones, union
 from pyro_bpq.graph.reductions import Reduced, levels_below, reduce_graph, split
-from pyro_bpq.graph.scg import Form, StochasticComputationGraph
+from pyro_bpq.graph.scg import Form, StochasticComputationGraph, table
 
 # Widest cell of the printed table, in characters.
 _WIDEST = 32
@@ -127,7 +127,7 @@ class BackpropQNetwork:
     ) -> BackpropQNetwork:
         """Derives Q-nodes, scopes and update rules.
 
-        The reductions go from the networks that the paper starts with to the one that is cheapest to learn:
+        Reductions, from the networks that the paper starts with to the one that is cheapest to learn:
 
         - ``"per_cost"``: a network per cost. Every equivalent child is kept and averaged.
         - ``"merged"``: these networks, with Q-functions summed where the merging theorem allows it.
@@ -139,20 +139,17 @@ class BackpropQNetwork:
         Args:
             graph: The stochastic computation graph.
             reduction: See above.
-            immediate: ``"exact"`` uses all immediate costs exactly. ``"learned"`` is the paper's form: no cost is
-                immediate, and the costs that read a node stand in its rule as roots. A set of names uses these costs
-                exactly where they are immediate, and learns the others.
+            immediate: ``"exact"`` uses all immediate costs exactly. ``"learned"`` is the paper's form: the costs that
+                read a node stand in its rule as roots. A set of names uses these costs exactly, learns the others.
             form: ``"ancestor"``, the paper's, or ``"history"``.
             discounted: Whether targets may have a discount below 1. A cost is then discounted once for each edge of
-                the longest way to it, along every edge that a reduction keeps, so that equivalent rules stay
-                equivalent. Costs are merged only where that is the same for both. At discount 1 nothing else changes.
+                the longest way to it. Costs are merged only where that is the same for both.
 
         Returns:
             The network. A stochastic node without a downstream cost has no Q-node.
 
         Raises:
-            OptionError: If an option has an unknown name, or the reduction is ``"single"`` and discounted: the sum of
-                all costs has no number of edges.
+            OptionError: If an option has an unknown name, or the reduction is ``"single"`` and discounted.
             SiteNotFoundError: If ``immediate`` names an unknown cost.
             GraphError: If a Q-node would have the name of another one or of a cost.
 
@@ -205,10 +202,10 @@ class BackpropQNetwork:
 
     @cached_property
     def _by_site(self) -> dict[str, tuple[QNode, ...]]:
-        by_site: dict[str, tuple[QNode, ...]] = {}
+        by_site = defaultdict(list)
         for node in self.nodes:
-            by_site[node.site] = (*by_site.get(node.site, ()), node)
-        return by_site
+            by_site[node.site].append(node)
+        return {site: tuple(nodes) for site, nodes in by_site.items()}
 
     def __hash__(self) -> int:
         return self._hash
@@ -223,11 +220,11 @@ class BackpropQNetwork:
 
     def rule_text(self, node: QNode) -> str:
         """The rule of a Q-node as a formula, ``Q_y^f1 + (Q_y^f2 + Q_z^f2)/2``."""
-        return " + ".join(self._average_text(average) for average in node.rule)
-
-    def _average_text(self, average: Average) -> str:
-        terms = [f"Q_{child}" if child in self._by_name else child for child in average.children]
-        return terms[0] if len(terms) == 1 else f"({' + '.join(terms)})/{len(terms)}"
+        texts = []
+        for average in node.rule:
+            terms = [f"Q_{child}" if child in self._by_name else child for child in average.children]
+            texts.append(terms[0] if len(terms) == 1 else f"({' + '.join(terms)})/{len(terms)}")
+        return " + ".join(texts)
 
     def __bool__(self) -> bool:
         """Whether any site has a Q-node."""
@@ -243,10 +240,7 @@ class BackpropQNetwork:
             cells = [node.name, ", ".join(node.scope), ", ".join(node.immediate), self.rule_text(node)]
             rows.append([*cells, reads.get(node.name, "")])
         rows = rows if reads else [row[:-1] for row in rows]
-        lines = [line for row in rows for line in zip_longest(*map(_wrapped, row), fillvalue="")]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        texts = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines]
-        return "\n".join(text.rstrip() for text in texts)
+        return table(line for row in rows for line in zip_longest(*map(_wrapped, row), fillvalue=""))
 
 
 @dataclass
@@ -293,17 +287,13 @@ class _Assembly:
         self.names[i][low] = name
         # The scope of a parent is computed from the variables that the total of this Q-node reads.
         self.known[i][low] = scope | _reads_of(graph, immediate)
-        if len(rule) > 1:
-            rule = sorted(rule, key=lambda pair: pair[0])
-        averages = tuple([average for _, average in rule])
+        averages = tuple([average for _, average in sorted(rule, key=lambda pair: pair[0])])
         return QNode(name, site, self.scopes[scope], sources, graph.cost_names(immediate), averages)
 
     def _averages(self, i: int, children: int, costs: int) -> list[tuple[int, Average]]:
         """The averages of a rule for ``costs``: one for each Q-node that a child has for these costs."""
-        *sites, last = ones(children)
-        root = last == len(self.graph.nodes)
-        if not root:
-            sites.append(last)
+        root = children >> len(self.graph.nodes)
+        sites = [*ones(children & (1 << len(self.graph.nodes)) - 1)]
         averages = []
         for _, part in split(costs, self.reduced.blocks[sites[0]]) if sites else [(costs, costs)]:
             low = _low(part)
@@ -328,7 +318,6 @@ class _Assembly:
 
 
 def _wrapped(cell: str) -> list[str]:
-    """The lines of a table's cell."""
     return wrap(cell, _WIDEST, break_long_words=False, break_on_hyphens=False) or [""]
 
 
@@ -368,7 +357,11 @@ def _check_option(option: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def sequence_network(graph: StochasticComputationGraph, immediate: Mapping[str, tuple[str, ...]]) -> BackpropQNetwork:
-    r"""Builds the network with ``Q_t = immediate + Σ_{f last reads X_t} f + Q_{t+1}``."""
+    r"""The network of a program that values steer: ``Q_t = immediate + Σ_{f last reads X_t} f + Q_{t+1}``.
+
+    What was sampled before a site must determine whether it has a critic, and the critic's inputs. So each Q-function
+    conditions on the history, predicts every cost that is not settled yet, and backs up from the next site.
+    """
     settled: dict[str, list[str]] = {node.name: [] for node in graph.nodes}
     for cost in graph.costs:
         last = graph.last_variable(cost.name)

@@ -47,14 +47,9 @@ class Reduced:
 def reduce_graph(
     graph: StochasticComputationGraph, reduction: str, exact: int, form: Form, discounted: bool = False
 ) -> Reduced:
-    """Reduces the networks of all costs.
+    """Reduces the networks of all costs; ``exact`` are the costs, as bits, that are used exactly where immediate.
 
-    Args:
-        graph: The stochastic computation graph.
-        reduction: One of ``"per_cost"``, ``"merged"``, ``"tree"``, ``"chain"``, ``"single"``.
-        exact: The costs, as bits, that are used exactly where they are immediate.
-        form: ``"ancestor"`` or ``"history"``.
-        discounted: Whether costs are merged only where their edges pass the same number of levels.
+    If ``discounted``, costs are merged only where their edges pass the same number of levels.
     """
     immediate = _immediate_bits(graph, exact, form)
     if reduction == "single":
@@ -115,13 +110,11 @@ def _immediate_bits(graph: StochasticComputationGraph, costs: int, form: Form) -
 def _every_child(graph: StochasticComputationGraph, remote: list[int]) -> list[Edges]:
     root = 1 << len(graph.nodes)
     reaching = [bits | union(graph.ancestor_bits, bits) for bits in graph.cost_bits]
-    return [
-        _group(
-            ((children & reaching[f] | (root if direct >> f & 1 else 0), f) for f in ones(costs)),
-            root,
-        )
-        for children, direct, costs in zip(graph.child_bits, graph.cost_child_bits, remote, strict=True)
-    ]
+    edges = []
+    for children, direct, costs in zip(graph.child_bits, graph.cost_child_bits, remote, strict=True):
+        kept = ((children & reaching[f] | (root if direct >> f & 1 else 0), f) for f in ones(costs))
+        edges.append(_group(kept, root))
+    return edges
 
 
 def _shortest_paths(graph: StochasticComputationGraph, remote: list[int]) -> list[Edges]:

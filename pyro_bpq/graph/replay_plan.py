@@ -66,14 +66,7 @@ class ReplayPlan:
 
 
 def replay_plan(network: BackpropQNetwork, name: str) -> ReplayPlan:
-    """Plans the replay of a Q-node.
-
-    Args:
-        network: The network.
-        name: A Q-node. If it is not learned, the plan is empty except for the name.
-
-    Returns:
-        The plan.
+    """Plans the replay of the Q-node ``name``; if it is not learned, the plan is empty except for the name.
 
     Raises:
         SiteNotFoundError: If there is no such Q-node.
@@ -123,7 +116,12 @@ def _ordered(graph: StochasticComputationGraph, names: Iterable[str]) -> tuple[s
 
 @dataclass(frozen=True)
 class OffPolicyPlan:
-    """The Q-nodes, by name, that can learn from rollouts with stored costs.
+    """The Q-nodes, by name, that learn correctly from a stored rollout whose costs are not evaluated again.
+
+    A cost is a function of its parents: if these are held, its stored value is as good as a new one, whichever guide
+    drew them. If the children in a rule depend only on sites known at ``X``, a lambda-return of expected backups has
+    the Q-functions of the *current* guide as its fixed point at any ``λ``, without probability ratios. The other
+    critics bootstrap: sites that are not known at ``X`` are redrawn, and critics replace the costs.
 
     Args:
         held: Q-nodes whose lambda-return is correct if all sites have their stored values.
@@ -142,6 +140,12 @@ def off_policy_plan(
     stored: Collection[str],
 ) -> OffPolicyPlan:
     """Plans the use of rollouts with stored costs.
+
+    Args:
+        network: The network.
+        expected: Sites whose critics give their expectation over the site under the current guide.
+        tabled: For each site, the immediate costs that are known at all values of the site.
+        stored: Costs that are not evaluated again. A run of the program gives all other costs.
 
     References:
         | Q(λ) with off-policy corrections (Harutyunyan et al., 2016), Sec. 4

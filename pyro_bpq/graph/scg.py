@@ -98,20 +98,23 @@ class StochasticComputationGraph:
     costs: tuple[CostNode, ...]
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
-        for node in self.nodes:
-            _check_parents("Stochastic node", node.name, self._strangers(node.parents, len(seen), seen), seen)
-            seen.add(node.name)
-        names: set[str] = set()
-        for cost in self.costs:
-            _check_parents("Cost node", cost.name, self._strangers(cost.parents, len(seen), seen), seen, names)
-            names.add(cost.name)
-
-    def _strangers(self, parents: Sequence[str], before: int, known: set[str]) -> list[str]:
-        """The parents that are not among the ``known`` nodes, which are the first ``before`` nodes."""
-        if isinstance(parents, Names) and self._is_own(parents) and not parents.bits >> before:
-            return []
-        return [parent for parent in parents if parent not in known]
+        used, known = set[str](), set[str]()
+        everything: tuple[StochasticNode | CostNode, ...] = (*self.nodes, *self.costs)
+        for node in everything:
+            kind = "Cost node" if isinstance(node, CostNode) else "Stochastic node"
+            if node.name in used:
+                raise GraphError(f"{kind} {node.name!r} occurs twice; give every node a name of its own.")
+            parents = node.parents
+            # Sets of names that are shared are not walked through.
+            is_sound = isinstance(parents, Names) and self._is_own(parents) and not parents.bits >> len(known)
+            if not is_sound and (unknown := [parent for parent in parents if parent not in known]):
+                raise GraphError(
+                    f"{kind} {node.name!r} has the parents {unknown}, which do not come before it; "
+                    "list stochastic nodes in the order in which they are sampled."
+                )
+            used.add(node.name)
+            if isinstance(node, StochasticNode):
+                known.add(node.name)
 
     @classmethod
     def from_parents(
@@ -127,9 +130,6 @@ class StochasticComputationGraph:
             costs: Name of each cost and the stochastic nodes it reads.
             plates: Plates of nodes and costs, by name.
 
-        Returns:
-            The graph.
-
         Raises:
             GraphError: If a name occurs twice, is unknown, or comes before one of its parents.
         """
@@ -142,21 +142,20 @@ class StochasticComputationGraph:
             tuple(CostNode(n, tuple(p), framed.get(n, ())) for n, p in costs.items()),
         )
 
-    # Equality compares the fields only. The hash is cached, since graphs serve as keys at every step.
-
+    # The hash is cached, since graphs serve as keys at every step.
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        kinds = tuple([node.plates for node in self.nodes])
-        return hash((self.names, kinds, tuple(self.parent_bits), self._cost_names, tuple(self.cost_bits)))
+        plates = tuple([node.plates for node in self.nodes])
+        return hash((self.names, plates, tuple(self.parent_bits), self._cost_names, tuple(self.cost_bits)))
 
     def __getstate__(self) -> dict[str, object]:
         # String hashes differ between processes, so cached values are not pickled.
         return {"nodes": self.nodes, "costs": self.costs}
 
-    # Sets of nodes are the bits of an int.
+    # Below, sets of nodes and of costs are bits of an int, by their positions.
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -165,10 +164,6 @@ class StochasticComputationGraph:
         # All sets of names share one tuple, so that an identity test recognises them.
         sets = [*(node.parents for node in self.nodes), *(cost.parents for cost in self.costs)]
         return next((s.of for s in sets if isinstance(s, Names) and s.of == own), own)
-
-    @cached_property
-    def _cost_names(self) -> tuple[str, ...]:
-        return tuple(cost.name for cost in self.costs)
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -182,17 +177,17 @@ class StochasticComputationGraph:
 
     @cached_property
     def parent_bits(self) -> list[int]:
-        """For each stochastic node, its direct parents, as bits."""
+        """The direct parents of each stochastic node."""
         return [self.bits_of(node.parents) for node in self.nodes]
 
     @cached_property
     def cost_bits(self) -> list[int]:
-        """For each cost, the nodes that it reads, as bits."""
+        """The nodes that each cost reads."""
         return [self.bits_of(cost.parents) for cost in self.costs]
 
     @cached_property
     def ancestor_bits(self) -> list[int]:
-        """For each stochastic node, its ancestors, as bits."""
+        """The ancestors of each stochastic node."""
         ancestors: list[int] = []
         for bits in self.parent_bits:
             ancestors.append(closure(ancestors, bits))
@@ -200,22 +195,22 @@ class StochasticComputationGraph:
 
     @cached_property
     def descendant_bits(self) -> list[int]:
-        """For each stochastic node, the nodes that depend on it, directly or not, as bits."""
+        """The nodes that depend on each stochastic node, directly or not."""
         return transposed(self.ancestor_bits, len(self.nodes))
 
     @cached_property
     def child_bits(self) -> list[int]:
-        """For each stochastic node, the nodes that read it directly, as bits."""
+        """The nodes that read each stochastic node directly."""
         return transposed(self.parent_bits, len(self.nodes))
 
     @cached_property
     def cost_child_bits(self) -> list[int]:
-        """For each stochastic node, the costs that read it directly, as bits."""
+        """The costs that read each stochastic node directly."""
         return transposed(self.cost_bits, len(self.nodes))
 
     @cached_property
     def downstream_bits(self) -> list[int]:
-        """For each stochastic node, in program order, the costs downstream of it, as bits."""
+        """The costs downstream of each stochastic node."""
         upstream = [closure(self.ancestor_bits, bits) for bits in self.cost_bits]
         return transposed(upstream, len(self.nodes))
 
@@ -231,9 +226,7 @@ class StochasticComputationGraph:
 
     def parents(self, name: str) -> Sequence[str]:
         """Direct parents of a stochastic node or a cost, in program order."""
-        if name in self.index:
-            return self.node_names(self.parent_bits[self.index[name]])
-        return self.node_names(self.bits_of(self.cost(name).parents))
+        return self.node_names(self._parent_bits_of(name))
 
     def children(self, name: str) -> Sequence[str]:
         """Stochastic nodes that read ``name`` directly."""
@@ -241,10 +234,10 @@ class StochasticComputationGraph:
 
     def ancestors(self, name: str) -> frozenset[str]:
         """Transitive parents of a stochastic node or a cost."""
-        if name in self.index:
-            return frozenset(self.node_names(self.ancestor_bits[self.index[name]]))
-        own = self.bits_of(self.cost(name).parents)
-        return frozenset(self.node_names(closure(self.ancestor_bits, own)))
+        return frozenset(self.node_names(closure(self.ancestor_bits, self._parent_bits_of(name))))
+
+    def _parent_bits_of(self, name: str) -> int:
+        return self.parent_bits[self.index[name]] if name in self.index else self.cost_set_bits([name])
 
     def descendants(self, name: str) -> frozenset[str]:
         """Stochastic nodes that depend on ``name``, directly or not."""
@@ -266,6 +259,10 @@ class StochasticComputationGraph:
         return named(self._cost_names, bits)
 
     @cached_property
+    def _cost_names(self) -> tuple[str, ...]:
+        return tuple(self.cost_index)
+
+    @cached_property
     def _single_costs(self) -> list[tuple[str]]:
         # A network may have a Q-node for every pair of a site and a cost. These share one tuple per cost.
         return [(cost.name,) for cost in self.costs]
@@ -277,13 +274,6 @@ class StochasticComputationGraph:
 
     def frontier(self, names: Iterable[str], costs: Iterable[str]) -> frozenset[str]:
         """The part of ``names`` from which one of ``costs`` is reachable through nodes outside ``names``.
-
-        Args:
-            names: Stochastic nodes, the set ``V``.
-            costs: Costs. Several costs count as one cost that reads the union of their parents.
-
-        Returns:
-            The frontier, a subset of ``names``.
 
         References:
             | Backprop-Q (Xu et al., 2018), Theorem 1
@@ -311,19 +301,11 @@ class StochasticComputationGraph:
     def scope(self, name: str, costs: Iterable[str], form: Form = "ancestor") -> frozenset[str]:
         r"""The variables that the Q-function of ``name`` for ``costs`` must see.
 
-            Sc_X = Fr(An_X + X)          (ancestor form)
-            Sc_X = Fr(all sampled so far)  (history form)
-
-        Args:
-            name: A stochastic node.
-            costs: The costs whose sum the Q-function predicts.
-            form: ``"ancestor"``, the paper's, or ``"history"``.
-
-        Returns:
-            The scope. It contains ``name`` itself if one of the costs depends on ``name``.
+        Sc_X = Fr(An_X + X)            (``form="ancestor"``, the paper's)
+        Sc_X = Fr(all sampled so far)  (``form="history"``)
         """
-        position, reached = self._position(name), self.cost_set_bits(costs)
-        return frozenset(self.node_names(self.frontier_bits(self.known_bits(position, form), reached)))
+        known = self.known_bits(self._position(name), form)
+        return frozenset(self.node_names(self.frontier_bits(known, self.cost_set_bits(costs))))
 
     def known_bits(self, position: int, form: Form) -> int:
         """The nodes that the Q-function at ``position`` conditions on: An_X + X, or all sampled so far."""
@@ -342,10 +324,7 @@ class StochasticComputationGraph:
         """The stochastic nodes called ``names``, as bits."""
         if isinstance(names, Names) and self._is_own(names):
             return names.bits
-        bits = 0
-        for name in names:
-            bits |= 1 << self._position(name)
-        return bits
+        return sum(1 << position for position in set(map(self._position, names)))
 
     def node_names(self, bits: int) -> Sequence[str]:
         """Names of the stochastic nodes whose positions are the bits of ``bits``."""
@@ -358,25 +337,17 @@ class StochasticComputationGraph:
         return sum(1 << self.cost_index[name] for name in set(names))
 
     def __repr__(self) -> str:
-        rows = [("site", "parents", "plates")]
-        rows += [(n.name, ", ".join(n.parents), _plates(n.plates)) for n in self.nodes]
-        rows += [(f"[{c.name}]", ", ".join(c.parents), _plates(c.plates)) for c in self.costs]
-        widths = [max(len(row[k]) for row in rows) for k in range(3)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join(line.rstrip() for line in lines)
+        rows = [["site", "parents", "plates"]]
+        everything: tuple[StochasticNode | CostNode, ...] = (*self.nodes, *self.costs)
+        for node in everything:
+            name = f"[{node.name}]" if isinstance(node, CostNode) else node.name
+            rows.append([name, ", ".join(node.parents), ", ".join(f"{p.name}:{p.dim}" for p in node.plates)])
+        return table(rows)
 
 
-def _check_parents(
-    kind: str, name: str, unknown: list[str], known: set[str], used: frozenset[str] | set[str] = frozenset()
-) -> None:
-    if name in known or name in used:
-        raise GraphError(f"{kind} {name!r} occurs twice; give every node a name of its own.")
-    if unknown:
-        raise GraphError(
-            f"{kind} {name!r} has the parents {unknown}, which do not come before it; "
-            "list stochastic nodes in the order in which they are sampled."
-        )
-
-
-def _plates(plates: tuple[Plate, ...]) -> str:
-    return ", ".join(f"{p.name}:{p.dim}" for p in plates)
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Rows of cells as text, with aligned columns."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -5,12 +5,11 @@ rule, the *siblings*. The baseline of ``Y`` is the part of that prediction that 
 
     A_Y = γ Q_Y(y) - avg_X [ Q_X(x) - γ Σ_S Q_S(s) ]
 
-The paper's four cases are instances. A single parent gives ``Q_Y - Q_X``. Two parents give minus their average. A
-sibling of another cost gives ``Q_Y1 - (Q_X - Q_Y2)``. The fourth case has parents and siblings (our reading, the
-picture is lost). Siblings stand in other summands of a rule. A child that is averaged with ``Y`` has the same costs and
-is no sibling. A baseline must not depend on ``y``. So a sibling is dropped if it reads ``Y`` or a descendant of ``Y``,
-or if ``Y`` descends from it. Rows of a plate that the parent is outside of are siblings of each other. Rows of a plate
-that only the parent is in are parents: their predictions are averaged.
+The paper's four cases are instances: a single parent, ``Q_Y - Q_X``; two parents, minus their average; a sibling of
+another cost, ``Q_Y1 - (Q_X - Q_Y2)``; parents and siblings (our reading, the picture is lost). Siblings stand in other
+summands of a rule; a child that is averaged with ``Y`` has the same costs and is none. A baseline must not depend on
+``y``. So a sibling is dropped if it reads ``Y`` or a descendant of ``Y``, or if ``Y`` descends from it. Rows of a plate
+that the parent is outside of are siblings. Rows of a plate that only the parent is in are parents.
 
 An advantage replaces a Q-function in a gradient estimator that is biased by the critics' errors. The baseline adds no
 further bias.
@@ -63,10 +62,8 @@ def advantages(
         Q-function.
 
     Raises:
-        PlateError: If a site lies in plates that its reader is outside of. The rows would be siblings of each other.
         OptionError: If ``gamma`` is not 1 and the network was not built for it, or has edges that pass levels by.
-        PlateError: If a site lies in plates that its reader is outside of, and its rows are not independent: a cost
-            downstream of it reads several of them.
+        PlateError: If a site lies in plates that its reader is outside of, and a cost downstream reads several rows.
 
     References:
         | Backprop-Q (Xu et al., 2018), Appendix, Cases for Advantage Functions
@@ -101,7 +98,7 @@ def _baseline(
     gamma: float,
 ) -> Tensor:
     """The readers' prediction of a site: a weighted mean over the readers of each of its Q-nodes."""
-    plates, own = _plates(network), network.graph.node(site).plates
+    plates, own, costs = _plates(network), network.graph.node(site).plates, network.graph.cost_index
     names = {node.name for node in network.q_nodes(site)}
     # The return of a reader that nobody learned contains what came of the site's own value.
     readers = [node for node in network.nodes if node.name in q and names & set(network.children(node.name))]
@@ -112,7 +109,9 @@ def _baseline(
         prediction = q[reader.name].detach()
         for average in reader.rule:
             mine = names & set(average.children)
-            siblings = [c for c in average.children if _is_known(network, c, q) and is_independent(network, site, c)]
+            # A child that is learned and not in q knows no more than the return of this run.
+            known = [c for c in average.children if c in costs or c in q or not network.q_node(c).is_learned]
+            siblings = [c for c in known if is_independent(network, site, c)]
             if mine:
                 # The other rows of a plate that the reader is outside of.
                 rows = [sum_to_plates(ahead[child], own, outer) - ahead[child] for child in mine]
@@ -125,16 +124,10 @@ def _baseline(
     return total
 
 
-def _is_known(network: BackpropQNetwork, child: str, q: Mapping[str, Tensor]) -> bool:
-    """Whether a child's Q-function is more than the return of this run."""
-    return child in network.graph.cost_index or child in q or not network.q_node(child).is_learned
-
-
 def _plates(network: BackpropQNetwork) -> dict[str, tuple[Plate, ...]]:
     """Plates of each cost and Q-node."""
-    graph = network.graph
-    plates = {cost.name: cost.plates for cost in graph.costs}
-    return plates | {node.name: graph.node(node.site).plates for node in network.nodes}
+    plates = {cost.name: cost.plates for cost in network.graph.costs}
+    return plates | {node.name: network.graph.node(node.site).plates for node in network.nodes}
 
 
 def _weights(network: BackpropQNetwork, names: list[str], readers: list[QNode]) -> list[float]:

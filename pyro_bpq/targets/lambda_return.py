@@ -15,10 +15,8 @@ A discount below 1 has one meaning, whatever is merged, reduced or exact:
 
     Q_X = E[ Σ_f γ^d(X, f) f | Sc_X ],   d(X, f): the number of edges on the longest way from X to the cost f
 
-So an edge ``X → Y`` on the way to ``f`` has the factor ``γ^(d(X, f) - d(Y, f))``. That is ``γ`` but for edges that pass
-levels by, as those to a cost around other sites (a bypass) do. The paper removes such edges before it discounts. An
-immediate cost is one edge away, so it stands as ``γ I_Y``. Where edges pass levels by, the network has to be built with
-``discounted=True``.
+So an edge ``X → Y`` on the way to ``f`` has the factor ``γ^(d(X, f) - d(Y, f))``: ``γ``, but for edges that pass levels
+by (a bypass). The paper removes such edges. Where they stay, the network has to be built with ``discounted=True``.
 
 References:
     | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for λ-return Updates
@@ -27,14 +25,14 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode
+from pyro_bpq.graph.network import BackpropQNetwork, QNode
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.rollout.sums import Sums, subset_sums, weighted_sums
 
@@ -50,7 +48,7 @@ def lambda_return(
     r"""Mixes bootstrapped costs-to-go over all horizons, in one backward pass.
 
     Args:
-        network: The network. Its nodes are in backward order, children before the nodes whose rules read them.
+        network: The network, whose nodes are in backward order.
         q: Learned part of each Q-node at the sample, in nats. A missing node is not learned, and its return passes
             through.
         costs: Each cost of this run, in nats. Plate dimensions stand where their ``dim`` says. Plates that a node is
@@ -99,7 +97,12 @@ class Backups:
         own, total = self.network.graph.node(node.site).plates, self._zero
         for average in node.rule:
             children = [sum_to_plates(self.found[child], self._plates[child], own) for child in average.children]
-            total = total + discounted_sum(average, children, self.gamma) / len(children)
+            if average.levels:
+                children = [self.gamma**k * child for k, child in zip(average.levels, children, strict=True)]
+                part = sum(children[1:], children[0])
+            else:
+                part = self.gamma * sum(children[1:], children[0])
+            total = total + part / len(children)
         return total
 
     def put(self, node: QNode, target: Tensor, learned: Tensor | None, ahead: Tensor | None = None) -> None:
@@ -114,14 +117,6 @@ class Backups:
             return
         ahead = immediate + learned if ahead is None else ahead
         self.found[node.name] = ahead + self.lam * (target - learned)
-
-
-def discounted_sum(average: Average, children: Sequence[Tensor], gamma: float) -> Tensor:
-    """The sum over the children of a summand of a rule, each discounted by its levels."""
-    if average.levels:
-        children = [gamma**level * child for level, child in zip(average.levels, children, strict=True)]
-        return sum(children[1:], children[0])
-    return gamma * sum(children[1:], children[0])
 
 
 def check_discount(network: BackpropQNetwork, gamma: float) -> None:
@@ -150,12 +145,7 @@ def monte_carlo_return(network: BackpropQNetwork, costs: Mapping[str, Tensor], g
 
 
 def lambda_return_solve(
-    rule: Tensor,
-    roots: Tensor,
-    ahead: Tensor,
-    learned: Tensor,
-    lam: Tensor,
-    gamma: float,
+    rule: Tensor, roots: Tensor, ahead: Tensor, learned: Tensor, lam: Tensor, gamma: float
 ) -> Tensor:
     r"""The lambda-returns of Q-nodes with the same plates, by one triangular solve.
 
@@ -168,28 +158,17 @@ def lambda_return_solve(
         learned: ``q_Y(y)``, ``(Q, ...)``, zero for a node that is not learned.
         lam: Weight of the return, ``(Q,)``, 1 for a node that is not learned.
         gamma: Discount per edge.
-
-    Returns:
-        Returns ``(Q, ...)`` in nats.
     """
     shape = roots.shape
     flat = shape[0], -1
-    weight = lam.unsqueeze(1)
-    right = roots.reshape(flat) + gamma * rule @ (ahead.reshape(flat) - weight * learned.reshape(flat))
-    identity = torch.eye(shape[0], dtype=rule.dtype, device=rule.device)
-    system = identity - gamma * rule * lam
+    right = roots.reshape(flat) + gamma * rule @ (ahead.reshape(flat) - lam.unsqueeze(1) * learned.reshape(flat))
+    system = torch.eye(shape[0], dtype=rule.dtype, device=rule.device) - gamma * rule * lam
     return torch.linalg.solve_triangular(system, right, upper=True, unitriangular=True).reshape(shape)
-
-
-BLOCK = 256
-
-# Row, column, weight.
-Entries = list[tuple[int, int, float]]
 
 
 @dataclass(frozen=True)
 class RuleBlock:
-    """The rules of a block of consecutive Q-nodes in program order.
+    """The rules of consecutive Q-nodes in program order, whose positions are ``where``.
 
     Args:
         where: Positions of the Q-nodes of the block.
@@ -204,12 +183,10 @@ class RuleBlock:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of a network as matrices.
+    """The rules of a network as matrices: averages over Q-nodes, ``(Q, costs)`` averages over costs, immediate costs.
 
-    Args:
-        blocks: Averages over Q-nodes, in program order.
-        root: Averages over costs that are not immediate, ``(Q, costs)``, or ``None`` for none.
-        immediate: Immediate costs, ``(Q, costs)``, or ``None`` for none.
+    A rule reads a few children, but a triangular solve needs a square matrix. So the Q-nodes go in blocks, and memory
+    and time are linear in their number.
     """
 
     blocks: tuple[RuleBlock, ...]
@@ -217,60 +194,43 @@ class Rules:
     immediate: Sums | None
 
 
-def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor, block: int = BLOCK) -> Rules:
-    """Builds the rules of a network.
-
-    Args:
-        network: The network.
-        order: Position of each Q-node in program order.
-        like: Gives dtype and device.
-        block: Largest number of Q-nodes in a block.
-    """
+def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor, block: int = 256) -> Rules:
+    """The rules of a network whose Q-nodes have the positions ``order``, in blocks of at most ``block`` Q-nodes."""
     graph, size = network.graph, len(order)
-    starts = range(0, size, block)
-    within: list[Entries] = [[] for _ in starts]
-    beyond: list[Entries] = [[] for _ in starts]
-    roots: Entries = []
+    edges, roots = list[tuple[int, int, float]](), list[tuple[int, int, float]]()
     immediate = [0] * size
     for node in network.nodes:
         i = order[node.name]
-        k, row = divmod(i, block)
-        stop = min((k + 1) * block, size)
         immediate[i] = graph.cost_bits_of(node.immediate)
         for average in node.rule:
             weight = 1.0 / len(average.children)
             for child in average.children:
-                if child not in order:
-                    roots.append((i, graph.cost_index[child], weight))
-                elif order[child] < stop:
-                    within[k].append((row, order[child] - k * block, weight))
+                if child in order:
+                    edges.append((i, order[child], weight))
                 else:
-                    beyond[k].append((row, order[child] - stop, weight))
+                    roots.append((i, graph.cost_index[child], weight))
     blocks = []
-    for k, start in enumerate(starts):
+    for start in range(0, size, block):
         stop = min(start + block, size)
-        square = like.new_zeros(stop - start, stop - start)
-        for i, j, weight in within[k]:
-            square[i, j] += weight
-        rest = weighted_sums((stop - start, size - stop), beyond[k], like) if beyond[k] else None
-        blocks.append(RuleBlock(slice(start, stop), square, rest))
+        own = [edge for edge in edges if start <= edge[0] < stop]
+        within = like.new_zeros(stop - start, stop - start)
+        for i, j, weight in own:
+            if j < stop:
+                within[i - start, j - start] += weight
+        later = [(i - start, j - stop, weight) for i, j, weight in own if j >= stop]
+        beyond = weighted_sums((stop - start, size - stop), later, like) if later else None
+        blocks.append(RuleBlock(slice(start, stop), within, beyond))
     root = weighted_sums((size, len(graph.costs)), roots, like) if roots else None
     return Rules(tuple(blocks), root, subset_sums(immediate, range(len(graph.costs)), like))
 
 
 def solve_rules(rules: Rules, costs: Tensor, mean: Tensor, learned: Tensor, lam: Tensor, gamma: float) -> Tensor:
-    r"""Computes the lambda-returns of Q-nodes with the same plates.
+    r"""The lambda-returns ``(Q, ...)`` of Q-nodes with the same plates, in nats, block by block from the last one.
 
-    Args:
-        rules: The rules of the Q-nodes.
-        costs: Stacked costs, in nats.
-        mean: ``E_Y[Q_Y]`` of each node without its immediate costs, ``(Q, ...)``, in nats; zero if not learned.
-        learned: ``q_Y(y)``, ``(Q, ...)``, zero for a node that is not learned.
-        lam: Weight of the return, ``(Q,)``, 1 for a node that is not learned.
-        gamma: Discount per edge; not 1 only if no edge passes levels by.
+        G_k = solve(1 - γ R_kk diag(λ_k),  γ (roots_k + R_k,later T_later) + ...),     T = ahead + λ (G - learned)
 
-    Returns:
-        Returns ``(Q, ...)`` in nats.
+    ``mean`` is ``E_Y[Q_Y]`` of each node without its immediate costs, zero if not learned; for the others see
+    :func:`lambda_return_solve`. The discount is not 1 only if no edge passes levels by.
     """
     ahead = mean
     if rules.immediate is not None:
