@@ -106,15 +106,10 @@ def _upper_right(step: int, size: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Names(Sequence[str]):
-    """A subset of many names, in their order; compares, hashes and prints like the tuple of these names.
+    """A subset of many names, in their order; compares, hashes and prints like the tuple of these names."""
 
-    Args:
-        of: All names.
-        bits: The positions of the names in the subset.
-    """
-
-    of: tuple[str, ...]
-    bits: int
+    of: tuple[str, ...]  # all names
+    bits: int  # the positions of the names in the subset
 
     def __len__(self) -> int:
         return self.bits.bit_count()
@@ -145,15 +140,10 @@ def named(of: tuple[str, ...], bits: int) -> Sequence[str]:
 
 @dataclass(frozen=True, eq=False)
 class Reads(Mapping[str, frozenset[str]]):
-    """The set of sites that each cost reads, by name of the cost.
+    """The set of sites that each cost reads, by name of the cost."""
 
-    Args:
-        sites: Names of the sites that may be read.
-        bits: For each cost, the positions of the sites that it reads.
-    """
-
-    sites: tuple[str, ...]
-    bits: Mapping[str, int]
+    sites: tuple[str, ...]  # names of the sites that may be read
+    bits: Mapping[str, int]  # for each cost, the positions of the sites that it reads
 
     def __getitem__(self, cost: str) -> frozenset[str]:
         return frozenset(self.sites[i] for i in ones(self.bits[cost]))

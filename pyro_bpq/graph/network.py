@@ -38,36 +38,22 @@ Immediate = Literal["exact", "learned"] | frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """One summand of an update rule: the average over equivalent children.
+    """One summand of an update rule: the average over equivalent children."""
 
-    Args:
-        children: Names of Q-nodes, or of costs (the roots).
-        levels: By how many levels each child is discounted; empty if it is one for all of them.
-    """
-
-    children: tuple[str, ...]
-    levels: tuple[int, ...] = ()
+    children: tuple[str, ...]  # names of Q-nodes, or of costs (the roots)
+    levels: tuple[int, ...] = ()  # by how many levels each child is discounted; empty if it is one for all of them
 
 
 @dataclass(frozen=True, slots=True)
 class QNode:
-    """A Q-function at a stochastic node: ``Q = immediate (exact) + remote (learned)``.
+    """A Q-function at a stochastic node: ``Q = immediate (exact) + remote (learned)``."""
 
-    Args:
-        name: Unique name in the network: the site's name if the site has one Q-node, else site and sources.
-        site: Name of its stochastic node.
-        scope: Variables that the learned part sees, in program order; empty if nothing is learned.
-        sources: Costs whose expected sum the Q-function predicts.
-        immediate: The sources that are used exactly and never learned.
-        rule: The target of its learned part: a sum of averages over children.
-    """
-
-    name: str
-    site: str
-    scope: Sequence[str]
-    sources: Sequence[str]
-    immediate: Sequence[str]
-    rule: tuple[Average, ...]
+    name: str  # unique name in the network: the site's name if the site has one Q-node, else site and sources
+    site: str  # name of its stochastic node
+    scope: Sequence[str]  # variables that the learned part sees, in program order; empty if nothing is learned
+    sources: Sequence[str]  # costs whose expected sum the Q-function predicts
+    immediate: Sequence[str]  # the sources that are used exactly and never learned
+    rule: tuple[Average, ...]  # the target of its learned part: a sum of averages over children
 
     @property
     def is_learned(self) -> bool:

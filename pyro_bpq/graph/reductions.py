@@ -28,19 +28,14 @@ Blocks = dict[int, None]  # an ordered set: split() mostly gets a block, and fin
 
 @dataclass(frozen=True)
 class Reduced:
-    """The result of a reduction, as bits; lists have an entry per stochastic node, in program order.
+    """The result of a reduction, as bits; lists have an entry per stochastic node, in program order."""
 
-    Args:
-        edges: For each node, pairs: the kept children, and the costs that keep exactly these children. The root, a
-            cost itself, is child number ``len(graph.nodes)``. A pair with the root has one cost.
-        blocks: For each node, the sets of costs that share a Q-function.
-        immediate: For each node, the immediate costs that are used exactly.
-        levels: For each node and cost, the number of edges on the longest way; ``None`` if nothing is discounted.
-    """
-
+    # For each node, pairs: the kept children, and the costs that keep exactly these children. The root, a cost itself,
+    # is child number `len(graph.nodes)`. A pair with the root has one cost.
     edges: list[Edges]
-    blocks: list[Blocks]
-    immediate: list[int]
+    blocks: list[Blocks]  # for each node, the sets of costs that share a Q-function
+    immediate: list[int]  # for each node, the immediate costs that are used exactly
+    # For each node and cost, the number of edges on the longest way; `None` if nothing is discounted
     levels: Levels | None = None
 
 

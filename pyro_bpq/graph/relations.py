@@ -115,17 +115,12 @@ def after(i: int, sites: int) -> int:
 
 
 class Crossings(NamedTuple):
-    """For each site, in program order, the costs that are known given another past, as bits.
+    """For each site, in program order, the costs that are known given another past, as bits."""
 
-    Args:
-        own_law: The costs of the site and its descendants whose law reads only the past of the site.
-        own_value: The costs whose value lies in the past of the site, and whose law reads nothing of the past.
-        of_guide: The costs of the guide, as bits. Other costs are the model's.
-    """
-
-    own_law: tuple[int, ...]
+    own_law: tuple[int, ...]  # the costs of the site and its descendants whose law reads only the past of the site
+    # The costs whose value lies in the past of the site, and whose law reads nothing of the past
     own_value: tuple[int, ...]
-    of_guide: int
+    of_guide: int  # the costs of the guide, as bits. Other costs are the model's.
 
     @property
     def used(self) -> int:

@@ -24,40 +24,26 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 
 @dataclass(frozen=True)
 class ReplayChild:
-    """A child in the rule of a Q-node.
+    """A child in the rule of a Q-node."""
 
-    Args:
-        name: Name of the Q-node, or of the cost if the child is a root.
-        site: The child's stochastic node, which is drawn afresh; ``None`` for a root.
-        co_parents: The parents of that stochastic node without ``X``, ``B^k``.
-        reads: The sites that the child's Q-function and immediate costs read, without its own site and ``X``, ``A^k``.
-    """
-
-    name: str
-    site: str | None
-    co_parents: tuple[str, ...]
+    name: str  # name of the Q-node, or of the cost if the child is a root
+    site: str | None  # the child's stochastic node, which is drawn afresh; `None` for a root
+    co_parents: tuple[str, ...]  # the parents of that stochastic node without `X`, `B^k`
+    # The sites that the child's Q-function and immediate costs read, without its own site and `X`, `A^k`
     reads: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """The sites to store for a Q-node and the sites to draw, both in program order.
-
-    Args:
-        node: The Q-node.
-        scope: Its scope, ``X`` and ``A``: the sites to store if all others are redrawn.
-        children: The children in its rule.
-        redrawn: The sites that the target needs besides the scope. All their parents are in the scope or among them.
-        stale_stored: The sites that the paper's form stores.
-        stale_redrawn: The sites that the paper's form redraws: those of the children.
-    """
+    """The sites to store for a Q-node and the sites to draw, both in program order."""
 
     node: str
-    scope: tuple[str, ...]
+    scope: tuple[str, ...]  # its scope, `X` and `A`: the sites to store if all others are redrawn
     children: tuple[ReplayChild, ...]
+    # The sites that the target needs besides the scope. All their parents are in the scope or among them.
     redrawn: tuple[str, ...]
-    stale_stored: tuple[str, ...]
-    stale_redrawn: tuple[str, ...]
+    stale_stored: tuple[str, ...]  # the sites that the paper's form stores
+    stale_redrawn: tuple[str, ...]  # the sites that the paper's form redraws: those of the children
 
     @property
     def is_stale(self) -> bool:
@@ -122,14 +108,11 @@ class OffPolicyPlan:
     drew them. If the children in a rule depend only on sites known at ``X``, a lambda-return of expected backups has
     the Q-functions of the *current* guide as its fixed point at any ``λ``, without probability ratios. The other
     critics bootstrap: sites that are not known at ``X`` are redrawn, and critics replace the costs.
-
-    Args:
-        held: Q-nodes whose lambda-return is correct if all sites have their stored values.
-        redrawn: Other Q-nodes whose one-step target is correct if all sites that are not known at their site are
-            redrawn. Q-nodes in neither set learn from new rollouts only.
     """
 
-    held: frozenset[str]
+    held: frozenset[str]  # Q-nodes whose lambda-return is correct if all sites have their stored values
+    # Other Q-nodes whose one-step target is correct if all sites that are not known at their site are redrawn. Q-nodes
+    # in neither set learn from new rollouts only.
     redrawn: frozenset[str]
 
 

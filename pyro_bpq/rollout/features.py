@@ -227,20 +227,14 @@ def encode_real(value: Tensor) -> Tensor:
 
 
 class Standardised(NamedTuple):
-    """Centred powers of a value.
+    """Centred powers of a value."""
 
-    Args:
-        powers: ``e`` and ``e² - 1``, ``(..., D, 2)``, detached; zero where the variance is zero.
-        expected: Expectation of the same functions of ``x``, with their centre and scale held fixed. It is zero, and
-            it has a gradient in the distribution's parameters.
-        mean: Mean ``(..., D)``, detached.
-        spread: Standard deviation ``(..., D)``, detached; one where the standard deviation is zero.
-    """
-
-    powers: Tensor
+    powers: Tensor  # `e` and `e² - 1`, `(..., D, 2)`, detached; zero where the variance is zero
+    # Expectation of the same functions of `x`, with their centre and scale held fixed. It is zero, and it has a
+    # gradient in the distribution's parameters.
     expected: Tensor
-    mean: Tensor
-    spread: Tensor
+    mean: Tensor  # mean `(..., D)`, detached
+    spread: Tensor  # standard deviation `(..., D)`, detached; one where the standard deviation is zero
 
 
 def has_moments(fn: Any) -> bool:

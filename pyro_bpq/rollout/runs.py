@@ -24,52 +24,33 @@ from pyro_bpq.graph.scg import Plate
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """One latent site of the guide in one run.
-
-    Args:
-        fn: Distribution of the site.
-        value: Value of the site, of shape ``batch_shape + event_shape``.
-        score: ``log q`` if the score function is needed (neither scaled nor masked), else ``None``.
-        scale: Product of the scales that Pyro applies to the site (subsampling, ``poutine.scale``).
-        mask: Mask of the site, or ``None``.
-        prior: The model's distribution at the same site, or ``None``.
-        prior_scale: Scale of the model's site.
-        prior_mask: Mask of the model's site.
-        context: The user's features for the critic, ``infer={"bpq": {"context": ...}}``, or ``None``.
-        baseline: Returns the user's own prediction of the cost-to-go, with its gradient; or ``None``.
-        charged: Costs charged to single components, ``batch_shape + (D,)``, in nats, detached; or ``None``.
-        leaf: The value as an autograd leaf of the costs of the run; or ``None``.
-    """
+    """One latent site of the guide in one run."""
 
     fn: Any
-    value: Tensor
-    score: Tensor | None
-    scale: float | Tensor = 1.0
+    value: Tensor  # value of the site, of shape `batch_shape + event_shape`
+    score: Tensor | None  # `log q` if the score function is needed (neither scaled nor masked), else `None`
+    scale: float | Tensor = 1.0  # product of the scales that Pyro applies to the site (subsampling, `poutine.scale`)
     mask: Tensor | bool | None = None
-    prior: Any = None
-    prior_scale: float | Tensor = 1.0
-    prior_mask: Tensor | bool | None = None
+    prior: Any = None  # the model's distribution at the same site, or `None`
+    prior_scale: float | Tensor = 1.0  # scale of the model's site
+    prior_mask: Tensor | bool | None = None  # mask of the model's site
+    # The user's features for the critic, `infer={"bpq": {"context": ...}}`, or `None`
     context: Tensor | None = None
+    # Returns the user's own prediction of the cost-to-go, with its gradient; or `None`
     baseline: Callable[[], Tensor] | None = None
+    # Costs charged to single components, `batch_shape + (D,)`, in nats, detached; or `None`
     charged: Tensor | None = None
-    leaf: Tensor | None = None
+    leaf: Tensor | None = None  # the value as an autograd leaf of the costs of the run; or `None`
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of guide and model.
+    """One run of guide and model."""
 
-    Args:
-        sites: The latent sites of the guide, by name.
-        costs: Every cost in nats, scaled and masked, in its batch shape, with its gradient.
-        differentiable: Sum of all costs through which pathwise gradients flow, a scalar.
-        loss: The loss of the run (minus its ELBO), a scalar without gradient.
-    """
-
-    sites: Mapping[str, SiteRecord]
-    costs: Mapping[str, Tensor]
-    differentiable: Tensor
-    loss: Tensor
+    sites: Mapping[str, SiteRecord]  # the latent sites of the guide, by name
+    costs: Mapping[str, Tensor]  # every cost in nats, scaled and masked, in its batch shape, with its gradient
+    differentiable: Tensor  # sum of all costs through which pathwise gradients flow, a scalar
+    loss: Tensor  # the loss of the run (minus its ELBO), a scalar without gradient
 
     def with_leaves(self, leaves: Mapping[str, Tensor]) -> Run:
         """Returns the run with autograd leaves of its costs; the values themselves carry no gradients."""
@@ -83,21 +64,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The runs of one step that share a graph.
+    """The runs of one step that share a graph."""
 
-    Args:
-        runs: One run per sequential particle, or a single vectorised one.
-        num_particles: Number of particles ``M`` in total.
-        plate_sizes: Size of each plate.
-        plate_ndim: Number of plate dimensions.
-        is_vectorized: Whether the one run holds all particles, left of the plate dimensions.
-    """
-
-    runs: tuple[Run, ...]
-    num_particles: int
+    runs: tuple[Run, ...]  # one run per sequential particle, or a single vectorised one
+    num_particles: int  # number of particles `M` in total
     plate_sizes: Mapping[Plate, int]
     plate_ndim: int
-    is_vectorized: bool = False
+    is_vectorized: bool = False  # whether the one run holds all particles, left of the plate dimensions
 
     def __post_init__(self) -> None:
         if self.is_vectorized:
@@ -203,20 +176,13 @@ def sum_to_plates(tensor: Tensor, source: Sequence[Plate], target: Sequence[Plat
 
 @dataclass(frozen=True)
 class Particles:
-    """Says how particles run: one after the other, in a plate of their own, or in a hidden dimension.
+    """Says how particles run: one after the other, in a plate of their own, or in a hidden dimension."""
 
-    Args:
-        number: Number of particles ``M``.
-        is_vectorized: Whether all particles run in one call, in an outermost plate that the programs see.
-        is_hidden: Whether all particles run in one call, in a dimension that the programs do not see.
-        nesting: Bound on the number of nested plates, including the plate of the particles.
-        sums: Whether they are no draws, but the values of all sites, one in each, over which the loss is summed.
-    """
-
-    number: int = 1
-    is_vectorized: bool = False
-    is_hidden: bool = False
-    nesting: float = float("inf")
+    number: int = 1  # number of particles `M`
+    is_vectorized: bool = False  # whether all particles run in one call, in an outermost plate that the programs see
+    is_hidden: bool = False  # whether all particles run in one call, in a dimension that the programs do not see
+    nesting: float = float("inf")  # bound on the number of nested plates, including the plate of the particles
+    # Whether they are no draws, but the values of all sites, one in each, over which the loss is summed
     sums: bool = False
 
     @property

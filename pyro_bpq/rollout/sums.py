@@ -32,29 +32,19 @@ RUNS = 64
 
 @dataclass(frozen=True)
 class Sums:
-    """A matrix ``(G, n)`` that sums stacked tensors.
+    """A matrix ``(G, n)`` that sums stacked tensors."""
 
-    Args:
-        shape: ``(G, n)``.
-        dense: The matrix, if it is small or full; else ``None``, and the other fields define the matrix.
-        columns: Indices of the columns that each row sums, row after row.
-        starts: Start of each row in ``columns``, and the end of the last row.
-        weights: Weight of each entry of ``columns``; ``None`` for ones.
-        runs: Number of runs, and number of rows in each run; ``None`` if the rows form no runs.
-        places: Position of each row of the matrix in the runs.
-        scale: Factor of each row of the matrix, or ``None``.
-        dtype: Type of the stacked tensors.
-    """
-
-    shape: tuple[int, int]
-    dtype: torch.dtype
+    shape: tuple[int, int]  # `(G, n)`
+    dtype: torch.dtype  # type of the stacked tensors
+    # The matrix, if it is small or full; else `None`, and the other fields define the matrix
     dense: Tensor | None = None
-    columns: Tensor | None = None
-    starts: Tensor | None = None
-    weights: Tensor | None = None
+    columns: Tensor | None = None  # indices of the columns that each row sums, row after row
+    starts: Tensor | None = None  # start of each row in `columns`, and the end of the last row
+    weights: Tensor | None = None  # weight of each entry of `columns`; `None` for ones
+    # Number of runs, and number of rows in each run; `None` if the rows form no runs
     runs: tuple[int, int] | None = None
-    places: Tensor | None = None
-    scale: Tensor | None = None
+    places: Tensor | None = None  # position of each row of the matrix in the runs
+    scale: Tensor | None = None  # factor of each row of the matrix, or `None`
 
     def __matmul__(self, stacked: Tensor) -> Tensor:
         """``(G, n) @ (n, ...)``."""

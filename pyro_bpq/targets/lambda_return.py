@@ -168,17 +168,11 @@ def lambda_return_solve(
 
 @dataclass(frozen=True)
 class RuleBlock:
-    """The rules of consecutive Q-nodes in program order, whose positions are ``where``.
+    """The rules of consecutive Q-nodes in program order, whose positions are ``where``."""
 
-    Args:
-        where: Positions of the Q-nodes of the block.
-        within: Weights of the block's Q-nodes in each rule, ``(b, b)``, strictly upper triangular.
-        beyond: Weights of the Q-nodes after the block in each rule, ``(b, Q - stop)``, or ``None`` for none.
-    """
-
-    where: slice
-    within: Tensor
-    beyond: Sums | None
+    where: slice  # positions of the Q-nodes of the block
+    within: Tensor  # weights of the block's Q-nodes in each rule, `(b, b)`, strictly upper triangular
+    beyond: Sums | None  # weights of the Q-nodes after the block in each rule, `(b, Q - stop)`, or `None` for none
 
 
 @dataclass(frozen=True)

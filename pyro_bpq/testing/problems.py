@@ -100,25 +100,16 @@ class FakeProgram:
 class Problem:
     r"""A site of ``D`` components of ``K`` values with a cost that is not a sum over components.
 
-        f(x) = 1.5 + 2 a·x + ½ x·B x + 0.7 tanh(1.5 c·x)
-
-    Args:
-        kind: ``"bernoulli"``, ``"one_hot"`` or ``"categorical"``.
-        size: Number of components ``D``; 1 for a scalar site (``is_scalar``).
-        cardinality: Number of values ``K``.
-        is_scalar: Whether the site has no event dimension for its components.
-        is_smooth: Whether the cost has a gradient in the value.
-        sites: Number of like-shaped sites ``G``; each has parameters of its own.
-        particles: Number of particles ``M``.
+    f(x) = 1.5 + 2 a·x + ½ x·B x + 0.7 tanh(1.5 c·x)
     """
 
-    kind: str = "bernoulli"
-    size: int = 3
-    cardinality: int = 2
-    is_scalar: bool = False
-    is_smooth: bool = True
-    sites: int = 2
-    particles: int = 2
+    kind: str = "bernoulli"  # `"bernoulli"`, `"one_hot"` or `"categorical"`
+    size: int = 3  # number of components `D`; 1 for a scalar site (`is_scalar`)
+    cardinality: int = 2  # number of values `K`
+    is_scalar: bool = False  # whether the site has no event dimension for its components
+    is_smooth: bool = True  # whether the cost has a gradient in the value
+    sites: int = 2  # number of like-shaped sites `G`; each has parameters of its own
+    particles: int = 2  # number of particles `M`
 
     @property
     def components(self) -> Components:

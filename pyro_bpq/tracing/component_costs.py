@@ -28,19 +28,14 @@ _MAX_FOLLOWED = 32
 
 @dataclass(frozen=True)
 class Pattern:
-    """The component of a site that each element of a cost reads.
+    """The component of a site that each element of a cost reads."""
 
-    Args:
-        shape: Shape of the elements: batch dimensions (size 1 where all rows are alike), then event dimensions.
-        event_ndim: Number of event dimensions.
-        components: The component that each element reads, flattened; ``NONE`` where an element reads none.
-        number: Number of components ``D`` of the site.
-    """
-
+    # Shape of the elements: batch dimensions (size 1 where all rows are alike), then event dimensions
     shape: tuple[int, ...]
-    event_ndim: int
+    event_ndim: int  # number of event dimensions
+    # The component that each element reads, flattened; `NONE` where an element reads none
     components: tuple[int, ...]
-    number: int
+    number: int  # number of components `D` of the site
 
     def fits(self, batch: torch.Size) -> bool:
         """Whether the pattern applies to a cost of this batch shape: if rows differ, their number must match."""

@@ -126,18 +126,12 @@ class BaselineOptions:
     the user's optimiser trains the baseline. The input of the network is detached. The prediction is detached where it
     corrects the score. The decaying average is one number per site, unlike in ``TraceGraph_ELBO``, so batches may
     differ in size.
-
-    Args:
-        network: ``nn_baseline``.
-        input: ``nn_baseline_input``.
-        value: ``baseline_value``.
-        decay: ``baseline_beta`` if ``use_decaying_avg_baseline``, else ``None``.
     """
 
-    network: Callable[[Any], Tensor] | None = None
-    input: Any = None
-    value: Tensor | None = None
-    decay: float | None = None
+    network: Callable[[Any], Tensor] | None = None  # `nn_baseline`
+    input: Any = None  # `nn_baseline_input`
+    value: Tensor | None = None  # `baseline_value`
+    decay: float | None = None  # `baseline_beta` if `use_decaying_avg_baseline`, else `None`
 
     def estimator(self) -> Estimator:
         """Returns the score-function estimator with this baseline."""

@@ -27,22 +27,14 @@ CALL = "bpq_cost"
 
 @dataclass(frozen=True)
 class CostOptions:
-    """The options of a cost statement, ``infer["bpq_cost"]``.
+    """The options of a cost statement, ``infer["bpq_cost"]``."""
 
-    Args:
-        exact: Whether the cost may be evaluated at values that were not sampled.
-        is_function: Whether a function was given. It is not called in runs that do not want the cost.
-        size: Number of elements of the value; 0 if the function was not called.
-        in_guide: Whether the statement is in the guide.
-        shape: Shape of the value, before plates expand it.
-    """
-
-    exact: bool = False
-    is_function: bool = False
+    exact: bool = False  # whether the cost may be evaluated at values that were not sampled
+    is_function: bool = False  # whether a function was given. It is not called in runs that do not want the cost.
     # Excluded from comparison: two runs of the same structure may differ in whether the function was called.
-    size: int = field(default=0, compare=False)
-    in_guide: bool = False
-    shape: tuple[int, ...] = field(default=(), compare=False)
+    size: int = field(default=0, compare=False)  # number of elements of the value; 0 if the function was not called
+    in_guide: bool = False  # whether the statement is in the guide
+    shape: tuple[int, ...] = field(default=(), compare=False)  # shape of the value, before plates expand it
 
 
 def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:

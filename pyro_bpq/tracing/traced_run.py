@@ -45,62 +45,43 @@ def cost_of_site(site: Any, is_guide: bool) -> str:
 
 @dataclass(frozen=True)
 class TracedRun:
-    """The record of one run of guide and model.
+    """The record of one run of guide and model."""
 
-    Args:
-        key: The part of the structure that is visible without tracking. Equal keys mean the same sites, plates,
-            kinds of distributions and options, in the same order.
-        run: The tensors of the run.
-        reads: Names of the latent sites that each cost reads, by name of the cost; ``None`` if not tracked.
-        crosses: Whether rows of a plate may have met: a value sampled in a plate left torch, or rows were seen to meet.
-        plate_sizes: Size of each vectorised plate.
-        infos: The :class:`SiteInfo` of each latent site.
-        options: Options of each latent site.
-        model_trace: The model's trace, for a replay.
-        guide_trace: The guide's trace.
-        subsamples: Indices that subsampled plates drew, by name of the plate.
-        rng: States of the global generator before and after the run of the model.
-        batch_ndim: Largest number of batch dimensions of any site.
-        untraced: Latent sites of the guide that Pyro leaves out of its traces. Their ``log q`` is not a cost.
-        escaped_sites: The sites whose values left torch.
-        enumerated: Sites that hold all their values at once.
-        elimination: How enumerated sites were summed out of the costs, see :mod:`pyro_bpq.reruns.elimination`.
-        user_costs: Options of each cost statement, by name of the cost.
-        only_costs: Whether only cost statements count.
-        patterns: By (site, cost), the component of the site that each element of the cost reads; tracked runs only.
-        handed: Costs of the model that read the guide's own values, not only replayed values; tracked runs only.
-        has_buffers: Whether the run may have called modules with buffers; ``True`` if the run was not tracked.
-        of_guide: Costs that are log-probabilities of the guide.
-        met: Costs in whose plates rows meet, with the names of these plates. Only some tracked runs look for them.
-        work: What the guide and the model computed; ``None`` if that was not counted.
-        maps: The linear maps that read leaves, if they were noted.
-    """
-
+    # The part of the structure that is visible without tracking. Equal keys mean the same sites, plates, kinds of
+    # distributions and options, in the same order.
     key: tuple[Any, ...]
     run: Run
+    # Names of the latent sites that each cost reads, by name of the cost; `None` if not tracked
     reads: Mapping[str, frozenset[str]] | None
+    # Whether rows of a plate may have met: a value sampled in a plate left torch, or rows were seen to meet
     crosses: bool
     plate_sizes: Mapping[Plate, int]
     infos: Mapping[str, SiteInfo]
     options: Mapping[str, SiteOptions]
     model_trace: Any
     guide_trace: Any
-    subsamples: Mapping[str, Any]
-    rng: tuple[Tensor, Tensor]
-    batch_ndim: int
+    subsamples: Mapping[str, Any]  # indices that subsampled plates drew, by name of the plate
+    rng: tuple[Tensor, Tensor]  # states of the global generator before and after the run of the model
+    batch_ndim: int  # largest number of batch dimensions of any site
+    # Latent sites of the guide that Pyro leaves out of its traces. Their `log q` is not a cost.
     untraced: frozenset[str] = frozenset()
-    escaped_sites: frozenset[str] = frozenset()
-    enumerated: frozenset[str] = frozenset()
-    elimination: Any = None
+    escaped_sites: frozenset[str] = frozenset()  # the sites whose values left torch
+    enumerated: frozenset[str] = frozenset()  # sites that hold all their values at once
+    elimination: Any = None  # how enumerated sites were summed out of the costs
+    # Options of each cost statement, by name of the cost
     user_costs: Mapping[str, CostOptions] = field(default_factory=dict)
-    only_costs: bool = False
+    only_costs: bool = False  # whether only cost statements count
+    # By (site, cost), the component of the site that each element of the cost reads; tracked runs only
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
+    # Costs of the model that read the guide's own values, not only replayed values; tracked runs only
     handed: frozenset[str] = frozenset()
+    # Whether the run may have called modules with buffers; `True` if the run was not tracked
     has_buffers: bool = True
+    # Costs in whose plates rows meet, with the names of these plates. Only some tracked runs look for them.
     met: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    of_guide: frozenset[str] = frozenset()
-    work: tuple[Work, Work] | None = None
-    maps: tuple[LinearRead, ...] = ()
+    of_guide: frozenset[str] = frozenset()  # costs that are log-probabilities of the guide
+    work: tuple[Work, Work] | None = None  # what the guide and the model computed; `None` if that was not counted
+    maps: tuple[LinearRead, ...] = ()  # the linear maps that read leaves, if they were noted
 
     @property
     def escaped(self) -> bool:

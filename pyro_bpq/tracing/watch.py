@@ -38,39 +38,23 @@ HANDED = "what the guide hands over"
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """How programs are run, and what is recorded of the run.
+    """How programs are run, and what is recorded of the run."""
 
-    Args:
-        choose: Returns the estimator of a site.
-        max_plate_nesting: Bound on the number of nested plates, for Pyro's shape checks.
-        num_particles: Number of particles in all runs of the step.
-        attach: Returns the estimator in a site's ``infer``, if that estimator attaches a gradient to the site's value.
-        track: Whether to track which values depend on which sites.
-        noise: Makes the generator that such estimators draw from.
-        only_costs: Whether only cost statements count; the guide is then the whole program.
-        step: Number of steps taken, for estimators with a schedule.
-        components: Whether to also track which components of a site a cost reads.
-        sloped: Sites whose values become autograd leaves of the costs.
-        maps: Whether to note the linear maps that read these leaves.
-        rows: Whether to look for rows of a plate that meet.
-        counts: Whether to count what guide and model compute.
-        warns: Whether to warn of likely mistakes; values that nobody drew may be impossible.
-    """
-
-    choose: Callable[[SiteInfo, SiteOptions], Estimator]
-    max_plate_nesting: float = math.inf
-    num_particles: int = 1
+    choose: Callable[[SiteInfo, SiteOptions], Estimator]  # returns the estimator of a site
+    max_plate_nesting: float = math.inf  # bound on the number of nested plates, for Pyro's shape checks
+    num_particles: int = 1  # number of particles in all runs of the step
+    # Returns the estimator in a site's `infer`, if that estimator attaches a gradient to the site's value
     attach: Callable[[Mapping[str, Any]], Any] | None = None
-    track: bool = False
-    noise: Callable[[], torch.Generator] = torch.Generator
-    only_costs: bool = False
-    step: int = 0
-    components: bool = False
-    sloped: frozenset[str] = frozenset()
-    maps: bool = False
-    rows: bool = False
-    counts: bool = False
-    warns: bool = True
+    track: bool = False  # whether to track which values depend on which sites
+    noise: Callable[[], torch.Generator] = torch.Generator  # makes the generator that such estimators draw from
+    only_costs: bool = False  # whether only cost statements count; the guide is then the whole program
+    step: int = 0  # number of steps taken, for estimators with a schedule
+    components: bool = False  # whether to also track which components of a site a cost reads
+    sloped: frozenset[str] = frozenset()  # sites whose values become autograd leaves of the costs
+    maps: bool = False  # whether to note the linear maps that read these leaves
+    rows: bool = False  # whether to look for rows of a plate that meet
+    counts: bool = False  # whether to count what guide and model compute
+    warns: bool = True  # whether to warn of likely mistakes; values that nobody drew may be impossible
 
 
 class Watch(Messenger):

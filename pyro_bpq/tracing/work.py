@@ -19,36 +19,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Weights:
-    """Seconds that things take: ratios matter, see ``benchmarks/weights.py``.
+    """Seconds that things take: ratios matter, see ``benchmarks/weights.py``."""
 
-    Args:
-        operator: A call of an operator, with Python's share in a Pyro program.
-        flop: A floating-point operation of a matrix product or of attention.
-        convolved: One of a convolution.
-        byte: A byte of a result.
-    """
-
-    operator: float = 6.7e-6
-    flop: float = 1.6e-11
-    convolved: float = 2.2e-11
-    byte: float = 6.5e-10
+    operator: float = 6.7e-6  # A call of an operator, with Python's share in a Pyro program
+    flop: float = 1.6e-11  # A floating-point operation of a matrix product or of attention
+    convolved: float = 2.2e-11  # one of a convolution
+    byte: float = 6.5e-10  # A byte of a result
 
 
 @dataclass(frozen=True)
 class Work:
-    """The cost of a computation.
+    """The cost of a computation."""
 
-    Args:
-        operators: Number of calls of operators.
-        flops: Floating-point operations of matrix products and attention; two for each multiplication and addition.
-        convolved: The same of convolutions, with channels in full blocks of 16, as CPUs compute them.
-        bytes: Bytes of the results of operators; a random draw counts for as many as are written in its time.
-    """
-
-    operators: int = 0
+    operators: int = 0  # number of calls of operators
+    # Floating-point operations of matrix products and attention; two for each multiplication and addition
     flops: int = 0
-    convolved: int = 0
-    bytes: int = 0
+    convolved: int = 0  # the same of convolutions, with channels in full blocks of 16, as CPUs compute them
+    bytes: int = 0  # bytes of the results of operators; a random draw counts for as many as are written in its time
 
     def __add__(self, other: Work) -> Work:
         return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
