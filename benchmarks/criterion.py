@@ -62,7 +62,7 @@ class Gradients:
         """Counts the work of a step."""
         with WorkMode() as mode:
             self.draw(args, False)
-        self.counted.append(mode.counter.total.seconds() + STEP)
+        self.counted.append(mode.total.seconds() + STEP)
 
 
 def look(found: dict[str, Gradients], seconds: dict[str, float], draws: random.Random) -> str:

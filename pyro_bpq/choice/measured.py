@@ -261,7 +261,7 @@ class MeasuredChoice:
         if mode is None:
             self._spent += self._seconds(name)
         else:
-            seconds = mode.counter.total.seconds() + STEP
+            seconds = mode.total.seconds() + STEP
             self._spent += _COUNTING * seconds
             if candidate != self.chosen:
                 # What the present choice takes, its learning included, is counted in steps of training.

@@ -259,7 +259,7 @@ class TraceBackpropQ_ELBO(Objective):
             loss = super().loss_and_grads(model, guide, *args, **kwargs)
         if not self.choice.candidates:
             self.choice.begin(self._rules.facts(has_ranks=self.trainer.ranks is not None))
-        work = None if mode is None else mode.counter.total
+        work = None if mode is None else mode.total
         found = self.choice.look(StillTrial(self), work, model, guide, args, kwargs, self.num_steps)
         if found is not None:
             self._rules.apply(found)

@@ -64,11 +64,9 @@ class _Choice:
     def advance(self) -> bool:
         """Moves on to the next possible index; returns False when there is none."""
         index = next(self._rest, None)
-        if index is None:
-            return False
-        self.index = index
-        self._is_possible = True
-        return True
+        if index is not None:
+            self.index, self._is_possible = index, True
+        return index is not None
 
     @property
     def probability(self) -> float:
@@ -95,17 +93,9 @@ class ChoiceMessenger(Messenger):
         # Index of the particle and number of particles, within a run whose particles are hidden.
         self._hidden: tuple[Tensor, int] | None = None
 
-    def __repr__(self) -> str:
-        return f"ChoiceMessenger(num_outcomes={self.num_outcomes}, {len(self._path)} choices)"
-
     def begin(self) -> None:
         """Goes back to the start of the path."""
-        self._position = 0
-        self.score = []
-
-    def reset(self) -> None:
-        """Forgets the path."""
-        self._path.clear()
+        self._position, self.score = 0, []
 
     def settle(self) -> bool:
         """Closes a run; returns whether it is possible, else cuts the path after the impossible choice."""
@@ -114,11 +104,6 @@ class ChoiceMessenger(Messenger):
                 del self._path[depth:]
                 return False
         return True
-
-    def check_repeated(self) -> None:
-        """Raises unless the run has met all choices of its path."""
-        if self._position < len(self._path):
-            self._raise_changed("nothing")
 
     def advance(self) -> bool:
         """Moves on to the next path; returns False when all have been taken."""
@@ -209,11 +194,13 @@ class ChoiceMessenger(Messenger):
         core = _unwrap(fn)
         if isinstance(core, dist.Delta):
             return None  # one outcome
-        if isinstance(core, TwoPoint) and core.has_rsample:
-            return self._transported(name, core)
-        support = _support(name, core)
         # The shape of a distribution that was built under provenance tracking is a bare tuple.
-        num_values, shape = support.shape[0], torch.Size(core.batch_shape)
+        shape = torch.Size(core.batch_shape)
+        if isinstance(core, TwoPoint) and core.has_rsample:
+            even = torch.full((2, shape.numel()), -math.log(2.0), dtype=torch.float64)
+            return core.transport(2 * self._indices(name, 2, shape, lambda: even).to(core.loc) - 1)
+        support = _support(name, core)
+        num_values = support.shape[0]
         index = self._indices(name, num_values, shape, lambda: _log_probs(core, support))
         rows = support.reshape((num_values, *core.event_shape))
         value = rows[index.to(rows.device)]
@@ -231,12 +218,6 @@ class ChoiceMessenger(Messenger):
         size = number * shape.numel()
         index = self.choose(name, num_values, size, lambda: _of_all(log_probs(), number))
         return torch.tensor(index, dtype=torch.long).reshape(number, *shape)[particle]
-
-    def _transported(self, name: str, core: TwoPoint) -> Tensor:
-        shape = torch.Size(core.batch_shape)
-        even = torch.full((2, shape.numel()), -math.log(2.0), dtype=torch.float64)
-        noise = self._indices(name, 2, shape, lambda: even).to(core.loc)
-        return core.transport(2 * noise - 1)
 
 
 def _unwrap(fn: Any) -> Any:
@@ -354,21 +335,17 @@ def walk(
         result = _run_settled(choices, step, noise, may_draw=count == 0)
         if choices.settle():
             count, total = count + 1, total + choices.probability
-            _check_count(count, choices.num_outcomes)
+            if count > choices.num_outcomes:
+                raise OptionError(
+                    f"More than num_outcomes={choices.num_outcomes} joint outcomes. Use a smaller program, fewer "
+                    "particles or a larger num_outcomes."
+                )
             yield choices.probability, result[0]
         is_last = not choices.advance()
     if abs(total - 1) > _MAX_MISSING_PROBABILITY:
         raise UnsupportedProgramError(
             f"The probabilities of all outcomes sum to {total}, not to 1: some distribution changed after "
             "it was drawn from, or is not normalised. Do not write in place into its parameters."
-        )
-
-
-def _check_count(count: int, limit: int) -> None:
-    if count > limit:
-        raise OptionError(
-            f"More than num_outcomes={limit} joint outcomes. Use a smaller program, fewer particles or a "
-            "larger num_outcomes."
         )
 
 
@@ -379,13 +356,14 @@ def _run_settled(
     try:
         result, has_drawn = _run(choices, step, noise)
         if has_drawn and may_draw:  # e.g. Pyro's guess of max_plate_nesting draws once per object
-            choices.reset()
+            choices._path.clear()
             result, has_drawn = _run(choices, step, noise)
     except Exception:
         if choices.settle():
             raise
         return ()  # the first value of a new choice may be impossible, and the program may fail at it
-    choices.check_repeated()
+    if choices._position < len(choices._path):
+        choices._raise_changed("nothing")
     if has_drawn:
         raise UnsupportedProgramError(
             "The step drew from torch's global generator behind the choices, so its expectation cannot be "

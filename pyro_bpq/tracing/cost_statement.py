@@ -21,9 +21,6 @@ from torch.distributions import constraints
 
 from pyro_bpq.errors import OptionError
 
-# Type of the message that calls a cost's function.
-CALL = "bpq_cost"
-
 
 @dataclass(frozen=True)
 class CostOptions:
@@ -31,7 +28,7 @@ class CostOptions:
 
     exact: bool = False  # whether the cost may be evaluated at values that were not sampled
     is_function: bool = False  # whether a function was given. It is not called in runs that do not want the cost.
-    # Excluded from comparison: two runs of the same structure may differ in whether the function was called.
+    # Two runs of the same structure may differ in whether the function was called.
     size: int = field(default=0, compare=False)  # number of elements of the value; 0 if the function was not called
     in_guide: bool = False  # whether the statement is in the guide
     shape: tuple[int, ...] = field(default=(), compare=False)  # shape of the value, before plates expand it
@@ -100,7 +97,7 @@ class Given:
     value: Tensor
 
 
-@effectful(type=CALL)
+@effectful(type="bpq_cost")
 def _call(site: str, exact: bool, function: Callable[..., Any], *args: Any) -> Any:
     # The clone has its own memory: notes about the result must not apply to a tensor or an array of the program.
     return _tensor(site, exact, function(*args), args).clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -54,30 +54,34 @@ _NOT_SAMPLED = re.compile("site (.*) must be sampled in trace")
 
 
 @contextlib.contextmanager
-def explain_runs(watch: Watch, tracker: DependencyTracker | None, inputs: Mapping[int | str, Any]) -> Iterator[None]:
-    """Raises errors of a run of guide and model again, with the name of the site and what to write."""
+def _explained(errors: tuple[type[Exception], ...], find: Callable[[Exception], BPQError | None]) -> Iterator[None]:
+    """Raises, in place of one of ``errors``, what ``find`` makes of it, if it makes anything of it."""
     try:
         yield
     except BPQError:
         raise
-    except _EXPLAINED as error:
-        found = _of_run(error, watch, tracker, inputs)
+    except errors as error:
+        found = find(error)
         if found is None:
             raise
         raise found from error
 
 
-@contextlib.contextmanager
-def explain_scores(model_trace: Any, guide_trace: Any) -> Iterator[None]:
+def explain_runs(
+    watch: Watch, tracker: DependencyTracker | None, inputs: Mapping[int | str, Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Raises errors of a run of guide and model again, with the name of the site and what to write."""
+    return _explained(_EXPLAINED, lambda error: _of_run(error, watch, tracker, inputs))
+
+
+def explain_scores(model_trace: Any, guide_trace: Any) -> contextlib.AbstractContextManager[None]:
     """Raises errors of log-probabilities and shape checks again, with what guide and model have at the site."""
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        found: BPQError | None = plate_error_of_traces(error, model_trace, guide_trace)
-        found = found or _support_error(error, statements(model_trace), statements(guide_trace))
-        if found is None:
-            raise
-        raise found from error
+
+    def find(error: Exception) -> BPQError | None:
+        found = plate_error_of_traces(error, model_trace, guide_trace)
+        return found or _support_error(error, statements(model_trace), statements(guide_trace))
+
+    return _explained((ValueError, RuntimeError), find)
 
 
 def _of_run(
@@ -101,9 +105,9 @@ def _of_run(
         return found
     if _NUMBERS.search(text):
         return _number_error(error, text, watch, inputs)
-    arrays = [_argument(key) for key, value in inputs.items() if type(value).__module__ == "numpy"]
+    arrays = [key for key, value in inputs.items() if type(value).__module__ == "numpy"]
     if arrays and "numpy" in text.lower():
-        line = f"{arrays[0]} of the programs is a NumPy array: hand over torch.as_tensor(...) of it."
+        line = f"Argument {arrays[0]!r} of the programs is a NumPy array: hand over torch.as_tensor(...) of it."
         return UnsupportedProgramError(told(error, line))
     if not particle_advice(plates):
         return None
@@ -131,10 +135,6 @@ def _one_value_error(error: Exception, number: int, tracker: DependencyTracker) 
     return UnsupportedProgramError(left_torch(sites, number, text)) if sites and read.numel() == number else None
 
 
-def _argument(key: int | str) -> str:
-    return f"Argument {key!r}"
-
-
 def _number_error(
     error: Exception, text: str, watch: Watch, inputs: Mapping[int | str, Any]
 ) -> UnsupportedSiteError | None:
@@ -152,7 +152,7 @@ def _number_error(
     for key, value in inputs.items():
         if number_missing(value):
             line = (
-                f"{_argument(key)} of the programs has NaN in {number_missing(value)} of {value.numel()} elements, and "
+                f"Argument {key!r} of the programs has NaN in {number_missing(value)} of {value.numel()} elements, and "
                 f"the {watch.where} computes with them. Leave these out: let the guide read x.nan_to_num(), and "
                 "observe under pyro.poutine.mask(mask=~x.isnan())."
             )

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 from typing import Any
 
+import torch
 from pyro.poutine.runtime import effectful
+from torch import Tensor, nn
 
 
 class BufferedModules:
@@ -23,7 +18,7 @@ class BufferedModules:
         self._thread = threading.get_ident()
         self._own: dict[nn.Module, dict[str, Tensor | None]] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Any:
         self._hook = nn.modules.module.register_module_forward_pre_hook(self._note)
         return self
 
@@ -54,7 +49,6 @@ class UngraphedBuffers(BufferedModules):
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        # After a run whose sampled values have no gradients, the buffers have none either.
         self._detach()
 
 
@@ -72,30 +66,36 @@ class LentBuffers(BufferedModules):
         own = self._own[module]
         module._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in own.items()})
 
-    def _pairs(self) -> list[tuple[Tensor | None, Tensor | None]]:
-        pairs = [(buffer, module._buffers[name]) for module, own in self._own.items() for name, buffer in own.items()]
-        return [pair for pair in pairs if pair[0] is not None]
+    def _pairs(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Each buffer that was lent, and what has become of its copy."""
+        lent = [(own, module._buffers.get(name)) for module, all_ in self._own.items() for name, own in all_.items()]
+        return [(own, copy) for own, copy in lent if own is not None]
 
     @property
     def originals(self) -> list[Tensor]:
         """The buffers that were lent."""
-        return [buffer for own in self._own.values() for buffer in own.values() if buffer is not None]
+        return [own for own, _ in self._pairs()]
 
     @property
     def fit(self) -> bool:
         """Whether all buffers have the same shapes as before the run."""
-        return all(own is not None and lent is not None and own.shape == lent.shape for own, lent in self._pairs())
+        return all(copy is not None and own.shape == copy.shape for own, copy in self._pairs())
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copies the values that the run wrote into the original buffers."""
-        for own, lent in self._pairs():
-            if own is not None and lent is not None:
-                own.copy_(lent)
+        for own, copy in self._pairs():
+            if copy is not None:
+                own.copy_(copy)
 
 
 class Sandbox:
-    """Undoes the effects of an extra run on global generators and on module buffers (batch statistics)."""
+    """Undoes the effects of an extra run on global generators and on module buffers (batch statistics).
+
+    ``start`` is the initial state of the CPU's generator, or a seed for all devices. ``before`` and ``after`` are the
+    states of the generators, CPU first, at the start and the end of the run. Watching for buffers takes a hook on all
+    modules, which makes ``torch.compile`` recompile: say ``has_buffers=False`` where there are none.
+    """
 
     def __init__(self, start: Tensor | int, has_buffers: bool = True) -> None:
         self.before: list[Tensor] = []
@@ -130,12 +130,8 @@ class Sandbox:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
 
 
-# Types of the messages that announce a mark, and a return to it, to handlers that draw in place of the generator.
-MARK, REWIND = "bpq_mark", "bpq_rewind"
-
-
 class Draws:
-    """Marks the current state of the global generator of the CPU."""
+    """Marks the state of the CPU's global generator, so that a step can run again with the same draws."""
 
     def __init__(self) -> None:
         self._state, self._mark = torch.get_rng_state(), _mark()
@@ -146,11 +142,14 @@ class Draws:
         _rewind(self._mark)
 
 
-@effectful(type=MARK)
+# These messages tell handlers that draw in place of the generator of a mark, and of a return to it.
+
+
+@effectful(type="bpq_mark")
 def _mark() -> Any:
     return None
 
 
-@effectful(type=REWIND)
+@effectful(type="bpq_rewind")
 def _rewind(mark: Any) -> Any:
     return None

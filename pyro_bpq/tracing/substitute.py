@@ -17,13 +17,15 @@ from pyro_bpq.rollout.features import Components, finite_components
 
 
 class Substitute(Messenger):
-    """Sets the values of named latent sites; all other sites are drawn as usual."""
+    """Sets the values of named latent sites; all other sites are drawn as usual.
+
+    Values of ``relaxed`` sites may lie between those of their support: ``log q`` and ``log p`` of a one-hot site are
+    then linear in the value, where torch rounds to the nearest vertex. Sites in ``means`` take the mean of their
+    distribution in the guide, with its gradient, if they have one (Bernoulli, one-hot, reparameterised).
+    """
 
     def __init__(
-        self,
-        values: Mapping[str, Any],
-        relaxed: frozenset[str] = frozenset(),
-        means: frozenset[str] = frozenset(),
+        self, values: Mapping[str, Any], relaxed: frozenset[str] = frozenset(), means: frozenset[str] = frozenset()
     ) -> None:
         super().__init__()
         self.values, self.relaxed, self.means = values, relaxed, means
@@ -34,8 +36,7 @@ class Substitute(Messenger):
         if msg["is_observed"]:
             return
         if name in self.values:
-            msg["value"] = self.values[name]
-            msg["done"] = True
+            msg["value"], msg["done"] = self.values[name], True
             if name in self.relaxed:
                 msg["fn"] = _linear(msg["fn"])
         elif name in self.means:
@@ -44,8 +45,7 @@ class Substitute(Messenger):
             value = _mean(msg["fn"]) if value is None else value
             if value is not None:
                 self._taken[name] = msg["value"] = value
-                msg["done"] = True
-                msg["fn"] = _linear(msg["fn"])
+                msg["fn"], msg["done"] = _linear(msg["fn"]), True
 
 
 def _mean(fn: Any) -> Tensor | None:
@@ -62,8 +62,7 @@ def _mean(fn: Any) -> Tensor | None:
 
 def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
     """Log-probability at a value that may lie between support values, as in :class:`Substitute`."""
-    found: Tensor = _unchecked(_linear(fn)).log_prob(value)
-    return found
+    return _unchecked(_linear(fn)).log_prob(value)
 
 
 def _unchecked(fn: Any) -> Any:

@@ -93,7 +93,7 @@ def trace_run(model: Program, guide: Program, args: Args, kwargs: Kwargs, option
         handed=handed,
         has_buffers=modules is None or bool(modules),
         maps=() if maps is None else tuple(maps.found),
-        work=None if work is None else (watch.guide_work, work.counter.total - watch.guide_work),
+        work=None if work is None else (watch.guide_work, work.total - watch.guide_work),
     )
     return _only_costs(traced) if options.only_costs else traced
 

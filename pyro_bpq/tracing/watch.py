@@ -263,7 +263,7 @@ def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: An
         watch.is_guide = False
         watch.model_start = torch.get_rng_state()
         if watch.work is not None:
-            watch.guide_work = watch.work.counter.total
+            watch.guide_work = watch.work.total
 
 
 def _has_rsample(msg: Any) -> bool:

@@ -56,30 +56,6 @@ class Work:
         return sum(a * b for a, b in zip(astuple(self), astuple(weights), strict=True))
 
 
-class WorkCounter:
-    """Adds up the cost of operators."""
-
-    def __init__(self) -> None:
-        self._operators = self._flops = self._convolved = self._bytes = 0
-
-    @property
-    def total(self) -> Work:
-        """The cost so far."""
-        return Work(self._operators, self._flops, self._convolved, self._bytes)
-
-    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        """Counts a call of an operator."""
-        self._operators += 1
-        formula, is_view, drawn = _rule(func)
-        if formula is not None:
-            found = formula(*args, **kwargs, out_val=result)
-            self._flops, self._convolved = self._flops + found[0], self._convolved + found[1]
-        if not is_view:
-            self._bytes += _size(result)
-        if drawn:
-            self._bytes += drawn * _size(args[0])
-
-
 class WorkMode(TorchDispatchMode):
     """Counts all operators that run inside ``with WorkMode() as mode:``, those of backward passes included."""
 
@@ -87,16 +63,29 @@ class WorkMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counter = WorkCounter()
+        self._operators = self._flops = self._convolved = self._bytes = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    @property
+    def total(self) -> Work:
+        """The cost so far."""
+        return Work(self._operators, self._flops, self._convolved, self._bytes)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.counter.add(func, args, kwargs, result)
+        self._operators += 1
+        formula, is_view, drawn = _rule(func)
+        if formula is not None:
+            flops, convolved = formula(*args, **kwargs, out_val=result)
+            self._flops, self._convolved = self._flops + flops, self._convolved + convolved
+        if not is_view:
+            self._bytes += _size(result)
+        if drawn:
+            self._bytes += drawn * _size(args[0])
         return result
 
 
@@ -124,28 +113,20 @@ def _rule(func: Any) -> tuple[Callable[..., tuple[int, int]] | None, bool, int]:
 
 def _of_convolution(value: Tensor, weight: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> tuple[int, int]:
     is_transposed = kwargs["transposed"] if "transposed" in kwargs else args[4]
-    pixels = prod((value if is_transposed else out_val).shape[2:])
-    first, second = (16 * -(-size // 16) for size in weight.shape[:2])
-    return 0, 2 * value.shape[0] * pixels * first * second * prod(weight.shape[2:])
+    return 0, _products(value, weight, value if is_transposed else out_val)
 
 
 def _of_convolution_backward(
     grad: Tensor, value: Tensor, weight: Tensor, *args: Any, out_val: Any, **kwargs: Any
 ) -> tuple[int, int]:
     is_transposed, wanted = args[4], kwargs["output_mask"] if "output_mask" in kwargs else args[7]
-    pixels = prod((value if is_transposed else grad).shape[2:])
+    return 0, sum(wanted[:2]) * _products(value, weight, value if is_transposed else grad)
+
+
+def _products(value: Tensor, weight: Tensor, image: Tensor) -> int:
+    """Operations of a convolution, with channels in full blocks of 16, as CPUs compute them."""
     first, second = (16 * -(-size // 16) for size in weight.shape[:2])
-    return 0, sum(wanted[:2]) * 2 * value.shape[0] * pixels * first * second * prod(weight.shape[2:])
-
-
-def _of_attention(query: Tensor, key: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> tuple[int, int]:
-    return 4 * query.numel() * key.shape[-2], 0
-
-
-def _of_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, *args: Any, out_val: Any, **kwargs: Any
-) -> tuple[int, int]:
-    return 10 * query.numel() * key.shape[-2], 0
+    return 2 * value.shape[0] * prod(image.shape[2:]) * first * second * prod(weight.shape[2:])
 
 
 def _of_recurrent(value: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> tuple[int, int]:
@@ -153,12 +134,13 @@ def _of_recurrent(value: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> tup
 
 
 # Operators that torch's table lacks, or for which a CPU needs another one.
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _OWN: Mapping[str, Callable[..., tuple[int, int]]] = MappingProxyType(
     {
         "convolution": _of_convolution,
         "convolution_backward": _of_convolution_backward,
-        "_scaled_dot_product_flash_attention_for_cpu": _of_attention,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": _of_attention_backward,
+        _ATTENTION: lambda query, key, *args, **kwargs: (4 * query.numel() * key.shape[-2], 0),
+        f"{_ATTENTION}_backward": lambda grad, query, key, *args, **kwargs: (10 * query.numel() * key.shape[-2], 0),
         "mkldnn_rnn_layer": _of_recurrent,
     }
 )

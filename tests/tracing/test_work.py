@@ -17,7 +17,7 @@ from pyro_bpq.tracing.work import Weights, Work, WorkMode
 def counted(function: Callable[[], object]) -> Work:
     with WorkMode() as mode:
         function()
-    return mode.counter.total
+    return mode.total
 
 
 def attention(query: Tensor) -> Tensor:
