@@ -48,12 +48,7 @@ class Ranks:
 
     @torch.no_grad()
     def mean(self, value: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-        """Returns the mean over the samples of all ranks, and the number of samples, a scalar.
-
-        Args:
-            value: Mean over the samples of this rank.
-            samples: Number of those samples.
-        """
+        """Returns the mean over the samples of all ranks, and their number, from the mean over those of this rank."""
         sent = torch.cat((value.detach().reshape(-1) * samples, value.new_full((1,), samples)))
         dist.all_reduce(sent, group=self.group)
         return (sent[:-1] / sent[-1]).reshape(value.shape), sent[-1]
@@ -74,9 +69,7 @@ class Ranks:
     def average_found(self, found: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the mean of each tensor over the ranks that have it.
 
-        Args:
-            found: Tensors of this rank.
-            known: Tensors of the same shapes for all names, known to all ranks in the same order.
+        ``known`` has tensors of the same shapes for all names, known to all ranks in the same order.
         """
         if not known:
             return {}
@@ -89,9 +82,7 @@ class Ranks:
     def agree(self, structure: Iterable[str], is_finite: Tensor) -> bool:
         """Whether all ranks have a finite loss; checks that structures match, so that later exchanges match.
 
-        Args:
-            structure: The step number, sites and critics that this rank is about to learn from, as text.
-            is_finite: Whether the loss of this rank is finite.
+        ``structure`` is the step number, sites and critics that this rank is about to learn from, as text.
 
         Raises:
             UnsupportedProgramError: If the structures differ, on all ranks.

@@ -58,23 +58,16 @@ class Components:
 
     def log_probs(self, parameters: Tensor) -> Tensor:
         """Log-probabilities of shape ``(..., D, K)`` from stacked :meth:`parameters`."""
-        if self.kind == "bernoulli":
-            flat = parameters.reshape(*parameters.shape[: parameters.dim() - self.event_ndim], self.size)
-            return -softplus(torch.stack((flat, -flat), -1))
         lead = parameters.shape[: parameters.dim() - self.event_ndim]
+        if self.kind == "bernoulli":
+            flat = parameters.reshape(*lead, self.size)
+            return -softplus(torch.stack((flat, -flat), -1))
         return parameters.reshape(*lead, self.size, self.cardinality)
 
     def linear(self, parameters: Tensor, least: float) -> tuple[Tensor, Tensor]:
-        """Writes the log-probability as ``slopes · encoded(value) + base``.
+        """Slopes ``(..., F)`` and base ``(...)`` of the log-probability ``slopes · encoded(value) + base``.
 
-        No log-probability of a component is below about ``least`` nats.
-
-        Args:
-            parameters: Stacked :meth:`parameters`.
-            least: A negative number.
-
-        Returns:
-            Slopes ``(..., F)`` and base ``(...)``.
+        No log-probability of a component is below about ``least`` nats, a negative number.
         """
         if self.kind == "bernoulli":
             lead = parameters.shape[: parameters.dim() - self.event_ndim]
@@ -113,15 +106,9 @@ class Components:
 
 @singledispatch
 def finite_components(fn: Any) -> Components | None:
-    """Splits a distribution into finite components, or returns ``None`` if it has none.
+    """Splits a distribution into finite components; ``None`` if the support is infinite or not known to factorise.
 
     Register a function for a distribution of your own with ``finite_components.register``.
-
-    Args:
-        fn: A distribution.
-
-    Returns:
-        The components; ``None`` if the support is infinite or not known to factorise.
     """
     return _by_support(fn)
 
@@ -250,18 +237,14 @@ def has_moments(fn: Any) -> bool:
 
 
 def standardise(value: Tensor, mean: Tensor, variance: Tensor) -> Standardised:
-    r"""Returns centred powers of a value, and their expectation with its gradient.
+    r"""Returns centred powers of a value ``(..., D)``, and their expectation with its gradient.
 
     For the frozen centre ``m`` and scale ``s`` (the current mean and standard deviation)
 
         E[(x - m) / s] = (μ - m) / s,   E[((x - m) / s)² - 1] = (σ² + (μ - m)²) / s² - 1.
 
-    Both are zero here. Their gradients are ``∇μ / s`` and ``∇σ² / s²``.
-
-    Args:
-        value: Values ``(..., D)``.
-        mean: Means of the values, with gradient.
-        variance: Variances of the values, with gradient.
+    Both are zero here, for every distribution with finite mean and variance. So they centre critics of values without
+    finite support. Their gradients are ``∇μ / s`` and ``∇σ² / s²``.
     """
     centre, square = mean.detach(), variance.detach()
     is_random = square > 0

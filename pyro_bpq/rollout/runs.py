@@ -74,19 +74,16 @@ class Rollout:
 
     def __post_init__(self) -> None:
         if self.is_vectorized:
+            ndim = self.plate_ndim + 1
             for name, cost in self.runs[0].costs.items():
-                self._check_particles(name, cost.shape)
-
-    def _check_particles(self, name: str, shape: torch.Size) -> None:
-        """Raises if a cost has dimensions left of the particle dimension: particles have then moved and mix."""
-        ndim = self.plate_ndim + 1
-        if any(size > 1 for size in shape[: max(0, len(shape) - ndim)]):
-            raise PlateError(
-                f"The cost {name!r} has the batch shape {tuple(shape)}. With vectorised particles it may have {ndim} "
-                f"dimensions, the leftmost for the {self.num_particles} particles. A value was probably given a "
-                "dimension on the right that is no plate, as by z.unsqueeze(-1); that moves particles to the left; "
-                "or max_plate_nesting is too small. Try the program with vectorize_particles=False."
-            )
+                if any(size > 1 for size in cost.shape[: max(0, cost.dim() - ndim)]):
+                    raise PlateError(
+                        f"The cost {name!r} has the batch shape {tuple(cost.shape)}. With vectorised particles it may "
+                        f"have {ndim} dimensions, the leftmost for the {self.num_particles} particles. A value was "
+                        "probably given a dimension on the right that is no plate, as by z.unsqueeze(-1); that moves "
+                        "particles to the left; or max_plate_nesting is too small. Try the program with "
+                        "vectorize_particles=False."
+                    )
 
     def _check_unplated(self, names: Sequence[str], shape: torch.Size, batch: tuple[int, ...]) -> None:
         """Raises if a non-plate dimension has as many elements as there are particles: a sum would mix them."""
@@ -114,16 +111,9 @@ class Rollout:
         plates: Sequence[Plate],
         event_ndim: int = 0,
     ) -> Tensor:
-        """Stacks one tensor of each named site or cost.
+        """Stacks one tensor of each named site or cost, ``(len(names), M, plate dims..., event...)``.
 
-        Args:
-            pick: Maps a run and a name to a tensor of shape ``batch_shape + event``.
-            names: Names of sites or costs with the same plates and event shape.
-            plates: Plates of these sites or costs.
-            event_ndim: Number of rightmost dimensions that are not plates.
-
-        Returns:
-            A tensor of shape ``(len(names), M, plate dims..., event...)``.
+        ``pick`` maps a run and a name to a tensor ``batch_shape + event``. All have the same plates and event shape.
         """
         batch = self.batch_shape(plates)
         if self.is_vectorized:
@@ -163,13 +153,7 @@ def _align(stacked: Tensor, batch: tuple[int, ...], event_ndim: int) -> Tensor:
 
 
 def sum_to_plates(tensor: Tensor, source: Sequence[Plate], target: Sequence[Plate]) -> Tensor:
-    """Sums over the plates in ``source`` that are not in ``target``, keeping the dimensions.
-
-    Args:
-        tensor: Shape ``(G, M, plate dims...)``.
-        source: Plates of the tensor.
-        target: Plates to keep; plates that the tensor lacks broadcast.
-    """
+    """Sums a tensor over its plates ``source`` that are not in ``target``, keeping the dimensions."""
     dims = [plate.dim for plate in source if plate not in target]
     return tensor.sum(dim=dims, keepdim=True) if dims else tensor
 

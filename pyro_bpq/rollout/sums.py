@@ -83,13 +83,10 @@ class Sums:
 def subset_sums(
     rows: Sequence[int], columns: Sequence[int], like: Tensor, scale: Sequence[float] | None = None
 ) -> Sums | None:
-    """Builds the matrix that sums stacked tensors over subsets.
+    """The matrix that sums stacked tensors over subsets; ``None`` if no subset contains any of ``columns``.
 
-    Args:
-        rows: The subsets, as bits.
-        columns: The bit of each stacked tensor.
-        like: Tensor that gives dtype and device.
-        scale: Factor of each sum.
+    ``rows`` are the subsets, as bits, ``columns`` the bit of each stacked tensor, ``scale`` a factor of each sum.
+    ``like`` gives dtype and device.
     """
     mask = sum(1 << column for column in columns)
     rows, shape = [row & mask for row in rows], (len(rows), len(columns))
@@ -111,13 +108,7 @@ def subset_sums(
 
 
 def weighted_sums(shape: tuple[int, int], entries: Iterable[tuple[int, int, float]], like: Tensor) -> Sums:
-    """Builds a matrix from entries ``(row, column, weight)``; entries at the same position add up.
-
-    Args:
-        shape: Shape of the matrix.
-        entries: The entries.
-        like: Tensor that gives dtype and device.
-    """
+    """The matrix with these entries ``(row, column, weight)``; entries at the same position add up."""
     rows: list[list[tuple[int, float]]] = [[] for _ in range(shape[0])]
     for i, j, weight in entries:
         rows[i].append((j, weight))

@@ -74,14 +74,7 @@ def lambda_return(
 
 
 class Backups:
-    """What each Q-node and cost says to the Q-nodes before it; filled backwards, children first.
-
-    Args:
-        network: The network.
-        costs: Each cost of this run, in nats.
-        lam: Weight of the return against the critic, in ``[0, 1]``.
-        gamma: Discount per level.
-    """
+    """What each Q-node and cost says to the Q-nodes before it, in nats; filled backwards, children first."""
 
     def __init__(
         self, network: BackpropQNetwork, costs: Mapping[str, Tensor], lam: float | Tensor, gamma: float

@@ -121,11 +121,7 @@ class ChoiceMessenger(Messenger):
     def choose(self, name: str, num_values: int, num_elements: int, log_probs: Callable[[], Tensor]) -> tuple[int, ...]:
         """Returns the index of every element at the next choice of the path.
 
-        Args:
-            name: Name of the site, for messages.
-            num_values: Size of the support of one element.
-            num_elements: Number of independent elements.
-            log_probs: Called when the choice is first met; returns shape ``(num_values, num_elements)``.
+        ``log_probs`` is called when the choice is first met, and returns shape ``(num_values, num_elements)``.
         """
         if self._position == len(self._path):
             self._check_size(name, num_values, num_elements)

@@ -24,14 +24,12 @@ class _RequireGuideSites(Messenger):
     """Raises at latent sites of the model that replay has not filled."""
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["is_observed"] or msg["value"] is not None or isinstance(msg["fn"], _Subsample):
-            return
-        if is_marked(msg):
-            return
-        raise SiteNotFoundError(
-            f"Site {msg['name']!r} is a latent of the model that the guide lacks. Add "
-            f"pyro.sample({msg['name']!r}, ...) to the guide, or observe it with obs=."
-        )
+        is_given = msg["is_observed"] or msg["value"] is not None or isinstance(msg["fn"], _Subsample)
+        if not is_given and not _is_marked(msg):
+            raise SiteNotFoundError(
+                f"Site {msg['name']!r} is a latent of the model that the guide lacks. Add "
+                f"pyro.sample({msg['name']!r}, ...) to the guide, or observe it with obs=."
+            )
 
 
 def _cost(model: Program | None, guide: Program, args: Any, kwargs: Any, num_outcomes: int, only_costs: bool) -> Tensor:
@@ -130,18 +128,16 @@ def exact_gradient(
 
         ∇ Σ_state q(state) · (log q(state) - log p(state)).
 
-    The log-probabilities are Pyro's, with scales and masks. The probability of a state is neither
-    scaled nor masked, because a masked site is drawn too. A :class:`TwoPoint` site contributes
-    the expectation over its noise, with a differentiable value. A subsampled plate contributes the expectation over
-    all subsets of its size, which are equally likely.
+    The log-probabilities are Pyro's, with scales and masks. The probability of a state has neither, because a masked
+    site is drawn too. A :class:`TwoPoint` site contributes the expectation over its noise, with a differentiable value,
+    a subsampled plate the expectation over all subsets of its size.
 
     Args:
         model: Model, run with the guide's values by ``poutine.replay``.
         guide: Guide whose latent sites have finite support; see :mod:`pyro_bpq.testing`.
         *args: Arguments of both.
-        parameters: Leaves to differentiate, by name. Default: all leaves that ``pyro.param`` and
-            ``pyro.module`` reach on any path, under the names of the param store and in unconstrained
-            form, and the parameters of model and guide if they are modules.
+        parameters: Leaves to differentiate, by name. Default: all leaves that ``pyro.param`` and ``pyro.module`` reach,
+            unconstrained and under the names of the param store, and the parameters of model and guide if modules.
         num_outcomes: Limit on the number of joint states.
         only_costs: Whether only cost statements count, as in ``ExpectedCost``.
         **kwargs: Keyword arguments of both; the names of the options above are taken.
@@ -170,7 +166,7 @@ def exact_gradient(
     }
 
 
-def is_marked(msg: Any) -> bool:
+def _is_marked(msg: Any) -> bool:
     """Whether a site of the model that the guide lacks is to be summed out."""
     return not msg["is_observed"] and msg["infer"].get("enumerate") is not None
 
@@ -187,7 +183,7 @@ class _MarkedChoices(ChoiceMessenger):
     def _pyro_sample(self, msg: Any) -> None:
         if isinstance(msg["fn"], _Subsample):
             msg["value"] = self.subsets.get(msg["name"], msg["value"])
-        elif is_marked(msg) and msg["name"] not in self.guide_trace:
+        elif _is_marked(msg) and msg["name"] not in self.guide_trace:
             self.names.add(msg["name"])
             super()._pyro_sample(msg)
 

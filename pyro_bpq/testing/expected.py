@@ -129,13 +129,12 @@ def expected_gradient(
 
         Σ_outcome P(outcome) · g(outcome).
 
-    An outcome is everything that the step draws: all particles jointly, one after another or in a plate,
-    and the subsets of subsampled plates. For each outcome the ELBO's own step runs once with its draws
-    replaced. One step runs before, to build everything that is built lazily. Distributions, scores
-    and pathwise gradients are the real ones. Two particles of a program with n states have n² outcomes.
+    An outcome is everything that the step draws: all particles jointly, and the subsets of subsampled plates. For each
+    outcome the ELBO's own step runs once with its draws replaced; one step runs before, to build what is built lazily.
+    Two particles of a program with n states have n² outcomes.
 
-    The ELBO runs in the mode that the caller has set. Use ``elbo.eval()``, so that critics and running
-    statistics are the same for every outcome.
+    The ELBO runs in the mode that the caller has set. Use ``elbo.eval()``, so that critics and running statistics are
+    the same for every outcome.
 
     Args:
         elbo: An ELBO with ``loss_and_grads``.
@@ -156,20 +155,11 @@ def expected_gradient(
         OptionError: If there are more than ``num_outcomes`` outcomes.
         UnsupportedSiteError: If a site has no finite support.
         UnsupportedProgramError: If the step draws outside of the sites and of ``noise``.
-        StructureChangedError: If the step is not deterministic given its draws, e.g. because an estimator draws noise
-            of its own, or if the step changes the ELBO.
+        StructureChangedError: If the step is not deterministic given its draws, or if it changes the ELBO.
     """
-    return expected_moments(
-        elbo,
-        model,
-        guide,
-        *args,
-        parameters=parameters,
-        num_outcomes=num_outcomes,
-        use_differentiable_loss=use_differentiable_loss,
-        noise=noise,
-        **kwargs,
-    ).mean
+    options: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes, "noise": noise}
+    options["use_differentiable_loss"] = use_differentiable_loss
+    return expected_moments(elbo, model, guide, *args, **options, **kwargs).mean
 
 
 def assert_unbiased(
@@ -195,14 +185,14 @@ def assert_unbiased(
         *args: Arguments of both.
         atol: Largest error of a component; the default is for float64.
         parameters: As in :func:`expected_gradient`.
-        num_outcomes: As in :func:`expected_gradient`.
-        use_differentiable_loss: As in :func:`expected_gradient`.
-        noise: As in :func:`expected_gradient`.
+        num_outcomes: As there.
+        use_differentiable_loss: As there.
+        noise: As there.
         **kwargs: Keyword arguments of both.
 
     Raises:
-        AssertionError: If the gradients of a parameter differ; the message shows both. Also if the exact
-            gradient is zero, because the comparison would then test nothing.
+        AssertionError: If the gradients of a parameter differ, or if the exact gradient is zero, so that the
+            comparison tests nothing.
     """
     limits: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes}
     exact = exact_gradient(model, guide, *args, **limits, **kwargs)
@@ -211,16 +201,8 @@ def assert_unbiased(
             f"The exact gradient is zero for all of {sorted(exact)}: this program tests nothing. Give its "
             "parameters asymmetric values."
         )
-    expected = expected_gradient(
-        elbo,
-        model,
-        guide,
-        *args,
-        **limits,
-        use_differentiable_loss=use_differentiable_loss,
-        noise=noise,
-        **kwargs,
-    )
+    limits.update(use_differentiable_loss=use_differentiable_loss, noise=noise)
+    expected = expected_gradient(elbo, model, guide, *args, **limits, **kwargs)
     report = _differences(exact, expected, atol)
     if report:
         raise AssertionError("\n".join([f"{type(elbo).__name__} is biased (atol={atol}):", *report]))

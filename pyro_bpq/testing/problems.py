@@ -151,20 +151,11 @@ class Problem:
         later: float = 0.0,
         index: Tensor | None = None,
     ) -> tuple[SiteContext, Tensor]:
-        """Draws values and makes the context of a call.
+        """Draws values and makes the context of a call, and the leaf ``(G, M, rows, D, K)`` of logits below it.
 
         Half of the cost counts as immediate, with an exact table. The critic's predictions and the correction are
-        meaningless numbers that do not depend on the values.
-
-        Args:
-            rows: Sizes of the plates; their rows are independent.
-            seed: Seed of the values and of all noise.
-            dtype: Precision.
-            later: Standard deviation of the noise that sites downstream add to a cost.
-            index: Values ``(G, M, rows, D)`` instead of draws.
-
-        Returns:
-            The context, and the leaf ``(G, M, rows, D, K)`` of logits that its gradient flows to.
+        meaningless numbers that do not depend on the values. Sites downstream add noise of standard deviation ``later``
+        to a cost. ``index`` gives values ``(G, M, rows, D)`` in place of draws.
         """
         generator = torch.Generator().manual_seed(seed)
         batch = (self.sites, self.particles, *rows)

@@ -98,14 +98,7 @@ class TabularProgram:
         return frozenset(node.name for node in graph.nodes[: graph.index[site] + 1])
 
     def exact_q(self, network: BackpropQNetwork) -> dict[str, Tensor]:
-        r"""The learned part of each Q-function, ``E[Σ_f f | known]`` over its remote costs, by its definition.
-
-        Args:
-            network: A network of this graph.
-
-        Returns:
-            Tables in nats, by name of the Q-node; Q-nodes without a learned part are missing.
-        """
+        r"""The learned part of each Q-function, ``E[Σ_f f | known]`` over its remote costs: tables in nats."""
         found = {}
         for node in network.learned:
             total = sum((self.costs[cost] for cost in node.remote), torch.zeros(()))
@@ -126,15 +119,7 @@ class TabularProgram:
         }
 
     def sample(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draws rollouts.
-
-        Args:
-            count: Number of rollouts.
-            generator: Source of the draws.
-
-        Returns:
-            Values of each node, ``(count,)`` of dtype long.
-        """
+        """Draws ``count`` rollouts: values of each node, ``(count,)`` of dtype long."""
         values: dict[str, Tensor] = {}
         for name, axis in self.graph.index.items():
             # The node's axis moves to the end; the axes of later nodes have size 1.

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_bpq.tracing.ledger import NO_STORAGE, Ledger, memory_of
+from pyro_bpq.tracing.ledger import NO_STORAGE, Ledger, OperatorMode, memory_of
 
 NONE, MANY = -1, -2
 """``NONE``: depends on no element of the source. ``MANY``: depends on several, or on an unknown one."""
@@ -36,24 +35,18 @@ class Unknown(Exception):
     """Nothing is known of the elements that a tensor depends on."""
 
 
-class ElementTracker(TorchDispatchMode):
+class ElementTracker(OperatorMode):
     """Follows elements of sources through the operators of a program, in an active ``DependencyTracker``.
 
     What is followed has a key: the name of a source for its elements, a tuple of plates for their rows.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._ledger = ledger
         # For each key: the bits of its sources and of those drawn from them.
         self._followed: dict[Hashable, int] = {}
         self._slots: dict[Hashable, dict[int, _Slots]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     @property
     def followed(self) -> tuple[str, ...]:

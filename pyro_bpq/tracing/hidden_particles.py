@@ -102,14 +102,8 @@ def trace_particles(
 ) -> list[TracedRun]:
     """Runs guide and model once for all particles, untracked, in a dimension that they do not see.
 
-    Args:
-        model: The model.
-        guide: The guide.
-        args: Arguments of both.
-        kwargs: Keyword arguments of both.
-        options: How the programs are run.
-        is_checked: Whether to check that the programs keep no tensor of the run.
-        has_buffers: Whether the programs may call modules with buffers. If the run fails, buffers stay as they were.
+    If ``is_checked``, the programs must keep no tensor of the run. If they may call modules with buffers and the run
+    fails, buffers stay as they were.
 
     Raises:
         RuntimeError: If the programs cannot run in a hidden dimension.

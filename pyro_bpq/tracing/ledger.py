@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 OWN = tuple(f"pyro_bpq.tracing.{name}" for name in ("ledger", "provenance", "elements", "work"))
 """The tracker's own modules. They look at memory only to follow it, and at operators only to count them."""
@@ -19,6 +20,19 @@ _LIBRARIES = ("torch.distributions.", "pyro.distributions.", "pyro.poutine.", "p
 NO_STORAGE = (NotImplementedError, RuntimeError)  # raised for sparse tensors and inside torch.func
 
 _storage = Tensor.untyped_storage
+
+
+class OperatorMode(TorchDispatchMode):
+    """Sees every operator that runs, below autograd and :mod:`torch.func`, higher-order ones included."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True wraps every operator call in two more Python frames
 
 
 class Entry(weakref.ref[torch.UntypedStorage]):

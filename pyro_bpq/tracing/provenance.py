@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pyro_bpq.tracing.ledger import NO_STORAGE, OWN, Ledger, memory_of
+from pyro_bpq.tracing.ledger import NO_STORAGE, OWN, Ledger, OperatorMode, memory_of
 
 _storage = Tensor.untyped_storage
 _LIFT = torch.ops.aten.lift_fresh.default  # seen for torch.from_numpy
@@ -168,19 +167,13 @@ def _plan(func: Any) -> _Plan:
     return _PLAIN if plan == _PLAIN else plan
 
 
-class _Operators(TorchDispatchMode):
-    """Follows sources through operators, below autograd and :mod:`torch.func`."""
-
-    supports_higher_order_operators = True
+class _Operators(OperatorMode):
+    """Follows sources through operators."""
 
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._ledger = ledger
         self._find = ledger.entries.get
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True wraps every operator call in two more Python frames
 
     def __torch_dispatch__(self, func: Any, types: Any, args: _Args = (), kwargs: Any = None) -> Any:
         mask, find, ledger = 0, self._find, self._ledger

@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyro_bpq.tracing.ledger import OperatorMode
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,12 @@ class Work:
         return sum(a * b for a, b in zip(astuple(self), astuple(weights), strict=True))
 
 
-class WorkMode(TorchDispatchMode):
+class WorkMode(OperatorMode):
     """Counts all operators that run inside ``with WorkMode() as mode:``, those of backward passes included."""
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._operators = self._flops = self._convolved = self._bytes = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     @property
     def total(self) -> Work:
