@@ -117,10 +117,7 @@ class OffPolicyPlan:
 
 
 def off_policy_plan(
-    network: BackpropQNetwork,
-    expected: Collection[str],
-    tabled: Mapping[str, Collection[str]],
-    stored: Collection[str],
+    network: BackpropQNetwork, expected: Collection[str], tabled: Mapping[str, Collection[str]], stored: Collection[str]
 ) -> OffPolicyPlan:
     """Plans the use of rollouts with stored costs.
 

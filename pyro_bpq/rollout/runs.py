@@ -105,11 +105,7 @@ class Rollout:
         return (self.num_particles, *shape)
 
     def stack(
-        self,
-        pick: Callable[[Run, str], Tensor],
-        names: Sequence[str],
-        plates: Sequence[Plate],
-        event_ndim: int = 0,
+        self, pick: Callable[[Run, str], Tensor], names: Sequence[str], plates: Sequence[Plate], event_ndim: int = 0
     ) -> Tensor:
         """Stacks one tensor of each named site or cost, ``(len(names), M, plate dims..., event...)``.
 

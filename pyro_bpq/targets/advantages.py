@@ -91,11 +91,7 @@ def advantages(
 
 
 def _baseline(
-    network: BackpropQNetwork,
-    site: str,
-    q: Mapping[str, Tensor],
-    ahead: Mapping[str, Tensor],
-    gamma: float,
+    network: BackpropQNetwork, site: str, q: Mapping[str, Tensor], ahead: Mapping[str, Tensor], gamma: float
 ) -> Tensor:
     """The readers' prediction of a site: a weighted mean over the readers of each of its Q-nodes."""
     plates, own, costs = _plates(network), network.graph.node(site).plates, network.graph.cost_index

@@ -17,12 +17,10 @@ from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.step.signal_table import SIGNALS
 
-_NAMES = MappingProxyType(
-    {"bernoulli": "Bernoulli", "one_hot": "OneHotCategorical", "categorical": "Categorical"},
-)
+_NAMES = MappingProxyType({"bernoulli": "Bernoulli", "one_hot": "OneHotCategorical", "categorical": "Categorical"})
 # Signals that a problem has, or that none of its estimators gets.
 _STAND_INS = frozenset(
-    {"program", "hindsight", "advantage", "q_value", "q_slope", "moved_value", "baseline", "crossed"},
+    {"program", "hindsight", "advantage", "q_value", "q_slope", "moved_value", "baseline", "crossed"}
 )
 
 

@@ -43,10 +43,7 @@ class TabularProgram:
 
     @classmethod
     def random(
-        cls,
-        graph: StochasticComputationGraph,
-        generator: torch.Generator,
-        sizes: tuple[int, ...] = (2, 3),
+        cls, graph: StochasticComputationGraph, generator: torch.Generator, sizes: tuple[int, ...] = (2, 3)
     ) -> TabularProgram:
         """Random tables: conditionals bounded away from zero, costs standard normal.
 
