@@ -268,11 +268,13 @@ class _Assembly:
         scope = graph.frontier_bits(graph.known_bits(i, self.form), reads)
         if scope not in self.scopes:
             self.scopes[scope] = graph.node_names(scope)
-        name = site if len(self.reduced.blocks[i]) == 1 else f"{site}^{_abbreviated(sources)}"
+        # The sources of a site's Q-nodes are disjoint, so the first ones identify a Q-node.
+        shown = sources if len(sources) <= 3 else (*sources[:2], f"+{len(sources) - 2}")
+        name = site if len(self.reduced.blocks[i]) == 1 else f"{site}^{','.join(shown)}"
         low = _low(block)
         self.names[i][low] = name
         # The scope of a parent is computed from the variables that the total of this Q-node reads.
-        self.known[i][low] = scope | _reads_of(graph, immediate)
+        self.known[i][low] = scope | union(graph.cost_bits, immediate)
         averages = tuple([average for _, average in sorted(rule, key=lambda pair: pair[0])])
         return QNode(name, site, self.scopes[scope], sources, graph.cost_names(immediate), averages)
 
@@ -296,7 +298,7 @@ class _Assembly:
         """The variables, as bits, that a child's Q-functions of ``costs`` read."""
         j = _low(children)
         if j == len(self.graph.nodes):
-            return _reads_of(self.graph, costs)
+            return union(self.graph.cost_bits, costs)
         bits = 0
         for _, part in split(costs, self.reduced.blocks[j]):
             bits |= self.known[j][_low(part)]
@@ -325,16 +327,6 @@ def check_discounted(reduction: str, discounted: bool) -> None:
 
 def _low(bits: int) -> int:
     return (bits & -bits).bit_length() - 1
-
-
-def _reads_of(graph: StochasticComputationGraph, costs: int) -> int:
-    return union(graph.cost_bits, costs)
-
-
-def _abbreviated(sources: Sequence[str]) -> str:
-    # The sources of a site's Q-nodes are disjoint, so the first ones identify a Q-node.
-    shown = sources if len(sources) <= 3 else (*sources[:2], f"+{len(sources) - 2}")
-    return ",".join(shown)
 
 
 def _check_option(option: str, value: str, allowed: Sequence[str]) -> None:

@@ -147,9 +147,8 @@ class ChoiceMessenger(Messenger):
         expected = self._path[self._position]
         raise StructureChangedError(
             f"Under the same choices the program met {found} where it had met site {expected.name!r} with "
-            f"{expected.shape[1]} elements of {expected.shape[0]} values. It must be deterministic given "
-            "what it draws through pyro.sample: make it free of counters, caches and noise of its own, and "
-            "call elbo.eval() first."
+            f"{expected.shape[1]} elements of {expected.shape[0]} values. It must be deterministic given what it draws "
+            "through pyro.sample: make it free of counters, caches and noise of its own, and call elbo.eval() first."
         )
 
     def _pyro_bpq_mark(self, msg: Any) -> None:
@@ -234,9 +233,8 @@ def _support(name: str, core: Any) -> Tensor:
             cause = error
     raise UnsupportedSiteError(
         f"Site {name!r} ({type(core).__name__}) with batch shape {tuple(core.batch_shape)} and event shape "
-        f"{tuple(core.event_shape)} has no finite support that can be enumerated. In the program under "
-        "test, use a discrete distribution, or pyro_bpq.testing.TwoPoint(loc, scale) in place of a "
-        "reparameterised one."
+        f"{tuple(core.event_shape)} has no finite support that can be enumerated. In the program under test, use a "
+        "discrete distribution, or pyro_bpq.testing.TwoPoint(loc, scale) in place of a reparameterised one."
     ) from cause
 
 

@@ -12,7 +12,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo
+from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.testing.problems import Problem, with_statistics
 
@@ -187,18 +187,13 @@ def _check_sites_apart(estimator: Estimator, problem: Problem) -> None:
     """Changes values and costs of the second site; checks that the gradient of the first stays the same."""
     gradients = []
     for seed in (0, 1):
-        context, leaf = problem.context((6,))
-        other, _ = problem.context((6,), seed=seed)
-        index, cost = (torch.stack([a[0], b[1]]) for a, b in zip(_sample(context), _sample(other), strict=True))
+        contexts = [problem.context((6,), seed=each)[0] for each in (0, seed)]
+        index = torch.stack([torch.as_tensor(context.index)[i] for i, context in enumerate(contexts)])
         context, leaf = problem.context((6,), index=index)
+        cost = torch.stack([context.cost[i] for i, context in enumerate(contexts)])
         context = with_statistics(estimator, replace(context, cost=cost))
         (gradient,) = torch.autograd.grad(estimator.at(0)(context).surrogate.sum(), leaf)
         gradients.append(gradient)
     first, second = gradients
     same = torch.allclose(first[0], second[0], rtol=1e-9, atol=1e-12)
     assert same, f"{estimator!r}: the cost of one site enters the gradient of another. {problem}"
-
-
-def _sample(context: SiteContext) -> tuple[Tensor, Tensor]:
-    assert context.index is not None
-    return context.index, context.cost

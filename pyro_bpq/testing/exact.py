@@ -15,9 +15,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import SiteNotFoundError, UnsupportedProgramError
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
-from pyro_bpq.testing.parameters import ParameterCollector
-
-Program = Callable[..., Any]
+from pyro_bpq.testing.parameters import ParameterCollector, Program
 
 
 class _RequireGuideSites(Messenger):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,7 @@ from torch import Tensor
 from pyro_bpq.errors import StructureChangedError
 from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.exact import exact_gradient
-from pyro_bpq.testing.parameters import GradientReader
-
-Program = Callable[..., Any]
+from pyro_bpq.testing.parameters import GradientReader, Program
 
 # Number of outcomes that are run twice, to detect noise that is not enumerated.
 _NUM_REPEATED = 8
@@ -58,15 +56,6 @@ def _check_state(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
             )
 
 
-def _check_repeats(first: dict[int, Tensor], again: dict[int, Tensor]) -> None:
-    if all(torch.allclose(g, again[key], rtol=1e-6, atol=1e-12, equal_nan=True) for key, g in first.items()):
-        return
-    raise StructureChangedError(
-        "The step draws noise of its own: with the same values its gradient differs from one call to the next. "
-        "Hand over the noise as noise=ChoiceNoise(...), or compare sample_gradients(...) with z_scores(...)."
-    )
-
-
 def expected_moments(
     elbo: Any,
     model: Program,
@@ -108,7 +97,12 @@ def expected_moments(
                 mean[key] = mean.get(key, 0.0) + probability * g
                 square[key] = square.get(key, 0.0) + probability * g**2
         for old, (_, new) in zip(first, iter_outcomes(step, num_outcomes=num_outcomes, noise=noise), strict=False):
-            _check_repeats(old, new)
+            if not all(torch.allclose(g, new[key], rtol=1e-6, atol=1e-12, equal_nan=True) for key, g in old.items()):
+                raise StructureChangedError(
+                    "The step draws noise of its own: with the same values its gradient differs from one call to the "
+                    "next. Hand over the noise as noise=ChoiceNoise(...), or compare sample_gradients(...) with "
+                    "z_scores(...)."
+                )
     _check_state(before, _state(elbo))
     variance = {key: (square[key] - mean[key] ** 2).clamp(min=0.0) for key in mean}
     return Moments(reader.named(mean), reader.named(variance))
@@ -224,8 +218,8 @@ def _differences(exact: dict[str, Tensor], expected: dict[str, Tensor], atol: fl
 
 def sample_gradients(
     elbo: Any,
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
+    model: Program,
+    guide: Program,
     *args: Any,
     num_samples: int,
     parameters: Mapping[str, Tensor] | None = None,

@@ -36,15 +36,11 @@ class FakeProgram:
         self._source = torch.Generator().manual_seed(seed)
         self._held: Tensor | None = None
 
-    def __repr__(self) -> str:
-        return f"FakeProgram({self.problem}, value of shape {tuple(self.value.shape)}, later={self.later})"
-
     def cost(self, value: Tensor) -> Tensor:
         """The costs, with noise."""
         with torch.no_grad():
             cost = self.problem.cost(value)
-            noise = self._noise(cost) if self._held is None else self._held
-            return cost + self.later * noise
+            return cost + self.later * (self._noise(cost) if self._held is None else self._held)
 
     def independent(self) -> Tensor:
         """Costs of values drawn afresh, with noise."""
@@ -172,15 +168,18 @@ class Problem:
 
         cost = program.cost(value)
         moved = [index.index_fill(-1, torch.tensor([d]), k) for d in range(self.size) for k in range(self.cardinality)]
-        table = torch.stack([self.cost(self.components.value(one).to(dtype)) for one in moved], -1)
-        table = table.reshape(*batch, self.size, self.cardinality).detach()
+        costs = [self.cost(self.components.value(one).to(dtype)).detach() for one in moved]
+        table = torch.stack(costs, -1).reshape(*batch, self.size, self.cardinality)
         names = tuple("abcdefgh"[: self.sites])
         # All costs read the site, and no other site does. Half of them count as costs that read a site downstream.
         sampled = self.cost(value).detach()
         change = 0.5 * (table - sampled[..., None, None])
         held = HeldCosts(names, log_probs, index, Changes(torch.zeros_like(change), change, change), 0.5 * sampled)
         score = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
-        made = SiteContext(
+        # Far from right, as the critics are, but no function of the value.
+        learned, level, correction = nonsense(self.size, self.cardinality), nonsense(), nonsense()
+        signals = {"program": program, "hindsight": held, "advantage": cost - level, "q_value": level}
+        context = SiteContext(
             names=names,
             score=score,
             cost=cost,
@@ -188,16 +187,13 @@ class Problem:
             log_probs=log_probs,
             index=index,
             exact=0.5 * table,
-            exact_cost=0.5 * self.cost(value),
-            learned=nonsense(self.size, self.cardinality),
-            level=nonsense(),
-            correction=nonsense(),
-            signals={"program": program, "hindsight": held},
+            exact_cost=0.5 * sampled,
+            learned=learned,
+            level=level,
+            correction=correction,
+            signals={**signals, **{name: nonsense().abs() for name in new_signals()}},
         )
-        assert made.level is not None
-        # Far from right, as the critics are, but no function of the value.
-        signals = {**made.signals, "advantage": cost - made.level, "q_value": made.level}
-        return replace(made, signals={**signals, **{name: nonsense().abs() for name in new_signals()}}), leaf
+        return context, leaf
 
     def outcomes(self, particles: int) -> tuple[Tensor, Tensor]:
         """All joint values of a number of particles.
@@ -233,7 +229,7 @@ def with_statistics(estimator: Estimator, context: SiteContext, count: float = 3
     initial = initial_statistics(estimator, context.num_particles, components * (cardinality if cardinality > 2 else 1))
     rows = len(context.names)
     statistics = {name: torch.stack([torch.as_tensor(value).to(like)] * rows) for name, value in initial.items()}
-    counts = like.new_full((len(context.names),), count)
+    counts = like.new_full((rows,), count)
     signals = {name: value for name, value in context.signals.items() if name in estimator.needs}
     return replace(context, statistics=statistics, count=counts, signals=signals)
 

@@ -134,8 +134,11 @@ class ElementWatch:
 def _elements(site: Any) -> tuple[Tensor, int]:
     """Returns the scaled, masked elements of a log-probability, and their number of event dimensions."""
     log_prob, event_ndim = element_log_prob(site["fn"], site["value"])
-    scale, mask = (_behind(site[key], event_ndim) for key in ("scale", "mask"))
-    return scale_and_mask(log_prob, scale, mask), event_ndim
+    weights = [site["scale"], site["mask"]]
+    for i, weight in enumerate(weights):
+        if isinstance(weight, Tensor):
+            weights[i] = weight.reshape(weight.shape + (1,) * event_ndim)
+    return scale_and_mask(log_prob, *weights), event_ndim
 
 
 def _pattern(positions: np.ndarray, event_ndim: int, batch: torch.Size, number: int) -> Pattern | None:
@@ -178,11 +181,6 @@ def charge_sites(
     return {name: replace(record, charged=charged.get(name)) for name, record in records.items()}
 
 
-def _behind(weight: Any, event_ndim: int) -> Any:
-    """Returns a weight of the batch shape with event dimensions of size 1 appended."""
-    return weight.reshape(weight.shape + (1,) * event_ndim) if isinstance(weight, Tensor) else weight
-
-
 # Plates, each by its name and its dimension.
 _Plates = tuple[tuple[str, int], ...]
 
@@ -215,18 +213,20 @@ class PlateRows:
         found = {}
         for cost, site in costs if self.plates else ():
             where = {(frame.name, frame.dim) for frame in site["cond_indep_stack"] if frame.vectorized}
-            met = [p for p, sizes in self.plates.items() if where.issuperset(p) and self._meet(p, sizes, site)]
+            met = dict[str, None]()
+            for plates, sizes in self.plates.items():
+                if where.issuperset(plates) and self._meet(plates, sizes, site["log_prob"]):
+                    met.update((name, None) for name, _ in plates)
             if met:
-                found[cost] = tuple(dict.fromkeys(name for plates in met for name, _ in plates))
+                found[cost] = tuple(met)
         return found
 
-    def _meet(self, plates: _Plates, sizes: tuple[int, ...], site: Any) -> bool:
-        positions, shape = self.elements.positions(plates, site["log_prob"]), site["log_prob"].shape
+    def _meet(self, plates: _Plates, sizes: tuple[int, ...], log_prob: Tensor) -> bool:
+        positions, shape = self.elements.positions(plates, log_prob), log_prob.shape
         if positions is None or any(-dim > len(shape) for _, dim in plates):
             return False
-        if tuple(shape[dim] for _, dim in plates) != sizes:
-            return False
-        return bool(((positions != NONE) & (positions != _rows(shape, plates))).any())
+        is_alike = tuple(shape[dim] for _, dim in plates) == sizes
+        return is_alike and bool(((positions != NONE) & (positions != _rows(shape, plates))).any())
 
 
 def _rows(batch: Sequence[int], plates: _Plates) -> np.ndarray:

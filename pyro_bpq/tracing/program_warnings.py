@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pyro.infer.util import is_validation_enabled
@@ -29,7 +29,7 @@ def warn_of_program(
     if is_first and is_validation_enabled():
         texts += [_unlike(site, model_sites.get(name)) for name, site in guide_sites.items()]
         texts.append(_other_names(model_sites, guide_sites))
-        texts.append("" if is_enumerating else _marked([s["name"] for s in guide_sites.values() if _is_marked(s)]))
+        texts.append("" if is_enumerating else _marked(guide_sites.values()))
     if not bool(loss.isfinite().all()):
         texts += _of_nan(everything) or _of_infinity(everything)
     for text in texts:
@@ -153,12 +153,10 @@ def _unlike(guide: Any, model: Any) -> str:
     )
 
 
-def _is_marked(site: Any) -> bool:
-    return bool(site["infer"].get("enumerate")) and not site["is_observed"] and not is_enumerated(site)
-
-
-def _marked(names: list[str]) -> str:
+def _marked(sites: Iterable[Any]) -> str:
     """Of sites that are marked, and sampled nevertheless."""
+    marked = [site for site in sites if site["infer"].get("enumerate") and not site["is_observed"]]
+    names = [site["name"] for site in marked if not is_enumerated(site)]
     if not names:
         return ""
     return (

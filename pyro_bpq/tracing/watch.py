@@ -98,8 +98,13 @@ class Watch(Messenger):
 
     def unlike(self) -> list[str]:
         """Sites whose values have another form in the model than in the guide."""
+
+        def form(fn: Any) -> tuple[int, int | None]:
+            # Distributions of users may not say.
+            return getattr(fn, "event_dim", 0), number_of_values(fn)
+
         both = [name for name in self.scored_as if name in self.drawn_as]
-        return [name for name in both if _form(self.scored_as[name][0]) != _form(self.drawn_as[name][0])]
+        return [name for name in both if form(self.scored_as[name][0]) != form(self.drawn_as[name][0])]
 
     def guide(self, guide: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the guide, so that its draws become sources."""
@@ -152,10 +157,12 @@ class Watch(Messenger):
         self._attach(msg)
         if name in self.options.sloped:
             self._lead_back(msg)
-        score = None
+        score: Any = None
         if is_untraced(msg):
-            score = _score_of_untraced(msg)
-            if score is None:
+            if torch.is_grad_enabled() and isinstance(msg["value"], Tensor):
+                score = msg["fn"].score_parts(msg["value"]).score_function
+            # Otherwise the value carries all gradients.
+            if score is None or is_identically_zero(score):
                 return
         if self.tracker is not None and isinstance(msg["value"], Tensor):
             msg["value"] = self.tracker.source(name, msg["value"])
@@ -245,14 +252,6 @@ class Watch(Messenger):
         return {name: merged[name] for name in sorted(merged, key=lambda name: order.get(name, len(order)))}
 
 
-def _score_of_untraced(msg: Any) -> Tensor | None:
-    """``log q`` of a site that Pyro leaves out of its traces; ``None`` if its value carries all gradients."""
-    if not torch.is_grad_enabled() or not isinstance(msg["value"], Tensor):
-        return None
-    score: Any = msg["fn"].score_parts(msg["value"]).score_function
-    return None if is_identically_zero(score) else score
-
-
 def _run_guide(watch: Watch, guide: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     watch.is_guide = True
     try:
@@ -277,11 +276,6 @@ def _without_rsample(fn: Any) -> Any:
     else:
         fn.has_rsample = False
     return fn
-
-
-def _form(fn: Any) -> tuple[int, int | None]:
-    """Number of event dimensions, and of values where the distribution has a list of them; users' own may not say."""
-    return getattr(fn, "event_dim", 0), number_of_values(fn)
 
 
 def number_of_values(fn: Any) -> int | None:
