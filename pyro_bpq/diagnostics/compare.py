@@ -28,7 +28,7 @@ from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.testing import exact_gradient
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
-from pyro_bpq.tracing.described import own_text
+from pyro_bpq.tracing.plate_errors import own_text
 
 Program = Callable[..., Any]
 # What this package, torch and Pyro raise where an estimator does not serve a program.

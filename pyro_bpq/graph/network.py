@@ -1,17 +1,15 @@
 r"""The Backprop-Q network of a graph: Q-nodes, their scopes and their update rules, no tensors.
 
-The Q-function of a stochastic node ``X`` predicts the sum of some costs, its *sources*. Every child ``Y`` of
-``X`` on a way to a cost gives an equivalent rule for the Q-function:
+The Q-function of a stochastic node ``X`` predicts the sum of some costs, its *sources*. Every child ``Y`` of ``X`` on a
+way to a cost gives an equivalent rule for it:
 
     Q_X(Sc_X) = E[Σ_f Q_X^f | Sc_X],      Q_X^f = avg_Y Q_Y^f,      Q_f = f at the roots.
 
-A rule sums over costs and averages over equivalent children, so each source counts once. An immediate cost of
-``X`` need not be learned: ``Q_X = immediate (exact) + remote (learned)``. The rule covers the remote sources
-only. A child enters a rule with its total, both parts.
+A rule sums over costs and averages over equivalent children, so each source counts once. With ``Q_X = immediate (exact)
++ remote (learned)`` the rule covers the remote sources only. A child enters a rule with both parts.
 
 References:
-    | Backprop-Q: Generalized Backpropagation for Stochastic Computation Graphs (Xu et al., 2018), Sec. 3
-    | https://arxiv.org/abs/1807.09511
+    | Backprop-Q (Xu et al., 2018), Sec. 3
 """
 
 from __future__ import annotations

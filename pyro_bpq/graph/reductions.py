@@ -1,16 +1,12 @@
 r"""Reductions: which children an update rule keeps, and which Q-functions of a site are summed.
 
-The Backprop-Q network of a cost ``f`` is the reversed graph with ``f`` as its root. Every child ``Y`` of
-``X`` on a way to ``f`` gives an equivalent rule ``Q_X = E[Q_Y | Sc_X]``. A reduction chooses the rules that
-are kept. The merging theorem then sums Q-functions at ``X``: those of costs whose networks agree at every
-node upstream of ``X``.
-
-Rules follow the edges of the graph in the history form too. The plates of a child then fit the plates of its
-parent. The plates of a later site that is no child need not fit.
+The Backprop-Q network of a cost ``f`` is the reversed graph with ``f`` as its root. Every child ``Y`` of ``X`` on a way
+to ``f`` gives an equivalent rule ``Q_X = E[Q_Y | Sc_X]``. A reduction chooses the rules that are kept. The merging
+theorem then sums Q-functions at ``X``: those of costs whose networks agree at every node upstream of ``X``. Rules
+follow the edges of the graph in the history form too, so that the plates of a child fit those of its parent.
 
 References:
     | Backprop-Q (Xu et al., 2018), Sec. 3.2 and the appendix on fully connected layers
-    | https://arxiv.org/abs/1807.09511
 """
 
 from __future__ import annotations
@@ -182,14 +178,10 @@ def _group(kept: Iterable[tuple[int, int]], root: int) -> Edges:
 
 
 def merge(graph: StochasticComputationGraph, edges: list[Edges]) -> list[Blocks]:
-    """Applies the merging theorem.
+    """Applies the merging theorem: for each node, disjoint sets of costs, as bits, that cover its downstream costs.
 
-    The Q-functions of two costs at ``X`` are summed if both keep the same children at every strict ancestor of
-    ``X`` in either network. Their averaging weights then agree too. At ``X`` itself the children may differ.
-    Children that are averaged with each other are merged in the same way, so each carries the same costs.
-
-    Returns:
-        For each node, in program order, disjoint sets of costs, as bits, that cover its downstream costs.
+    The Q-functions of two costs at ``X`` are summed if both keep the same children at every strict ancestor of ``X`` in
+    either network; at ``X`` the children may differ. Children that are averaged with each other are merged alike.
 
     References:
         | Backprop-Q (Xu et al., 2018), Theorem 3

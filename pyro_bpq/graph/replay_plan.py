@@ -2,12 +2,8 @@ r"""Plans a replay: the sites a stored rollout holds for a Q-node, and the sites
 
 The target of ``Q_X`` reads Q-functions of children ``Y_k`` at values that the *current* guide would draw. In the
 paper's form a tuple holds ``X``, its ancestors ``A`` in the scope of ``Q_X``, the other parents ``B^k`` of ``Y_k`` and
-the rest ``A^k`` of the scope of ``Q_Yk``. The ``Y_k`` are drawn afresh. But ``B^k`` comes from an older guide, and so
-does its distribution: the target is *stale*. Sites outside the scope of ``Q_X`` can be drawn afresh too:
-
-    E[ Σ avg_k Q_Yk | Sc_X ],   all but Sc_X from the current guide, in program order.
-
-Then only the scope has to be stored, since no ancestor of ``X`` outside of it matters.
+the rest ``A^k`` of the scope of ``Q_Yk``; the ``Y_k`` are drawn afresh. ``B^k`` comes from an older guide: the target
+is *stale*. Better, everything outside the scope of ``Q_X`` is drawn afresh, and only the scope is stored.
 
 References:
     | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for Experience Replay

@@ -1,18 +1,16 @@
 r"""The stochastic computation graph (SCG) of one program: names and edges, no tensors.
 
-A graph has stochastic nodes (the latent sites of a guide, in program order) and cost nodes (terms to
-be minimised). Deterministic nodes are absorbed: the parents of a node are the stochastic nodes that its
-conditional distribution or cost function reads directly.
+Stochastic nodes are the latent sites of a guide, cost nodes the terms to be minimised. Deterministic nodes are
+absorbed: the parents of a node are the stochastic nodes that its distribution or cost function reads directly.
 
-For a set of stochastic nodes ``V`` and a cost ``f``, the *frontier* ``Fr(V)`` is the part of ``V`` from
-which ``f`` is reachable through nodes outside ``V`` only. Given the frontier, the rest of ``V`` does not
-affect the cost. So the frontier is the scope of a Q-function:
+For a set of stochastic nodes ``V`` and a cost ``f``, the *frontier* ``Fr(V)`` is the part of ``V`` from which ``f`` is
+reachable through nodes outside ``V`` only. Given the frontier, the rest of ``V`` does not affect the cost. So it is the
+scope of a Q-function:
 
     Q_X(Fr(An_X + X)) = E[f | Fr(An_X + X)].
 
 References:
-    | Backprop-Q: Generalized Backpropagation for Stochastic Computation Graphs (Xu et al., 2018), Sec. 3.1
-    | https://arxiv.org/abs/1807.09511
+    | Backprop-Q (Xu et al., 2018), Sec. 3.1, https://arxiv.org/abs/1807.09511
 """
 
 from __future__ import annotations

@@ -33,9 +33,8 @@ from pyro_bpq.rollout.runs import Particles, Rollout
 from pyro_bpq.step.exact_sum import exact_sum
 from pyro_bpq.step.program_order import RunInOrder, in_order
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.tracing.described import left_torch
 from pyro_bpq.tracing.hidden_particles import trace_particles
-from pyro_bpq.tracing.plate_errors import check_declared
+from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.sandbox import Draws, Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
 from pyro_bpq.tracing.substitute import AllValues, Substitute

@@ -1,9 +1,8 @@
 r"""Finite components of a distribution, and the features that a critic sees.
 
-A distribution with finite support is written as ``D`` independent components of ``K`` values each. A
-Bernoulli has ``D=1, K=2``; ``Bernoulli.to_event(1)`` of 20 has ``D=20, K=2``; a Categorical or a
-OneHotCategorical has ``D=1``. The probabilities are a tensor ``log_probs[..., d, k]``, and the value is an
-index ``[..., d]``. All code that sums over a support, or flips one component, works on these two tensors.
+A distribution with finite support is written as ``D`` independent components of ``K`` values each: a Bernoulli has
+``D=1, K=2``, ``Bernoulli.to_event(1)`` of 20 ``D=20, K=2``, a Categorical ``D=1``. All code that sums over a support or
+flips a component works on ``log_probs[..., d, k]`` and on the index ``[..., d]`` of the value.
 """
 
 from __future__ import annotations

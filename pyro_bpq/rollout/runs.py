@@ -1,12 +1,9 @@
 r"""The tensors of one step's runs, and how they are stacked.
 
-Tensors of like-shaped sites are stacked along a leading *site axis*. Then follow one dimension for the
-particles and one for every plate dimension of the program (size 1 where a site is outside the plate):
+Tensors of like-shaped sites are stacked along a leading *site axis*, so that each later step is one batched operation
+per kind of site. A plate dimension has size 1 where a site is outside the plate:
 
     (sites G, particles M, plate dims..., event dims...)
-
-So each later step is one batched operation per kind of site. To sum a cost over the plates that do not contain a
-site is to sum over dimensions.
 """
 
 from __future__ import annotations

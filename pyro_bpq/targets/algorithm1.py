@@ -1,15 +1,10 @@
 r"""Algorithm 1 of the paper as it is written, for reading and for comparison.
 
-It is **biased**. The gradient uses the learned critic in place of the expected cost,
+It is **biased**: the gradient uses the learned critic in place of the expected cost,
 
-    Σ_X Q_w(Sc_X) ∇ log p(x | Pa_X)   instead of   Σ_X E[cost | Sc_X] ∇ log p(x | Pa_X),
+    Σ_X Q_w(Sc_X) ∇ log p(x | Pa_X)   instead of   Σ_X E[cost | Sc_X] ∇ log p(x | Pa_X).
 
-so the error of the gradient is the error of the critics. At the start the critics know nothing. With exact Q-functions
-the gradient is correct. :class:`~pyro_bpq.TraceBackpropQ_ELBO` is the unbiased estimator.
-
-References:
-    | Backprop-Q (Xu et al., 2018), Algorithm 1
-    | https://arxiv.org/abs/1807.09511
+:class:`~pyro_bpq.TraceBackpropQ_ELBO` is the unbiased estimator.
 """
 
 from __future__ import annotations

@@ -5,21 +5,15 @@ For a program with few joint states both the exact and the expected gradient can
     exact     ∇ J,   J = Σ_state q(state) · (log q(state) - log p(state))     :func:`exact_gradient`
     expected  Σ_outcome P(outcome) · gradient that the step computes          :func:`expected_gradient`
 
-``J`` is the loss, the negative ELBO in nats, of model and guide as Pyro scores them (scales, masks,
-factors, auxiliary sites). A *state* is one value for every latent site of the guide and one subset for every
-subsampled plate. Each element of a plate or of a vector site is a choice of its own. An
-*outcome* is everything that one training step draws, all particles jointly. :func:`assert_unbiased`
-compares the two gradients; it needs no seed and no tolerance. :func:`z_scores` is for programs too large for this.
+``J`` is the loss, the negative ELBO in nats, as Pyro scores it. A *state* is one value for every latent site of the
+guide and one subset for every subsampled plate. An *outcome* is everything that one training step draws, all particles
+jointly. :func:`assert_unbiased` compares the two gradients; it needs no seed and no tolerance. :func:`z_scores` is for
+programs too large for this.
 
-A latent site must have a finite support, or be a :class:`TwoPoint` in place of a reparameterised
-distribution, or a ``Delta``. Use float64: the tolerances below assume it.
-
-Limits:
-    Programs must be deterministic given their draws through ``pyro.sample`` (no dropout). A
-    subsample is a set; its order is fixed. Sites hidden by ``poutine.block`` and noise of an
-    estimator cannot be enumerated, except noise drawn through :class:`ChoiceNoise`. Other draws from
-    torch's global generator are detected and raise an error. Fully observed programs and
-    ``Delta`` guides have one state. Latents of the model must be in the guide.
+A latent site must have a finite support, or be a :class:`TwoPoint` in place of a reparameterised distribution, or a
+``Delta``. Use float64: the tolerances below assume it. Programs must be deterministic given their draws through
+``pyro.sample``. Sites hidden by ``poutine.block`` and noise of an estimator cannot be enumerated, except noise drawn
+through :class:`ChoiceNoise`; other draws raise an error. Latents of the model must be in the guide.
 """
 
 from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes

@@ -1,9 +1,7 @@
 r"""Tree search over the executions of a program: enumerates every joint outcome of its draws.
 
-A run of a program is a path of choices. The first run takes the first value of every choice that it
-meets. Each later run repeats a prefix of the path and takes the next value at its end. Runs
-discover choices on the way, so sites may exist in some branches only. The probabilities of the outcomes
-must sum to one, which is checked.
+A run of a program is a path of choices. The first run takes the first value of every choice that it meets. Each later
+run repeats a prefix of the path and takes the next value at its end. So sites may exist in some branches only.
 """
 
 from __future__ import annotations
@@ -78,9 +76,8 @@ class _Choice:
 class ChoiceMessenger(Messenger):
     """Replaces every draw of a program by the choices of the current path.
 
-    It must be the outermost handler of the step. Then it acts last before a value would be drawn, it sees
-    distributions that the particle plate has expanded, and all other handlers treat its values as
-    ordinary samples. The distribution at the site does not change.
+    As the outermost handler of the step it sees distributions that the particle plate has expanded, and all other
+    handlers treat its values as ordinary samples. With ``keep_score``, ``score`` collects the log-probability.
     """
 
     def __init__(self, num_outcomes: int, keep_score: bool = False) -> None:

@@ -12,24 +12,22 @@ import pyro
 from torch import Tensor
 
 from pyro_bpq.errors import BPQError, PlateError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.tracing.described import (
+from pyro_bpq.tracing.plate_errors import (
     data_line,
     described,
     left_torch,
     nan_line,
+    nesting_error,
     number_missing,
     own_text,
-    support,
-    support_line,
-    told,
-)
-from pyro_bpq.tracing.plate_errors import (
-    nesting_error,
     particle_advice,
     plate_error,
     plate_error_of_traces,
     rows_of,
     statements,
+    support,
+    support_line,
+    told,
     unlike_line,
 )
 from pyro_bpq.tracing.provenance import DependencyTracker

@@ -63,10 +63,8 @@ def trace_run(model: Program, guide: Program, args: Args, kwargs: Kwargs, option
             if mode is not None:
                 stack.enter_context(mode)
         with explain_runs(watch, tracker, dict([*enumerate(args), *kwargs.items()])):
-            ledger = None if tracker is None else tracker.ledger
             program = None if options.only_costs else model
-            traces = importance_traces(program, watch, guide, args, kwargs, ledger)
-        model_trace, guide_trace, heard = traces
+            model_trace, guide_trace, heard = importance_traces(program, watch, guide, args, kwargs)
         guide_sites, model_sites = watch.guide_sites(guide_trace), samples(model_trace)
         reads, handed = None, frozenset[str]()
         if tracker is not None:
@@ -99,7 +97,7 @@ def trace_run(model: Program, guide: Program, args: Args, kwargs: Kwargs, option
 
 
 def importance_traces(
-    model: Program | None, watch: Watch, guide: Program, args: Args, kwargs: Kwargs, ledger: Ledger | None = None
+    model: Program | None, watch: Watch, guide: Program, args: Args, kwargs: Kwargs
 ) -> tuple[Trace, Trace, Heard]:
     """Traces the guide, and the model replayed against it, with log-probabilities.
 
@@ -107,6 +105,7 @@ def importance_traces(
     compute from the value has a gradient to the leaf.
     """
     nesting, guide = watch.options.max_plate_nesting, watch.guide(guide)
+    ledger = None if watch.tracker is None else watch.tracker.ledger
     messenger = poutine.unwrap(guide)
     if model is not None and isinstance(messenger, Messenger):
         guide(*args, **kwargs)
