@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
-from pyro_bpq.estimators.scales import EXACT, LEVEL, ScaledTerms, initial_statistics
+from pyro_bpq.errors import check_option
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.scales import EXACT, LEVEL, ScaledTerms, check_scales, initial_statistics
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,12 @@ class AllAction(Estimator):
         R_X = C_X - a_0 I_X(x) - a_1 E[Q_X] - a_2 (Q_X(x) - E[Q_X]) - a_3 Σ_Y A_Y - b
 
     ``I_X`` are the immediate costs that are known exactly at every value of every component. ``Q_X`` is the critic of
-    the remaining costs, with table ``A_X`` and residual ``Q_X(x) - E[Q_X]`` (for critics that read the value as a
-    whole see :mod:`pyro_bpq.critics.joint`). ``A_Y`` are the graph-wise control variates of later sites. ``b`` is the
-    mean of the other terms of ``R_X`` over the other particles or, with one particle, over earlier steps. The scales
-    ``a`` minimise the second moment of the gradient with respect to the logits. They come from running moments of
-    earlier steps and lie in ``[0, max_scale]``. With a useless critic the estimator becomes leave-one-out, or the
-    score function with a running baseline. Exact costs have a scale too, because the remaining costs alone may vary
-    more than all costs together: ``log q`` of a rare value and a large cost of that value cancel.
+    the remaining costs, with table ``A_X`` and residual ``Q_X(x) - E[Q_X]`` (see also :mod:`pyro_bpq.critics.joint`).
+    ``A_Y`` are the graph-wise control variates of later sites. ``b`` is the mean of the other terms of ``R_X`` over the
+    other particles or, with one particle, over earlier steps. The scales ``a`` minimise the second moment of the
+    gradient with respect to the logits. They come from running moments of earlier steps and lie in ``[0, max_scale]``.
+    With a useless critic the estimator becomes leave-one-out, or the score function with a running baseline. Exact
+    costs have a scale too, because the remaining costs alone may vary more than all costs together.
 
     Args:
         exact: Whether one extra run of the model evaluates its immediate costs at every value: ``"auto"`` if
@@ -37,9 +36,8 @@ class AllAction(Estimator):
         max_scale: Upper end of the scales.
         trace: ``A_Y`` is weighted by ``trace ** distance``; the distance is the number of steps from X to Y. A number
             below 1 trusts critics less the further ahead they are. Any number in ``[0, 1]`` is unbiased.
-        second_run: Whether an independent run on the same data gives the level of the costs that are not known at
-            every value, as in :class:`SecondRun`, in place of the critic. It takes one more run of guide and model for
-            all sites. With one particle this distinguishes the rows of a plate even if critics see no data.
+        second_run: Whether an independent run on the same data, as in :class:`SecondRun`, replaces the critic's
+            prediction of the level of the remaining costs.
 
     Raises:
         OptionError: If an option is out of range.
@@ -62,13 +60,8 @@ class AllAction(Estimator):
     by_component = True
 
     def __post_init__(self) -> None:
-        if self.exact not in (True, False, "auto"):
-            raise OptionError(f'AllAction(exact={self.exact!r}): write True, False or "auto".')
-        check_decay("AllAction", self.decay)
-        if not self.max_scale > 0.0:
-            raise OptionError(f"AllAction(max_scale={self.max_scale!r}): write a positive number.")
-        if not 0.0 <= self.trace <= 1.0:
-            raise OptionError(f"AllAction(trace={self.trace!r}): write a number in [0, 1].")
+        check_option(self, "exact", self.exact in (True, False, "auto"), 'True, False or "auto"')
+        check_scales(self)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -93,32 +86,29 @@ class AllAction(Estimator):
         return f"AllAction() needs a finite support, which {site.distribution} lacks; use {other}"
 
     def statistics(self, num_particles: int) -> Statistics:
-        """Gram matrix of the control variates, their products with the plain gradient, means, scales."""
+        """Moments of control variates and plain gradient, means, and scales."""
         return initial_statistics()
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by its coefficient in the gradient."""
         if self.second_run and "program" in context.signals:
             context = replace(context, level=context.program.remaining())
-        assert context.log_probs is not None and context.index is not None
+        log_probs, _ = context.table
         with torch.no_grad():
-            probs = context.log_probs.detach().exp()
-            terms = _terms(context, probs)
+            probs, score = context.score_table
+            terms = _terms(context, probs, score)
             scales = context.statistics["scales"] if self.adaptive else torch.ones_like(context.statistics["scales"])
-            sampled = terms.score + probs
-            weights = terms.residual(scales)[..., None, None] * sampled
+            weights = terms.residual(scales)[..., None, None] * (score + probs)
             for i, table in ((0, context.exact), (2, context.learned)):
                 if table is not None:
                     weights = weights + terms.scale(scales, i)[..., None, None] * probs * table
             trusted = (EXACT, LEVEL) if self.second_run else (EXACT,)
             statistics = terms.updated(context, scales, self.decay, self.max_scale, trusted)
-        return SiteTerm(weights * context.log_probs, statistics)
+        return SiteTerm(weights * log_probs, statistics)
 
 
-def _terms(context: SiteContext, probs: Tensor) -> ScaledTerms:
+def _terms(context: SiteContext, probs: Tensor, score: Tensor) -> ScaledTerms:
     """Gradient and control variates in logit space."""
-    assert context.index is not None
-    score = torch.zeros_like(probs).scatter_(-1, context.index.unsqueeze(-1), 1.0) - probs
     level, own, critic = context.level, None, None
     if context.learned is not None:
         mean = (probs * context.learned).sum(-1, keepdim=True)
@@ -128,7 +118,7 @@ def _terms(context: SiteContext, probs: Tensor) -> ScaledTerms:
             own = (score * context.learned).sum((-1, -2))
         else:
             own = context.own
-    exact = None
-    if context.exact is not None:
-        exact = probs * (context.exact - (probs * context.exact).sum(-1, keepdim=True))
+    exact = context.exact
+    if exact is not None:
+        exact = probs * (exact - (probs * exact).sum(-1, keepdim=True))
     return ScaledTerms.of(context, score, level, own, critic, exact)

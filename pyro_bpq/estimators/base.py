@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import check_option
 from pyro_bpq.rollout.distributed import Ranks, joint_mean
 from pyro_bpq.rollout.features import Components, Standardised
 
@@ -22,7 +22,7 @@ Statistics = Mapping[str, float | tuple[float, ...] | Tensor]
 
 @dataclass(frozen=True)
 class SiteInfo:
-    """Facts about a site that are known before any tensor; they decide whether an estimator can serve it.
+    """Facts about a site that decide whether an estimator can serve it.
 
     Args:
         name: Name of the site.
@@ -42,7 +42,7 @@ class SiteInfo:
 
 
 class SiteProgram(Protocol):
-    """Further runs of the program that an estimator may ask for: they give the costs at other values.
+    """Further runs of the program, which give costs at other values. All results are detached.
 
     Every call of :meth:`cost` or :meth:`gradient` runs guide and model again, once per site of the class and
     sequential particle. The site takes the given value at all components and plate rows at once. The sites
@@ -56,26 +56,20 @@ class SiteProgram(Protocol):
 
     @property
     def value(self) -> Tensor:
-        """The sampled values, ``(G, M, plates, event)``, detached."""
+        """The sampled values, ``(G, M, plates, event)``."""
         ...
 
     @property
     def rows_meet(self) -> bool:
-        """Whether a cost of one plate row reads the value of another row.
-
-        If so, the change of a row's cost differs between changing one row and changing all rows at once.
-        """
+        """Whether a cost of one plate row reads the value of another row."""
         ...
 
     def cost(self, value: Tensor) -> Tensor:
-        """Costs-to-go ``(G, M, plates)`` in nats at other values ``(G, M, plates, event)``, detached."""
+        """Costs-to-go ``(G, M, plates)`` in nats at other values ``(G, M, plates, event)``."""
         ...
 
     def gradient(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Costs-to-go as in :meth:`cost`, and the gradient ``(G, M, plates, event)`` of all costs downstream.
-
-        Both are detached.
-        """
+        """Costs-to-go as in :meth:`cost`, and the gradient ``(G, M, plates, event)`` of all costs downstream."""
         ...
 
     def slope(self) -> Tensor:
@@ -83,14 +77,11 @@ class SiteProgram(Protocol):
         ...
 
     def independent(self) -> Tensor:
-        """Costs-to-go ``(G, M, plates)`` in nats, detached, of one run that draws every site afresh."""
+        """Costs-to-go ``(G, M, plates)`` in nats of one run that draws every site afresh."""
         ...
 
     def remaining(self) -> Tensor:
-        """Cost-to-go of the :meth:`independent` run minus the costs known at every value of the site.
-
-        Shape ``(G, M, plates)``, in nats, detached.
-        """
+        """Costs-to-go of the :meth:`independent` run minus the costs known at every value of the site."""
         ...
 
     def from_index(self, index: Tensor) -> Tensor:
@@ -98,27 +89,18 @@ class SiteProgram(Protocol):
         ...
 
     def mean_field(self) -> SiteProgram:
-        """The same program, in which sites downstream take the means of their distributions: a mean-field pass.
-
-        Bernoulli, one-hot and reparameterised sites have such a mean. Others are drawn afresh.
-        """
+        """The program in which sites downstream take their means (Bernoulli, one-hot and reparameterised sites)."""
         ...
 
     def held(self, value: Tensor) -> SiteProgram:
-        """The same program, in which sites downstream keep the values that they take in a run at ``value``.
+        """The program in which sites downstream keep the values that they take in a run at ``value``.
 
-        The costs are then functions of the site's value alone. They are as smooth as the program, because no
-        discrete draw downstream jumps when the value moves. If nothing is sampled downstream there is no extra run.
+        The costs are then functions of the site's value alone. If nothing is sampled downstream there is no extra run.
         """
         ...
 
     def stack(self, pick: Callable[[Any], Tensor], event_ndim: int) -> Tensor:
-        """Stacks ``pick(fn)`` of the sites' distributions to ``(G, M, plates, event)``, with its gradient.
-
-        Args:
-            pick: Function from a distribution to a tensor of shape ``batch_shape + event``.
-            event_ndim: Number of rightmost dimensions of that tensor that are event dimensions.
-        """
+        """Stacks ``pick(fn)``, ``batch_shape + event``, of the sites' distributions, with its gradient."""
         ...
 
 
@@ -183,21 +165,36 @@ class SiteContext:
 
     @property
     def crossed(self) -> Tensor | None:
-        """Change of the other particles' costs-to-go, in nats, if they had this particle's past.
+        """Mean change of the other particles' costs-to-go, in nats, given this particle's past; ``None`` if unknown."""
+        return self.signals.get("crossed")
 
-        It is averaged over the other particles. ``None`` if no such change is known.
-        """
-        found: Tensor | None = self.signals.get("crossed")
-        return found
+    @property
+    def table(self) -> tuple[Tensor, Tensor]:
+        """``log_probs`` and ``index`` of sites with finite components."""
+        assert self.log_probs is not None and self.index is not None
+        return self.log_probs, self.index
+
+    @property
+    def score_table(self) -> tuple[Tensor, Tensor]:
+        """Probabilities of all values, and the derivative of ``log q`` to logits, ``(..., D, K)``, detached."""
+        log_probs, index = self.table
+        probs = log_probs.detach().exp()
+        return probs, torch.zeros_like(probs).scatter_(-1, index.unsqueeze(-1), 1.0) - probs
+
+    def per_site(self, number: Tensor) -> Tensor:
+        """Numbers of the sites, ``(G,)``, broadcastable to ``cost``."""
+        return number.reshape(-1, *(1,) * (self.cost.dim() - 1))
+
+    def running_mean(self, name: str, new: Tensor, decay: float | Tensor) -> Tensor:
+        """The new value of a running statistic, from the mean ``new`` of this step."""
+        assert self.count is not None
+        return update_mean(self.statistics[name], new, self.count, decay)
 
     def joint(self, mean: Tensor) -> tuple[Tensor, Tensor | int]:
-        """Mean over the samples of this step in all processes, and the number of these samples.
+        """Joint mean over the samples of all processes, from the mean of this process, and the number of samples.
 
         Running statistics are averaged over processes in any case. A statistic that is not linear in such means, such
-        as a ratio of two means, is right only if it is computed from joint means.
-
-        Args:
-            mean: Mean over particles and plate rows of this process.
+        as a ratio of two means, must be computed from joint means.
         """
         return joint_mean(self.ranks, mean, self.cost[0].numel())
 
@@ -217,9 +214,6 @@ class SiteTerm(NamedTuple):
 class Estimator:
     """A gradient estimator: a frozen value object that turns a :class:`SiteContext` into a surrogate.
 
-    An estimator declares the inputs that it needs beyond the tensors that every site has. Inputs that no estimator
-    needs are not computed.
-
     Attributes:
         is_unbiased: Whether its expectation is the exact gradient for any state of the critics.
         is_pathwise: Whether the site's value carries the gradient.
@@ -227,7 +221,7 @@ class Estimator:
         attaches: Whether :meth:`attach` lets the value of a site without ``rsample`` carry a gradient.
         corrects: Whether that gradient is only a part of the whole, and :meth:`correction` gives the rest.
         takes_baseline: Whether Pyro's baseline options of a site may replace this estimator.
-        replaces_costs: Whether Q-functions take the place of costs in it. They are then discounted as targets are.
+        replaces_costs: Whether Q-functions replace costs in it. They are then discounted as targets are.
         takes_discount: Whether it serves with a discount below 1.
         relies_on_slopes: Whether it works badly if costs have no gradient with respect to the values of sites.
     """
@@ -244,7 +238,7 @@ class Estimator:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # A subclass may read inputs, or sum over components, where its base does not. So it declares both itself.
+        # Not inherited, because a subclass may read inputs, or sum over components, where its base does not.
         inherited: Any = cls.needs
         if "needs" not in vars(cls) and not isinstance(inherited, property):
             cls.needs = inherited | {TABLE}  # type: ignore[method-assign]
@@ -256,7 +250,7 @@ class Estimator:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the inputs that it reads and that take extra work to compute.
+        """Names of the inputs that it reads and that take extra work; inputs that no estimator needs are not computed.
 
         ``"table"``: ``log_probs`` and ``index``. ``"slope"``: ``context.program.slope()``. All others are rows of
         :data:`pyro_bpq.step.signal_table.SIGNALS`, such as ``"program"``, ``"crossed"`` and ``"baseline"``.
@@ -306,23 +300,19 @@ class Estimator:
         return {}
 
     def sized_statistics(self, width: int) -> Statistics:
-        """Further running statistics, whose size depends on the size of a value, such as a network's weights.
+        """Further running statistics, whose size depends on that of a value, such as a network's weights.
 
         Args:
-            width: Number of entries in the encoding of a value: one for a real or binary component, ``K`` for a
-                component of ``K > 2`` values.
+            width: Number of entries of an encoded value: one for a real or binary component, else ``K``.
         """
         return {}
 
     def at(self, step: int) -> Any:
-        """The estimator after ``step`` steps; options that change over time, e.g. a temperature, are set."""
+        """The estimator after ``step`` steps, for options that change over time, e.g. a temperature."""
         return self
 
     def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
-        """The value that the program sees, from the distribution and the drawn value.
-
-        The estimator itself is then never called.
-        """
+        """The value that the program sees, from the distribution and the drawn value."""
         raise NotImplementedError
 
     def correction(self, fn: Any, value: Tensor) -> Tensor:
@@ -330,8 +320,10 @@ class Estimator:
         raise NotImplementedError
 
     def __call__(self, context: SiteContext) -> SiteTerm:
-        """The surrogate term."""
-        raise NotImplementedError
+        """The surrogate term. It is zero if the value carries the gradient."""
+        if not self.is_pathwise:
+            raise NotImplementedError
+        return SiteTerm(context.score.new_zeros(()))
 
 
 def initial_statistics(estimator: Estimator, num_particles: int, width: int) -> Statistics:
@@ -339,10 +331,9 @@ def initial_statistics(estimator: Estimator, num_particles: int, width: int) -> 
     return {**estimator.statistics(num_particles), **estimator.sized_statistics(width)}
 
 
-def check_decay(owner: str, decay: float) -> None:
-    """Raises an OptionError if ``decay``, the weight of the past in a running mean, is out of range."""
-    if not 0.0 <= decay < 1.0:
-        raise OptionError(f"{owner}(decay={decay!r}): write a number in [0, 1).")
+def check_decay(owner: Any) -> None:
+    """Raises an OptionError if the field ``decay``, the weight of the past in running means, is out of range."""
+    check_option(owner, "decay", 0.0 <= owner.decay < 1.0, "a number in [0, 1)")
 
 
 def update_mean(old: Tensor, new: Tensor, count: Tensor, decay: float | Tensor) -> Tensor:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import SiteInfo, Statistics, check_decay, site_mean, update_mean
+
+# The centred cost, and new running statistics.
+Centred = tuple[Tensor, Mapping[str, Tensor]]
 
 
 @runtime_checkable
@@ -18,36 +22,32 @@ class Baseline(Protocol):
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Reason why the site cannot be served, or ``None`` if it can."""
-        ...
+        return None
 
     def statistics(self) -> Statistics:
         """Running statistics that the baseline keeps, with their initial values."""
-        ...
+        return {}
 
-    def __call__(
-        self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
         """The centred cost and new statistics."""
         ...
 
 
+def check_baseline(owner: Any) -> None:
+    """Raises an OptionError if the field ``baseline`` is neither ``None`` nor a baseline."""
+    given = owner.baseline
+    is_valid = given is None or (isinstance(given, Baseline) and not isinstance(given, type))
+    check_option(owner, "baseline", is_valid, "LeaveOneOut(), RunningBaseline() or None")
+
+
 def leave_one_out(cost: Tensor) -> Tensor:
-    """Subtracts the mean over the other particles.
-
-        C_i - 1/(M-1) Σ_{j≠i} C_j = M/(M-1) (C_i - mean C)
-
-    Args:
-        cost: Shape ``(G, M, ...)``, ``M > 1``.
-
-    Returns:
-        Tensor of the same shape.
-    """
+    """Subtracts the mean over the other particles, in dimension 1 of ``cost``."""
     particles = cost.shape[1]
     return (cost - cost.mean(1, keepdim=True)) * (particles / (particles - 1.0))
 
 
 @dataclass(frozen=True)
-class ConstantBaseline:
+class ConstantBaseline(Baseline):
     """A constant that the user supplies.
 
     Args:
@@ -56,27 +56,17 @@ class ConstantBaseline:
 
     value: float = 0.0
 
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Serves every site."""
-        return None
-
-    def statistics(self) -> Statistics:
-        """No running statistics."""
-        return {}
-
-    def __call__(
-        self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
         """Subtracts the number."""
         return cost - self.value, {}
 
 
 @dataclass(frozen=True)
-class LeaveOneOut:
+class LeaveOneOut(Baseline):
     """The mean cost-to-go of the other particles at the same data point; needs two particles.
 
-    If sampled values steer a program, its particles may have different sites. A site with a single particle then uses
-    the running mean of earlier steps instead.
+    If sampled values steer a program, a site may have a single particle. It then uses the running mean of earlier
+    steps.
 
     References:
         | Buy 4 REINFORCE samples, get a baseline for free (Kool et al., 2019)
@@ -96,9 +86,7 @@ class LeaveOneOut:
         """Running statistics of :class:`RunningBaseline`."""
         return RunningBaseline().statistics()
 
-    def __call__(
-        self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
         """Subtracts the mean over the other particles, if there are any."""
         if cost.shape[1] == 1:
             return RunningBaseline()(cost, statistics, count)
@@ -106,12 +94,10 @@ class LeaveOneOut:
 
 
 @dataclass(frozen=True)
-class RunningBaseline:
-    r"""A running mean of the cost-to-go of earlier steps, one number per site.
+class RunningBaseline(Baseline):
+    r"""A running mean of the cost-to-go of earlier steps and of plate rows, one number per site.
 
         b ← b + max(1/(n+1), 1 - decay) (mean C - b)
-
-    It averages over plate rows, so that batches of any size and order go together.
 
     Args:
         decay: Weight of the past, in ``[0, 1)``.
@@ -123,19 +109,13 @@ class RunningBaseline:
     decay: float = 0.95
 
     def __post_init__(self) -> None:
-        check_decay("RunningBaseline", self.decay)
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Serves every site."""
-        return None
+        check_decay(self)
 
     def statistics(self) -> Statistics:
         """The running mean."""
         return {"baseline": 0.0}
 
-    def __call__(
-        self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
         """Subtracts the mean of earlier steps."""
         assert count is not None
         mean = statistics["baseline"]
@@ -144,28 +124,21 @@ class RunningBaseline:
 
 
 @dataclass(frozen=True)
-class TrimmedBaseline:
+class TrimmedBaseline(Baseline):
     r"""The mean of the last 32 costs-to-go of earlier steps without the 4 largest and the 4 smallest, one per site.
 
-    A running mean carries an outlier along for a hundred steps, and every gradient of these steps suffers. Here it is
-    left out. Until there are 32 costs their median serves. They are means over plate rows, as those of
-    :class:`RunningBaseline`. The present step is not among them, so gradients stay unbiased.
+    Unlike a running mean it leaves outliers out. Until there are 32 costs it is their median. The costs are means over
+    plate rows.
     """
 
     recent: ClassVar[int] = 32
     cut: ClassVar[int] = 4
 
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Serves every site."""
-        return None
-
     def statistics(self) -> Statistics:
         """The baseline, and the costs-to-go that it is made of, the last one at the end."""
         return {"baseline": 0.0, "recent": torch.zeros(self.recent)}
 
-    def __call__(
-        self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
         """Subtracts the trimmed mean of earlier steps."""
         assert count is not None
         centred = cost - statistics["baseline"].reshape(-1, *(1,) * (cost.dim() - 1))

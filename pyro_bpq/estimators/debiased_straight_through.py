@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
+from pyro_bpq.errors import check_option
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, check_decay
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.substitution import cost_per_row
@@ -25,11 +25,11 @@ class DebiasedStraightThrough(Estimator):
 
     ``f`` is the cost-to-go in nats. With ``Δ`` in place of ``Δ̂`` the sum is the local expectation gradient, which is
     exact given the other components. One entry ``S`` per row, drawn with probability ``π``, corrects the error of
-    straight-through's first-order prediction. ``h`` is the running mean of that error (the curvature). ``π`` is, up to
-    ``mixture``, proportional to the error's running size times the size of ``∇q``. Unbiased for any ``f'``, ``h`` and
-    ``π > 0``. It works badly if costs have no slope. It needs one more run of guide and model for every site and
-    particle, and a backward pass to the value. If sites are sampled downstream, they are drawn afresh, and the backward
-    pass belongs to a second run. For Bernoulli and OneHotCategorical, also in ``to_event``.
+    straight-through's first-order prediction. ``h`` is the running mean of that error. ``π`` is, up to ``mixture``,
+    proportional to the error's running size times the size of ``∇q``. Unbiased for any ``f'``, ``h`` and ``π > 0``. It
+    works badly if costs have no slope. It needs one more run of guide and model for every site and particle, and a
+    backward pass to the value, which takes a second run if sites are sampled downstream. For Bernoulli and
+    OneHotCategorical, also in ``to_event``.
 
     Args:
         decay: Weight of the past in the running moments of the errors, in ``[0, 1)``.
@@ -49,15 +49,11 @@ class DebiasedStraightThrough(Estimator):
     is_unbiased: ClassVar[bool] = True
     relies_on_slopes: ClassVar[bool] = True
     needs = frozenset({"program", "slope", "table"})
+    unsupported = needs_float_value
 
     def __post_init__(self) -> None:
-        check_decay("DebiasedStraightThrough", self.decay)
-        if not 0.0 < self.mixture <= 1.0:
-            raise OptionError(f"DebiasedStraightThrough(mixture={self.mixture!r}): write a number in (0, 1].")
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs values that can carry a gradient."""
-        return needs_float_value("DebiasedStraightThrough", site)
+        check_decay(self)
+        check_option(self, "mixture", 0.0 < self.mixture <= 1.0, "a number in (0, 1]")
 
     def sized_statistics(self, width: int) -> Statistics:
         """Statistics of each entry: the number of its draws, the sum of its errors, the sum of their squares."""
@@ -65,7 +61,6 @@ class DebiasedStraightThrough(Estimator):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by its predicted difference, and the drawn entry by its corrected one."""
-        assert context.index is not None
         program = context.program
         log_q, allowed = _entries(context)
         with torch.no_grad():
@@ -94,7 +89,7 @@ class DebiasedStraightThrough(Estimator):
 
     def _chances(self, q: Tensor, size: Tensor, allowed: Tensor | None) -> Tensor:
         """Chance of drawing each entry: mixes the size of its gradient with that size times its error."""
-        # The small constant keeps the chance of every allowed entry above zero if its probability rounds to zero.
+        # The constant keeps the chance of every allowed entry above zero if its probability rounds to zero.
         weight = q * (1.0 - q) + 1e-6
         weight = weight if allowed is None else weight * allowed
         by_error = weight * size
@@ -119,30 +114,28 @@ class DebiasedStraightThrough(Estimator):
 
 def _entries(context: SiteContext) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of the entries, with gradient, and a mask of those that are not sampled."""
-    assert context.log_probs is not None and context.index is not None
-    index = context.index.unsqueeze(-1)
-    if context.log_probs.shape[-1] == 2:
-        return context.log_probs.gather(-1, 1 - index), None
-    return context.log_probs, torch.ones_like(context.log_probs).scatter_(-1, index, 0.0)
+    log_probs, index = context.table
+    if log_probs.shape[-1] == 2:
+        return log_probs.gather(-1, 1 - index.unsqueeze(-1)), None
+    return log_probs, torch.ones_like(log_probs).scatter_(-1, index.unsqueeze(-1), 0.0)
 
 
 def _first_order(context: SiteContext) -> Tensor:
     """``f'(x)·(e_k - x_d)`` of each entry; zero where the slope is not finite."""
-    assert context.log_probs is not None and context.index is not None
-    index, slope = context.index.unsqueeze(-1), context.program.slope()
+    log_probs, index = context.table
+    index, slope = index.unsqueeze(-1), context.program.slope()
     slope = torch.where(slope.isfinite(), slope, torch.zeros_like(slope))
-    if context.log_probs.shape[-1] > 2 or slope.numel() == context.log_probs.numel():
-        table = slope.reshape(context.log_probs.shape)
+    if log_probs.shape[-1] > 2 or slope.numel() == log_probs.numel():
+        table = slope.reshape(log_probs.shape)
         first = table - table.gather(-1, index)
-        return first if context.log_probs.shape[-1] > 2 else first.gather(-1, 1 - index)
+        return first if log_probs.shape[-1] > 2 else first.gather(-1, 1 - index)
     return slope.reshape(index.shape) * (1 - 2 * index)
 
 
 def _moved(context: SiteContext, chosen: Tensor) -> Tensor:
     """The value with the drawn entry of each row in place of the sampled one."""
-    assert context.log_probs is not None and context.index is not None
-    index, value = context.index, context.program.value
-    if context.log_probs.shape[-1] == 2:
+    (log_probs, index), value = context.table, context.program.value
+    if log_probs.shape[-1] == 2:
         other = torch.where(chosen.squeeze(-1) > 0, 1 - index, index)
     else:
         other = torch.where(chosen.sum(-1) > 0, chosen.argmax(-1), index)

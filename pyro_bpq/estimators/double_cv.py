@@ -8,16 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import (
-    Estimator,
-    SiteContext,
-    SiteInfo,
-    SiteTerm,
-    Statistics,
-    check_decay,
-    site_mean,
-    update_mean,
-)
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay, site_mean
 from pyro_bpq.estimators.baselines import leave_one_out
 from pyro_bpq.estimators.requirements import needs_float_value, needs_particles
 from pyro_bpq.estimators.substitution import event_sum, mean_value, to_table
@@ -54,11 +45,11 @@ class DoubleCV(Estimator):
     needs = frozenset({"program", "slope", "table"})
 
     def __post_init__(self) -> None:
-        check_decay("DoubleCV", self.decay)
+        check_decay(self)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can carry a gradient, and two particles."""
-        return needs_float_value("DoubleCV", site) or needs_particles("DoubleCV", site)
+        return needs_float_value(self, site) or needs_particles(self, site)
 
     def statistics(self, num_particles: int) -> Statistics:
         """Products of the control variates, and the scales."""
@@ -100,11 +91,11 @@ class RODEO(Estimator):
     needs = frozenset({"program", "slope", "table"})
 
     def __post_init__(self) -> None:
-        check_decay("RODEO", self.decay)
+        check_decay(self)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can carry a gradient, and two particles."""
-        return needs_float_value("RODEO", site) or needs_particles("RODEO", site)
+        return needs_float_value(self, site) or needs_particles(self, site)
 
     def statistics(self, num_particles: int) -> Statistics:
         """Products of the control variates, and the scales."""
@@ -135,11 +126,10 @@ class _Slopes:
     @classmethod
     @torch.no_grad()
     def of(cls, context: SiteContext) -> _Slopes:
-        assert context.log_probs is not None and context.index is not None
+        (log_probs, index), value = context.table, context.program.value
         particles, ndim = context.cost.shape[1], context.cost.dim()
-        probs = context.log_probs.exp()
-        sampled = torch.zeros_like(probs).scatter_(-1, context.index.unsqueeze(-1), 1.0)
-        value = context.program.value
+        probs = log_probs.exp()
+        sampled = torch.zeros_like(probs).scatter_(-1, index.unsqueeze(-1), 1.0)
         slope = context.program.slope()
         slope = torch.where(slope.isfinite(), slope, torch.zeros_like(slope))
         centred = value - mean_value(context)
@@ -156,7 +146,6 @@ def _combine(
     context: SiteContext, slopes: _Slopes, features: list[Tensor], scale: float | None, decay: float
 ) -> SiteTerm:
     """Leave-one-out minus scaled control variates: those of the features, and that of the baseline."""
-    assert context.log_probs is not None
     with torch.no_grad():
         centred, sampled, probs = leave_one_out(context.cost), slopes.sampled, slopes.probs
         score = sampled - probs
@@ -175,10 +164,10 @@ def _combine(
             variates = [own.unsqueeze(-1) * score - probs * (h - (probs * h).sum(-1, keepdim=True)) for own, h in parts]
             variates.append(-slopes.ahead[..., None, None] * score)
             gram = _products(centred[..., None, None] * score, variates)
-            gram = update_mean(context.statistics["gram"], gram, context.count, decay)
+            gram = context.running_mean("gram", gram, decay)
             samples = (context.count + 1.0) * centred[0].numel()
             statistics = {"gram": gram, "scales": _solve(gram, len(variates), 3.0 / samples)}
-    return SiteTerm(weights * context.log_probs, statistics)
+    return SiteTerm(weights * context.table[0], statistics)
 
 
 def _initial(count: int) -> Statistics:
@@ -191,7 +180,7 @@ def _products(plain: Tensor, variates: list[Tensor]) -> Tensor:
 
 
 def _solve(gram: Tensor, count: int, ridge: Tensor) -> Tensor:
-    """Scales of least second moment, with a ridge towards zero that fades with the number of samples."""
+    """Scales of least second moment, with a ridge towards zero."""
     square = gram.reshape(-1, count, count + 1)
     left, right = square[..., :-1], square[..., -1:]
     diagonal = torch.diagonal(left, dim1=1, dim2=2)

@@ -1,4 +1,4 @@
-r"""Generalised reparameterisation (G-REP): standardises the value, corrects for the noise's dependence."""
+"""Generalised reparameterisation (G-REP): standardises the value, corrects for the noise's dependence."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
+from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.estimators.reparameterise import base_distribution
-from pyro_bpq.estimators.requirements import alternative, is_infinite
+from pyro_bpq.estimators.requirements import needs_continuous
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,8 @@ class GeneralisedReparameterisation(Estimator):
 
     ``T`` standardises ``log z`` of a Gamma and ``logit z`` of a Beta by mean and standard deviation. For a LogNormal
     the correction vanishes. ``b`` is the mean over the other particles or a running mean. The costs must be
-    differentiable in the value. torch's own ``rsample`` is exact for these distributions, so :class:`Pathwise` is
-    better if the distribution has ``rsample``. This estimator is a reference, and serves distributions that have only
-    a transform.
-
-    Register :func:`standardised` for a distribution of your own.
+    differentiable in the value. If the distribution has ``rsample``, :class:`Pathwise` is better. Register
+    :func:`standardised` for a distribution of your own.
 
     References:
         | The generalized reparameterization gradient (Ruiz et al., 2016)
@@ -40,14 +37,8 @@ class GeneralisedReparameterisation(Estimator):
     attaches: ClassVar[bool] = True
     corrects: ClassVar[bool] = True
 
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs a continuous distribution; a missing transform raises at the first draw."""
-        if site.components is None and not is_infinite(site):
-            return None
-        return (
-            f"GeneralisedReparameterisation() needs a continuous distribution, not a {site.distribution}; "
-            f"use {alternative(site)}"
-        )
+    # A missing transform raises at the first draw.
+    unsupported = needs_continuous
 
     def attach(self, fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
         """The value, with the gradient of the transform."""
@@ -61,22 +52,10 @@ class GeneralisedReparameterisation(Estimator):
         extra = total.dim() - len(fn.batch_shape)
         return total.sum(tuple(range(-extra, 0))) if extra else total
 
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        """Returns a zero term: the value and the correction carry the gradient."""
-        return SiteTerm(context.score.new_zeros(()))
-
 
 @singledispatch
 def standardised(fn: Any, value: Tensor) -> tuple[Tensor, Tensor]:
-    r"""The value ``T(ε; θ)`` with its gradient at fixed noise, and ``log |∂T/∂ε|``.
-
-    Args:
-        fn: A univariate distribution.
-        value: A value of it, detached.
-
-    Raises:
-        UnsupportedSiteError: If no transform is known.
-    """
+    r"""The value ``T(ε; θ)`` with its gradient at fixed noise, and ``log |∂T/∂ε|``; of a univariate distribution."""
     raise UnsupportedSiteError(
         f"GeneralisedReparameterisation() knows no transform of a {type(fn).__name__}; use Pathwise() or "
         "ScoreFunction(), or register one with pyro_bpq.estimators.generalised.standardised."

@@ -135,7 +135,7 @@ class Hindsight(Estimator):
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components."""
-        return needs_finite("Hindsight", site)
+        return needs_finite(self, site)
 
     def statistics(self, num_particles: int) -> Statistics:
         """Running means of the costs, for a single particle, and the moments that fit the scales."""

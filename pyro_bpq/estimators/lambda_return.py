@@ -1,11 +1,11 @@
-r"""A bootstrapped cost-to-go: biased, for comparison and for graphs too long for unbiased estimators."""
+"""Returns bootstrapped from critics: biased, for comparison and for graphs too long for unbiased estimators."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import UnsupportedSiteError, check_option
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics
 from pyro_bpq.estimators.baselines import RunningBaseline, leave_one_out
@@ -21,8 +21,7 @@ class LambdaReturn(Estimator):
     Critics replace the costs that lie far ahead, so their errors bias the gradient. With ``lam=1`` there is no bias:
     ``G_X`` is then the cost-to-go minus the graph-wise control variates. ``γ`` is the ELBO's ``gamma``, with which the
     critics learn; below 1 it is a bias of its own. Finite sites apply :class:`AllAction` to ``G_X``. Other sites apply
-    the score function with leave-one-out or a running baseline. No term is the prediction of a parent's critic, as in
-    the paper's advantage functions: that is :class:`ParentAdvantage`.
+    the score function with leave-one-out or a running baseline.
 
     Args:
         lam: Weight of the return against the critics, in ``[0, 1]``. The critics learn with a lambda of their own.
@@ -42,8 +41,7 @@ class LambdaReturn(Estimator):
     replaces_costs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.lam <= 1.0:
-            raise OptionError(f"LambdaReturn(lam={self.lam!r}): write a number in [0, 1].")
+        check_option(self, "lam", 0.0 <= self.lam <= 1.0, "a number in [0, 1]")
 
     def statistics(self, num_particles: int) -> Statistics:
         """Running statistics of :class:`AllAction` and of a running baseline."""
@@ -62,3 +60,49 @@ class LambdaReturn(Estimator):
             return SiteTerm(leave_one_out(context.cost) * context.score)
         centred, statistics = RunningBaseline()(context.cost, context.statistics, context.count)
         return SiteTerm(centred * context.score, statistics)
+
+
+@dataclass(frozen=True)
+class ParentAdvantage(Estimator):
+    r"""**Biased**: the advantage over what the parents' critics predicted, in place of the cost-to-go.
+
+        g_Y = A_Y ∇ log q(y)
+        A_Y = Q_Y(y) + λ (G_Y - Q_Y(y)) - avg_X [ Q_X(x) - Σ_S E[Q_S] ]
+
+    ``X`` runs over the sites whose critics predict ``Q_Y`` next, and ``S`` over the siblings of ``Y``: the other costs
+    and sites that ``Q_X`` predicts. ``G_Y`` is the lambda-return. With ``lam=0`` the critic of ``Y`` replaces its
+    costs. The errors of the critics of ``Y`` and of later sites bias the gradient; those of the parents' critics do
+    not. With ``lam=1`` there is no bias. A site without parents that have critics has no baseline.
+    :class:`LambdaReturn` takes its baseline from the site's own critic, other particles or earlier steps.
+
+    Args:
+        lam: Weight of the return against the site's critic, in ``[0, 1]``. Critics learn with a lambda of their own.
+
+    Raises:
+        OptionError: If ``lam`` is out of range.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Appendix, Cases for Advantage Functions
+        | High-dimensional continuous control using generalized advantage estimation (Schulman et al., 2016)
+    """
+
+    lam: float = 0.9
+
+    is_unbiased: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = True
+    takes_discount: ClassVar[bool] = False
+    needs = frozenset({"advantage"})
+
+    def __post_init__(self) -> None:
+        check_option(self, "lam", 0.0 <= self.lam <= 1.0, "a number in [0, 1]")
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The advantage times ``log q``."""
+        advantage = context.signals.get("advantage")
+        if advantage is None:
+            sites = ", ".join(map(repr, context.names))
+            raise UnsupportedSiteError(
+                f"Sites {sites}: no site has a critic, so there are no advantages. Write critic=MLPCritic(), or use "
+                "ScoreFunction()."
+            )
+        return SiteTerm(advantage * context.score)

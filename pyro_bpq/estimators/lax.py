@@ -1,4 +1,4 @@
-r"""LAX: a trained control variate for continuous sites whose costs have no gradient."""
+r"""LAX: a network or the critic as control variate for continuous sites whose costs have no gradient."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, update_mean
+from pyro_bpq.errors import check_option
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.q_estimators import local_cost
 from pyro_bpq.estimators.reparameterise import base_distribution, parameter_names, reparameterise
-from pyro_bpq.estimators.requirements import alternative, is_infinite
-from pyro_bpq.estimators.variates import NetworkVariate, centre, update_means
+from pyro_bpq.estimators.requirements import needs_continuous
+from pyro_bpq.estimators.scaled import OptimalScale, Scale, Scaled, centre, read_scale, update_means
+from pyro_bpq.estimators.variates import NetworkVariate
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,10 @@ class LAX(Estimator):
         g = (C - c_φ(x) - b) ∇log q(x) + ∂c_φ/∂x ∇x
 
     For continuous univariate distributions, in plates and ``to_event``, whose value can be reparameterised. The costs
-    need no gradient. The network ``c_φ`` sees the value and the mean of its distribution, detached. It learns along
-    the gradient of ``|g|²``; each parameter of the distribution is measured in units of its own score. ``b`` is the
-    mean over the other particles or, with one particle, over earlier steps. There is no extra run.
-
-    If the costs do have a gradient, :class:`Pathwise` is simpler and better.
+    need no gradient; if they have one, :class:`Pathwise` is better. The network ``c_φ`` sees the value and the mean of
+    its distribution, detached. It learns along the gradient of ``|g|²``; each parameter of the distribution is measured
+    in units of its own score. ``b`` is the mean over the other particles or, with one particle, over earlier steps.
+    There is no extra run.
 
     Args:
         variate: The network and its training options.
@@ -45,16 +46,12 @@ class LAX(Estimator):
     needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
-        if not isinstance(self.variate, NetworkVariate):
-            raise OptionError(f"LAX(variate={self.variate!r}): write NetworkVariate(...).")
+        check_option(self, "variate", isinstance(self.variate, NetworkVariate), "NetworkVariate(...)")
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs a continuous distribution that can be reparameterised."""
-        # has_rsample cannot be read: it may be hidden when the site is planned, because the value is detached.
-        if site.components is None and not is_infinite(site):
-            return None
-        other = f"RELAX() or {alternative(site)}" if site.components is not None else alternative(site)
-        return f"LAX() needs a continuous distribution, not a {site.distribution}; use {other}"
+        refused = needs_continuous(self, site)
+        return refused if site.components is None else refused and refused.replace("use ", "use RELAX() or ")
 
     def sized_statistics(self, width: int) -> Statistics:
         """The network's weights and the moments of its inputs."""
@@ -63,7 +60,6 @@ class LAX(Estimator):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Attaches the gradient to the distribution's parameters, and takes a training step of the network."""
-        assert context.count is not None
         value = context.program.value
         event_ndim = value.dim() - context.cost.dim()
         groups, mean = _groups(context, event_ndim)
@@ -89,40 +85,33 @@ class LAX(Estimator):
         statistics |= update_means(context.cost, control.detach(), context, self.variate.decay)
         flat = value.detach().reshape(len(context.names), -1, mean.shape[-1])
         for name, new in (("input_mean", flat.mean(1)), ("input_square", flat.square().mean(1))):
-            statistics[name] = update_mean(context.statistics[name], new, context.count, self.variate.decay)
+            statistics[name] = context.running_mean(name, new, self.variate.decay)
         return SiteTerm(surrogate, statistics)
 
 
 def _groups(context: SiteContext, event_ndim: int) -> tuple[list[tuple[Tensor, Any, dict[str, Tensor]]], Tensor]:
     """Groups sites by class of distribution: rows, class and parameters; also the flat means of all."""
-    found: list[Any] = []
+    found: list[tuple[Any, tuple[str, ...]]] = []
 
     def mean_of(fn: Any) -> Tensor:
         base = base_distribution(fn)
-        parameter_names(base)
-        found.append(type(base))
+        found.append((type(base), parameter_names(base)))
         return base.mean.detach().nan_to_num(0.0, 0.0, 0.0)
+
+    def parameter(kind: Any, name: str) -> Tensor:
+        def pick(fn: Any) -> Tensor:
+            base = base_distribution(fn)
+            return getattr(base, name).expand(base.batch_shape) if type(base) is kind else base.mean.detach()
+
+        return context.program.stack(pick, event_ndim)
 
     mean = context.program.stack(mean_of, event_ndim)
     kinds = found[: len(context.names)]
     groups = []
-    for kind in dict.fromkeys(kinds):
-        rows = torch.tensor([i for i, other in enumerate(kinds) if other is kind], device=mean.device)
-        names = [n for n in kind.arg_constraints if n not in ("logits", "probs")]
-        stacked = {name: context.program.stack(_picker(kind, name), event_ndim)[rows] for name in names}
-        groups.append((rows, kind, stacked))
+    for kind, names in dict.fromkeys(kinds):
+        rows = torch.tensor([i for i, (other, _) in enumerate(kinds) if other is kind], device=mean.device)
+        groups.append((rows, kind, {name: parameter(kind, name)[rows] for name in names}))
     return groups, mean.reshape(*context.cost.shape, -1)
-
-
-def _picker(kind: Any, name: str) -> Any:
-    def pick(fn: Any) -> Tensor:
-        base = base_distribution(fn)
-        if type(base) is not kind:
-            return base.mean.detach()
-        parameter: Tensor = getattr(base, name)
-        return parameter.expand(base.batch_shape)
-
-    return pick
 
 
 def _features(x: Tensor, mean: Tensor, context: SiteContext) -> Tensor:
@@ -139,3 +128,52 @@ def _gradients(tensor: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     found = torch.autograd.grad(tensor.sum(), list(leaves.values()), retain_graph=True, allow_unused=True)
     zeros = [torch.zeros_like(leaf) for leaf in leaves.values()]
     return {name: zero if g is None else g.detach() for name, g, zero in zip(leaves, found, zeros, strict=True)}
+
+
+@dataclass(frozen=True)
+class LAXQ(Scaled):
+    r"""Score function with the critic as control variate, whose own gradient is pathwise. Unbiased.
+
+        g = (C - a Q(x) - b) ∇log q(x) + a ∂Q(x)/∂x ∇x(ε; θ)
+
+    For continuous values that can be reparameterised; the costs need no gradient. The critic is fitted to the costs of
+    all runs, where the network of :class:`LAX` is trained to lower the variance. It is a :class:`ValueCritic` unless
+    another is chosen. ``b`` is the mean of ``C - a Q(x)`` over the other particles or, with one particle, over earlier
+    steps. An :class:`OptimalScale` is that of the gradient with respect to ``μ / σ`` and ``log σ`` of a normal
+    distribution.
+
+    Args:
+        scale: The scale ``a``: a number or :class:`OptimalScale`.
+        decay: Weight of the past in the running means.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Eq. 27
+        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 5
+    """
+
+    scale: Scale = OptimalScale()
+    decay: float = 0.98
+
+    is_unbiased: ClassVar[bool] = True
+    uses_critic: ClassVar[bool] = True
+    needs = frozenset({"moved_value", "q_slope", "q_value"})
+    unsupported = needs_continuous
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The corrected cost-to-go times ``log q``, and the slope of the critic through the value."""
+        with torch.no_grad():
+            value, slope, a = local_cost(context), context.signals["q_slope"], read_scale(self.scale, context)
+            centred, control = centre(context.cost, value, context)
+            parts: tuple[Tensor, ...] = ()
+            if isinstance(self.scale, OptimalScale) and context.moments is not None:
+                powers, spread = context.moments.powers, context.moments.spread
+                path = (slope * spread).unsqueeze(-1)
+                path = torch.cat((path, path * powers[..., :1]), -1)
+                plain, variate = (part[..., None, None] * powers for part in (centred, control))
+                parts = plain, variate - path
+            statistics = self.updated(context, value, *parts)
+        path = (slope * context.signals["moved_value"]).sum(-1)
+        return SiteTerm((centred - a * control) * context.score + a * path, statistics)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteProgram, SiteTerm
 from pyro_bpq.estimators.noise import exponential
+from pyro_bpq.estimators.reparameterise import base_distribution
 from pyro_bpq.estimators.requirements import alternative
 from pyro_bpq.estimators.substitution import cost_per_row
 
@@ -36,8 +37,7 @@ class MeasureValued(Estimator):
     ================  ===========  =============================  ==============================  ====
 
     Unbiased, whether or not costs are differentiable. The table counts the runs of guide and model for every component
-    of every site and particle, one after the other. That is expensive for vectors. If a cost reads several plate rows,
-    the number of runs is multiplied by the number of rows.
+    of every site and particle. If a cost reads several plate rows, each row takes as many.
 
     References:
         | Monte Carlo gradient estimation in machine learning (Mohamed et al., 2020)
@@ -63,28 +63,25 @@ class MeasureValued(Estimator):
 
 def _finite(context: SiteContext) -> Tensor:
     """``Σ_d Σ_k q_d(k) f(x with x_d = k) log q_d(k)``, with gradient through the last factor."""
-    assert context.log_probs is not None and context.index is not None
-    program, index, ndim = context.program, context.index, context.cost.dim()
-    size, cardinality = context.log_probs.shape[-2:]
+    (log_probs, index), program, ndim = context.table, context.program, context.cost.dim()
+    size, cardinality = log_probs.shape[-2:]
     with torch.no_grad():
         # Costs are relative to the cost of the sample, so the entry at the sampled index is zero.
-        table = torch.zeros_like(context.log_probs)
+        table = torch.zeros_like(log_probs)
         for d in range(size):
             for step in range(1, cardinality):
                 other = index.clone()
                 other[..., d] = (index[..., d] + step) % cardinality
                 cost = cost_per_row(program, program.from_index(other), ndim) - context.cost
                 table[..., d, :] = table[..., d, :].scatter(-1, other[..., d : d + 1], cost.unsqueeze(-1))
-        weights = context.log_probs.exp() * table
-    return weights * context.log_probs
+        weights = log_probs.exp() * table
+    return weights * log_probs
 
 
 def _parametric(context: SiteContext) -> Tensor:
     """Cost differences times mean and scale, or times the rate; one component after the other."""
-    program = context.program
-    assert program is not None
-    value, ndim = program.value, context.cost.dim()
-    event_ndim = value.dim() - ndim
+    program, value = context.program, context.program.value
+    event_ndim = value.dim() - context.cost.dim()
     first = program.stack(_first, event_ndim).expand(value.shape)
     second = program.stack(_second, event_ndim).expand(value.shape)
     kind = program.stack(_kind, event_ndim).detach().expand(value.shape)
@@ -120,28 +117,20 @@ def _costs(program: SiteProgram, value: Tensor, like: Tensor) -> Tensor:
     return torch.stack(costs, -1).reshape(value.shape)
 
 
-def _base(fn: Any) -> Any:
-    """The distribution under ``to_event``, ``mask`` and ``expand``."""
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return fn
-
-
 def _first(fn: Any) -> Tensor:
-    base = _base(fn)
+    base = base_distribution(fn)
     parameter: Tensor = base.loc if hasattr(base, "loc") else base.rate
     return parameter
 
 
 def _second(fn: Any) -> Tensor:
-    base = _base(fn)
+    base = base_distribution(fn)
     parameter: Tensor = base.scale if hasattr(base, "loc") else torch.ones_like(base.rate)
     return parameter
 
 
 def _kind(fn: Any) -> Tensor:
     """0 for Normal, 1 for Poisson, 2 for Exponential."""
-    base = _base(fn)
-    names = [cls.__name__ for cls in type(base).__mro__]
+    names = [cls.__name__ for cls in type(base_distribution(fn)).__mro__]
     code = 0 if _NORMAL in names else 1 if _POISSON in names else 2
     return torch.full_like(_first(fn), float(code))

@@ -9,9 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
-from pyro_bpq.estimators.baselines import Baseline
+from pyro_bpq.estimators.baselines import Baseline, check_baseline
 from pyro_bpq.estimators.requirements import needs_float_value
 from pyro_bpq.estimators.substitution import event_sum, mean_value
 
@@ -22,21 +21,16 @@ class MuProp(Estimator):
 
         g_X = (f(x) - f(μ) - f'(μ)·(x - μ) - b) ∇ log q(x) + f'(μ)·∇μ
 
-    ``f`` is the cost-to-go in nats and ``μ`` is the mean of the site. The extra run sets the site to its mean. By
-    default it draws sites downstream afresh, so ``f(μ)`` and ``f'(μ)`` carry the noise of these draws. The papers take
-    a mean-field pass: with ``mean_field=True`` each site downstream takes its mean given those before it, and the slope
-    goes through these means. That has no noise, but it expands another program than the one that is sampled. Without
-    sites downstream both are the same.
-
-    Unbiased in both forms, even if costs are not differentiable in the value (``f' = 0``) or not finite at the mean
-    (then ``f(μ) = 0``). It needs one more run of guide and model, with a backward pass, for every site and particle.
-    For Bernoulli and OneHotCategorical, also in ``to_event``. Programs that turn the value into an integer see the mean
-    rounded down.
+    ``f`` is the cost-to-go in nats and ``μ`` is the mean of the site. Unbiased, even if costs are not differentiable in
+    the value (``f' = 0``) or not finite at the mean (then ``f(μ) = 0``). It needs one more run of guide and model, with
+    a backward pass, for every site and particle. For Bernoulli and OneHotCategorical, also in ``to_event``. Programs
+    that turn the value into an integer see the mean rounded down.
 
     Args:
         baseline: Baseline ``b`` of the residual: ``None``, :class:`LeaveOneOut` or :class:`RunningBaseline`.
-        mean_field: Whether Bernoulli, one-hot and reparameterised sites downstream take their means in the extra run
-            instead of being drawn afresh.
+        mean_field: Whether Bernoulli, one-hot and reparameterised sites downstream take their means in the extra run,
+            as in the papers, instead of being drawn afresh. The expansion then has no noise, but it is that of another
+            program.
 
     Raises:
         OptionError: If an option is out of range.
@@ -53,14 +47,11 @@ class MuProp(Estimator):
     needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
-        given = self.baseline
-        if given is not None and (isinstance(given, type) or not isinstance(given, Baseline)):
-            raise OptionError(f"MuProp(baseline={given!r}): write LeaveOneOut(), RunningBaseline() or None.")
+        check_baseline(self)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can be set to their mean, and the requirements of the baseline."""
-        reason = needs_float_value("MuProp", site)
-        return reason if reason is not None or self.baseline is None else self.baseline.unsupported(site)
+        return needs_float_value(self, site) or (None if self.baseline is None else self.baseline.unsupported(site))
 
     def statistics(self, num_particles: int) -> Statistics:
         """Running statistics of the baseline."""

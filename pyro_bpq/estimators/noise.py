@@ -1,4 +1,4 @@
-r"""Noise that estimators draw themselves."""
+"""Noise that estimators draw themselves."""
 
 from __future__ import annotations
 
@@ -29,16 +29,7 @@ def gumbel(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def uniform_given(p: Tensor, value: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform noise ``u`` given that ``1[u < p]`` is ``value``.
-
-    Args:
-        p: Probabilities of one.
-        value: Values 0 or 1, of the shape of ``p``.
-        generator: Source of noise.
-
-    Returns:
-        Noise of the shape of ``p``.
-    """
+    """Uniform noise ``u`` of the shape of ``p``, given that ``1[u < p]`` is ``value``."""
     noise = uniform(p, generator)
     return torch.where(value == 1, p * noise, p + (1.0 - p) * noise)
 
@@ -48,14 +39,6 @@ def gumbel_given(log_probs: Tensor, index: Tensor, generator: torch.Generator) -
 
     The largest entry is a standard Gumbel variable ``T``, independent of its position. The others are Gumbel variables
     at ``log p_k`` truncated at ``T``: ``-log(e^{-T} + E_k / p_k)`` with exponential ``E_k``.
-
-    Args:
-        log_probs: Normalised log-probabilities, ``(..., K)``.
-        index: Position of the largest, ``(...)``.
-        generator: Source of noise.
-
-    Returns:
-        Tensor of the shape of ``log_probs``.
 
     References:
         A* sampling (Maddison et al., 2014)

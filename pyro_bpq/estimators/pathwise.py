@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm
+from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.estimators.requirements import alternative
 
 
@@ -30,7 +30,3 @@ class Pathwise(Estimator):
         if site.has_rsample:
             return None
         return f"Pathwise() needs a distribution with rsample, which {site.distribution} lacks; use {alternative(site)}"
-
-    def __call__(self, context: SiteContext) -> SiteTerm:
-        """Returns a zero term: the value carries the gradient."""
-        return SiteTerm(context.score.new_zeros(()))

@@ -1,4 +1,4 @@
-r"""Estimators that use the learned Q as a baseline, as a control variate or in place of the costs.
+"""Estimators that use the learned Q as a baseline, as a control variate or in place of the costs.
 
 ``Q`` is the critic plus the immediate costs that are known exactly at every value, up to a constant.
 """
@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from pyro_bpq.errors import OptionError, UnsupportedSiteError
+from pyro_bpq.errors import UnsupportedSiteError, check_option
 from pyro_bpq.estimators import relaxation
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.noise import uniform
-from pyro_bpq.estimators.optimal_scale import OptimalScale, Scale, read_scale
 from pyro_bpq.estimators.relaxation import Annealed
-from pyro_bpq.estimators.requirements import needs_finite
-from pyro_bpq.estimators.scaled import Scaled
-from pyro_bpq.estimators.variates import centre
+from pyro_bpq.estimators.requirements import needs_continuous, needs_finite
+from pyro_bpq.estimators.scaled import OptimalScale, Scale, Scaled, centre, read_scale
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class CriticBaseline(Scaled):
         """The centred cost-to-go times ``log q``."""
         with torch.no_grad():
             _, mean, _ = _critic(context)
-            score = _score(context)
+            _, score = context.score_table
             centred, control = (part[..., None, None] for part in centre(context.cost, mean, context))
             a = read_scale(self.scale, context)
             weight = centred - a[..., None, None] * control
@@ -93,15 +91,13 @@ class QControlVariate(Scaled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.num_samples >= 1:
-            raise OptionError(f"QControlVariate(num_samples={self.num_samples!r}): write a positive number.")
+        check_option(self, "num_samples", self.num_samples >= 1, "a positive number")
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights the log-probabilities of the sample and of the fresh ones."""
-        assert context.log_probs is not None
         with torch.no_grad():
             table, mean, own = _critic(context)
-            probs, score = context.log_probs.exp(), _score(context)
+            probs, score = context.score_table
             fresh = torch.zeros_like(score)
             for _ in range(self.num_samples):
                 noise = uniform(probs, context.program.generator).log().neg()
@@ -113,7 +109,7 @@ class QControlVariate(Scaled):
             plain, variate = centred * score, control * score - fresh
             statistics = self.updated(context, mean + own, plain, variate)
             gradient = plain - a * variate
-        return SiteTerm(gradient * context.log_probs, statistics)
+        return SiteTerm(gradient * context.table[0], statistics)
 
 
 @dataclass(frozen=True)
@@ -124,9 +120,7 @@ class _LocalCost(Estimator):
     uses_critic: ClassVar[bool] = True
     replaces_costs: ClassVar[bool] = True
 
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs finite components, which critics are for."""
-        return needs_finite(type(self).__name__, site)
+    unsupported = needs_finite
 
 
 @dataclass(frozen=True)
@@ -142,9 +136,8 @@ class QAllAction(_LocalCost):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The expected Q."""
-        assert context.log_probs is not None
         table = _local(context)
-        return SiteTerm(context.log_probs.exp() * table)
+        return SiteTerm(context.table[0].exp() * table)
 
 
 @dataclass(frozen=True)
@@ -207,9 +200,8 @@ class QRelaxation(_LocalCost):
         g = ∇ Σ_d Σ_k softmax(z/τ)[d,k] Q[d,k]
 
     ``z`` is drawn given the sample. Q is linear in the relaxed value, so :class:`QAllAction` is better. This one is a
-    reference. The relaxation has a bias of its own, whatever the critic: of a fair coin, the gradient of
-    ``Q(1) - Q(0) = 1`` to the logit is 0.25, and the relaxed one is 0.215 at temperature 0.5 and 0.167 at 1.
-    Unlike the paper's RELAX with ``f = Q(b)``, it has no correction terms; :class:`QRELAX` has them.
+    reference. For a fair coin with ``Q(1) - Q(0) = 1`` the gradient to the logit is 0.25, and the relaxed one is 0.215
+    at temperature 0.5 and 0.167 at 1. :class:`QRELAX` corrects this bias, as the paper's RELAX with ``f = Q(b)`` does.
 
     Args:
         temperature: A number or :class:`Annealed`.
@@ -223,7 +215,7 @@ class QRelaxation(_LocalCost):
     needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
-        relaxation.check_temperature("QRelaxation", self.temperature)
+        relaxation.check_temperature(self)
 
     def statistics(self, num_particles: int) -> Statistics:
         """A dummy statistic if the temperature is annealed: steps are counted only if there are statistics."""
@@ -231,23 +223,44 @@ class QRelaxation(_LocalCost):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Q at the relaxed value, with its gradient."""
-        assert context.log_probs is not None and context.index is not None
-        table = _local(context)
-        params = relaxation.parameters(context.log_probs)
-        pair = relaxation.draw_pair(params, context.index, context.program.generator)
+        (log_probs, index), table = context.table, _local(context)
+        params = relaxation.parameters(log_probs)
+        free, _ = relaxation.draw_pair(params, index, context.program.generator)
         temperature = relaxation.temperature_of(self.temperature, context)
-        return SiteTerm(relaxation.relax(pair.free, temperature, context.index) * table)
+        return SiteTerm(relaxation.relax(free, temperature, index) * table)
+
+
+@dataclass(frozen=True)
+class QPathwise(_LocalCost):
+    r"""The learned Q as local cost, by its slope at the sample. Biased by the errors of the critic's slope.
+
+        g = ∂Q(x)/∂x ∇x(ε; θ)
+
+    For continuous values that can be reparameterised. The costs may be unknown functions: the critic is fitted to their
+    values. If the costs have a gradient, :class:`Pathwise` is unbiased. The critic is a :class:`ValueCritic` unless
+    another is chosen. :class:`LAXQ` corrects the bias with the costs of the run.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Eq. 22 and Appendix, Gradient Estimators with Q-functions
+        | Continuous control with deep reinforcement learning (Lillicrap et al., 2016)
+    """
+
+    needs = frozenset({"moved_value", "q_slope", "q_value"})
+    unsupported = needs_continuous
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """The slope of the critic times the value as a function of the parameters."""
+        local_cost(context)
+        return SiteTerm((context.signals["q_slope"] * context.signals["moved_value"]).sum(-1))
 
 
 def _critic(context: SiteContext, reads_value: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Table of ``Q``, ``(..., D, K)``; its mean and ``Q(x)`` minus the mean, ``(G, M, plates)``; detached.
 
-    If ``reads_value`` is false, ``Q`` must not depend on the sampled value. Then it leaves out the exact costs of a
-    site of several components, which are taken at the sampled values of the other components. It then also takes only
-    the mean of a critic that reads the value as a whole.
+    If ``reads_value`` is false, parts that depend on the sampled value are left out: the table of a joint critic, and
+    the exact costs of one component at the sampled values of the others.
     """
-    assert context.log_probs is not None and context.index is not None
-    probs = context.log_probs.detach().exp()
+    probs, score = context.score_table
     table = torch.zeros_like(probs)
     mean = torch.zeros_like(context.cost)
     if context.level is not None:
@@ -257,24 +270,14 @@ def _critic(context: SiteContext, reads_value: bool = False) -> tuple[Tensor, Te
     if context.exact is not None and (reads_value or probs.shape[-2] == 1):
         table = table + context.exact
     mean = mean + (probs * table).sum((-1, -2))
-    own = ((one_hot(context.index, probs.shape[-1]).to(probs.dtype) - probs) * table).sum((-1, -2))
-    return table, mean, own
-
-
-def _score(context: SiteContext) -> Tensor:
-    """Score of the sample with respect to the logits, ``(..., D, K)``."""
-    assert context.log_probs is not None and context.index is not None
-    probs = context.log_probs.detach().exp()
-    return one_hot(context.index, probs.shape[-1]).to(probs.dtype) - probs
+    return table, mean, (score * table).sum((-1, -2))
 
 
 def local_cost(context: SiteContext) -> Tensor:
-    """``Q(x)``, the critic at the sample and the immediate costs that are known, ``(G, M, plates)`` in nats, detached.
+    """``Q(x)``: the critic at the sample and the known immediate costs, ``(G, M, plates)`` in nats, detached.
 
-    Estimators of sites without finite components ask for it by ``needs``, as ``"q_value"``.
-
-    Raises:
-        UnsupportedSiteError: If no critic predicts the costs and they are not all known.
+    Sites without finite components need the signal ``"q_value"`` for it. It raises an UnsupportedSiteError if there is
+    no critic and not all costs are known.
     """
     if context.log_probs is None:
         if context.level is None:
@@ -287,7 +290,7 @@ def local_cost(context: SiteContext) -> Tensor:
 
 
 def _local(context: SiteContext) -> Tensor:
-    """The table of Q; raises if no critic predicts the costs and they are not all known exactly."""
+    """The table of Q; raises an error if there is no critic and not all costs are known."""
     if context.learned is None:
         known = context.cost.new_zeros(()) if context.exact_cost is None else context.exact_cost
         if not torch.allclose(context.cost, known.expand_as(context.cost)):

@@ -7,10 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, check_decay
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.requirements import alternative
-from pyro_bpq.estimators.scales import ScaledTerms, initial_statistics
+from pyro_bpq.estimators.scales import ScaledTerms, check_scales, initial_statistics
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,7 @@ class QProp(Estimator):
     uses_critic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_decay("QProp", self.decay)
-        if not self.max_scale > 0.0:
-            raise OptionError(f"QProp(max_scale={self.max_scale!r}): write a positive number.")
-        if not 0.0 <= self.trace <= 1.0:
-            raise OptionError(f"QProp(trace={self.trace!r}): write a number in [0, 1].")
+        check_scales(self)
 
     @property
     def trace_decay(self) -> float:
@@ -70,7 +65,7 @@ class QProp(Estimator):
         return f"QProp() is for values without finite support, and {site.distribution} has one; use {other}"
 
     def statistics(self, num_particles: int) -> Statistics:
-        """Gram matrix of the control variates, their products with the plain gradient, means, scales."""
+        """Moments of control variates and plain gradient, means, and scales."""
         return initial_statistics()
 
     def __call__(self, context: SiteContext) -> SiteTerm:

@@ -10,20 +10,13 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import (
-    SiteContext,
-    SiteInfo,
-    SiteProgram,
-    SiteTerm,
-    Statistics,
-    site_mean,
-    update_mean,
-)
-from pyro_bpq.estimators.optimal_scale import OptimalScale, Scale, read_scale
-from pyro_bpq.estimators.relaxation import Annealed
-from pyro_bpq.estimators.requirements import alternative
-from pyro_bpq.estimators.scaled import Scaled
-from pyro_bpq.estimators.variates import centre
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteProgram, SiteTerm, Statistics, site_mean
+from pyro_bpq.estimators.relaxation import Annealed, fill
+from pyro_bpq.estimators.requirements import needs_float_value
+from pyro_bpq.estimators.scaled import OptimalScale, Scale, Scaled, centre, read_scale
+
+# What serves other finite sites.
+RELAXES_ALL = "OneHotCategorical, RELAX() or "
 
 
 @dataclass(frozen=True)
@@ -67,10 +60,10 @@ class REBAR(Scaled):
     ``z`` is that of the unconditional draw; the derivative of ``z̃`` is that of the conditional draw. ``b`` is the mean
     over the other particles or, with one particle, over earlier steps.
 
-    For Bernoulli and OneHotCategorical, also in ``to_event``. The costs must be defined and continuous in the value
-    between the values of the support: a program that rounds the value or uses it as an index gives a biased gradient.
-    It takes two more runs of guide and model for every site and particle, three if sites are sampled downstream. The
-    third run draws these sites at an independent value of the site; the other two keep their values.
+    For Bernoulli and OneHotCategorical, also in ``to_event``. The costs must be defined and continuous between the
+    values of the support: a program that rounds the value or uses it as an index gives a biased gradient. It takes two
+    more runs of guide and model for every site and particle, three if sites are sampled downstream. The third run draws
+    these sites at an independent value of the site; the other two keep their values.
 
     Args:
         temperature: A number, :class:`Annealed` or :class:`LearnedTemperature`.
@@ -96,11 +89,11 @@ class REBAR(Scaled):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.temperature, LearnedTemperature):
-            relaxation.check_temperature("REBAR", self.temperature)
+            relaxation.check_temperature(self)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs values that can be relaxed."""
-        return unsupported_relaxation("REBAR", site)
+        return needs_float_value(self, site, RELAXES_ALL)
 
     def statistics(self, num_particles: int) -> Statistics:
         """Running means, products for the scale, and the temperature."""
@@ -110,15 +103,15 @@ class REBAR(Scaled):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Attaches the gradient to the parameters of the relaxation."""
-        assert context.log_probs is not None and context.index is not None
-        params, index, program = relaxation.parameters(context.log_probs), context.index, context.program
+        (log_probs, index), program = context.table, context.program
+        params = relaxation.parameters(log_probs)
         free = params.detach()
         temperature = self._temperature(context)
         held = program.held(relaxation.independent_value(free, index, program))
         state = program.generator.get_state()
         cost, path = relaxed_cost(free, index, temperature, program, held)
         plain, variate = _parts(context, free, cost, path)
-        a = _expand(read_scale(self.scale, context), plain)
+        a = fill(read_scale(self.scale, context), plain)
         gradient = plain - a * variate
         statistics = self.updated(context, cost, *(relaxation.natural(part, free, index) for part in (plain, variate)))
         if isinstance(self.temperature, LearnedTemperature):
@@ -131,15 +124,15 @@ class REBAR(Scaled):
 
     def _temperature(self, context: SiteContext) -> Tensor:
         if isinstance(self.temperature, LearnedTemperature):
-            factor = context.statistics["log_temperature"].exp().reshape(-1, *(1,) * context.cost.dim())
-            return self.temperature.start * factor
+            factor = context.statistics["log_temperature"].exp()
+            return self.temperature.start * context.per_site(factor).unsqueeze(-1)
         return relaxation.temperature_of(self.temperature, context)
 
     def _update_temperature(self, context: SiteContext, gradient: Tensor, moved: Tensor) -> dict[str, Tensor]:
-        assert isinstance(self.temperature, LearnedTemperature) and context.count is not None
+        assert isinstance(self.temperature, LearnedTemperature)
         option = self.temperature
         new = torch.stack([site_mean(part.square()) for part in (gradient, moved)], 1)
-        moments = update_mean(context.statistics["moments"], new, context.count, option.decay)
+        moments = context.running_mean("moments", new, option.decay)
         tiny = torch.finfo(new.dtype).tiny
         slope = (moments[:, 1] - moments[:, 0]) / moments.sum(1).clamp(min=tiny) / option.delta
         log = context.statistics["log_temperature"] - option.lr * slope.clamp(-1.0, 1.0)
@@ -148,15 +141,9 @@ class REBAR(Scaled):
 
 def _parts(context: SiteContext, params: Tensor, cost: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient without the control variate, and the control variate to subtract from it."""
-    assert context.index is not None
-    score = relaxation.score(params, context.index)
-    centred, variate = (_expand(part, score) for part in centre(context.cost, cost, context))
+    score = relaxation.score(params, context.table[1])
+    centred, variate = (fill(part, score) for part in centre(context.cost, cost, context))
     return centred * score, variate * score - path
-
-
-def _expand(tensor: Tensor, like: Tensor) -> Tensor:
-    """Adds trailing dimensions."""
-    return tensor.reshape(*tensor.shape, *(1,) * (like.dim() - tensor.dim()))
 
 
 def relaxed_cost(
@@ -164,30 +151,15 @@ def relaxed_cost(
 ) -> tuple[Tensor, Tensor]:
     """Cost-to-go at ``z̃``, and the derivative of ``C(z) - C(z̃)`` with respect to the parameters.
 
-    Args:
-        params: Parameters of the relaxation, detached.
-        index: The sample.
-        temperature: One number per site, ``(G, 1, ...)``.
-        program: Source of the noise and of values from indices.
-        held: Source of the costs, with sites downstream held.
+    The costs come from the program ``held``, in which sites downstream keep their values.
     """
     with torch.enable_grad():
         leaf = params.detach().requires_grad_()
         pair = relaxation.draw_pair(leaf, index, program.generator)
-        values = [
-            relaxation.to_value(relaxation.relax(z, temperature, index), program) for z in (pair.free, pair.given)
-        ]
+        values = [relaxation.to_value(relaxation.relax(z, temperature, index), program) for z in pair]
         _, slope = held.gradient(values[0])
         cost, slope_given = held.gradient(values[1])
         total = (slope * values[0]).sum() - (slope_given * values[1]).sum()
         (path,) = torch.autograd.grad(total, leaf)
-    # A cost through which no gradient flows has an unknown slope: without the slope it is no valid control variate.
+    # If no gradient flows through the cost, its slope is unknown. Without the slope it is no valid control variate.
     return cost * (slope.any() | slope_given.any()), path
-
-
-def unsupported_relaxation(owner: str, site: SiteInfo) -> str | None:
-    """Reason why a site's value cannot be relaxed, or ``None`` if it can."""
-    if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
-        return None
-    other = alternative(site) if site.components is None else f"OneHotCategorical, RELAX() or {alternative(site)}"
-    return f"{owner}() needs a Bernoulli or OneHotCategorical, not a {site.distribution}; use {other}"

@@ -2,21 +2,21 @@ r"""RELAX: a network or the critic as a free-form control variate of a relaxed v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import OptionError, check_option
 from pyro_bpq.estimators import relaxation
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
-from pyro_bpq.estimators.optimal_scale import OptimalScale, Scale, read_scale
-from pyro_bpq.estimators.rebar import relaxed_cost, unsupported_relaxation
-from pyro_bpq.estimators.relaxation import Annealed
-from pyro_bpq.estimators.requirements import needs_finite
-from pyro_bpq.estimators.scaled import Scaled
-from pyro_bpq.estimators.variates import NetworkVariate, centre, update_means
+from pyro_bpq.estimators.q_estimators import local_cost
+from pyro_bpq.estimators.rebar import RELAXES_ALL, relaxed_cost
+from pyro_bpq.estimators.relaxation import Annealed, fill
+from pyro_bpq.estimators.requirements import needs_finite, needs_float_value
+from pyro_bpq.estimators.scaled import OptimalScale, Scale, Scaled, centre, read_scale, update_means
+from pyro_bpq.estimators.variates import NetworkVariate
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class RELAX(Estimator):
     needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:
-        if not isinstance(self.variate, NetworkVariate):
-            raise OptionError(f"RELAX(variate={self.variate!r}): write NetworkVariate(...).")
+        check_option(self, "variate", isinstance(self.variate, NetworkVariate), "NetworkVariate(...)")
         if isinstance(self.temperature, Annealed):
             raise OptionError("RELAX learns its temperature: write the number that it starts from.")
-        relaxation.check_temperature("RELAX", self.temperature)
+        relaxation.check_temperature(self)
 
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components; with ``uses_cost`` values that can be relaxed."""
-        if self.uses_cost:
-            return unsupported_relaxation("RELAX(uses_cost=True)", site)
-        return needs_finite("RELAX", site)
+        if not self.uses_cost:
+            return needs_finite(self, site)
+        refused = needs_float_value(self, site, RELAXES_ALL)
+        return refused and refused.replace("RELAX()", "RELAX(uses_cost=True)", 1)
 
     def sized_statistics(self, width: int) -> Statistics:
         """The network's weights, then ``log τ`` relative to its initial value, then ``η``."""
@@ -68,33 +68,30 @@ class RELAX(Estimator):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Attaches the gradient to the parameters of the relaxation, and takes a training step of the network."""
-        assert context.log_probs is not None and context.index is not None
-        params, index, program = relaxation.parameters(context.log_probs), context.index, context.program
-        variate = self.variate
+        (log_probs, index), program, variate = context.table, context.program, self.variate
+        params = relaxation.parameters(log_probs)
         with torch.enable_grad():
             leaf = params.detach().requires_grad_()
             weights = context.statistics["phi"].detach().requires_grad_()
-            temperature = self.temperature * weights[:, -2].exp().reshape(-1, *(1,) * context.cost.dim())
+            temperature = self.temperature * context.per_site(weights[:, -2].exp()).unsqueeze(-1)
             if self.uses_cost:
                 held = program.held(relaxation.independent_value(leaf, index, program))
             state = program.generator.get_state()
             pair = relaxation.draw_pair(leaf, index, program.generator)
             free, given = (
-                variate.evaluate(weights, _features(z, leaf.detach(), temperature, index), context)
-                for z in (pair.free, pair.given)
+                variate.evaluate(weights, _features(z, leaf.detach(), temperature, index), context) for z in pair
             )
             (path,) = torch.autograd.grad((free - given).sum(), leaf, create_graph=True)
             if self.uses_cost:
-                eta = weights[:, -1].reshape(-1, *(1,) * (context.cost.dim() - 1))
-                # The reset makes the relaxed values of the cost equal to those of the network.
+                eta = context.per_site(weights[:, -1])
+                # The cost sees the same relaxed values as the network.
                 program.generator.set_state(state)
                 cost, cost_path = relaxed_cost(leaf, index, temperature.detach(), program, held)
                 given = given + eta * cost
-                path = path + eta.reshape(*eta.shape, *(1,) * (path.dim() - eta.dim())) * cost_path
+                path = path + fill(eta, path) * cost_path
             centred, control = centre(context.cost, given, context)
             score = relaxation.score(leaf.detach(), index)
-            residual = centred - control
-            gradient = residual.reshape(*residual.shape, *(1,) * (score.dim() - residual.dim())) * score + path
+            gradient = fill(centred - control, score) * score + path
             objective = relaxation.natural(gradient, leaf, index).square().flatten(1).mean(1)
             statistics = variate.train(weights, objective, context)
         means = update_means(context.cost, given.detach(), context, variate.decay)
@@ -141,13 +138,13 @@ class RELAXQ(Scaled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        relaxation.check_temperature(type(self).__name__, self.temperature)
+        relaxation.check_temperature(self)
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Attaches the gradient to the parameters of the relaxation."""
-        assert context.log_probs is not None and context.index is not None
-        params, index = relaxation.parameters(context.log_probs), context.index
-        zero = torch.zeros_like(context.log_probs, requires_grad=False)
+        log_probs, index = context.table
+        params = relaxation.parameters(log_probs)
+        zero = torch.zeros_like(log_probs, requires_grad=False)
         # Terms that read the sampled value are left out, e.g. costs of one component at the values of the others.
         learned = context.learned if context.own is None else None
         exact = context.exact if zero.shape[-2] == 1 else None
@@ -156,19 +153,48 @@ class RELAXQ(Scaled):
         with torch.enable_grad():
             leaf = params.detach().requires_grad_()
             pair = relaxation.draw_pair(leaf, index, context.program.generator)
-            free, given = (
-                (relaxation.relax(z, temperature, index) * table).sum((-1, -2)) for z in (pair.free, pair.given)
-            )
+            free, given = ((relaxation.relax(z, temperature, index) * table).sum((-1, -2)) for z in pair)
             (path,) = torch.autograd.grad((free - given).sum(), leaf)
         with torch.no_grad():
             level = context.cost.new_zeros(()) if context.level is None else context.level
             value = level + given.detach()
             score = relaxation.score(leaf, index)
-            lead = (*context.cost.shape, *(1,) * (score.dim() - context.cost.dim()))
-            centred, control = (part.reshape(lead) for part in centre(context.cost, value, context))
+            centred, control = (fill(part, score) for part in centre(context.cost, value, context))
             plain, variate = centred * score, control * score - path
-            a = read_scale(self.scale, context)
-            gradient = plain - a.reshape(*a.shape, *(1,) * (plain.dim() - a.dim())) * variate
+            gradient = plain - fill(read_scale(self.scale, context), plain) * variate
             natural = (relaxation.natural(part, leaf, index) for part in (plain, variate))
             statistics = self.updated(context, value, *natural)
         return SiteTerm(gradient * params, statistics)
+
+
+@dataclass(frozen=True)
+class QRELAX(RELAXQ):
+    r"""The learned Q as local cost, by RELAX with the same Q as control variate. Biased by the errors of the critic.
+
+        g = (Q(b) - a c(z̃) - b₀) ∇log q(b) + a ∇c(z) - a ∇c(z̃),   c(z) = V + Σ_d Σ_k softmax(z/τ)[d,k] Q[d,k]
+
+    :class:`RELAXQ` with the critic's value in place of the cost-to-go. In expectation it is the gradient of
+    ``E_q[Q(b)]`` at any temperature, so it has no bias if the critic is exact. :class:`QAllAction` has the same
+    expectation and no noise of its own.
+
+    Args:
+        temperature: A number or :class:`Annealed`.
+        scale: The scale ``a``: a number or :class:`OptimalScale`.
+        decay: Weight of the past in the running means.
+
+    Raises:
+        OptionError: If an option is out of range.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
+        | Backpropagation through the void (Grathwohl et al., 2018), Eq. 8
+    """
+
+    is_unbiased: ClassVar[bool] = False
+    replaces_costs: ClassVar[bool] = True
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        """RELAX of the critic's value."""
+        with torch.no_grad():
+            cost = local_cost(context)
+        return super().__call__(replace(context, cost=cost))

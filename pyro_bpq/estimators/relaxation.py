@@ -1,19 +1,19 @@
-r"""Relaxed draws of finite components that agree with the sample, for REBAR and RELAX.
+r"""Relaxed draws ``z`` of finite components given the sample ``b``, for REBAR and RELAX.
 
-The value of a component with log-probabilities ``log π`` is the index of the largest ``z_k = log π_k - log E_k``, with
-exponential ``E``. The value of a binary component is the sign of ``z = α + logit(u)``. Here the sample ``b`` is drawn
-first, and ``z`` is drawn given ``b``. The pair ``(z, b)`` has the same law as when ``z`` is drawn first.
+``b`` is the index of the largest ``z_k = log π_k - log E_k``, with exponential ``E``. For a binary component it is the
+sign of ``z = α + logit(u)``. The pair ``(z, b)`` has the same law as when ``z`` is drawn first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, softplus
 
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import OptionError, check_option
 from pyro_bpq.estimators.base import SiteContext, SiteProgram
 from pyro_bpq.estimators.noise import uniform
 
@@ -40,21 +40,22 @@ class Annealed:
             raise OptionError(f"{self!r}: write 0 < end <= start and a decay in (0, 1).")
 
 
-def check_temperature(owner: str, temperature: float | Annealed) -> None:
-    """Raises an OptionError if a temperature is neither a positive number nor :class:`Annealed`."""
-    if isinstance(temperature, Annealed):
-        return
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0.0:
-        raise OptionError(f"{owner}(temperature={temperature!r}): write a positive number or Annealed().")
+def check_temperature(owner: Any) -> None:
+    """Raises an OptionError if the field ``temperature`` is neither a positive number nor :class:`Annealed`."""
+    given = owner.temperature
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    is_valid = isinstance(given, Annealed) or (is_number and given > 0.0)
+    check_option(owner, "temperature", is_valid, "a positive number or Annealed()")
 
 
 def temperature_of(temperature: float | Annealed, context: SiteContext) -> Tensor:
     """The temperature of each site, ``(G, 1, ...)`` with one dimension more than the cost."""
-    lead = (-1, *(1,) * context.cost.dim())
     if isinstance(temperature, Annealed):
         assert context.count is not None
-        return (temperature.start * temperature.decay**context.count).clamp(min=temperature.end).reshape(lead)
-    return context.cost.new_full((len(context.names),), float(temperature)).reshape(lead)
+        each = (temperature.start * temperature.decay**context.count).clamp(min=temperature.end)
+    else:
+        each = context.cost.new_full((len(context.names),), float(temperature))
+    return context.per_site(each).unsqueeze(-1)
 
 
 def parameters(log_probs: Tensor) -> Tensor:
@@ -86,15 +87,12 @@ def relax(z: Tensor, temperature: Tensor, index: Tensor) -> Tensor:
 
 def to_value(weights: Tensor, program: SiteProgram) -> Tensor:
     """Relaxed value of the site: the mean of its values under weights ``(..., D, K)``."""
-    lead = weights.shape[:-1]
-    total: Tensor | None = None
+    lead, terms = weights.shape[:-1], []
     for k in range(weights.shape[-1]):
         index = torch.full(lead, k, dtype=torch.long, device=weights.device)
         value = program.from_index(index).to(weights.dtype)
-        term = weights[..., k].unsqueeze(-1) * value.reshape(*lead, -1)
-        total = term if total is None else total + term
-    assert total is not None
-    return total.reshape(value.shape)
+        terms.append(weights[..., k].unsqueeze(-1) * value.reshape(*lead, -1))
+    return sum(terms[1:], terms[0]).reshape(value.shape)
 
 
 def independent_value(params: Tensor, index: Tensor, program: SiteProgram) -> Tensor:
@@ -105,24 +103,20 @@ def independent_value(params: Tensor, index: Tensor, program: SiteProgram) -> Te
     return program.from_index((params.detach() - noise).argmax(-1))
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two relaxed draws given the sample, as functions of the parameters.
+def draw_pair(params: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draws ``z`` and ``z̃`` independently given the sample, with their derivatives to the parameters.
 
-    Args:
-        free: ``z`` with the derivative of the unconditional draw: its noise is fixed, the sample is free.
-        given: ``z̃`` with the derivative of the conditional draw: its noise and the sample are fixed.
+    ``z`` has the derivative of the unconditional draw, with fixed noise and free sample; ``z̃`` has that of the
+    conditional draw, with fixed noise and fixed sample.
     """
-
-    free: Tensor
-    given: Tensor
-
-
-def draw_pair(params: Tensor, index: Tensor, generator: torch.Generator) -> Pair:
-    """Draws ``z`` and ``z̃`` independently given the sample, with their derivatives."""
     z = _given(params.detach(), index, _noise(params, index, generator))
     # Both families are location families: with the noise fixed, z shifts by the change of the parameters.
-    return Pair(z + (params - params.detach()), _given(params, index, _noise(params, index, generator)))
+    return z + (params - params.detach()), _given(params, index, _noise(params, index, generator))
+
+
+def fill(tensor: Tensor, like: Tensor) -> Tensor:
+    """Adds trailing dimensions, up to those of ``like``."""
+    return tensor.reshape(*tensor.shape, *(1,) * (like.dim() - tensor.dim()))
 
 
 def _noise(params: Tensor, index: Tensor, generator: torch.Generator) -> Tensor:

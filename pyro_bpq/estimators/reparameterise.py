@@ -1,4 +1,4 @@
-r"""Reparameterisation of a drawn value: the value as a function of the distribution's parameters."""
+"""Reparameterisation of a drawn value: the value as a function of the distribution's parameters."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ def base_distribution(fn: Any) -> Any:
 
 
 def parameter_names(fn: Any) -> tuple[str, ...]:
-    """Names of the parameters from which a univariate distribution can be rebuilt.
-
-    Raises:
-        UnsupportedSiteError: If the distribution is not univariate, or is a ``TransformedDistribution``.
-    """
-    kind = type(base_distribution(fn))
+    """Names of the parameters from which a univariate distribution can be rebuilt."""
+    base = base_distribution(fn)
+    kind = type(base)
     names = tuple(name for name in kind.arg_constraints if name not in ("logits", "probs"))
-    if base_distribution(fn).event_shape or not names or kind.__name__ == "TransformedDistribution":
+    if base.event_shape or not names or kind.__name__ == "TransformedDistribution":
         raise UnsupportedSiteError(
             f"LAX() needs a univariate distribution of torch, in a plate or .to_event(), not a {kind.__name__}; "
             "use Pathwise() or ScoreFunction() at this site."
@@ -37,22 +34,12 @@ def parameter_names(fn: Any) -> tuple[str, ...]:
 
 @singledispatch
 def reparameterise(fn: Any, value: Tensor) -> Tensor:
-    r"""A drawn value with the gradient of the distribution's parameters.
+    r"""A drawn value of a univariate distribution, with the gradient of the distribution's parameters.
 
         loc and scale:  x = loc + scale stop((x - loc) / scale)
         otherwise:      dx/dθ = -∂F(x; θ)/∂θ / p(x; θ),   F the distribution function
 
     Register a function for a distribution of your own with ``reparameterise.register``.
-
-    Args:
-        fn: A univariate distribution.
-        value: A value of it, detached.
-
-    Returns:
-        The same numbers, with the gradient.
-
-    Raises:
-        UnsupportedSiteError: If the distribution function is not known.
 
     References:
         | Implicit reparameterization gradients (Figurnov et al., 2018)

@@ -1,4 +1,4 @@
-"""Requirements that estimators place on a site, and the messages that state them."""
+"""What estimators require of a site. Each function is used as the method ``unsupported`` of estimators."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ def alternative(site: SiteInfo) -> str:
     return "AllAction()" if is_small else "ScoreFunction()"
 
 
-def is_infinite(site: SiteInfo) -> bool:
-    """Whether the values are counts, without finite components."""
-    return site.components is None and site.distribution.startswith(_INFINITE)
+def is_continuous(site: SiteInfo) -> bool:
+    """Whether the values are neither finite nor counts."""
+    # has_rsample cannot be read: it may be hidden when the site is planned, because the value is detached.
+    return site.components is None and not site.distribution.startswith(_INFINITE)
 
 
-def needs_finite(name: str, site: SiteInfo) -> str | None:
-    """Reason why a site without finite components cannot be served, or ``None`` if it has them."""
+def needs_finite(owner: object, site: SiteInfo) -> str | None:
+    """Refuses sites without finite components."""
     if site.components is not None:
         return None
-    return f"{name}() needs a finite support, which {site.distribution} lacks; use {_without_support(site)}"
+    other = alternative(site)
+    if is_continuous(site):
+        names = "LAXQ() or ScoreFunction()" if site.distribution in _MOVABLE else "ScoreFunction()"
+        other = f"{names}, which take costs without a gradient" + (", or Pathwise()" if site.has_rsample else "")
+    return f"{type(owner).__name__}() needs a finite support, which {site.distribution} lacks; use {other}"
 
 
-def needs_reparameterised(name: str, site: SiteInfo) -> str | None:
-    """Reason why a site without a continuous distribution cannot be served, or ``None`` if it has one."""
-    # has_rsample cannot be read: it may be hidden when the site is planned, because the value is detached.
-    if site.components is None and not is_infinite(site):
+def needs_continuous(owner: object, site: SiteInfo) -> str | None:
+    """Refuses sites without a continuous distribution."""
+    if is_continuous(site):
         return None
+    name = type(owner).__name__
     return f"{name}() needs a continuous distribution, not a {site.distribution}; use {alternative(site)}"
 
 
-def _without_support(site: SiteInfo) -> str:
-    """What serves a site without finite components, as Python source text."""
-    if is_infinite(site):
-        return alternative(site)
-    names = "LAXQ() or ScoreFunction()" if site.distribution in _MOVABLE else "ScoreFunction()"
-    return f"{names}, which take costs without a gradient" + (", or Pathwise()" if site.has_rsample else "")
-
-
-def needs_binary(name: str, site: SiteInfo) -> str | None:
-    """Reason why a site without binary components cannot be served, or ``None`` if it has them."""
+def needs_binary(owner: object, site: SiteInfo) -> str | None:
+    """Refuses sites without binary components."""
     if site.components is not None and site.components.cardinality == 2:
         return None
+    name = type(owner).__name__
     return f"{name}() needs binary components, which {site.distribution} lacks; use {alternative(site)}"
 
 
-def needs_float_value(name: str, site: SiteInfo) -> str | None:
-    """Reason why a site whose value cannot move continuously is not served, or ``None`` if it can move."""
+def needs_float_value(owner: object, site: SiteInfo, others: str = "") -> str | None:
+    """Refuses sites whose value cannot move continuously; ``others`` are further estimators to recommend."""
     if site.components is not None and site.components.kind in ("bernoulli", "one_hot"):
         return None
-    return f"{name}() needs a Bernoulli or OneHotCategorical, not a {site.distribution}; use {alternative(site)}"
+    name, other = type(owner).__name__, f"{others if site.components is not None else ''}{alternative(site)}"
+    return f"{name}() needs a Bernoulli or OneHotCategorical, not a {site.distribution}; use {other}"
 
 
-def needs_single(name: str, site: SiteInfo) -> str | None:
-    """Reason why a site without a single finite component cannot be served, or ``None`` if it has one."""
+def needs_single(owner: object, site: SiteInfo) -> str | None:
+    """Refuses sites without a single finite component."""
     if site.components is None or site.components.size == 1:
-        return needs_finite(name, site)
-    return f"{name}() needs a single component, but the site has {site.components.size}; use {alternative(site)}"
+        return needs_finite(owner, site)
+    size, name = site.components.size, type(owner).__name__
+    return f"{name}() needs a single component, but the site has {size}; use {alternative(site)}"
 
 
-def needs_particles(name: str, site: SiteInfo) -> str | None:
-    """Message that two particles are needed, or ``None`` if there are two or more."""
+def needs_particles(owner: object, site: SiteInfo) -> str | None:
+    """Asks for two particles."""
     if site.num_particles > 1:
         return None
-    return f"{name}() needs at least two particles: write TraceBackpropQ_ELBO(num_particles=2, ...)"
+    return f"{type(owner).__name__}() needs at least two particles: write TraceBackpropQ_ELBO(num_particles=2, ...)"

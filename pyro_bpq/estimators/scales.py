@@ -1,28 +1,30 @@
-r"""Adaptive scales of four control variates, computed from running moments of the gradient itself."""
+"""Adaptive scales of four control variates, computed from running moments of the gradient itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.base import SiteContext, Statistics, site_mean, update_mean
+from pyro_bpq.errors import check_option
+from pyro_bpq.estimators.base import SiteContext, Statistics, check_decay, site_mean
 from pyro_bpq.estimators.baselines import leave_one_out
 
 SIZE = 4  # control variates
 PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))
-# A running moment covers at least this many samples, even if a step has few, so that it contains rare values.
+# A running moment covers at least this many samples, so that it contains rare values.
 _SAMPLES = 1000
-# The scale of a learned control variate is zero unless its gain is this many standard errors above zero.
+# The scale of a learned control variate is zero unless its gain exceeds this many standard errors.
 _ERRORS = 2.0
 # Indices of control variates: the exact costs (not learned), the critic's level, the later sites.
 EXACT, LEVEL, _LATER = 0, 1, 3
 
 
 def initial_statistics() -> Statistics:
-    """Gram matrix of the control variates, their products with the plain gradient, squares, means, scales."""
+    """Products of control variates with each other and the plain gradient, squares, means, and scales."""
     return {
         "gram": (0.0,) * (len(PAIRS) + SIZE),
         "squares": (0.0,) * SIZE,
@@ -31,15 +33,22 @@ def initial_statistics() -> Statistics:
     }
 
 
+def check_scales(owner: Any) -> None:
+    """Raises an OptionError if one of the fields ``decay``, ``max_scale`` and ``trace`` is out of range."""
+    check_decay(owner)
+    check_option(owner, "max_scale", owner.max_scale > 0.0, "a positive number")
+    check_option(owner, "trace", 0.0 <= owner.trace <= 1.0, "a number in [0, 1]")
+
+
 @dataclass(frozen=True)
 class ScaledTerms:
     r"""The plain gradient ``u`` and the control variates ``v_i`` of each component, ``g = u - Σ a_i v_i``.
 
         u = r s,  v_0 = r_0 s - m_0,  v_1 = r_1 s,  v_2 = r_2 s - m_2,  v_3 = r_3 s
 
-    ``s`` is the score. ``m_0`` and ``m_2`` are the analytic terms of the exact costs and of the critic. All are with
-    respect to the same parameters. The residuals ``r_i`` are, in order: the exact costs, the critic's expectation, the
-    critic's own residual and the control variates of later sites.
+    ``s`` is the score. ``m_0`` and ``m_2`` are the analytic terms of the exact costs and of the critic. The residuals
+    ``r_i`` are, in order: the exact costs, the critic's expectation, the critic's own residual and the control variates
+    of later sites.
 
     Args:
         score: ``s``, ``(..., D, K)``.
@@ -65,15 +74,10 @@ class ScaledTerms:
         critic: Tensor | None,
         exact: Tensor | None,
     ) -> ScaledTerms:
-        """Centres the parts of a residual.
+        """Centres the residuals.
 
-        Args:
-            context: The tensors of the sites.
-            score: ``s``.
-            level: Expectation of the critic, ``(...)``, or ``None``.
-            own: Residual of the critic, ``(...)``, or ``None``.
-            critic: ``m_2``.
-            exact: ``m_0``.
+        ``level`` and ``own`` are the expectation and the residual of the critic; ``critic`` is ``m_2``, ``exact``
+        ``m_0``.
         """
         cost = context.cost
         parts = (cost, context.exact_cost, level, own, context.correction)
@@ -106,18 +110,10 @@ class ScaledTerms:
         max_scale: float,
         trusted: tuple[int, ...] = (EXACT,),
     ) -> dict[str, Tensor]:
-        """New running statistics after a step with these scales.
-
-        Args:
-            context: The tensors of the sites.
-            scales: Scales of the step.
-            decay: Weight of the past.
-            max_scale: Upper end of scales.
-            trusted: Indices of the control variates that are not learned.
-        """
+        """New running statistics after a step with these scales; ``trusted`` control variates are not learned."""
         assert context.count is not None
         old, count = context.statistics, context.count
-        means = {"means": update_mean(old["means"], self.means, count, decay)}
+        means = {"means": context.running_mean("means", self.means, decay)}
         present = tuple(i for i, part in enumerate(self.residuals) if part is not None)
         if not present:
             return {} if context.num_particles > 1 else means
@@ -126,10 +122,8 @@ class ScaledTerms:
         moments = moments.to(old["gram"].dtype)
         slow = 1.0 - elements / _SAMPLES
         slow = slow.clamp(min=decay) if isinstance(slow, Tensor) else max(slow, decay)
-        gram, squares = (
-            update_mean(old[name], new, count, slow)
-            for name, new in zip(("gram", "squares"), torch.split(moments, [len(PAIRS) + SIZE, SIZE], 1), strict=True)
-        )
+        parts = torch.split(moments, [len(PAIRS) + SIZE, SIZE], 1)
+        gram, squares = (context.running_mean(*part, slow) for part in zip(("gram", "squares"), parts, strict=True))
         samples = elements * (count + 1.0).clamp(max=(1.0 + slow) / (1.0 - slow))
         noise = None
         if present != (EXACT,):
@@ -138,14 +132,12 @@ class ScaledTerms:
         return {**means, "gram": gram, "squares": squares, "scales": solved}
 
     def moments(self, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean products ``v_i·v_j`` and ``u·v_i``, and mean squares of ``(u - Σ_{j≠i} a_j v_j)·v_i``.
+        """Mean products ``v_i·v_j`` and ``u·v_i``, ``(G, 14)``, and mean squares ``((u - Σ_{j≠i} a_j v_j)·v_i)²``.
 
-        The shapes are ``(G, 14)`` and ``(G, 4)``. The square of the exact costs, which are not learned, stays zero.
-
-        Every ``v_i`` has mean zero given everything except the sampled value. So a vector that does not read the
-        sampled value may be subtracted from ``u``. Subtracting the known part of the gradient makes products less
-        noisy. ``v_3`` has mean zero given everything that the other variates read. So its products with them are set to
-        zero, because a few rare values would distort their sample means.
+        The squares have shape ``(G, 4)``; that of the exact costs stays zero. Every ``v_i`` has mean zero given
+        everything except the sampled value. So the known part of the gradient is subtracted from ``u``, which makes
+        products less noisy. ``v_3`` has mean zero given everything that the other variates read. So its products with
+        them are set to zero.
         """
         present = tuple(i for i, part in enumerate(self.residuals) if part is not None)
         known: Tensor | None = None
@@ -196,7 +188,7 @@ def _entries(present: tuple[int, ...], device: torch.device) -> tuple[Tensor, Te
 
 @lru_cache(maxsize=32)
 def _system(present: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Gram-vector indices of both sides of the normal equations, and indices of the present variates."""
+    """Indices in the Gram vector of both sides of the normal equations, and indices of the present variates."""
     square = [[PAIRS.index((min(i, j), max(i, j))) for j in present] for i in present]
     right = [len(PAIRS) + i for i in present]
     return tuple(torch.tensor(entries, device=device) for entries in (square, right, present))  # type: ignore[return-value]
@@ -222,8 +214,7 @@ def solve(
     r"""Scales in ``[0, max_scale]`` that minimise ``|u - Σ a_i v_i|²``: coordinate descent, warm start.
 
     A ridge towards 1 steadies the first steps; it fades with the number of samples. If few rare samples dominate a
-    moment, the minimiser fits noise and increases the variance. So the scales of learned control variates shrink. The
-    factor is similar to ``b²/(b² + e²)``, but it reaches zero:
+    moment, the minimiser fits noise and increases the variance. So the scales of learned control variates shrink:
 
         a_i ← a_i max(0, 1 - 4 e_i² / b_i²),   b_i = E[(u - Σ_{j≠i} a_j v_j)·v_i],   e_i its standard error.
 

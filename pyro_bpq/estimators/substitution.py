@@ -1,4 +1,4 @@
-"""Costs after one plate row of a site takes another value, and means of sites; shared helpers."""
+"""Costs at other values, row by row; and values of sites as tables ``(G, M, plates, D, K)``."""
 
 from __future__ import annotations
 
@@ -9,28 +9,19 @@ from pyro_bpq.estimators.base import SiteContext, SiteProgram
 
 
 def cost_per_row(program: SiteProgram, value: Tensor, batch_ndim: int) -> Tensor:
-    """Costs-to-go of every plate row when only that row takes another value.
+    """Costs-to-go ``(G, M, plates)`` of every plate row if only that row takes the other ``value``.
 
-    If no cost of a row reads another row, one run changes all rows at once. Otherwise each row takes a run of its own.
-
-    Args:
-        program: Runs the program at other values.
-        value: Other values ``(G, M, plates, event)``.
-        batch_ndim: Number of dimensions of ``(G, M, plates)``.
-
-    Returns:
-        Costs ``(G, M, plates)`` in nats, detached.
+    If a cost reads several rows, each row takes a run of its own. ``batch_ndim`` counts the dimensions of the result.
     """
     plates = value.shape[2:batch_ndim]
     if not program.rows_meet or plates.numel() == 1:
         return program.cost(value)
     rows = torch.eye(plates.numel(), dtype=torch.bool, device=value.device).reshape(-1, *plates)
-    total: Tensor | None = None
+    total = value.new_zeros(())
     for row in rows:
         chosen = row.reshape(1, 1, *plates, *(1,) * (value.dim() - batch_ndim))
         cost = program.cost(torch.where(chosen, value, program.value))
-        total = torch.where(row, cost, torch.zeros_like(cost) if total is None else total)
-    assert total is not None
+        total = torch.where(row, cost, total.to(cost))
     return total
 
 
@@ -41,8 +32,7 @@ def event_sum(tensor: Tensor, batch_ndim: int) -> Tensor:
 
 def mean_value(context: SiteContext) -> Tensor:
     """Mean of a Bernoulli or OneHotCategorical site, with gradient, in the shape of its value."""
-    assert context.log_probs is not None and context.program is not None
-    return to_value(context.log_probs.exp(), context.program.value)
+    return to_value(context.table[0].exp(), context.program.value)
 
 
 def to_value(table: Tensor, like: Tensor) -> Tensor:

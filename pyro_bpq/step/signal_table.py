@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_bpq.batching.classes import Relation
 from pyro_bpq.batching.cost_to_go import crossed_costs
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators.parent_advantage import ParentAdvantage
+from pyro_bpq.estimators.lambda_return import ParentAdvantage
 from pyro_bpq.estimators.reparameterise import base_distribution, reparameterise
 from pyro_bpq.rollout.runs import SiteRecord, sum_to_plates
 from pyro_bpq.step import hindsight_signal, site_program

@@ -18,8 +18,7 @@ from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.estimators.baselines import RunningBaseline
-from pyro_bpq.estimators.pyro_baseline import PyroBaseline
-from pyro_bpq.estimators.score_function import ScoreFunction
+from pyro_bpq.estimators.score_function import PyroBaseline, ScoreFunction
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def test_call_is_linear_in_the_scales() -> None:
 def check_moments(made: SiteContext, u: Tensor, parts: list[Tensor]) -> None:
     """``v_i·v_j``, and ``(u - k)·v_i`` where ``k`` is what the scales make of the all-action terms."""
     assert made.log_probs is not None
-    terms = _terms(made, made.log_probs.detach().exp())
+    terms = _terms(made, *made.score_table)
     scales = torch.full((len(made.names), SIZE), 0.4)
     known = sum((0.4 * offset for offset in terms.offsets if offset is not None), torch.zeros_like(u))
     moments, squares = terms.moments(scales)
@@ -118,10 +118,7 @@ def test_all_action_term_of_the_gradient_leaves_the_products_as_they_are() -> No
                 exact_cost=table[:, k : k + 1],
             )
             made = with_statistics(AllAction(), made)
-            total += (
-                log_probs[0, k].exp()
-                * _terms(made, log_probs.exp().reshape(1, 1, 1, 3)).moments(torch.full((1, SIZE), scale))[0]
-            )
+            total += log_probs[0, k].exp() * _terms(made, *made.score_table).moments(torch.full((1, SIZE), scale))[0]
         found[scale] = total
     torch.testing.assert_close(found[0.0], found[1.0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.temperature import check_temperature, temperature_at
+from pyro_bpq.estimators.straight_through import check_temperature, temperature_at
 
 
 def test_a_temperature_is_a_number_or_a_function() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext
-from pyro_bpq.estimators.optimal_scale import OptimalScale, check_scale, read_scale, scale_statistics, update_scale
+from pyro_bpq.estimators.scaled import OptimalScale, check_scale, read_scale, scale_statistics, update_scale
 
 
 def context(count: float, products: tuple[float, float] = (0.0, 0.0), scale: float = 1.0) -> SiteContext:
