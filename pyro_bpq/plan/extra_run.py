@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pyro_bpq.batching.classes import Known
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator
-from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.plan.flips import FlipPlan, flip_plan, immediate_costs, immediate_model_costs
-from pyro_bpq.plan.plan import StructureFacts
+from pyro_bpq.plan.flips import FlipPlan, flip_plan, immediate_model_costs
+from pyro_bpq.plan.plan import Structure, StructureFacts
 from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.tracing.cost_statement import CostOptions
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
@@ -38,58 +37,34 @@ class ExtraRun:
         return () if self.flips is None else self.flips.costs.get(name, ())
 
 
-def immediate_of(graph: StochasticComputationGraph, facts: StructureFacts) -> dict[str, tuple[str, ...]]:
-    """The immediate costs of each site that are known at other values, where the model alone gets these."""
-    return {
-        name: tuple(cost for cost in costs if not (facts.is_dynamic or cost in facts.handed))
-        for name, costs in immediate_costs(graph).items()
-    }
-
-
-def known_costs(
-    traced: TracedRun,
-    name: str,
-    graph: StochasticComputationGraph,
-    estimator: Estimator,
-    immediate: tuple[str, ...],
-) -> set[Known]:
+def known_costs(structure: Structure, name: str, estimator: Estimator) -> set[Known]:
     """The site's own costs that follow from its distributions alone."""
-    components = traced.infos[name].components
+    traced, graph = structure.traced, structure.graph
+    components, record = traced.infos[name].components, traced.run.sites[name]
     if components is None or not estimator.uses_critic:
         return set()
     kinds = set() if name in traced.untraced or traced.only_costs else {Known.LOG_Q}
-    prior, cost = traced.run.sites[name].prior, cost_of_model(name)
-    if prior is not None and cost in immediate and graph.cost(cost).plates == graph.node(name).plates:
-        if finite_components(prior) == components and prior.batch_shape == traced.run.sites[name].fn.batch_shape:
+    cost = cost_of_model(name)
+    if record.prior is not None and cost in structure.immediate[name]:
+        is_like = finite_components(record.prior) == components and record.prior.batch_shape == record.fn.batch_shape
+        if is_like and graph.cost(cost).plates == graph.node(name).plates:
             kinds.add(Known.LOG_P)
     return kinds
 
 
-def is_complete(
-    traced: TracedRun,
-    graph: StochasticComputationGraph,
-    name: str,
-    immediate: tuple[str, ...],
-    evaluated: tuple[str, ...],
-) -> bool:
+def is_complete(structure: Structure, name: str, evaluated: tuple[str, ...]) -> bool:
     """Whether after an extra run nothing of a site's cost-to-go is unknown at its other values."""
     own = {Known.LOG_Q: cost_of_guide(name), Known.LOG_P: cost_of_model(name)}
-    kinds = known_costs(traced, name, graph, AllAction(), immediate)
-    return {*evaluated, *(own[kind] for kind in kinds)}.issuperset(graph.downstream_costs(name))
+    kinds = known_costs(structure, name, AllAction())
+    return {*evaluated, *(own[kind] for kind in kinds)}.issuperset(structure.graph.downstream_costs(name))
 
 
-def plan_extra_run(
-    traced: TracedRun,
-    graph: StochasticComputationGraph,
-    facts: StructureFacts,
-    estimators: Mapping[str, Estimator],
-    max_elements: int,
-) -> ExtraRun:
+def plan_extra_run(structure: Structure, estimators: Mapping[str, Estimator], max_elements: int) -> ExtraRun:
     """Plans the extra run of the model; none where it does not pay."""
-    immediate, costs = immediate_of(graph, facts), _readable(traced, graph, facts)
+    traced, graph, costs = structure.traced, structure.graph, _readable(structure)
     # Other values of one of many components pay only where they tell the whole cost-to-go of every such site.
     vectors = [n for n, i in traced.infos.items() if i.components is not None and i.components.size > 1]
-    is_flat = all(is_complete(traced, graph, name, immediate[name], costs[name]) for name in vectors)
+    is_flat = all(is_complete(structure, name, costs[name]) for name in vectors)
     components, wanted = {}, None
     finite = 0
     for name, info in traced.infos.items():
@@ -113,8 +88,8 @@ def plan_extra_run(
         return ExtraRun()
     flips = flip_plan(graph, components, costs)
     names = {cost for chosen in flips.costs.values() for cost in chosen}
-    elements = flips.rows * sum(traced.run.costs[cost].numel() * _events(traced, graph, cost) for cost in names)
-    refused = "" if wanted is not None else _too_dear(facts, flips.rows, elements, max_elements)
+    elements = flips.rows * sum(traced.run.costs[cost].numel() * _events(structure, cost) for cost in names)
+    refused = "" if wanted is not None else _too_dear(structure.facts, flips.rows, elements, max_elements)
     return ExtraRun(refused=refused) if refused else ExtraRun(flips, components)
 
 
@@ -130,10 +105,9 @@ def _too_dear(facts: StructureFacts, rows: int, elements: int, max_elements: int
     return f"its {rows} rows take about {ratio:.1f} times as long as the rest of the step" if ratio > DEAR else ""
 
 
-def _readable(
-    traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts
-) -> dict[str, tuple[str, ...]]:
+def _readable(structure: Structure) -> dict[str, tuple[str, ...]]:
     """The model's costs that may be read off an extra run, by site."""
+    traced, graph, facts = structure.traced, structure.graph, structure.facts
     given = traced.user_costs.items()
     fixed = {cost for cost, options in given if not (options.exact and _is_rerun(traced, options))}
     repeatable = graph.cost_index.keys() - fixed - facts.handed
@@ -152,11 +126,12 @@ def _is_rerun(traced: TracedRun, cost: CostOptions) -> bool:
     return traced.only_costs or not cost.in_guide
 
 
-def _events(traced: TracedRun, graph: StochasticComputationGraph, cost: str) -> int:
+def _events(structure: Structure, cost: str) -> int:
     """Number of elements of the sites that a cost belongs to, per element of the cost."""
+    traced = structure.traced
     if cost in traced.user_costs:
         return 1
     if traced.elimination is not None:
         return int(traced.elimination.num_elements(cost)) // max(traced.run.costs[cost].numel(), 1) + 1
-    event: int = traced.model_trace.nodes[graph.cost(cost).site]["fn"].event_shape.numel()
+    event: int = traced.model_trace.nodes[structure.graph.cost(cost).site]["fn"].event_shape.numel()
     return event

@@ -9,12 +9,13 @@ from functools import cached_property
 
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.plan.flips import FlipPlan
+from pyro_bpq.plan.flips import FlipPlan, immediate_costs
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.sum_plan import SumPlan
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.short import short
 from pyro_bpq.tracing.component_costs import Pattern, Patterns
+from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.work import Work
 
 # Stand for a site's own name, and for its number in the names of other sites.
@@ -163,6 +164,35 @@ class StructureFacts:
     is_ordered: bool = False
     sums: bool = False
     work: tuple[Work, Work] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """What a plan is made for.
+
+    Args:
+        traced: A run.
+        graph: Its graph.
+        facts: What else is known of its structure.
+        is_exact: Whether immediate costs are known at other values than the sampled one.
+    """
+
+    traced: TracedRun
+    graph: StochasticComputationGraph
+    facts: StructureFacts
+    is_exact: bool = True
+
+    @cached_property
+    def immediate(self) -> dict[str, tuple[str, ...]]:
+        """The immediate costs of each site that are known at other values, where the model alone gets these."""
+        handed, is_known = self.facts.handed, self.is_exact and not self.facts.is_dynamic
+        found = immediate_costs(self.graph)
+        return {n: tuple(c for c in costs if is_known and c not in handed) for n, costs in found.items()}
+
+    @cached_property
+    def patterns(self) -> dict[tuple[str, str], Pattern]:
+        """What components of sites read, by site and cost, in an order that is the same in every process."""
+        return dict(sorted(self.facts.patterns, key=lambda pair: pair[0]))
 
 
 def _number(name: str) -> str:

@@ -21,14 +21,12 @@ from pyro_bpq.graph.network import BackpropQNetwork, Reduction, sequence_network
 from pyro_bpq.graph.relations import crossings
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 from pyro_bpq.plan.critic_options import checked_critic, default_critic
-from pyro_bpq.plan.crossable import crossable
-from pyro_bpq.plan.extra_run import ExtraRun, immediate_of, is_complete, known_costs, plan_extra_run
+from pyro_bpq.plan.extra_run import ExtraRun, is_complete, known_costs, plan_extra_run
 from pyro_bpq.plan.holding import held_plan
-from pyro_bpq.plan.plan import Plan, StructureFacts
-from pyro_bpq.plan.revisions import charged_costs, in_rows, open_sites, pays_to_compare, revise, untold
+from pyro_bpq.plan.plan import Plan, Structure, StructureFacts
+from pyro_bpq.plan.revisions import charged_costs, crossable, in_rows, open_sites, pays_to_compare, revise, untold
 from pyro_bpq.plan.rules import BY_OPTIONS, SUMMED, Choice, SiteFacts, decide, has_many_components
 from pyro_bpq.plan.sum_plan import SumPlan, sum_plan
-from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 
@@ -163,63 +161,29 @@ class Planner:
         tabled that follow from what was known before the site, and critics form a sequence
         (:func:`~pyro_bpq.graph.network.sequence_network`), whatever the reduction.
         """
+        structure = Structure(traced, graph, facts, self.immediate == "exact")
         summed = None
         if self.orders and facts.cuts_plates and not facts.is_dynamic:
             summed = sum_plan(traced, graph, facts.handed, self.max_support)
         if facts.sums and summed is not None:
-            return self._sum(traced, graph, facts, summed)
-        sites = {
-            name: SiteFacts(
-                *(info, traced.options[name], self.estimator, self.max_support),
-                has_slopes=has_slopes,
-                can_hold=can_hold,
-                is_ordered=facts.is_ordered,
-            )
-            for name, info in traced.infos.items()
-        }
-        choices = {name: self.choice(sites[name]) for name in traced.run.sites}
+            return self._sum(structure, summed)
+        sites = self._sites(structure, has_slopes, can_hold)
+        choices = {name: self.choice(site) for name, site in sites.items()}
         for name, record in traced.run.sites.items():
             is_partly_scored = choices[name].estimator.is_pathwise and record.score is not None
             revise(choices, replace(sites[name], is_partly_scored=is_partly_scored))
-        is_exact = self.immediate == "exact"
-        can_flip = can_flip and is_exact
-        extra = self._extra_run(traced, graph, facts, choices, can_flip and not facts.is_dynamic)
-        immediate = immediate_of(graph, facts) if is_exact else {name: () for name in choices}
-        untold_sites, by_row, served = self._by_row(traced, graph, facts, extra, immediate)
+        can_flip = can_flip and structure.is_exact
+        extra = self._extra_run(structure, choices, can_flip and not facts.is_dynamic)
+        untold_sites, by_row, served = self._by_row(structure, extra)
         for name in served:
             revise(choices, replace(sites[name], is_by_row=True))
         if served:
-            extra = self._extra_run(traced, graph, facts, choices, can_flip)
-        critics = {name: self._critic(traced, name, choice.estimator) for name, choice in choices.items()}
-        for name in extra.components:
-            # The run tells what a critic would learn: costs that read more than the site and its ancestors.
-            seen = {name, *graph.ancestors(name)}
-            learns = any(not seen.issuperset(graph.cost(cost).parents) for cost in graph.downstream_costs(name))
-            asks = self.asks_for_critics or traced.options[name].critic is not None
-            if learns and not asks and is_complete(traced, graph, name, immediate[name], extra.costs(name)):
-                critics[name] = None
-        kinds = {
-            name: known_costs(traced, name, graph, choice.estimator, immediate[name])
-            | ({Known.MODEL} if name in extra.components else set())
-            if is_exact
-            else set()
-            for name, choice in choices.items()
-        }
-        # Sums in the same order in every process.
-        patterns = dict(sorted(facts.patterns, key=lambda pair: pair[0]))
-        many = [n for n in choices if n not in extra.components and has_many_components(sites[n])]
-        layers = set[str]()
-        for name in many:
-            if critics[name] is None:
-                kinds[name] = set()
-                told = charged_costs(graph, name, SecondRun(), (), patterns)
-                is_alone = len(many) == 1 and not told
-                found = untold(sites[name], traced, graph, facts, is_alone, is_layer=len(many) > 1)
-                revise(choices, found)
-                layers |= {name} if found.may_hold else set()
+            extra = self._extra_run(structure, choices, can_flip)
+        critics = self._critics(structure, choices, extra)
+        kinds = self._kinds(structure, choices, extra)
+        layers = self._revise_vectors(structure, sites, choices, critics, kinds, extra)
         estimators = {name: choice.estimator for name, choice in choices.items()}
-        layout, charged = self._layout(traced, graph, facts, estimators, critics, kinds, extra, immediate, patterns)
-        used = {pair: pattern for pair, pattern in patterns.items() if pair[1] in charged.get(pair[0], ())}
+        layout = self._layout(structure, estimators, critics, kinds, extra)
         # What is sampled downstream is drawn anew where slopes count it; costs of a user's own get plain values.
         has_own = has_slopes and not (
             facts.is_dynamic or traced.user_costs or traced.untraced or traced.elimination is not None
@@ -232,7 +196,7 @@ class Planner:
             layout,
             extra.flips,
             extra.components,
-            used,
+            {pair: p for pair, p in structure.patterns.items() if pair[1] in layout.charged.get(pair[0], ())},
             by_row,
             last | (frozenset() if held is None else held.sloped) if has_own else frozenset(),
             has_own and held is not None and held.curved,
@@ -243,59 +207,49 @@ class Planner:
             refused=extra.refused,
             is_dynamic=facts.is_dynamic,
             untold=untold_sites,
-            layers=frozenset(layers),
+            layers=layers,
             summed=summed,
         )
 
-    def _sum(
-        self, traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts, summed: SumPlan
-    ) -> Plan:
+    def _sites(self, structure: Structure, has_slopes: bool, can_hold: bool) -> dict[str, SiteFacts]:
+        """What rules look at, by site."""
+        traced, is_ordered = structure.traced, structure.facts.is_ordered
+        return {
+            name: SiteFacts(
+                *(traced.infos[name], traced.options[name], self.estimator, self.max_support),
+                has_slopes=has_slopes,
+                can_hold=can_hold,
+                is_ordered=is_ordered,
+            )
+            for name in traced.run.sites
+        }
+
+    def _sum(self, structure: Structure, summed: SumPlan) -> Plan:
         """The plan of a loss that is summed over all values: no costs are estimated, and no critic learns."""
+        traced, graph = structure.traced, structure.graph
         choices = {name: Choice(AllAction(), SUMMED) for name in summed.components}
         for name in summed.shared:
             choices[name] = self.choice(SiteFacts(traced.infos[name], traced.options[name]))
         names = [*traced.infos]
-        layout, _ = self._layout(
-            *(traced, graph, facts),
-            estimators={name: choices[name].estimator for name in names},
-            critics=dict.fromkeys(names),
-            kinds={name: set() for name in names},
-            extra=ExtraRun(),
-            immediate={name: () for name in names},
-            patterns={},
-        )
+        estimators = {name: choices[name].estimator for name in names}
+        # Nothing is charged to components either.
+        plain = replace(structure, facts=replace(structure.facts, patterns=frozenset()), is_exact=False)
+        layout = self._layout(plain, estimators, dict.fromkeys(names), {name: set() for name in names}, ExtraRun())
         return Plan(graph, layout, None, {}, rules={n: c.rule for n, c in choices.items()}, summed=summed, sums=True)
 
-    def _extra_run(
-        self,
-        traced: TracedRun,
-        graph: StochasticComputationGraph,
-        facts: StructureFacts,
-        choices: Mapping[str, Choice],
-        can_flip: bool,
-    ) -> ExtraRun:
+    def _extra_run(self, structure: Structure, choices: Mapping[str, Choice], can_flip: bool) -> ExtraRun:
         estimators = {name: choice.estimator for name, choice in choices.items()}
-        return plan_extra_run(traced, graph, facts, estimators, self.max_elements) if can_flip else ExtraRun()
+        return plan_extra_run(structure, estimators, self.max_elements) if can_flip else ExtraRun()
 
-    def _by_row(
-        self,
-        traced: TracedRun,
-        graph: StochasticComputationGraph,
-        facts: StructureFacts,
-        extra: ExtraRun,
-        immediate: Mapping[str, tuple[str, ...]],
-    ) -> tuple[frozenset[str], frozenset[str], Collection[str]]:
+    def _by_row(self, structure: Structure, extra: ExtraRun) -> tuple[frozenset[str], frozenset[str], Collection[str]]:
         """Sites whose cost-to-go is not known at other values; those in rows of data; those that particles serve."""
+        traced = structure.traced
         # Costs of a user's own may be dear: critics save calls.
         is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)
-        if is_chosen or facts.is_dynamic:
+        if is_chosen or structure.facts.is_dynamic:
             return frozenset(), frozenset(), ()
-        rows = in_rows(traced, graph)
-        untold = frozenset(
-            name
-            for name in open_sites(traced)
-            if not is_complete(traced, graph, name, immediate[name], extra.costs(name))
-        )
+        rows = in_rows(structure)
+        untold = frozenset(n for n in open_sites(traced) if not is_complete(structure, n, extra.costs(n)))
         by_row = rows & untold
         if not any(pays_to_compare(traced.infos[name]) for name in by_row):
             return untold, by_row, ()
@@ -303,19 +257,66 @@ class Planner:
         others = by_row if 2 * len(by_row) < len(rows) else rows
         return untold, by_row, [name for name in others if pays_to_compare(traced.infos[name])]
 
+    def _critics(
+        self, structure: Structure, choices: Mapping[str, Choice], extra: ExtraRun
+    ) -> dict[str, Critic | None]:
+        """The critics of all sites; those that nobody asked for stay away where an extra run tells what they learn."""
+        traced, graph = structure.traced, structure.graph
+        critics = {name: self._critic(traced, name, choice.estimator) for name, choice in choices.items()}
+        for name in extra.components:
+            # A critic would learn costs that read more than the site and its ancestors.
+            seen = {name, *graph.ancestors(name)}
+            learns = any(not seen.issuperset(graph.cost(cost).parents) for cost in graph.downstream_costs(name))
+            asks = self.asks_for_critics or traced.options[name].critic is not None
+            if learns and not asks and is_complete(structure, name, extra.costs(name)):
+                critics[name] = None
+        return critics
+
+    def _kinds(self, structure: Structure, choices: Mapping[str, Choice], extra: ExtraRun) -> dict[str, set[Known]]:
+        """The kinds of costs of each site that are known at its other values."""
+        if not structure.is_exact:
+            return {name: set() for name in choices}
+        kinds = {name: known_costs(structure, name, choice.estimator) for name, choice in choices.items()}
+        for name in extra.components:
+            kinds[name].add(Known.MODEL)
+        return kinds
+
+    def _revise_vectors(
+        self,
+        structure: Structure,
+        sites: Mapping[str, SiteFacts],
+        choices: dict[str, Choice],
+        critics: Mapping[str, Critic | None],
+        kinds: dict[str, set[Known]],
+        extra: ExtraRun,
+    ) -> frozenset[str]:
+        """Revises the choices of sites of many components that have neither an extra run nor a critic.
+
+        Returns:
+            Those that hindsight may serve.
+        """
+        patterns = structure.patterns
+        many = [n for n in choices if n not in extra.components and has_many_components(sites[n])]
+        layers = set()
+        for name in many:
+            if critics[name] is None:
+                kinds[name] = set()
+                is_alone = len(many) == 1 and not charged_costs(structure.graph, name, SecondRun(), (), patterns)
+                found = untold(sites[name], structure, is_alone, is_layer=len(many) > 1)
+                revise(choices, found)
+                layers |= {name} if found.may_hold else set()
+        return frozenset(layers)
+
     def _layout(
         self,
-        traced: TracedRun,
-        graph: StochasticComputationGraph,
-        facts: StructureFacts,
+        structure: Structure,
         estimators: Mapping[str, Estimator],
         critics: Mapping[str, Critic | None],
         kinds: Mapping[str, set[Known]],
         extra: ExtraRun,
-        immediate: Mapping[str, tuple[str, ...]],
-        patterns: Mapping[tuple[str, str], Pattern],
-    ) -> tuple[Layout, dict[str, frozenset[str]]]:
-        """The batching of the sites, and the costs that are charged to single components of each."""
+    ) -> Layout:
+        """The batching of the sites."""
+        traced, graph, facts = structure.traced, structure.graph, structure.facts
         charged: dict[str, frozenset[str]] = {}
         specs, tabled, known = {}, {}, set()
         for name, critic in critics.items():
@@ -330,11 +331,11 @@ class Planner:
             if critic is None or (
                 info.components is not None and info.components.size > 1 and name in extra.components
             ):
-                known |= set(immediate[name])
+                known |= set(structure.immediate[name])
             known |= set(tabled[name])
             spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds[name]))
             if critic is None:
-                charged[name] = charged_costs(graph, name, estimators[name], extra.costs(name), patterns)
+                charged[name] = charged_costs(graph, name, estimators[name], extra.costs(name), structure.patterns)
                 spec = replace(spec, by_component=bool(charged[name]))
             is_blind = reads_value(critic) and spec.context > 0
             specs[name] = replace(spec, has_params=True) if facts.is_dynamic and not is_blind else spec
@@ -347,7 +348,7 @@ class Planner:
                     graph, self.reduction, immediate=frozenset(known), form=self.form, discounted=self.discounted
                 )
         crosses = not facts.is_dynamic and any("crossed" in estimator.needs for estimator in estimators.values())
-        layout = Layout(
+        return Layout(
             graph,
             network,
             specs,
@@ -356,9 +357,8 @@ class Planner:
             cuts_plates=facts.cuts_plates,
             is_steered=facts.is_dynamic,
             charged=charged,
-            crossings=crossings(graph, crossable(traced, graph, facts.handed)) if crosses else None,
+            crossings=crossings(graph, crossable(structure)) if crosses else None,
         )
-        return layout, charged
 
     def _critic(self, traced: TracedRun, name: str, estimator: Estimator) -> Critic | None:
         """The site's own choice; else what follows from the ELBO's for a site of its kind."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.plan.plan import StructureFacts
+from pyro_bpq.plan.plan import Structure
 from pyro_bpq.plan.rules import BY_STRUCTURE, Choice, SiteFacts, decide
+from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 from pyro_bpq.tracing.watch import samples
@@ -26,23 +28,16 @@ def revise(choices: dict[str, Choice], facts: SiteFacts) -> None:
         choices[facts.info.name] = found
 
 
-def untold(
-    site: SiteFacts,
-    traced: TracedRun,
-    graph: StochasticComputationGraph,
-    facts: StructureFacts,
-    is_alone: bool,
-    is_layer: bool,
-) -> SiteFacts:
+def untold(site: SiteFacts, structure: Structure, is_alone: bool, is_layer: bool) -> SiteFacts:
     """The facts of a site of many components of whose costs nothing is told."""
-    name = site.info.name
-    keeps_rows = facts.cuts_plates or not graph.node(name).plates
+    name, traced, graph = site.info.name, structure.traced, structure.graph
+    keeps_rows = structure.facts.cuts_plates or not graph.node(name).plates
     is_last = not graph.descendants(name) and not graph.leaves_plates(name) and traced.elimination is None
     is_plain = traced.options[name].baseline is None and name not in traced.untraced and not traced.user_costs
     return replace(
         site,
         is_untold=True,
-        can_compare=is_plain and not facts.is_dynamic,
+        can_compare=is_plain and not structure.facts.is_dynamic,
         is_alone=is_alone and keeps_rows and is_last,
         is_layer=is_layer and keeps_rows and is_plain and site.options.is_open,
         reads=num_reads(traced, name),
@@ -65,16 +60,14 @@ def num_reads(traced: TracedRun, name: str) -> int:
     return 0 if components is None else components.size * components.cardinality * observed
 
 
-def in_rows(traced: TracedRun, graph: StochasticComputationGraph) -> frozenset[str]:
+def in_rows(structure: Structure) -> frozenset[str]:
     """Sites for which nothing is chosen, in plates of many rows, whose costs differ from row to row as data do.
 
     Critics see data only where ``context`` shows them some.
     """
-    return frozenset(
-        name
-        for name in open_sites(traced)
-        if math.prod(traced.plate_sizes[plate] for plate in graph.node(name).plates) >= MANY_ROWS
-    )
+    sizes, node = structure.traced.plate_sizes, structure.graph.node
+    sites = open_sites(structure.traced)
+    return frozenset(name for name in sites if math.prod(sizes[plate] for plate in node(name).plates) >= MANY_ROWS)
 
 
 def open_sites(traced: TracedRun) -> list[str]:
@@ -99,3 +92,30 @@ def charged_costs(
         return frozenset()
     found = {cost for cost in graph.downstream_costs(name) if (name, cost) in patterns and cost not in evaluated}
     return frozenset(found) if found - {cost_of_guide(name), cost_of_model(name)} else frozenset()
+
+
+def crossable(structure: Structure) -> dict[str, bool]:
+    """The log-probabilities that may be costed beside another particle's past, and whether they are the guide's.
+
+    All values of their sites occur under any law: the support is finite. A model's law that reads values of the guide
+    itself may read the value that it scores.
+    """
+    traced, graph = structure.traced, structure.graph
+    found: dict[str, bool] = {}
+    if traced.elimination is not None:
+        return found
+    for name, site in traced.run.sites.items():
+        components, cost = traced.infos[name].components, cost_of_model(name)
+        if components is None or name in traced.untraced or not _is_plated(traced.guide_trace.nodes[name]):
+            continue
+        found[cost_of_guide(name)] = True
+        if site.prior is not None and finite_components(site.prior) == components:
+            if graph.cost(cost).plates == graph.node(name).plates and _is_plated(traced.model_trace.nodes[name]):
+                found[cost] = False
+    return {cost: of_guide for cost, of_guide in found.items() if cost not in structure.facts.handed}
+
+
+def _is_plated(site: Any) -> bool:
+    """Whether all batch dimensions of a traced site are plates, or that of the particles."""
+    dims = {frame.dim for frame in site["cond_indep_stack"] if frame.vectorized}
+    return all(size == 1 or -1 - i in dims for i, size in enumerate(reversed(site["fn"].batch_shape)))

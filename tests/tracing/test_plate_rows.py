@@ -20,6 +20,7 @@ from pyro_bpq import AllAction, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import LeaveOneOut, SecondRun
 from pyro_bpq.plan import planner
+from pyro_bpq.plan.plan import Structure
 from pyro_bpq.testing import assert_unbiased
 
 Program = Callable[[], None]
@@ -132,9 +133,11 @@ def test_unseen_it_is_a_bias_that_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_flipping_all_rows_at_once_would_be_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = planner.plan_extra_run
-    monkeypatch.setattr(
-        planner, "plan_extra_run", lambda t, g, facts, *more: plain(t, g, replace(facts, cuts_plates=True), *more)
-    )
+
+    def all_rows(structure: Structure, *more: Any) -> Any:
+        return plain(replace(structure, facts=replace(structure.facts, cuts_plates=True)), *more)
+
+    monkeypatch.setattr(planner, "plan_extra_run", all_rows)
     model, guide = program(MIXING["roll"], "model")
     with pytest.warns(BPQWarning), pytest.raises(AssertionError, match="is biased"):
         assert_unbiased(train(model, guide), model, guide)
