@@ -52,6 +52,26 @@ class Way(Enum):
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The values at which a program runs.
+
+    Args:
+        fixed: Values that are the same in all rows, by name of the site.
+        varied: Values ``(rows, batch, event)``, by name of the site.
+        event_ndims: Number of event dimensions of these values.
+    """
+
+    fixed: Mapping[str, Any]
+    varied: Mapping[str, Tensor]
+    event_ndims: Mapping[str, int]
+
+    @property
+    def number(self) -> int:
+        """Number of rows."""
+        return len(next(iter(self.varied.values())))
+
+
+@dataclass(frozen=True)
 class RowProgram:
     """A program to run at many values of its sites, for its costs.
 
@@ -75,25 +95,15 @@ class RowProgram:
     is_strict: bool = False
     seen: list[weakref.ref[Tensor]] | None = None
 
-    def keeps_hidden_rows(
-        self, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
-    ) -> bool:
+    def keeps_hidden_rows(self, rows: Rows) -> bool:
         """Whether the program keeps tensors of a hidden run (``self.z = z``), which are unusable after it."""
         wrapped = Wrapped()
         with wrapped:
-            replace(self, seen=wrapped.seen).run(Way.HIDDEN, fixed, rows, event_ndims)
+            replace(self, seen=wrapped.seen).run(Way.HIDDEN, rows)
         return wrapped.any_alive()
 
-    def run(
-        self, way: Way, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
-    ) -> dict[str, Tensor] | None:
+    def run(self, way: Way, rows: Rows) -> dict[str, Tensor] | None:
         """Runs the program at every row.
-
-        Args:
-            way: The way to run the rows.
-            fixed: Values that are the same in all rows, by name of the site.
-            rows: Values ``(rows, batch, event)``, by name of the site.
-            event_ndims: Number of event dimensions of these values.
 
         Returns:
             Each cost ``(rows, batch)``. ``None`` if the program fails in that way, or if it draws other noise than in a
@@ -104,7 +114,7 @@ class RowProgram:
         try:
             with sandbox, pyro.validation_enabled(False), warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
-                found = run(fixed, rows, event_ndims)
+                found = run(rows)
         except Unrecordable:
             raise
         except Exception:
@@ -116,49 +126,40 @@ class RowProgram:
         found = self.costs(values, None)
         return tuple(found[name].reshape(shape) for name, shape in self.shapes.items())
 
-    def _hidden(
-        self, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
-    ) -> dict[str, Tensor]:
-        names = tuple(rows)
-
+    def _hidden(self, rows: Rows) -> dict[str, Tensor]:
         def one(*values: Tensor) -> tuple[Tensor, ...]:
             if self.seen is not None:
                 self.seen.extend(map(weakref.ref, values))
-            return self._single({**fixed, **dict(zip(names, values, strict=True))})
+            return self._single({**rows.fixed, **dict(zip(rows.varied, values, strict=True))})
 
         # Many large rows run in chunks, which bounds memory.
         size = max(1, sum(shape.numel() for shape in self.shapes.values()))
-        found = torch.func.vmap(one, randomness="same", chunk_size=max(1, MOST_ELEMENTS // size))(*rows.values())
-        return dict(zip(self.shapes, found, strict=True))
+        run = torch.func.vmap(one, randomness="same", chunk_size=max(1, MOST_ELEMENTS // size))
+        return dict(zip(self.shapes, run(*rows.varied.values()), strict=True))
 
-    def _singles(
-        self, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
-    ) -> dict[str, Tensor]:
+    def _singles(self, rows: Rows) -> dict[str, Tensor]:
         found = []
-        for values in zip(*rows.values(), strict=True):
+        for values in zip(*rows.varied.values(), strict=True):
             torch.set_rng_state(self.rng[0])
-            found.append(self._single({**fixed, **dict(zip(rows, values, strict=True))}))
+            found.append(self._single({**rows.fixed, **dict(zip(rows.varied, values, strict=True))}))
         return {name: torch.stack(costs) for name, costs in zip(self.shapes, zip(*found, strict=True), strict=True)}
 
-    def _broadcast(
-        self, fixed: Mapping[str, Any], rows: Mapping[str, Tensor], event_ndims: Mapping[str, int]
-    ) -> dict[str, Tensor] | None:
-        number = len(next(iter(rows.values())))
+    def _broadcast(self, rows: Rows) -> dict[str, Tensor] | None:
         padded = {}
-        for name, value in rows.items():
-            lead = self.batch_ndim - (value.dim() - 1 - event_ndims[name])
-            padded[name] = value.reshape(number, *(1,) * lead, *value.shape[1:])
-        found = self.costs({**fixed, **padded}, number)
+        for name, value in rows.varied.items():
+            lead = self.batch_ndim - (value.dim() - 1 - rows.event_ndims[name])
+            padded[name] = value.reshape(rows.number, *(1,) * lead, *value.shape[1:])
+        found = self.costs({**rows.fixed, **padded}, rows.number)
         costs = {}
         for name, shape in self.shapes.items():
             cost = found[name]
             if cost.shape == shape and not self.is_strict:
                 # The cost does not depend on the values that differ between rows.
-                cost = cost.expand(number, *shape)
-            elif tuple(cost.shape) != (number, *(1,) * (self.batch_ndim - len(shape)), *shape):
+                cost = cost.expand(rows.number, *shape)
+            elif tuple(cost.shape) != (rows.number, *(1,) * (self.batch_ndim - len(shape)), *shape):
                 # A cost without the dimension of the rows, or with another size there, mixes several rows.
                 return None
-            costs[name] = cost.reshape(number, *shape)
+            costs[name] = cost.reshape(rows.number, *shape)
         return costs
 
     def _has_drawn(self, sandbox: Sandbox) -> bool:
@@ -226,21 +227,21 @@ class RowRuns:
             Each cost ``(rows, batch)``. ``None`` if the program runs in no way.
         """
         way, uses = self._ways.get(key, (None, 0))
-        event_ndims = {name: len(fn.event_shape) for name, (fn, _) in sites.items()}
+        wanted = Rows(fixed, rows, {name: len(fn.event_shape) for name, (fn, _) in sites.items()})
         if not is_checked:
-            return None if way is None or way is Way.NONE else program.run(way, fixed, rows, event_ndims)
+            return None if way is None or way is Way.NONE else program.run(way, wanted)
         is_proved = False
         if way is None or (way is Way.BROADCAST and learning and is_due(uses)):
-            is_proved, way = True, _prove(program, sites, fixed, rows, event_ndims, uses)
-        found = _as_sampled(way, program, fixed, rows, event_ndims, sampled)
+            is_proved, way = True, _prove(program, sites, wanted, uses)
+        found = _as_sampled(way, program, wanted, sampled)
         if found is None and not is_proved:
             # The program has changed since the way was chosen.
-            way = _prove(program, sites, fixed, rows, event_ndims, uses)
-            found = _as_sampled(way, program, fixed, rows, event_ndims, sampled)
+            way = _prove(program, sites, wanted, uses)
+            found = _as_sampled(way, program, wanted, sampled)
         if len(self._ways) >= _CAPACITY and key not in self._ways:
             self._ways.clear()
         if found is not None and self.way(key) is not way:
-            self.say(f"The extra run of the model has {len(next(iter(rows.values())))} rows: {way.value}.")
+            self.say(f"The extra run of the model has {wanted.number} rows: {way.value}.")
         self._ways[key] = Way.NONE if found is None else way, uses + learning
         return found
 
@@ -250,69 +251,46 @@ def is_due(uses: int) -> bool:
     return uses & (uses - 1) == 0 or uses % LONGEST == 0
 
 
-def _as_sampled(
-    way: Way,
-    program: RowProgram,
-    fixed: Mapping[str, Any],
-    rows: Mapping[str, Tensor],
-    event_ndims: Mapping[str, int],
-    sampled: Mapping[str, Tensor],
-) -> dict[str, Tensor] | None:
+def _as_sampled(way: Way, program: RowProgram, rows: Rows, sampled: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     """The costs of every row, or ``None`` if the costs of row 0 differ from the sampled costs."""
-    number = len(next(iter(rows.values())))
-    if way is Way.NONE or (way is Way.SINGLE and number > MOST_SINGLES):
+    if way is Way.NONE or (way is Way.SINGLE and rows.number > MOST_SINGLES):
         return None
-    found = program.run(way, fixed, rows, event_ndims)
+    found = program.run(way, rows)
     if found is None or not agree([cost[0] for cost in found.values()], [sampled[name] for name in found]):
         return None
     return found
 
 
-def _prove(
-    program: RowProgram,
-    sites: Mapping[str, Any],
-    fixed: Mapping[str, Any],
-    rows: Mapping[str, Tensor],
-    event_ndims: Mapping[str, int],
-    seed: int,
-) -> Way:
+def _prove(program: RowProgram, sites: Mapping[str, Any], rows: Rows, seed: int) -> Way:
     """Finds the fastest way that gives the costs of single runs."""
     generator = probe_generator(seed)
     drawn = {name: probe(fn, value, PROBES, generator) for name, (fn, value) in sites.items()}
-    rest = {name: value for name, value in fixed.items() if name not in drawn}
+    rest = {name: value for name, value in rows.fixed.items() if name not in drawn}
     # The program may fail at some values. The rows themselves then serve for the comparison.
-    for others, values, is_strict in ((rest, drawn, True), (fixed, rows, False)):
+    for compared, is_strict in ((replace(rows, fixed=rest, varied=drawn), True), (rows, False)):
         program = replace(program, is_strict=is_strict)
-        number = len(next(iter(values.values())))
-        picked = torch.randperm(number, generator=generator)[:REFEREES]
-        some = {name: value[picked.to(value.device)] for name, value in values.items()}
-        truth = program.run(Way.SINGLE, others, some, event_ndims)
+        picked = torch.randperm(compared.number, generator=generator)[:REFEREES]
+        some = {name: value[picked.to(value.device)] for name, value in compared.varied.items()}
+        truth = program.run(Way.SINGLE, replace(compared, varied=some))
         if truth is not None:
-            return _fastest(program, others, values, event_ndims, picked, list(truth.values()))
+            return _fastest(program, compared, picked, list(truth.values()))
     return Way.NONE
 
 
-def _fastest(
-    program: RowProgram,
-    fixed: Mapping[str, Any],
-    rows: Mapping[str, Tensor],
-    event_ndims: Mapping[str, int],
-    picked: Tensor,
-    truth: Sequence[Tensor],
-) -> Way:
+def _fastest(program: RowProgram, rows: Rows, picked: Tensor, truth: Sequence[Tensor]) -> Way:
     """Finds the fastest way whose costs match single runs.
 
     Single runs check the picked rows. Hidden rows, or else single runs, check all rows of a broadcast.
     """
-    hidden = program.run(Way.HIDDEN, fixed, rows, event_ndims)
+    hidden = program.run(Way.HIDDEN, rows)
     if hidden is not None and not agree([cost[picked.to(cost.device)] for cost in hidden.values()], truth):
         hidden = None
-    spread = program.run(Way.BROADCAST, fixed, rows, event_ndims)
+    spread = program.run(Way.BROADCAST, rows)
     if spread is not None and agree([cost[picked.to(cost.device)] for cost in spread.values()], truth):
-        expected = program.run(Way.SINGLE, fixed, rows, event_ndims) if hidden is None else hidden
+        expected = program.run(Way.SINGLE, rows) if hidden is None else hidden
         if expected is not None and agree(list(spread.values()), list(expected.values())):
             return Way.BROADCAST
-    if hidden is None or program.keeps_hidden_rows(fixed, rows, event_ndims):
+    if hidden is None or program.keeps_hidden_rows(rows):
         return Way.SINGLE
     return Way.HIDDEN
 
@@ -326,12 +304,6 @@ def probe(fn: Any, value: Tensor, rows: int, generator: torch.Generator) -> Tens
     """Draws values of a site to compare runs at, evenly if finite, else from its distribution.
 
     Sampled values may hardly vary, and equal rows do not show that rows are mixed.
-
-    Args:
-        fn: Distribution of the site.
-        value: Sampled value of the site, of shape ``batch + event``.
-        rows: Number of rows.
-        generator: Source of the draws.
 
     Returns:
         Values ``(rows, batch, event)``. Every row is the sampled value if the distribution cannot be drawn from.
@@ -369,10 +341,6 @@ def agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
         |a_i - b_i| <= t (1 + |b_i|)   and   |Σ_i (a_i - b_i)| <= t (1 + |b|).
 
     The total matters: a mixed mean over many rows changes each cost by less than its rounding.
-
-    Args:
-        found: Costs of one run, ``a``.
-        expected: Costs of the other run, ``b``, of the same shapes.
     """
     if any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
         return False

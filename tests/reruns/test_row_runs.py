@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.reruns import row_runs as module
-from pyro_bpq.reruns.row_runs import LONGEST, PROBES, RowProgram, RowRuns, Way, agree, is_due, probe
+from pyro_bpq.reruns.row_runs import LONGEST, PROBES, RowProgram, RowRuns, Rows, Way, agree, is_due, probe
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing.substitute import Substitute
 
@@ -170,9 +170,9 @@ def test_each_program_runs_in_the_fastest_way_that_is_right(name: str, estimator
 def test_broadcast_rows_that_are_believed_bias_these_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the proof, and with rows taken from whatever the costs hold."""
 
-    def believed(self: RowProgram, fixed: Any, rows: Any, event_ndims: Any) -> dict[str, Tensor]:
-        costs = self.costs({**fixed, **rows}, len(rows["z"]))
-        return {name: cost.reshape(-1)[:1].expand(len(rows["z"])) for name, cost in costs.items()}
+    def believed(self: RowProgram, rows: Rows) -> dict[str, Tensor]:
+        costs = self.costs({**rows.fixed, **rows.varied}, rows.number)
+        return {name: cost.reshape(-1)[:1].expand(rows.number) for name, cost in costs.items()}
 
     monkeypatch.setattr(module, "_prove", lambda *args: Way.BROADCAST)
     monkeypatch.setattr(module, "agree", lambda *args: True)
@@ -262,21 +262,22 @@ def program_of(model: Callable[[], None]) -> tuple[RowProgram, dict[str, Any], d
 
 
 ROWS = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+AT = Rows({}, {"z": ROWS}, {"z": 1})
 
 
 @pytest.mark.parametrize("name", ["right", "left", "unpacked", "looped", "stacked", "flattened"])
 def test_hidden_rows_cost_what_single_runs_cost(name: str) -> None:
     program, *_ = program_of(PROGRAMS[name][0])
-    hidden, single = (program.run(way, {}, {"z": ROWS}, {"z": 1}) for way in (Way.HIDDEN, Way.SINGLE))
+    hidden, single = (program.run(way, AT) for way in (Way.HIDDEN, Way.SINGLE))
     assert hidden is not None and single is not None
     torch.testing.assert_close(hidden, single, rtol=0.0, atol=1e-14)
 
 
 def test_hidden_rows_run_in_parts_where_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     program, *_ = program_of(from_the_left)
-    expected = program.run(Way.HIDDEN, {}, {"z": ROWS}, {"z": 1})
+    expected = program.run(Way.HIDDEN, AT)
     monkeypatch.setattr(module, "MOST_ELEMENTS", 2)
-    found = program.run(Way.HIDDEN, {}, {"z": ROWS}, {"z": 1})
+    found = program.run(Way.HIDDEN, AT)
     assert found is not None and expected is not None
     assert torch.equal(found["x"], expected["x"])
 
@@ -294,7 +295,7 @@ def test_a_program_that_starts_to_mix_is_proved_anew() -> None:
     for use in range(10):
         found = runs.run("key", program, sites, {}, {"z": ROWS}, sampled, True)
         assert runs.way("key") is (Way.BROADCAST if use < 5 else Way.HIDDEN)
-        torch.testing.assert_close(found, program.run(Way.SINGLE, {}, {"z": ROWS}, {"z": 1}))
+        torch.testing.assert_close(found, program.run(Way.SINGLE, AT))
         mixes[0] = use >= 4
 
 
