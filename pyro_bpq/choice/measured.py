@@ -39,7 +39,6 @@ class Trial(Protocol):
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a step."""
-        ...
 
 
 @dataclass

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pyro_bpq.compiled.draws import called_draws, eager_draws, fused_draws
-from pyro_bpq.compiled.editing import Editor
+from pyro_bpq.compiled.editing import Editor, called_draws, eager_draws, fused_draws
 from pyro_bpq.compiled.joining import joined
 from pyro_bpq.compiled.options import Backend
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import pyro
 import torch
@@ -21,11 +21,9 @@ from pyro import poutine
 from torch import Tensor, fx
 
 from pyro_bpq.compiled.calls import Call, Kind, kind_of
-from pyro_bpq.compiled.indexing import RecordedIndexing
-from pyro_bpq.compiled.places import Place, tensors_of
-from pyro_bpq.compiled.sandbox import untraced
+from pyro_bpq.compiled.subject import Place, Subject, tensors_of, untraced
 from pyro_bpq.compiled.updates import OptimizerUpdate, Updates, apply_all, numbers_of
-from pyro_bpq.compiled.watch import Fingerprint, Noise, NotYet, StepWatch
+from pyro_bpq.compiled.watch import Fingerprint, Noise, NotYet, RecordedIndexing, StepWatch
 from pyro_bpq.errors import Unrecordable
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep, scheduled
@@ -35,53 +33,6 @@ Info = dict[str, dict[str, Any]]
 
 # Stands for a tensor among the results of a graph.
 _IN_RESULTS = "in the results"
-
-
-@dataclass(frozen=True)
-class RecordedResult:
-    """What a step yields while it is recorded.
-
-    Args:
-        loss: The loss in nats, detached.
-        surrogate: Has the gradient of the loss.
-        info: What is known of each site.
-    """
-
-    loss: Tensor
-    surrogate: Tensor
-    info: Info
-
-
-class Subject(Protocol):
-    """An objective, as far as its steps are recorded."""
-
-    def mark(self) -> Any:
-        """A mark of the present state."""
-        ...
-
-    def go_back(self, mark: Any) -> None:
-        """Goes back to a mark."""
-        ...
-
-    def places(self) -> list[Place]:
-        """Critics, statistics and the state of the critics' optimiser."""
-        ...
-
-    def first_seed(self) -> int:
-        """Seed of the next generator that the objective makes for itself."""
-        ...
-
-    def num_generators(self) -> int:
-        """Number of generators that the objective has made for itself."""
-        ...
-
-    def recorded_step(self, program: Any, number: RecordedStep) -> RecordedResult:
-        """Takes a step; what it teaches is noted, not applied."""
-        ...
-
-    def learn(self) -> None:
-        """Applies what the step taught."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import pyro
 import torch
@@ -26,8 +26,8 @@ from tqdm import tqdm
 from pyro_bpq.compiled.backends import compile_graph, missing, outdated
 from pyro_bpq.compiled.calls import Call, kind_of, reach
 from pyro_bpq.compiled.options import Compile
-from pyro_bpq.compiled.places import all_hold
-from pyro_bpq.compiled.recorder import Recording, Subject, distinct, fingerprint, record
+from pyro_bpq.compiled.recorder import Recording, distinct, fingerprint, record
+from pyro_bpq.compiled.subject import Subject, all_hold
 from pyro_bpq.compiled.updates import Updates, numbers_of
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import BPQWarning, Unrecordable
@@ -41,26 +41,6 @@ _EAGER_STEPS = 3
 _MOST_KINDS = 256
 # Longest time between two comparisons, in steps.
 _LONGEST = 1000
-
-
-class StepSubject(Subject, Protocol):
-    """An objective whose steps may be compiled."""
-
-    def refuses(self) -> str:
-        """Why its steps are not recorded at present, as the end of a sentence; empty if they are."""
-        ...
-
-    def is_settled(self, program: Any) -> bool:
-        """Whether structure, particles and choice are settled for a program."""
-        ...
-
-    def options(self) -> dict[str, Any]:
-        """The options that a recording depends on, by name."""
-        ...
-
-    def generators(self, number: int) -> list[torch.Generator]:
-        """The next generators that the objective makes for itself."""
-        ...
 
 
 class SiteInfo(Mapping[str, dict[str, Any]]):
@@ -202,7 +182,7 @@ class CompiledSteps:
         self._floats: dict[int, float] = {}
         self._varying: set[int] = set()
 
-    def take(self, subject: StepSubject, program: Any, number: int, updates: Updates | None = None) -> Outcome | None:
+    def take(self, subject: Subject, program: Any, number: int, updates: Updates | None = None) -> Outcome | None:
         """Takes a compiled step; ``None`` if the step has to run eagerly."""
         if updates is not None:
             self.outside = updates.refuses()
@@ -244,7 +224,7 @@ class CompiledSteps:
         return model, guide, args, kwargs
 
     def _recorded(
-        self, subject: StepSubject, program: Any, roots: Any, call: Call, number: int, updates: Updates | None
+        self, subject: Subject, program: Any, roots: Any, call: Call, number: int, updates: Updates | None
     ) -> Entry | None:
         """A new recording, if it is time for one."""
         kind = hash((tuple(call.spec), *map(kind_of, call.tensors), id(updates)))
@@ -332,9 +312,7 @@ class CompiledSteps:
         hidden = True if self.options.background else None
         return tqdm(total=1, desc=text, bar_format="{desc} ...", leave=False, disable=hidden)
 
-    def _is_still(
-        self, subject: StepSubject, program: Any, entry: Entry, tensors: Sequence[Tensor], number: int
-    ) -> bool:
+    def _is_still(self, subject: Subject, program: Any, entry: Entry, tensors: Sequence[Tensor], number: int) -> bool:
         """Whether the programs still do what was recorded; if not, the recording is dropped."""
         recording, text = entry.recording, ""
         inputs = recording.inputs
@@ -357,7 +335,7 @@ class CompiledSteps:
         )
         return False
 
-    def _run(self, subject: StepSubject, entry: Entry, tensors: list[Tensor], number: int) -> Outcome | None:
+    def _run(self, subject: Subject, entry: Entry, tensors: list[Tensor], number: int) -> Outcome | None:
         if not entry.is_ready:
             return None
         recording = entry.recording

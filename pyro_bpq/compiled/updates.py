@@ -17,7 +17,7 @@ from pyro.optim.clipped_adam import ClippedAdam
 from pyro.optim.optim import is_scheduler
 from torch import Tensor
 
-from pyro_bpq.compiled.places import Place, all_hold
+from pyro_bpq.compiled.subject import Place, all_hold
 
 # Those of torch whose own code takes the step size as a tensor.
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)

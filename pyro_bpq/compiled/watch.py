@@ -2,6 +2,10 @@ r"""Watches the operators of a step: what they are, whether numbers leave torch,
 
 The *fingerprint* of a step is the sequence of its operators: their names, their numbers, and which results they read.
 Two runs with equal fingerprints would be recorded as the same graph.
+
+Some functions of torch read numbers on the way, which a recording would freeze: ``x[a]`` with an integer tensor ``a``
+without dimensions takes the row whose number ``a`` holds, and ``one_hot`` looks whether an index is in range. While a
+step is recorded, operators give the same results without reading.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -28,8 +33,12 @@ _READS = frozenset(
 )
 _FRESH = frozenset({"aten.lift_fresh", "aten.lift_fresh_copy", "aten.lift"})
 _TOLD = (bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+# What hands out the memory of a tensor; no operator shows it.
+_LEAVES_TORCH = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.untyped_storage))
 # Folders of code that is not the user's.
 _FOREIGN = ("/torch/", "/pyro/", "/pyro_bpq/", "/contextlib.py", "/functools.py")
+# Functions of this package that read the state of a generator.
+_OWN_READS = frozenset({"_has_drawn"})
 
 
 class NotYet(Unrecordable):
@@ -110,7 +119,7 @@ class StepWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket._qualified_op_name.replace("::", ".")
         if name in _READS or _is_masked(name, args):
-            refuse_read()
+            _refuse_read()
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             found = self._drawn(func, name, args, kwargs)
@@ -167,7 +176,7 @@ class StepWatch(TorchDispatchMode):
         return drawn
 
 
-def refuse_read() -> None:
+def _refuse_read() -> None:
     """Refuses to record a step in which Python reads a number of a tensor."""
     frame: Any = sys._getframe(2)
     while frame is not None:
@@ -182,15 +191,6 @@ def refuse_read() -> None:
             )
         frame = frame.f_back
     raise Unrecordable("Python reads a number of a tensor")
-
-
-# Functions of this package that read the state of a generator.
-_OWN_READS = frozenset({"_has_drawn"})
-
-
-def draws_seed() -> bool:
-    """Whether this package draws the seed of a further run."""
-    return _is_in("_seed", function=True)
 
 
 def _is_masked(name: str, args: Any) -> bool:
@@ -209,3 +209,62 @@ def _is_in(part: str, function: bool = False) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class RecordedIndexing(TorchFunctionMode):
+    """Lets programs use these functions while they are recorded."""
+
+    def __repr__(self) -> str:
+        return "RecordedIndexing()"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(_is_scalar(part) for part in index):
+                return selected(args[0], index)
+        if func in _LEAVES_TORCH:
+            _refuse_read()
+        if func is torch.randint and _is_in("_seed", function=True):
+            # Of a further run that draws nothing, or else the step is not recorded: any seed will do.
+            return 0
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def selected(value: Tensor, index: tuple[Any, ...]) -> Tensor:
+    """``value[index]``, where some parts of the index are integer tensors without dimensions."""
+    taken = sum(_dims(part) for part in index)
+    dim, parts = 0, list[Any]()
+    for part in index:
+        if part is Ellipsis:
+            dim += value.dim() - taken
+        elif _is_scalar(part):
+            size = value.shape[dim]
+            row = torch.where(part < 0, part + size, part).long()
+            value = value.index_select(dim, row.reshape(1))
+            part = 0
+        parts.append(part)
+        dim += _dims(part)
+    return value[tuple(parts)]
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0:
+        return torch.nn.functional.one_hot(tensor)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
+
+
+def _is_scalar(part: Any) -> bool:
+    if not isinstance(part, Tensor) or part.dim() > 0:
+        return False
+    return not (part.is_floating_point() or part.is_complex() or part.dtype in (torch.bool, torch.uint8))
+
+
+def _dims(part: Any) -> int:
+    """Number of dimensions that a part of an index takes."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
+        return part.dim()
+    return 1

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyro_bpq.compiled.places import Place, all_hold
-from pyro_bpq.compiled.recorder import RecordedResult
+from pyro_bpq.compiled.subject import Place, RecordedResult, all_hold
 from pyro_bpq.critics.learner import AveragedAdam
 from pyro_bpq.reruns.apart import Program
 from pyro_bpq.rollout.schedule import RecordedStep

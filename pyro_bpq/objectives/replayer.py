@@ -44,23 +44,18 @@ class Owner(Protocol):
 
     def learning(self) -> Learning:
         """How targets are formed at present."""
-        ...
 
     def run_program(self, program: Program) -> TracedRun:
         """Runs guide and model as a step does."""
-        ...
 
     def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
         """Prepares runs of a known structure as a step does; nothing learns."""
-        ...
 
     def mark(self) -> Any:
         """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
-        ...
 
     def go_back(self, mark: Any) -> None:
         """Undoes what was built and found out after a mark."""
-        ...
 
 
 def gradients_of(loss: Tensor, critics: CriticBank) -> dict[str, Tensor]:
