@@ -152,7 +152,7 @@ class Hindsight(Estimator):
             if held.has_bits:
                 # Of the other value, relative to the drawn one.
                 log_q = log_q * (1.0 - 2.0 * held.value)
-            means = _means(log_q, held.changes, held.has_bits)
+            means = _means(log_q, held.changes, held.has_bits, held.drawn is not None)
             level, kept, statistics = self._level(context, held, later, means)
             table = _coefficients(means, level, kept, held.has_bits)
             if held.drawn is not None:
@@ -214,13 +214,20 @@ class Means(NamedTuple):
     immediate: Tensor
 
 
-def _means(log_q: Tensor, changes: Changes, has_bits: bool) -> Means:
-    """The laws of the values and the costs; impossible values cost nothing."""
+def _means(log_q: Tensor, changes: Changes, has_bits: bool, is_predicted: bool = False) -> Means:
+    """The laws of the values and the costs; impossible values cost nothing. Predictions are numbers, or infinite."""
     weights = (log_q + changes.law).sigmoid() if has_bits else _softmax(log_q + changes.law)
     chance = log_q.sigmoid() if has_bits else log_q.exp()
-    later = weights * changes.later.masked_fill(weights == 0.0, 0.0)
-    immediate = chance * changes.immediate.masked_fill(chance == 0.0, 0.0)
-    return Means(weights, chance, later, weights * changes.immediate.masked_fill(weights == 0.0, 0.0), immediate)
+    most = torch.finfo(weights.dtype).max
+
+    def weighted(weights: Tensor, cost: Tensor) -> Tensor:
+        # A mask takes ten times as long.
+        return weights * (cost.clamp(-most, most) if is_predicted else cost.masked_fill(weights == 0.0, 0.0))
+
+    later, immediate = changes.later, changes.immediate
+    return Means(
+        weights, chance, weighted(weights, later), weighted(weights, immediate), weighted(chance, immediate)
+    )
 
 
 def _softmax(logits: Tensor) -> Tensor:

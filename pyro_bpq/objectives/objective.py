@@ -241,7 +241,7 @@ class Objective(ELBO, nn.Module):
             found = self._compiled_step(model, guide, args, kwargs)
             if found is not None:
                 return with_gradients(found.loss, found.leaves, found.gradients)
-            return self._eager_loss(model, guide, args, kwargs, False, self.mark())
+            return self._eager_loss(model, guide, args, kwargs, False, self.mark())[0]
 
     def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The same as :meth:`differentiable_loss`."""
@@ -301,13 +301,15 @@ class Objective(ELBO, nn.Module):
 
     def _eager_loss_and_grads(self, model: Any, guide: Any, args: Any, kwargs: Any) -> float:
         mark = self.mark()
-        loss = self._eager_loss(model, guide, args, kwargs, True, mark)
+        loss, result = self._eager_loss(model, guide, args, kwargs, True, mark)
         self.trainer.register()
-        self._backward(loss, mark)
+        self._backward(loss, mark, result.leaves)
         return float(loss.item())
 
-    def _eager_loss(self, model: Any, guide: Any, args: Any, kwargs: Any, goes_back: bool, mark: Any) -> Tensor:
-        """The loss; a step that fails is undone back to a mark."""
+    def _eager_loss(
+        self, model: Any, guide: Any, args: Any, kwargs: Any, goes_back: bool, mark: Any
+    ) -> tuple[Tensor, Step]:
+        """The loss, and the step; a step that fails is undone back to a mark."""
         try:
             program = self._program(model, guide, args, kwargs)
             result, surrogate = self.taken(program, self.mode(self._is_learning, goes_back))
@@ -317,7 +319,7 @@ class Objective(ELBO, nn.Module):
         value = result.loss.detach()
         if not result.learns:  # what is learned from is finite
             warn_if_nan(value, "loss")
-        return value + (surrogate - surrogate.detach())
+        return value + (surrogate - surrogate.detach()), result
 
     def _program(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Program:
         """The program for one particle; where there is a plate of particles, its place is known from now on."""
@@ -352,14 +354,19 @@ class Objective(ELBO, nn.Module):
             surrogate = self.trainer.prepare(surrogate, result)
         return result, surrogate
 
-    def _backward(self, loss: Tensor, mark: Any) -> None:
-        """Adds the gradients of a loss to ``.grad``, then lets the critics learn; undoes the step where that fails."""
+    def _backward(self, loss: Tensor, mark: Any, unwanted: Sequence[Tensor] = ()) -> None:
+        """Adds the gradients of a loss to ``.grad``, then lets the critics learn; undoes the step where that fails.
+
+        Leaves that are ``unwanted`` get no gradient.
+        """
         # Only replay runs programs when gradients are there already.
         leaves = inputs_of(loss) if self._is_learning and self.trainer.replays else []
         before = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
         try:
             if loss.requires_grad:
-                loss.backward(retain_graph=self.retain_graph)
+                # Without inputs autograd goes to all leaves.
+                inputs = inputs_of(loss, unwanted) if unwanted else []
+                loss.backward(retain_graph=self.retain_graph, inputs=inputs or None)
             if self._is_learning:
                 self.learn()
         except BaseException:

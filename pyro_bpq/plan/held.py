@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from pyro_bpq.plan.flips import FlipPlan
 from pyro_bpq.rollout.features import Components
@@ -64,6 +65,17 @@ class HeldPlan:
     sites: Mapping[str, HeldSite]
     asked: frozenset[str] = frozenset()
     groups: tuple[SlopedCosts, ...] = ()
+
+    @cached_property
+    def group_of(self) -> Mapping[str, int]:
+        """Numbers of the groups of sites that take other values in the same rows, from 0 on."""
+        starts = sorted(set(self.flips.start.values()))
+        return {name: starts.index(start) for name, start in self.flips.start.items()}
+
+    @cached_property
+    def rows_of_group(self) -> int:
+        """The number of rows of the largest group."""
+        return max(site.number * (site.components.cardinality - 1) for site in self.sites.values())
 
     @property
     def sloped(self) -> frozenset[str]:

@@ -180,7 +180,11 @@ class Reruns:
         return self.held is not None and all(traced.elimination is None for traced in self.traced)
 
     def at_other_values(
-        self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None = None
+        self,
+        drawn: Mapping[str, Tensor],
+        rollout: Rollout,
+        particle: Tensor | None = None,
+        group: Tensor | None = None,
     ) -> dict[str, Changes] | None:
         """Changes of laws and costs at these values, see :func:`~pyro_bpq.reruns.held_costs.held_costs`.
 
@@ -188,10 +192,11 @@ class Reruns:
             drawn: The components that are evaluated, for the sites where not all of them are.
             rollout: The tensors of the step's runs.
             particle: Index ``(1,)`` of the particle that is evaluated; ``None`` for all.
+            group: Number of the only group of sites that takes other values; ``None`` for all.
         """
         assert self.held is not None
         self.num_runs += len(self.traced)
-        return held_costs(self.held, self.traced, self.programs, rollout, drawn, particle)
+        return held_costs(self.held, self.traced, self.programs, rollout, drawn, particle, group)
 
     def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> dict[str, Changes]:
         """Predicted changes, see :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`."""

@@ -75,6 +75,7 @@ def held_costs(
     rollout: Rollout,
     drawn: Mapping[str, Tensor],
     particle: Tensor | None = None,
+    group: Tensor | None = None,
 ) -> dict[str, Changes] | None:
     """Runs guide and model at other values of sites while all other sites keep their values.
 
@@ -86,6 +87,8 @@ def held_costs(
         drawn: The evaluated components ``(M, plates, n)`` of sites of which not all components are.
         particle: Index ``(1,)`` of the particle that is evaluated; ``None`` for all. The first dimension of ``drawn``
             and of the changes is then 1.
+        group: Number, a scalar, of the only group of sites that takes other values (:attr:`HeldPlan.group_of`). The
+            changes of other sites are then zero. ``None`` for all sites.
 
     Returns:
         The changes of each site, ``(M, plates, n, K)``. ``None`` if the programs do not run at other values.
@@ -99,13 +102,13 @@ def held_costs(
     parts: dict[str, list[Changes]] = {name: [] for name in run.plan.sites}
     for i, (one, program) in enumerate(pairs):
         mine = drawn if len(pairs) == 1 else {name: index[i : i + 1] for name, index in drawn.items()}
-        rows = _rows(run, one, program, mine, part)
+        rows = _rows(run, one, program, mine, part, group)
         if rows is None:
             return None
         for name, site in run.plan.sites.items():
             shape = rollout.batch_shape(run.graph.node(name).plates)
             shape = shape if rollout.is_vectorized and particle is None else (1, *shape[1:])
-            parts[name].append(_tables(run, one, name, site, shape, rows, mine.get(name), part))
+            parts[name].append(_tables(run, one, name, site, shape, rows, mine.get(name), part, group is not None))
     return {name: Changes(*map(torch.cat, zip(*found, strict=True))) for name, found in parts.items()}
 
 
@@ -176,19 +179,19 @@ def _tables(
     rows: Mapping[str, Tensor],
     drawn: Tensor | None,
     part: Part,
+    is_alone: bool,
 ) -> Changes:
-    """The tables of a site from the costs of all rows."""
+    """The tables of a site from the changes of costs in all rows."""
     graph, plates = run.graph, run.graph.node(name).plates
-    start = run.plan.flips.start[name]
-    chosen = [0, *range(start, start + site.number * (site.components.cardinality - 1))]
+    start = 0 if is_alone else run.plan.flips.start[name] - 1
+    chosen = slice(start, start + site.number * (site.components.cardinality - 1))
     record, like = traced.run.sites[name], next(iter(rows.values()))
     value = part.value(samples(traced.guide_trace)[name])
 
     def changes(terms: Sequence[tuple[str, Any]]) -> Tensor:
-        total = like.new_zeros((len(chosen), *shape))
+        total = like.new_zeros((1 + chosen.stop - chosen.start, *shape))
         for term, own in terms:
-            cost = rows[term][chosen]
-            total = total + _reduced(cost - cost[:1], own, plates, shape)
+            total[1:] += _reduced(rows[term][chosen], own, plates, shape)
         return table(total, index, site.components.cardinality)
 
     index = site.components.index(value, record.fn)
@@ -218,9 +221,14 @@ def law_name(traced: TracedRun, child: str) -> str:
 
 
 def _rows(
-    run: HeldRun, traced: TracedRun, program: Program, drawn: Mapping[str, Tensor], part: Part
+    run: HeldRun,
+    traced: TracedRun,
+    program: Program,
+    drawn: Mapping[str, Tensor],
+    part: Part,
+    group: Tensor | None,
 ) -> dict[str, Tensor] | None:
-    """The costs and laws ``(rows, batch)`` of the extra run, by name."""
+    """How costs and laws change ``(rows, batch)`` in the extra run, by name."""
     model, guide, args, kwargs = program
     latents = {
         name: site
@@ -229,7 +237,7 @@ def _rows(
         if not site["is_observed"]
     }
     sites = {n: (s["fn"], part.value(s)) for n, s in latents.items() if _is_varied(s)}
-    moved = {name: _moved(run, sites[name], name, site, drawn.get(name)) for name, site in run.plan.sites.items()}
+    moved = {n: _moved(run, *sites[n], n, site, drawn.get(n), group) for n, site in run.plan.sites.items()}
     fixed = {name: value for name, (_, value) in sites.items() if name not in moved}
     fixed |= {name: site["value"] for name, site in latents.items() if not _is_varied(site)}
     children = dict.fromkeys(child for site in run.plan.sites.values() for child in site.children)
@@ -262,8 +270,14 @@ def _rows(
     shapes = {name: cost.shape for name, cost in sampled.items()}
     batch_ndim = traced.batch_ndim if part.index is None else part.nesting - 1
     rows = RowProgram(evaluated, shapes, batch_ndim, traced.rng, run.has_buffers)
-    key = _key(run.plan, traced, batch_ndim)
-    return run.runs.run(key, rows, sites, {**fixed, **traced.subsamples}, moved, sampled, run.learning, run.is_checked)
+    key, fixed = _key(run.plan, traced, batch_ndim), {**fixed, **traced.subsamples}
+    found = run.runs.unchecked(key, rows, sites, fixed, moved, run.learning, run.is_checked)
+    if found is None and run.is_checked:
+        # The sample itself is run, too: its costs have to be those of the step.
+        more = {name: torch.cat((sites[name][1].unsqueeze(0).to(new), new)) for name, new in moved.items()}
+        checked = run.runs.run(key, rows, sites, fixed, more, sampled, run.learning)
+        found = None if checked is None else {name: cost[1:] for name, cost in checked.items()}
+    return None if found is None else {name: cost - sampled[name] for name, cost in found.items()}
 
 
 def _add_costs(found: dict[str, Tensor], trace: Any, is_guide: bool, wanted: Mapping[str, Any]) -> None:
@@ -280,18 +294,22 @@ def _is_varied(site: Any) -> bool:
     return isinstance(site["value"], Tensor) and not is_enumerated(site)
 
 
-def _moved(run: HeldRun, drawn_from: tuple[Any, Tensor], name: str, site: HeldSite, drawn: Tensor | None) -> Tensor:
+def _moved(
+    run: HeldRun, fn: Any, value: Tensor, name: str, site: HeldSite, drawn: Tensor | None, group: Tensor | None
+) -> Tensor:
     """Values ``(rows, batch, event)``; each row sets one component to one of its other values."""
-    (fn, value), split, flips = drawn_from, site.components, run.plan.flips
+    split, flips = site.components, run.plan.flips
     if drawn is None:
-        return flipped(value, fn, split, flips, name)
-    index = split.index(value, fn)
+        return flipped(value, fn, split, flips, name)[1:]
+    index, others = split.index(value, fn), split.cardinality - 1
     at = drawn.reshape(*index.shape[:-1], site.number)
-    rows = index.expand(flips.rows, *index.shape).clone()
-    others, start = split.cardinality - 1, flips.start[name]
+    number, start, step = flips.rows - 1, flips.start[name] - 1, torch.ones_like(at[..., :1])
+    if group is not None:
+        number, start, step = run.plan.rows_of_group, 0, (group == run.plan.group_of[name]).to(step)
+    rows = index.expand(number, *index.shape).clone()
     for i in range(site.number):
         one = at[..., i : i + 1]
         for k in range(others):
-            new = (index.gather(-1, one) + k + 1) % split.cardinality
+            new = (index.gather(-1, one) + (k + 1) * step) % split.cardinality
             rows[start + i * others + k].scatter_(-1, one, new)
-    return split.value(rows, fn).to(value.dtype).reshape(flips.rows, *value.shape)
+    return split.value(rows, fn).to(value.dtype).reshape(number, *value.shape)

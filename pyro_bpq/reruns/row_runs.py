@@ -200,6 +200,36 @@ class RowRuns:
         """The way chosen for a structure; ``None`` before its first run."""
         return self._ways[key][0] if key in self._ways else None
 
+    def unchecked(
+        self,
+        key: Any,
+        program: RowProgram,
+        sites: Mapping[str, Any],
+        fixed: Mapping[str, Any],
+        rows: Mapping[str, Tensor],
+        learning: bool,
+        is_checked: bool = True,
+    ) -> dict[str, Tensor] | None:
+        """Runs a program at rows of values, none of which holds the sampled values.
+
+        Args:
+            key: The structure of the program.
+            program: The program.
+            sites: Distribution and value of each latent site of the program, by name.
+            fixed: Values that are the same in all rows.
+            rows: Values ``(rows, batch, event)``, by name of the site.
+            learning: Whether this run counts as a use.
+            is_checked: Whether findings are checked again now and then.
+
+        Returns:
+            Each cost ``(rows, batch)``. ``None`` if the way is not known, or is to be checked again.
+        """
+        way, uses = self._ways.get(key, (Way.NONE, 0))
+        if way is Way.NONE or (is_checked and is_due(uses)):
+            return None
+        self._ways[key] = way, uses + (learning and is_checked)
+        return program.run(way, fixed, rows, {name: len(fn.event_shape) for name, (fn, _) in sites.items()})
+
     def run(
         self,
         key: Any,

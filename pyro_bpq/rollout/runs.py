@@ -58,6 +58,10 @@ class Run:
         }
         return replace(self, sites={**self.sites, **found}) if found else self
 
+    def leaves(self) -> list[Tensor]:
+        """The autograd leaves among the values."""
+        return [record.leaf for record in self.sites.values() if record.leaf is not None]
+
 
 @dataclass(frozen=True)
 class Rollout:

@@ -37,7 +37,7 @@ class HeldRuns(Protocol):
         ...
 
     def at_other_values(
-        self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None
+        self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None, group: Tensor | None
     ) -> Mapping[str, Changes] | None:
         """The changes ``(M, plates, n, K)`` by site.
 
@@ -45,6 +45,7 @@ class HeldRuns(Protocol):
             drawn: The components ``(M, plates, n)`` that are evaluated, for the sites where not all of them are.
             rollout: The tensors of the step's runs.
             particle: Index ``(1,)`` of the particle that is evaluated; ``None`` for all, ``M`` of them.
+            group: Number of the only group of sites that takes other values; ``None`` for all.
         """
         ...
 
@@ -110,19 +111,26 @@ def _runs(signals: Signals) -> tuple[Any, Any, Any, Any]:
     drawn: dict[int, tuple[Tensor, Tensor]] = {}
     if plan is None:
         return drawn, None, None, {}
-    number, particle = signals.rollout.num_particles, None
-    if number > 1 and signals.rerun.runs_apart and all(site.is_drawn for site in plan.sites.values()):
+    number, particle, group = signals.rollout.num_particles, None, None
+    groups = 1 + max(plan.group_of.values())
+    if all(site.is_drawn for site in plan.sites.values()):
         like = signals.batches[0].score.detach()
-        particle = _draw(like.new_full((number,), 1.0 / number), 1, signals.generator)
+        if number > 1 and signals.rerun.runs_apart:
+            particle = _draw(like.new_full((number,), 1.0 / number), 1, signals.generator)
+        if groups > 1:
+            group = _draw(like.new_full((groups,), 1.0 / groups), 1, signals.generator)
     by_site: dict[str, Tensor] = {}
     for c, cls in enumerate(signals.layout.classes):
         sites = [plan.sites.get(name) for name in cls.names]
         numbers = [site.number for site in sites if site is not None and site.is_drawn]
         if numbers:
             index, share = _drawn(_openness(signals.batches[c], particle), numbers[0], signals.generator)
-            drawn[c] = index, share if particle is None else number * share
+            share = share if particle is None else number * share
+            if group is not None:
+                share = share * groups * _of_group(group, [plan.group_of.get(name, -1) for name in cls.names], share)
+            drawn[c] = index, share
             by_site.update({n: index[g] for g, n in enumerate(cls.names) if n in plan.sites})
-    found = signals.rerun.at_other_values(by_site, signals.rollout, particle)
+    found = signals.rerun.at_other_values(by_site, signals.rollout, particle, group)
     if found is None and plan.asked:
         names = ", ".join(repr(name) for name in plan.sites if name in plan.asked)
         warnings.warn(
@@ -135,6 +143,12 @@ def _runs(signals: Signals) -> tuple[Any, Any, Any, Any]:
     if drawn and found is not None:
         predicted = signals.rerun.predicted(signals.rollout, signals.generator)
     return drawn, particle, found, predicted
+
+
+def _of_group(group: Tensor, groups: Sequence[int], like: Tensor) -> Tensor:
+    """One for the sites of a group, zero for others; sites lead."""
+    own = torch.tensor(groups, device=like.device) == group
+    return own.to(like.dtype).reshape(-1, *(1,) * (like.dim() - 1))
 
 
 def _openness(batch: SiteBatch, particle: Tensor | None) -> Tensor:

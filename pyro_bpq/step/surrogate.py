@@ -71,6 +71,7 @@ class Step:
         terms: The summands of the surrogate: names of the sites, and what the estimator returned.
         learns: Whether the step counts as a training step.
         paths: The costs through which pathwise gradients flow, summed over particles.
+        leaves: Sampled values that are leaves of the costs. Nobody needs the gradient of the loss in them.
     """
 
     loss: Tensor
@@ -81,6 +82,7 @@ class Step:
     terms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
     learns: bool = False
     paths: Tensor = field(default_factory=lambda: torch.zeros(()))
+    leaves: tuple[Tensor, ...] = ()
 
 
 def step(
@@ -132,7 +134,8 @@ def step(
     sums = [term.sum() for _, term in terms]
     surrogate = sum(sums[1:], sums[0]) if sums else torch.zeros(())
     paths = sum((cost for one in signals for cost in one.paths()), torch.zeros(()))
-    return Step(loss, surrogate, taught, writes, info, tuple(terms), build, paths)
+    leaves = tuple(leaf for one in signals for run in one.rollout.runs for leaf in run.leaves())
+    return Step(loss, surrogate, taught, writes, info, tuple(terms), build, paths, leaves)
 
 
 def may_learn(signals: Sequence[Signals], loss: Tensor, learning: Learning) -> bool:

@@ -133,8 +133,8 @@ def test_crossed_baseline_is_exact_and_used() -> None:
 def test_a_wrong_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     means = estimator_module._means
 
-    def wrong(log_q: Tensor, changes: Any, has_bits: bool) -> Any:
-        return means(log_q, changes._replace(law=1.01 * changes.law), has_bits)
+    def wrong(log_q: Tensor, changes: Any, *kind: bool) -> Any:
+        return means(log_q, changes._replace(law=1.01 * changes.law), *kind)
 
     monkeypatch.setattr(estimator_module, "_means", wrong)
     pyro.clear_param_store()
