@@ -91,7 +91,7 @@ def held_costs(
             changes of other sites are then zero. ``None`` for all sites.
 
     Returns:
-        The changes of each site, ``(M, plates, n, K)``. ``None`` if the programs do not run at other values.
+        The changes of each site, ``(M, plates, n, K)``; of drawn bits those of the other values, ``(M, plates, n)``. ``None`` if the programs do not run at other values.
     """
     pairs, part = list(zip(traced, programs, strict=True)), Part()
     if particle is not None:
@@ -185,18 +185,18 @@ def _tables(
     graph, plates = run.graph, run.graph.node(name).plates
     start = 0 if is_alone else run.plan.flips.start[name] - 1
     chosen = slice(start, start + site.number * (site.components.cardinality - 1))
-    record, like = traced.run.sites[name], next(iter(rows.values()))
-    value = part.value(samples(traced.guide_trace)[name])
+    like, has_bits = next(iter(rows.values())), drawn is not None and site.components.kind == "bernoulli"
 
     def changes(terms: Sequence[tuple[str, Any]]) -> Tensor:
         total = like.new_zeros((1 + chosen.stop - chosen.start, *shape))
         for term, own in terms:
             total[1:] += _reduced(rows[term][chosen], own, plates, shape)
-        return table(total, index, site.components.cardinality)
+        return total[1:].movedim(0, -1) if has_bits else table(total, index, site.components.cardinality)
 
-    index = site.components.index(value, record.fn)
-    index = index.reshape(*(1,) * (len(shape) + 1 - index.dim()), *index.shape).expand(*shape, -1)
-    index = index if drawn is None else index.gather(-1, drawn)
+    if not has_bits:
+        index = site.components.index(part.value(samples(traced.guide_trace)[name]), traced.run.sites[name].fn)
+        index = index.reshape(*(1,) * (len(shape) + 1 - index.dim()), *index.shape).expand(*shape, -1)
+        index = index if drawn is None else index.gather(-1, drawn)
     laws = [(law_name(traced, child), graph.node(child).plates) for child in site.children]
     costs = [(cost, graph.cost(cost).plates) for cost in site.costs]
     later, immediate = ([pair for pair in costs if (pair[0] in site.immediate) == is_now] for is_now in (False, True))

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes
-from pyro_bpq.plan.held import HeldSite, has_slopes
+from pyro_bpq.plan.held import has_slopes
 from pyro_bpq.reruns.expansions import expansions
 from pyro_bpq.reruns.held_costs import HeldRun, Program, law_name, law_of, unmasked
+from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
 from pyro_bpq.tracing.linear_reads import LinearRead, LinearReads
@@ -65,9 +66,11 @@ def predicted_costs(
         for name in parts:
             shape = rollout.batch_shape(run.graph.node(name).plates)
             shape = shape if rollout.is_vectorized else (1, *shape[1:])
-            site, record = run.plan.sites[name], one.run.sites[name]
-            index = site.components.index(record.value.detach(), record.fn)
-            parts[name].append(Changes(*(_table(site, index, found.get(name), shape) for found in expansions)))
+            split, record = run.plan.sites[name].components, one.run.sites[name]
+            index = split.index(record.value.detach(), record.fn)
+            step = _step(split, index, record.value) if split.kind == "bernoulli" else None
+            tables = (_table(split, index, step, found.get(name), shape) for found in expansions)
+            parts[name].append(Changes(*tables))
     return {name: Changes(*map(torch.cat, zip(*found, strict=True))) for name, found in parts.items()}
 
 
@@ -198,23 +201,27 @@ def _total(terms: Sequence[Tensor]) -> Tensor | None:
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def _table(site: HeldSite, index: Tensor, found: Expansion | None, shape: tuple[int, ...]) -> Tensor:
+def _step(split: Components, index: Tensor, value: Tensor) -> Tensor:
+    """The step of each bit to its other value, ``(batch, D)``."""
+    return torch.add(1.0, index, alpha=-2.0).to(value.dtype)
+
+
+def _table(
+    split: Components, index: Tensor, step: Tensor | None, found: Expansion | None, shape: tuple[int, ...]
+) -> Tensor:
     """Changes ``(M, plates, D, K)`` from an expansion at the drawn values; of bits ``(M, plates, D)``."""
-    split = site.components
-    size, cardinality = split.size, split.cardinality
-    batch = index.shape[:-1]
-    at = index.unsqueeze(-1)
-    last = (size,) if split.kind == "bernoulli" else (size, cardinality)
+    size, cardinality, batch = split.size, split.cardinality, index.shape[:-1]
+    last = (size, cardinality) if step is None else (size,)
     if found is None:
         return torch.zeros((), device=index.device).expand(*shape, *last)
     slope, bent = found
-    if split.kind == "bernoulli":
-        sign = (1 - 2 * index).to(slope.dtype)
-        tables = slope.reshape(*batch, size) * sign
+    if step is not None:
+        tables = slope.reshape(*batch, size) * step
         if bent is not None:
             lead = batch if bent.shape == slope.shape else (1, *batch[1:])
             tables = tables.add_(bent.reshape(*lead, size), alpha=0.5)
     else:
+        at = index.unsqueeze(-1)
         tables = slope.reshape(*batch, size, cardinality)
         tables = tables - tables.gather(-1, at)
         if bent is not None:
@@ -222,5 +229,5 @@ def _table(site: HeldSite, index: Tensor, found: Expansion | None, shape: tuple[
             own = mixed.diagonal(dim1=-2, dim2=-1)
             across = mixed.gather(-1, at.unsqueeze(-2).expand(*mixed.shape[:-1], 1)).squeeze(-1)
             tables = tables + 0.5 * (own + own.gather(-1, at) - 2.0 * across)
-    tables = tables.nan_to_num(0.0, 0.0, 0.0)
+    tables = tables.nan_to_num_(0.0, 0.0, 0.0)
     return tables.reshape(*(1,) * (len(shape) - len(batch)), *tables.shape).expand(*shape, *last)

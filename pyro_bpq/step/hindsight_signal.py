@@ -196,9 +196,7 @@ def _row(
     if drawn is None:
         tables = Changes(*(table.expand_as(log_q) for table in found[name]))
         return tables, tables
-    # The change at the drawn value is zero.
-    shape = _shape(drawn, log_q, has_bits)
-    exact = Changes(*((table.sum(-1) if has_bits else table).expand(shape) for table in found[name]))
+    exact = Changes(*(table.expand(_shape(drawn, log_q, has_bits)) for table in found[name]))
     return Changes(*(table.to(log_q) for table in predicted[name])), exact
 
 
