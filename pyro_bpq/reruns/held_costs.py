@@ -91,7 +91,8 @@ def held_costs(
             changes of other sites are then zero. ``None`` for all sites.
 
     Returns:
-        The changes of each site, ``(M, plates, n, K)``; of drawn bits those of the other values, ``(M, plates, n)``. ``None`` if the programs do not run at other values.
+        The changes of each site, ``(M, plates, n, K)``; of drawn bits those of the other values, ``(M, plates, n)``.
+        ``None`` if the programs do not run at other values.
     """
     pairs, part = list(zip(traced, programs, strict=True)), Part()
     if particle is not None:

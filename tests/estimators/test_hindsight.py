@@ -361,6 +361,32 @@ def test_a_correction_that_is_too_small_is_caught(monkeypatch: pytest.MonkeyPatc
     assert largest_error(elbo, program, noise) > 1e-6
 
 
+def test_a_group_that_counts_too_little_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = LAYERS["bits"]
+    pyro.clear_param_store()
+    elbo = trained(program, 1, steps=3, estimator=Hindsight(draws=1))
+    assert set(elbo.plan.held.group_of.values()) == {0, 1}
+    noise = with_choices(monkeypatch)
+    of_group = module._of_group
+    monkeypatch.setattr(module, "_of_group", lambda *arguments: 0.9 * of_group(*arguments))
+    assert largest_error(elbo, program, noise) > 1e-6
+
+
+def test_the_sample_is_run_again_only_when_the_way_is_checked() -> None:
+    (model, guide), rows = LAYERS["bits"], []
+
+    def counted() -> None:
+        model()
+        rows.append(pyro.param("rows", torch.zeros(())).dim())
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(1, estimator=Hindsight(draws=1))
+    for _ in range(9):
+        elbo.loss_and_grads(counted, guide)
+    (key,) = elbo.runner.row_runs._ways
+    assert elbo.runner.row_runs._ways[key][1] == 9
+
+
 def test_components_are_drawn_as_often_as_their_shares_say() -> None:
     chance = real(0.45, 0.05, 0.2, 0.3)
     grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
