@@ -23,6 +23,7 @@ from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, StraightThrough
 from pyro_bpq.estimators import hindsight as estimator_module
 from pyro_bpq.plan import holding
 from pyro_bpq.reruns import expansions
+from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.step import hindsight_signal as module
 from pyro_bpq.testing import (
     ChoiceNoise,
@@ -372,19 +373,15 @@ def test_a_group_that_counts_too_little_is_caught(monkeypatch: pytest.MonkeyPatc
     assert largest_error(elbo, program, noise) > 1e-6
 
 
-def test_the_sample_is_run_again_only_when_the_way_is_checked() -> None:
-    (model, guide), rows = LAYERS["bits"], []
-
-    def counted() -> None:
-        model()
-        rows.append(pyro.param("rows", torch.zeros(())).dim())
-
+def test_the_sample_is_run_again_only_when_the_way_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, run = [], RowRuns.run
+    monkeypatch.setattr(RowRuns, "run", lambda *arguments: checked.append(len(steps)) or run(*arguments))
     pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO(1, estimator=Hindsight(draws=1))
-    for _ in range(9):
-        elbo.loss_and_grads(counted, guide)
-    (key,) = elbo.runner.row_runs._ways
-    assert elbo.runner.row_runs._ways[key][1] == 9
+    elbo, steps = TraceBackpropQ_ELBO(1, estimator=Hindsight(draws=1)), list[int]()
+    for step in range(10):
+        elbo.loss_and_grads(*LAYERS["bits"])
+        steps.append(step)
+    assert checked == [0, 1, 2, 4, 8]
 
 
 def test_components_are_drawn_as_often_as_their_shares_say() -> None:
