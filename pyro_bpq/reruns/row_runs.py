@@ -228,7 +228,7 @@ class RowRuns:
         if way is Way.NONE or (is_checked and is_due(uses)):
             return None
         self._ways[key] = way, uses + (learning and is_checked)
-        return program.run(way, fixed, rows, {name: len(fn.event_shape) for name, (fn, _) in sites.items()})
+        return program.run(way, Rows(fixed, rows, _event_ndims(sites)))
 
     def run(
         self,
@@ -257,7 +257,7 @@ class RowRuns:
             Each cost ``(rows, batch)``. ``None`` if the program runs in no way.
         """
         way, uses = self._ways.get(key, (None, 0))
-        wanted = Rows(fixed, rows, {name: len(fn.event_shape) for name, (fn, _) in sites.items()})
+        wanted = Rows(fixed, rows, _event_ndims(sites))
         if not is_checked:
             return None if way is None or way is Way.NONE else program.run(way, wanted)
         is_proved = False
@@ -274,6 +274,10 @@ class RowRuns:
             self.say(f"The extra run of the model has {wanted.number} rows: {way.value}.")
         self._ways[key] = Way.NONE if found is None else way, uses + learning
         return found
+
+
+def _event_ndims(sites: Mapping[str, Any]) -> dict[str, int]:
+    return {name: len(fn.event_shape) for name, (fn, _) in sites.items()}
 
 
 def is_due(uses: int) -> bool:
