@@ -225,9 +225,7 @@ def _means(log_q: Tensor, changes: Changes, has_bits: bool, is_predicted: bool =
         return weights * (cost.clamp(-most, most) if is_predicted else cost.masked_fill(weights == 0.0, 0.0))
 
     later, immediate = changes.later, changes.immediate
-    return Means(
-        weights, chance, weighted(weights, later), weighted(weights, immediate), weighted(chance, immediate)
-    )
+    return Means(weights, chance, weighted(weights, later), weighted(weights, immediate), weighted(chance, immediate))
 
 
 def _softmax(logits: Tensor) -> Tensor:
