@@ -20,7 +20,7 @@ from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from torch import nn
 
 FOLDER = str(Path(__file__).parents[1] / "benchmarks")
-NAMES = ("race", "vae", "sbn", "chorales", "toy", "profile_step", "gradients")
+NAMES = ("race", "vae", "sbn", "chorales", "toy", "profile_step", "gradients", "hindsight_critics")
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +294,11 @@ def test_gradients_are_compared_for_every_method(
     assert {row["task"] for row in rows} == {"linear VAE", "nonlinear VAE", "2 layers", "3 frames, 16 states"}
     assert all(float(row["variance / squared gradient"]) > 0.0 for row in rows)
     assert {"default", "ReinMax (biased)"} <= {row["method"] for row in rows if row["task"] == "linear VAE"}
+
+
+def test_hindsight_with_critics_by_hand_is_unbiased(scripts: dict[str, ModuleType]) -> None:
+    largest, planted = scripts["hindsight_critics"].largest_bias()
+    assert largest < 1e-12 and planted > 1e-4
 
 
 def known_gradients(module: ModuleType) -> dict[str, dict[str, float]]:
