@@ -643,7 +643,8 @@ def write(output: Path, rows: Sequence[Row], size: Size, bias: tuple[float, floa
         for key in dict.fromkeys((row["particles"], row["steps"], row["method"]) for row in mine):
             own = [row for row in mine if (row["particles"], row["steps"], row["method"]) == key]
             about = dict(zip(("particles", "steps", "method"), key, strict=True))
-            found.append({**about, **{column: median(row[column] for row in own) for column in columns}})
+            told = {column: median(row[column] for row in own) for column in columns}
+            found.append({**about, **{column: value if value == value else "-" for column, value in told.items()}})
         parts += [f"## {name}", table(found)]
     print("\n\n".join(parts))
     write_csv(output / "hindsight_critics.csv", rows)
