@@ -42,21 +42,13 @@ FIXED = Candidate("the rules")
 
 @dataclass(frozen=True)
 class ProgramFacts:
-    """What the table of candidates looks at.
+    """What the table of candidates looks at."""
 
-    Args:
-        is_steered: Whether sampled values steer the program.
-        has_critics: Whether sites have critics.
-        num_sites: Number of sites with a score.
-        many_components: Number of those with many components.
-        num_particles: Number of particles that the default runs.
-    """
-
-    is_steered: bool = False
-    has_critics: bool = False
-    num_sites: int = 0
-    many_components: int = 0
-    num_particles: int = 1
+    is_steered: bool = False  # whether sampled values steer the program
+    has_critics: bool = False  # whether sites have critics
+    num_sites: int = 0  # number of sites with a score
+    many_components: int = 0  # number of those with many components
+    num_particles: int = 1  # number of particles that the default runs
 
 
 @functools.cache

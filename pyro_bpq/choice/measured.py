@@ -43,24 +43,15 @@ class Trial(Protocol):
 
 @dataclass
 class Measurement:
-    """What is known of a candidate.
+    """What is known of a candidate."""
 
-    Args:
-        taken: Counted seconds of each step.
-        tries: Number of trials.
-        squares: Squared norms of the gradient of each tensor, by trial, without the first ones.
-    """
-
-    taken: list[float] = field(default_factory=list)
-    tries: int = 0
+    taken: list[float] = field(default_factory=list)  # counted seconds of each step
+    tries: int = 0  # number of trials
+    # Squared norms of the gradient of each tensor, by trial, without the first ones.
     squares: list[list[float]] = field(default_factory=list)
 
     def seconds(self, is_steered: bool) -> float:
-        """Counted seconds of a step: the least, since steps that find things out take longer.
-
-        Args:
-            is_steered: Whether steps differ in length by themselves; then it is the median.
-        """
+        """Counted seconds of a step: the least, since steps that find things out take longer."""
         return median(self.taken[_WARM_UP:] or self.taken) if is_steered else min(self.taken)
 
     @property
@@ -144,31 +135,14 @@ class MeasuredChoice:
         return self._spent + cost <= self.share * own * (num_steps - self._since)
 
     def counting(self, candidate: Candidate | None = None) -> WorkMode | contextlib.nullcontext[None]:
-        """Counts the work of a step: that of the first trials of a candidate, for ``None`` the present one.
-
-        Args:
-            candidate: The candidate.
-        """
+        """Counts the work of a step: that of the first trials of a candidate, for ``None`` the present one."""
         is_known = len(self._of(candidate or self.chosen).taken) >= _COUNTED
         return contextlib.nullcontext() if is_known else WorkMode()
 
     def look(
         self, present: Trial, work: Work | None, model: Any, guide: Any, args: Any, kwargs: Any, num_steps: int
     ) -> Candidate | None:
-        """Tries what is due.
-
-        Args:
-            present: The objective as it is, which learns nothing meanwhile.
-            work: What the step before has cost, where that was counted.
-            model: The model.
-            guide: The guide.
-            args: Their arguments.
-            kwargs: Their keyword arguments.
-            num_steps: Number of steps taken.
-
-        Returns:
-            The new choice, if there is one.
-        """
+        """Tries what is due."""
         if len(self._tried()) == 1:
             return None
         if work is not None:
@@ -294,12 +268,7 @@ class MeasuredChoice:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], num_steps: int) -> None:
-        """Inverse of :meth:`state_dict`; a choice that the user pinned stays, and one that is unknown is measured anew.
-
-        Args:
-            state: What :meth:`state_dict` gave.
-            num_steps: Number of steps taken.
-        """
+        """Inverse of :meth:`state_dict`; a pinned choice stays, and one that is unknown is measured anew."""
         if not self.is_measured or state["chosen"] not in BY_NAME:
             return
         self.chosen, self.looks, self._start = BY_NAME[state["chosen"]], state["looks"], state["start"]

@@ -45,19 +45,13 @@ def kind_of(tensor: Tensor) -> Kind:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a call looks like.
+    """What a call looks like."""
 
-    Args:
-        spec: Everything but tensors, in the order in which it is reached.
-        tensors: The tensors, in the order in which they are reached, each once.
-        paths: Where each entry of ``spec`` and each tensor was found; empty unless asked for.
-        kept: What ``spec`` tells by its identity, which must not be given again.
-    """
-
-    spec: Sequence[Hashable]
-    tensors: Sequence[Tensor]
+    spec: Sequence[Hashable]  # everything but tensors, in the order in which it is reached
+    tensors: Sequence[Tensor]  # the tensors, in the order in which they are reached, each once
+    # Where each entry of ``spec`` and each tensor was found; empty unless asked for.
     paths: tuple[Sequence[str], Sequence[str]] = ((), ())
-    kept: Sequence[Any] = ()
+    kept: Sequence[Any] = ()  # what ``spec`` tells by its identity, which must not be given again
 
     def difference(self, other: Call) -> str:
         """Where another call first differs from this one, in words; empty where the two are alike."""

@@ -125,15 +125,10 @@ def _signature(node: fx.Node) -> Any:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of a tensor.
+    """A row of a tensor."""
 
-    Args:
-        base: The tensor.
-        index: Which row.
-    """
-
-    base: fx.Node
-    index: int
+    base: fx.Node  # the tensor
+    index: int  # which row
 
 
 _Found = fx.Node | _Row

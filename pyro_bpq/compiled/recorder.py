@@ -37,37 +37,24 @@ _IN_RESULTS = "in the results"
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What a recorded step reads.
+    """What a recorded step reads."""
 
-    Args:
-        call: What its call looked like.
-        params: Names in Pyro's parameter store.
-        places: Critics, statistics, and the state of their optimiser.
-        extras: Leaves of autograd that are reached in no other way.
-        noise: What the step draws from generators of the objective's own.
-        schedules: Options that change from step to step.
-        messages: Names and values of the parameters that the programs announce to handlers.
-        updates: The updates of parameters by an optimiser; none if the step ends with gradients.
-        tensors: The tensors at the recording, in this order, each once; then the noise, then the schedules, then the
-            numbers of the optimiser, if it is part of the step.
-        leaves: Positions of those that collect gradients.
-        kinds: Shape and type of each tensor.
-        num_generators: Number of generators that the objective makes for itself.
-        written: What the step may write: critics, statistics, buffers of modules, and what the optimiser updates.
-    """
-
-    call: Call
-    params: tuple[str, ...]
-    places: tuple[Place, ...]
-    extras: tuple[Tensor, ...]
-    noise: tuple[Noise, ...]
-    schedules: tuple[Callable[[int], float], ...]
-    messages: tuple[tuple[str, Any], ...]
+    call: Call  # what its call looked like
+    params: tuple[str, ...]  # names in Pyro's parameter store
+    places: tuple[Place, ...]  # critics, statistics, and the state of their optimiser
+    extras: tuple[Tensor, ...]  # leaves of autograd that are reached in no other way
+    noise: tuple[Noise, ...]  # what the step draws from generators of the objective's own
+    schedules: tuple[Callable[[int], float], ...]  # options that change from step to step
+    messages: tuple[tuple[str, Any], ...]  # names and values of the parameters that the programs announce to handlers
+    # The updates of parameters by an optimiser; none if the step ends with gradients.
     updates: tuple[OptimizerUpdate, ...]
+    # The tensors at the recording, in this order, each once; then the noise, then the schedules, then the numbers of
+    # the optimiser, if it is part of the step.
     tensors: tuple[Tensor, ...]
-    leaves: tuple[int, ...]
-    kinds: tuple[Kind, ...]
-    num_generators: int = 0
+    leaves: tuple[int, ...]  # positions of those that collect gradients
+    kinds: tuple[Kind, ...]  # shape and type of each tensor
+    num_generators: int = 0  # number of generators that the objective makes for itself
+    # What the step may write: critics, statistics, buffers of modules, and what the optimiser updates.
     written: tuple[Tensor, ...] = ()
 
     @cached_property
@@ -104,25 +91,18 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A recorded step.
+    """A recorded step."""
 
-    Args:
-        inputs: What it reads.
-        used: Positions of the inputs that the graph takes.
-        constants: Further tensors that it takes, which were found in no other way. They are those of the recording.
-        graph: A function of these tensors. Its results are the loss, the gradients of leaves, and tensors of ``info``.
-        graded: Positions of these leaves: they have a gradient, and no optimiser in the graph updates them.
-        info: Builds what is known of each site from the last results.
-        print: Tells this step from others.
-    """
-
-    inputs: Inputs
-    used: tuple[int, ...]
+    inputs: Inputs  # what it reads
+    used: tuple[int, ...]  # positions of the inputs that the graph takes
+    # Further tensors that it takes, which were found in no other way. They are those of the recording.
     constants: tuple[Tensor, ...]
+    # A function of these tensors. Its results are the loss, the gradients of leaves, and tensors of ``info``.
     graph: fx.GraphModule
+    # Positions of these leaves: they have a gradient, and no optimiser in the graph updates them.
     graded: tuple[int, ...]
-    info: Callable[[Sequence[Tensor]], Info]
-    print: Fingerprint
+    info: Callable[[Sequence[Tensor]], Info]  # builds what is known of each site from the last results
+    print: Fingerprint  # tells this step from others
 
     @property
     def num_operators(self) -> int:

@@ -73,43 +73,26 @@ class SiteInfo(Mapping[str, dict[str, Any]]):
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The results of a compiled step.
+    """The results of a compiled step."""
 
-    Args:
-        loss: The loss in nats.
-        leaves: The tensors that collect gradients.
-        gradients: Their gradients.
-        info: What is known of each site.
-    """
-
-    loss: Tensor
-    leaves: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    info: SiteInfo
+    loss: Tensor  # the loss in nats
+    leaves: Sequence[Tensor]  # the tensors that collect gradients
+    gradients: Sequence[Tensor]  # their gradients
+    info: SiteInfo  # what is known of each site
 
 
 @dataclass(eq=False)
 class Entry:
-    """A recording and its use.
+    """A recording and its use."""
 
-    Args:
-        recording: The recording.
-        run: The compiled function.
-        updates: The optimiser that is part of the step; ``None`` if there is none.
-        steps: Number of steps it has taken.
-        seconds: Seconds to record, and to compile.
-        note: What went wrong when it was compiled.
-        thread: Compiles it, if that goes on in the background.
-        numbers: The optimiser's numbers in the last step, and the same as a tensor.
-    """
-
-    recording: Recording
-    run: Callable[..., Sequence[Tensor]]
-    updates: Updates | None = None
-    steps: int = 0
-    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    note: str = ""
-    thread: threading.Thread | None = None
+    recording: Recording  # the recording
+    run: Callable[..., Sequence[Tensor]]  # the compiled function
+    updates: Updates | None = None  # the optimiser that is part of the step; ``None`` if there is none
+    steps: int = 0  # number of steps it has taken
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])  # seconds to record, and to compile
+    note: str = ""  # what went wrong when it was compiled
+    thread: threading.Thread | None = None  # compiles it, if that goes on in the background
+    # The optimiser's numbers in the last step, and the same as a tensor.
     numbers: tuple[list[float], Tensor] = field(default_factory=lambda: ([], torch.zeros(0)))
 
     @property

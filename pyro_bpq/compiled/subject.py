@@ -21,17 +21,11 @@ from pyro_bpq.tracing.sandbox import Draws
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a recording found something that has to be there still.
+    """Where a recording found something that has to be there still."""
 
-    Args:
-        container: What holds it.
-        key: Under which key.
-        value: What it is.
-    """
-
-    container: MutableMapping[Any, Any]
-    key: Any
-    value: Any
+    container: MutableMapping[Any, Any]  # what holds it
+    key: Any  # under which key
+    value: Any  # what it is
 
 
 def all_hold(places: Iterable[Place]) -> bool:
@@ -50,17 +44,11 @@ def tensors_of(places: Iterable[Place]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class RecordedResult:
-    """What a step yields while it is recorded.
+    """What a step yields while it is recorded."""
 
-    Args:
-        loss: The loss in nats, detached.
-        surrogate: Has the gradient of the loss.
-        info: What is known of each site.
-    """
-
-    loss: Tensor
-    surrogate: Tensor
-    info: dict[str, dict[str, Any]]
+    loss: Tensor  # the loss in nats, detached
+    surrogate: Tensor  # has the gradient of the loss
+    info: dict[str, dict[str, Any]]  # what is known of each site
 
 
 class Subject(Protocol):

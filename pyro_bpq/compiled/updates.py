@@ -27,21 +27,13 @@ _RECORDED = (("differentiable", True), ("foreach", False), ("fused", False))
 
 @dataclass(frozen=True, eq=False)
 class OptimizerUpdate:
-    """The update of one parameter.
+    """The update of one parameter."""
 
-    Args:
-        parameter: The parameter.
-        optimizer: Its optimiser.
-        clip: Clips its gradient in place; ``None`` if nothing is clipped.
-        settings: The optimiser's settings but for the step size.
-        places: Where parameter, optimiser and state were found.
-    """
-
-    parameter: Tensor
-    optimizer: torch.optim.Optimizer
-    clip: Callable[[Tensor], None] | None
-    settings: dict[str, Any]
-    places: tuple[Place, ...]
+    parameter: Tensor  # the parameter
+    optimizer: torch.optim.Optimizer  # its optimiser
+    clip: Callable[[Tensor], None] | None  # clips its gradient in place; ``None`` if nothing is clipped
+    settings: dict[str, Any]  # the optimiser's settings but for the step size
+    places: tuple[Place, ...]  # where parameter, optimiser and state were found
 
     @property
     def group(self) -> dict[str, Any]:

@@ -47,19 +47,12 @@ class NotYet(Unrecordable):
 
 @dataclass(frozen=True)
 class Noise:
-    """A tensor that the step draws from a generator of the objective's own.
+    """A tensor that the step draws from a generator of the objective's own."""
 
-    Args:
-        source: Which of the generators that the step asks for, counted from 0.
-        kind: Name of the operator.
-        shape: Shape of the tensor.
-        dtype: Its type.
-    """
-
-    source: int
-    kind: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    source: int  # which of the generators that the step asks for, counted from 0
+    kind: str  # name of the operator
+    shape: tuple[int, ...]  # shape of the tensor
+    dtype: torch.dtype  # its type
 
     def draw(self, generator: torch.Generator) -> Tensor:
         """Draws the tensor."""
@@ -69,16 +62,11 @@ class Noise:
 
 @dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """What tells two runs of a step apart.
+    """What tells two runs of a step apart."""
 
-    Args:
-        digest: Of the sequence of operators.
-        number: Number of operators.
-        constants: Tensors that the step reads and did not make, inputs left out. They are compared by identity.
-    """
-
-    digest: str
-    number: int
+    digest: str  # of the sequence of operators
+    number: int  # number of operators
+    # Tensors that the step reads and did not make, inputs left out. They are compared by identity.
     constants: Sequence[Tensor]
 
     def is_like(self, other: Fingerprint) -> bool:

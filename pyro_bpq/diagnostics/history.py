@@ -98,16 +98,7 @@ class History:
     def measure(
         self, elbo: Any, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **options: Any
     ) -> None:
-        """Measures the gradient's signal-to-noise ratio at the present parameters, in total and by site.
-
-        Args:
-            elbo: The ELBO.
-            model: Model.
-            guide: Guide.
-            *args: Arguments of both.
-            **options: Options of :func:`gradient_moments`, with default ``num_samples=20``, and keyword arguments of
-                model and guide.
-        """
+        """Measures the gradient's signal-to-noise ratio at the present parameters, in total and by site."""
         moments = gradient_moments(elbo, model, guide, *args, **{"num_samples": 20, **options})
         sites = {}
         for site, part in moments.sites.items():

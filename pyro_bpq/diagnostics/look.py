@@ -24,31 +24,18 @@ from pyro_bpq.tracing.traced_run import TracedRun
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """The inputs of all checks.
+    """The inputs of all checks."""
 
-    Args:
-        elbo: The ELBO.
-        model: Model.
-        guide: Guide.
-        args: Arguments of both.
-        kwargs: Keyword arguments of both.
-        seed: Seed of further runs.
-        tracked: Runs that were tracked: only they show which values leave torch.
-        seen: Runs as a step has them, and what their sites are told.
-        planned: The plan of these runs, and what it was made for.
-        fit: Quality of the critics, and the moments of the gradient.
-    """
-
-    elbo: TraceBackpropQ_ELBO
-    model: Callable[..., Any]
-    guide: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    seed: int
-    tracked: Sequence[TracedRun]
-    seen: Observation
-    planned: Planned
-    fit: CriticFit
+    elbo: TraceBackpropQ_ELBO  # the ELBO
+    model: Callable[..., Any]  # model
+    guide: Callable[..., Any]  # guide
+    args: Any  # arguments of both
+    kwargs: Any  # keyword arguments of both
+    seed: int  # seed of further runs
+    tracked: Sequence[TracedRun]  # runs that were tracked: only they show which values leave torch
+    seen: Observation  # runs as a step has them, and what their sites are told
+    planned: Planned  # the plan of these runs, and what it was made for
+    fit: CriticFit  # quality of the critics, and the moments of the gradient
 
     @cached_property
     def signals(self) -> list[Signals]:

@@ -174,21 +174,7 @@ def site_gradients(
     kwargs: Any,
     more: Callable[[Any], Mapping[Any, Tensor]] = lambda signals: {},
 ) -> dict[Any, Tensor]:
-    """The gradient of one step and its summands, by ``(site or None, id of the parameter)``.
-
-    Args:
-        elbo: The ELBO, in ``eval()`` mode.
-        reader: Reader that holds the parameters.
-        model: Model.
-        guide: Guide.
-        args: Arguments of both.
-        kwargs: Keyword arguments of both.
-        more: Function from the signals of the step to further scalars to differentiate, by key. Their gradients are
-            not part of the step's gradient.
-
-    Returns:
-        Gradients, detached.
-    """
+    """The gradient of one step and its summands, by ``(site or None, id of the parameter)``."""
     seen = elbo.observe(model, guide, args, kwargs, shows=False)
     signals = [item.signals for item in seen.items]
     result = seen.step(torch.zeros(()), elbo.critics, elbo.learning())

@@ -70,15 +70,10 @@ def _is_average(message: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rival:
-    """An ELBO to be built.
+    """An ELBO to be built."""
 
-    Args:
-        kind: Its class.
-        options: What the class is called with.
-    """
-
-    kind: Callable[..., Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    kind: Callable[..., Any]  # its class
+    options: Mapping[str, Any] = field(default_factory=dict)  # what the class is called with
 
     def build(self) -> Any:
         """The ELBO."""

@@ -82,20 +82,13 @@ def _log_count(fn: Any) -> float:
 
 @dataclass
 class Accumulated:
-    """Moments of named tensors over the runs of a step.
+    """Moments of named tensors over the runs of a step."""
 
-    Args:
-        mean: Mean by key.
-        variance: Variance of a single run by key; an unbiased estimate if runs were sampled.
-        num_runs: Number of runs.
-        is_exact: Whether the runs were all outcomes, weighted by their probability.
-        batches: Variances by key in batches of the runs, for standard errors; empty if exact.
-    """
-
-    mean: dict[Any, Tensor]
-    variance: dict[Any, Tensor]
-    num_runs: int
-    is_exact: bool
+    mean: dict[Any, Tensor]  # mean by key
+    variance: dict[Any, Tensor]  # variance of a single run by key; an unbiased estimate if runs were sampled
+    num_runs: int  # number of runs
+    is_exact: bool  # whether the runs were all outcomes, weighted by their probability
+    # Variances by key in batches of the runs, for standard errors; empty if exact.
     batches: list[dict[Any, Tensor]] = field(default_factory=list)
 
     def total(self, keys: list[Any]) -> tuple[float, float]:

@@ -139,17 +139,7 @@ class TraceBackpropQ_IWAE(Objective):
         return self.runner.planner
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """Minus the bound, in nats, of one draw of all samples.
-
-        Args:
-            model: The model.
-            guide: The guide.
-            *args: Their arguments.
-            **kwargs: Their keyword arguments.
-
-        Returns:
-            The loss.
-        """
+        """Minus the bound, in nats, of one draw of all samples."""
         with torch.no_grad():
             return float(self.differentiable_loss(model, guide, *args, **kwargs))
 

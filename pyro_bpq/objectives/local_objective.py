@@ -36,19 +36,13 @@ from pyro_bpq.tracing.traced_run import cost_of_guide
 
 @dataclass(frozen=True)
 class Nearby:
-    """The guide's sites under other parameters, at the values of the rollout.
+    """The guide's sites under other parameters, at the values of the rollout."""
 
-    Args:
-        log_q: By rollout and class of sites, as :attr:`SiteBatch.log_q`.
-        kl: ``KL(q_0 || q_θ)`` of each site in nats, summed over plates, mean over particles.
-        reverse_kl: ``KL(q_θ || q_0)`` of each site, likewise. Its parents have the values of the rollout.
-        penalty: ``KL(q_θ || q_0)`` of all sites whose ``log q`` is a cost, scaled and masked as that, by particle.
-    """
-
-    log_q: tuple[dict[int, Tensor], ...]
-    kl: dict[str, Tensor]
+    log_q: tuple[dict[int, Tensor], ...]  # by rollout and class of sites, as :attr:`SiteBatch.log_q`
+    kl: dict[str, Tensor]  # ``KL(q_0 || q_θ)`` of each site in nats, summed over plates, mean over particles
+    # ``KL(q_θ || q_0)`` of each site, likewise. Its parents have the values of the rollout.
     reverse_kl: dict[str, Tensor]
-    penalty: Tensor
+    penalty: Tensor  # ``KL(q_θ || q_0)`` of all sites whose ``log q`` is a cost, scaled and masked as that, by particle
 
     @property
     def total_kl(self) -> Tensor:

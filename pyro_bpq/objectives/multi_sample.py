@@ -32,13 +32,9 @@ _COST = "bound"
 
 @dataclass(frozen=True)
 class BoundRollout(Rollout):
-    """The runs of several bounds of several samples each; tensors are stacked to ``(G, bounds, samples, plates)``.
+    """The runs of several bounds of several samples each; tensors are stacked to ``(G, bounds, samples, plates)``."""
 
-    Args:
-        num_samples: Number of samples of one bound; ``num_particles`` is the number of bounds.
-    """
-
-    num_samples: int = 1
+    num_samples: int = 1  # number of samples of one bound; ``num_particles`` is the number of bounds
 
     def batch_shape(self, plates: Sequence[Plate]) -> tuple[int, ...]:
         """Shape ``(bounds, samples, plate dims...)`` of a site or cost with these plates."""
@@ -107,15 +103,10 @@ def _run(run: Run, cost: Tensor, others: Tensor) -> Run:
 
 @dataclass(frozen=True)
 class BoundPlanner(Planner):
-    """Options of a multi-sample bound that decide what is done at a site.
+    """Options of a multi-sample bound that decide what is done at a site."""
 
-    Args:
-        num_bounds: Number of independent bounds.
-        num_features: Number of features of the other samples that critics see.
-    """
-
-    num_bounds: int = 1
-    num_features: int = 0
+    num_bounds: int = 1  # number of independent bounds
+    num_features: int = 0  # number of features of the other samples that critics see
 
     def choose(self, site: SiteInfo, options: SiteOptions) -> Estimator:
         """The estimator of a site: its own option, else by whether it is reparameterised and has a critic."""

@@ -329,12 +329,7 @@ class Objective(ELBO, nn.Module):
         return model, guide, args, kwargs
 
     def mode(self, learning: bool, goes_back: bool = False) -> Mode:
-        """What a step is for.
-
-        Args:
-            learning: Whether anything learns from it.
-            goes_back: Whether it asks once for the gradients of its loss.
-        """
+        """What a step is for."""
         learner = self.learner
         return Mode(
             learning=learning,

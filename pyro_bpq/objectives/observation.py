@@ -22,31 +22,23 @@ from pyro_bpq.tracing.traced_run import TracedRun
 
 @dataclass(frozen=True)
 class Mode:
-    """What a step is for.
+    """What a step is for."""
 
-    Args:
-        learning: Whether anything learns from it.
-        num_steps: Number of steps taken.
-        by_value: Whether all gradients come by way of ``log q`` of every value, as what is kept for later needs it.
-        first_order: Whether critics learn from slopes of the costs, too.
-        goes_back: Whether the step itself asks once for the gradients of its loss: slopes may be found on the way.
-        has_ranks: Whether other processes learn along.
-        is_checked: Whether particles that run in a hidden dimension are looked at for what they leave behind.
-        is_recorded: Whether operators of the step are recorded: findings of earlier steps are then taken as they are.
-        may_order: Whether the step needs nothing but costs in program order, where that is all that is known.
-        shows: Whether it is asked what sites are told, so that a graph is needed in any case.
-    """
-
-    learning: bool = False
-    num_steps: int = 0
+    learning: bool = False  # whether anything learns from it
+    num_steps: int = 0  # number of steps taken
+    # Whether all gradients come by way of ``log q`` of every value, as what is kept for later needs it.
     by_value: bool = False
-    first_order: bool = False
+    first_order: bool = False  # whether critics learn from slopes of the costs, too
+    # Whether the step itself asks once for the gradients of its loss: slopes may be found on the way.
     goes_back: bool = False
-    has_ranks: bool = False
+    has_ranks: bool = False  # whether other processes learn along
+    # Whether particles that run in a hidden dimension are looked at for what they leave behind.
     is_checked: bool = False
+    # Whether operators of the step are recorded: findings of earlier steps are then taken as they are.
     is_recorded: bool = False
+    # Whether the step needs nothing but costs in program order, where that is all that is known.
     may_order: bool = False
-    shows: bool = False
+    shows: bool = False  # whether it is asked what sites are told, so that a graph is needed in any case
 
     @property
     def asks_for_more(self) -> bool:
@@ -56,36 +48,22 @@ class Mode:
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Runs of like structure, and what their sites are told.
+    """Runs of like structure, and what their sites are told."""
 
-    Args:
-        traced: The runs.
-        programs: Model, guide, arguments and keyword arguments of each run.
-        signals: Their tensors.
-        result: What the step yielded, with all its particles; ``None`` before.
-    """
-
-    traced: tuple[TracedRun, ...]
-    programs: tuple[Any, ...]
-    signals: Signals
-    result: Step | None = None
+    traced: tuple[TracedRun, ...]  # the runs
+    programs: tuple[Any, ...]  # model, guide, arguments and keyword arguments of each run
+    signals: Signals  # their tensors
+    result: Step | None = None  # what the step yielded, with all its particles; ``None`` before
 
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """The runs of a step, and what their sites are told.
+    """The runs of a step, and what their sites are told."""
 
-    Args:
-        runs: One run for each particle, or a single one of all.
-        items: One for all particles; or one for each, where sampled values steer the program.
-        ordered: In place of items, what each run tells in program order.
-        summed: In place of items, the loss summed over all values.
-    """
-
-    runs: tuple[TracedRun, ...]
-    items: tuple[Staged, ...] = ()
-    ordered: tuple[RunInOrder, ...] = ()
-    summed: ExactSum | None = None
+    runs: tuple[TracedRun, ...]  # one run for each particle, or a single one of all
+    items: tuple[Staged, ...] = ()  # one for all particles; or one for each, where sampled values steer the program
+    ordered: tuple[RunInOrder, ...] = ()  # in place of items, what each run tells in program order
+    summed: ExactSum | None = None  # in place of items, the loss summed over all values
 
     @property
     def loss(self) -> Tensor:

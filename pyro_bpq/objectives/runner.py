@@ -359,17 +359,7 @@ class StepRunner(Runner):
         facts: StructureFacts,
         one: Program | None,
     ) -> Staged:
-        """What the sites of some runs are told.
-
-        Args:
-            traced: The runs.
-            graph: Their graph.
-            programs: The program of each run.
-            particles: How the particles run.
-            mode: What the step is for.
-            facts: What else is known of the structure.
-            one: The program for one particle; ``None`` if nothing runs again.
-        """
+        """What the sites of some runs are told; without ``one``, the program for one particle, nothing runs again."""
         key, plan = traced[0].key, self.plans.plan(traced[0], graph, facts)
         rollout = Rollout(
             tuple(t.run for t in traced),

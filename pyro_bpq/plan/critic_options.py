@@ -12,7 +12,11 @@ from pyro_bpq.rollout.features import Components, has_moments
 
 
 def default_critic(critic: Critic, fn: Any, components: Components | None, estimator: Estimator) -> Critic | None:
-    """The critic of a site for which only the ELBO's is given."""
+    """The critic of a site for which only the ELBO's is given.
+
+    A site of many components has none where that is a perceptron or a table: critics that read such a value as a whole
+    lower the variance, but as measured not the time to a given ELBO.
+    """
     is_for_other = isinstance(critic, JointCritic) and critic.is_finite == (components is None)
     if components is None:
         fitting = ValueCritic() if "q_slope" in estimator.needs else MomentCritic()

@@ -20,17 +20,11 @@ DEAR = 2.0
 
 @dataclass(frozen=True)
 class ExtraRun:
-    """The extra run of the model.
+    """The extra run of the model."""
 
-    Args:
-        flips: Which rows flip which sites; ``None`` for no extra run.
-        components: Finite components of the sites that it flips.
-        refused: Why there is none, where its price speaks against it.
-    """
-
-    flips: FlipPlan | None = None
-    components: dict[str, Components] = field(default_factory=dict)
-    refused: str = ""
+    flips: FlipPlan | None = None  # which rows flip which sites; ``None`` for no extra run
+    components: dict[str, Components] = field(default_factory=dict)  # finite components of the sites that it flips
+    refused: str = ""  # why there is none, where its price speaks against it
 
     def costs(self, name: str) -> tuple[str, ...]:
         """The model's costs that it tells of a site."""

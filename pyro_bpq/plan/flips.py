@@ -20,17 +20,11 @@ from pyro_bpq.tracing.traced_run import cost_of_guide, cost_of_model
 
 @dataclass(frozen=True)
 class FlipPlan:
-    """Which rows of the extra run flip which site.
+    """Which rows of the extra run flip which site."""
 
-    Args:
-        start: First row of each flipped site; row 0 is the sample.
-        rows: Number of rows in all.
-        costs: For each flipped site the model's sites whose costs are read off.
-    """
-
-    start: Mapping[str, int]
-    rows: int
-    costs: Mapping[str, tuple[str, ...]]
+    start: Mapping[str, int]  # first row of each flipped site; row 0 is the sample
+    rows: int  # number of rows in all
+    costs: Mapping[str, tuple[str, ...]]  # for each flipped site the model's sites whose costs are read off
     _steps: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def steps(self, name: str, split: Components, device: torch.device) -> Tensor:

@@ -26,49 +26,30 @@ _ALIKE = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step does on a structure.
+    """What a step does on a structure."""
 
-    Args:
-        graph: The graph.
-        layout: The batching of sites and costs.
-        flips: The extra run of the model, or ``None``.
-        components: Finite components of the sites that it flips.
-        patterns: What components of sites read, by site and cost, where costs are charged to components.
-        by_row: Sites of the default's choice in many rows, whose cost-to-go is not known at other values.
-        led_back: Sites whose estimators ask for slopes that the costs of a run have itself.
-        notes_maps: Whether a run notes the linear maps that read these sites, for curvatures.
-        handed: Costs of the model that read values of the guide itself.
-        has_buffers: Whether the programs may call modules with buffers.
-        rules: For each site the rule by which it got its estimator.
-        num_particles: Number of particles.
-        held: The extra run of guide and model at other values while all other sites keep theirs, or ``None``.
-        refused: Why there is no extra run of the model, where its price speaks against it; else empty.
-        untold: Sites of the default's choice whose cost-to-go is not known at other values.
-        layers: Sites that hindsight serves where there are enough particles.
-        is_dynamic: Whether sampled values may steer the program, so that another run may have another plan.
-        summed: The tables that the loss can be summed over, or ``None``.
-        sums: Whether it is summed over them.
-    """
-
-    graph: StochasticComputationGraph
-    layout: Layout
-    flips: FlipPlan | None
-    components: dict[str, Components]
+    graph: StochasticComputationGraph  # the graph
+    layout: Layout  # the batching of sites and costs
+    flips: FlipPlan | None  # the extra run of the model, or ``None``
+    components: dict[str, Components]  # finite components of the sites that it flips
+    # What components of sites read, by site and cost, where costs are charged to components.
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
+    # Sites of the default's choice in many rows, whose cost-to-go is not known at other values.
     by_row: frozenset[str] = frozenset()
-    led_back: frozenset[str] = frozenset()
-    notes_maps: bool = False
-    handed: frozenset[str] = frozenset()
-    has_buffers: bool = True
-    rules: Mapping[str, str] = field(default_factory=dict)
-    num_particles: int = 1
+    led_back: frozenset[str] = frozenset()  # sites whose estimators ask for slopes that the costs of a run have itself
+    notes_maps: bool = False  # whether a run notes the linear maps that read these sites, for curvatures
+    handed: frozenset[str] = frozenset()  # costs of the model that read values of the guide itself
+    has_buffers: bool = True  # whether the programs may call modules with buffers
+    rules: Mapping[str, str] = field(default_factory=dict)  # for each site the rule by which it got its estimator
+    num_particles: int = 1  # number of particles
+    # The extra run of guide and model at other values while all other sites keep theirs, or ``None``.
     held: HeldPlan | None = None
-    refused: str = ""
-    is_dynamic: bool = False
-    untold: frozenset[str] = frozenset()
-    layers: frozenset[str] = frozenset()
-    summed: SumPlan | None = None
-    sums: bool = False
+    refused: str = ""  # why there is no extra run of the model, where its price speaks against it; else empty
+    is_dynamic: bool = False  # whether sampled values may steer the program, so that another run may have another plan
+    untold: frozenset[str] = frozenset()  # sites of the default's choice whose cost-to-go is not known at other values
+    layers: frozenset[str] = frozenset()  # sites that hindsight serves where there are enough particles
+    summed: SumPlan | None = None  # the tables that the loss can be summed over, or ``None``
+    sums: bool = False  # whether it is summed over them
 
     def __str__(self) -> str:
         """What each site got and why, its critic, and what is known exactly; sites that are alike together."""
@@ -140,47 +121,30 @@ class Plan:
 
 @dataclass(frozen=True)
 class StructureFacts:
-    """What is known of a structure besides its graph.
+    """What is known of a structure besides its graph."""
 
-    Args:
-        is_dynamic: Whether sampled values may steer the program.
-        cuts_plates: Whether rows of a plate stay apart.
-        patterns: Which component of a site each element of a cost reads, by site and cost.
-        handed: Costs of the model that read values of the guide itself: what the model alone costs at other values does
-            not show them.
-        has_buffers: Whether the programs may call modules with buffers.
-        num_particles: Number of particles.
-        is_ordered: Whether steps on the structure are to go in program order.
-        sums: Whether the loss is to be summed over all values.
-        work: What guide and model of a run compute, if that was counted. It never tells structures apart.
-    """
-
-    is_dynamic: bool = False
-    cuts_plates: bool = True
-    patterns: Patterns = frozenset()
+    is_dynamic: bool = False  # whether sampled values may steer the program
+    cuts_plates: bool = True  # whether rows of a plate stay apart
+    patterns: Patterns = frozenset()  # which component of a site each element of a cost reads, by site and cost
+    # Costs of the model that read values of the guide itself: what the model alone costs at other values does not show
+    # them.
     handed: frozenset[str] = frozenset()
-    has_buffers: bool = True
-    num_particles: int = 1
-    is_ordered: bool = False
-    sums: bool = False
+    has_buffers: bool = True  # whether the programs may call modules with buffers
+    num_particles: int = 1  # number of particles
+    is_ordered: bool = False  # whether steps on the structure are to go in program order
+    sums: bool = False  # whether the loss is to be summed over all values
+    # What guide and model of a run compute, if that was counted. It never tells structures apart.
     work: tuple[Work, Work] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """What a plan is made for.
+    """What a plan is made for."""
 
-    Args:
-        traced: A run.
-        graph: Its graph.
-        facts: What else is known of its structure.
-        is_exact: Whether immediate costs are known at other values than the sampled one.
-    """
-
-    traced: TracedRun
-    graph: StochasticComputationGraph
-    facts: StructureFacts
-    is_exact: bool = True
+    traced: TracedRun  # a run
+    graph: StochasticComputationGraph  # its graph
+    facts: StructureFacts  # what else is known of its structure
+    is_exact: bool = True  # whether immediate costs are known at other values than the sampled one
 
     @cached_property
     def immediate(self) -> dict[str, tuple[str, ...]]:

@@ -17,19 +17,12 @@ _PLANS, _STRUCTURES = 64, 256
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and what it was made for.
+    """A plan and what it was made for."""
 
-    Args:
-        key: Key of the runs.
-        graph: Their graph.
-        facts: What else is known of their structure.
-        plan: The plan.
-    """
-
-    key: Any
-    graph: StochasticComputationGraph
-    facts: StructureFacts
-    plan: Plan
+    key: Any  # key of the runs
+    graph: StochasticComputationGraph  # their graph
+    facts: StructureFacts  # what else is known of their structure
+    plan: Plan  # the plan
 
 
 class PlanCache:

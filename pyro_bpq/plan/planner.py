@@ -49,32 +49,21 @@ def check_gradients(traced: TracedRun) -> None:
 
 @dataclass(frozen=True)
 class Planner:
-    """Options of an ELBO that decide what is done on a structure.
+    """Options of an ELBO that decide what is done on a structure."""
 
-    Args:
-        estimator: Estimator of all sites without ``rsample``, or ``None`` for the default of each.
-        critic: How to build critics, see :class:`TraceBackpropQ_ELBO`; ``None`` for none.
-        reduction: Reduction of the Backprop-Q network.
-        max_support: Largest number of values of a component that are summed over by default.
-        max_elements: Largest number of costs that the extra run of the model may evaluate by default.
-        asks_for_critics: Whether the user has chosen something about critics: then sites have them wherever they can.
-        window: Number of most recent scope members per class of sites that a critic sees as separate features.
-        immediate: ``"exact"``, or ``"learned"`` for no cost that is known at other values than the sampled one.
-        form: What a Q-function conditions on, see :meth:`BackpropQNetwork.build`.
-        discounted: Whether targets may have a discount below 1.
-        is_elbo: Whether the objective is an ELBO of sampled sites: what else it needs is known in program order.
-    """
-
-    estimator: Estimator | None
-    critic: Critic | None
-    reduction: Reduction
-    max_support: int = 64
-    max_elements: int = 1 << 21
+    estimator: Estimator | None  # estimator of all sites without ``rsample``, or ``None`` for the default of each
+    critic: Critic | None  # how to build critics, see :class:`TraceBackpropQ_ELBO`; ``None`` for none
+    reduction: Reduction  # reduction of the Backprop-Q network
+    max_support: int = 64  # largest number of values of a component that are summed over by default
+    max_elements: int = 1 << 21  # largest number of costs that the extra run of the model may evaluate by default
+    # Whether the user has chosen something about critics: then sites have them wherever they can.
     asks_for_critics: bool = False
-    window: int = 4
+    window: int = 4  # number of most recent scope members per class of sites that a critic sees as separate features
+    # ``"exact"``, or ``"learned"`` for no cost that is known at other values than the sampled one.
     immediate: Literal["exact", "learned"] = "exact"
-    form: Form = "ancestor"
-    discounted: bool = False
+    form: Form = "ancestor"  # what a Q-function conditions on, see :meth:`BackpropQNetwork.build`
+    discounted: bool = False  # whether targets may have a discount below 1
+    # Whether the objective is an ELBO of sampled sites: what else it needs is known in program order.
     is_elbo: bool = False
 
     @property
@@ -160,6 +149,9 @@ class Planner:
         program, the structure after a site does: then there is no extra run of the model, only those costs are
         tabled that follow from what was known before the site, and critics form a sequence
         (:func:`~pyro_bpq.graph.network.sequence_network`), whatever the reduction.
+
+        ``can_flip``, ``has_slopes`` and ``can_hold`` are false once it was seen that the model does not run at other
+        values, that costs have no gradients to the values of sites, that the programs do not run with sites held.
         """
         structure = Structure(traced, graph, facts, self.immediate == "exact")
         summed = None

@@ -19,21 +19,13 @@ from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 
 @dataclass(frozen=True)
 class SumPlan:
-    """The tables of a program.
+    """The tables of a program."""
 
-    Args:
-        components: Values of each site, in the order of draws.
-        parents: The site that the law of a site reads; ``None`` if it reads none.
-        priors: The site that the model's law of a site reads.
-        others: The site that another cost of a model or guide site reads, by name of the cost.
-        shared: Reparameterised sites that are drawn once, for all rows.
-    """
-
-    components: Mapping[str, Components]
-    parents: Mapping[str, str | None]
-    priors: Mapping[str, str | None]
-    others: Mapping[str, str | None]
-    shared: frozenset[str] = frozenset()
+    components: Mapping[str, Components]  # values of each site, in the order of draws
+    parents: Mapping[str, str | None]  # the site that the law of a site reads; ``None`` if it reads none
+    priors: Mapping[str, str | None]  # the site that the model's law of a site reads
+    others: Mapping[str, str | None]  # the site that another cost of a model or guide site reads, by name of the cost
+    shared: frozenset[str] = frozenset()  # reparameterised sites that are drawn once, for all rows
 
     @property
     def rows(self) -> int:

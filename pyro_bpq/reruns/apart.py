@@ -32,25 +32,16 @@ Program = tuple[Any, Any, Any, Any]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The programs to compare: all particles in one run, and one particle on its own.
+    """The programs to compare: all particles in one run, and one particle on its own."""
 
-    Args:
-        trace: Wraps model and guide with a function, and traces the program. Takes ``one`` or ``together``.
-        one: Model and guide for one particle, and their arguments.
-        together: Model and guide for all particles, and their arguments.
-        many: A run of all particles.
-        number: Number of particles.
-        nesting: Bound on the number of nested plates, the plate of the particles included.
-        has_buffers: Whether the programs may call modules with buffers.
-    """
-
+    # Wraps model and guide with a function, and traces the program. Takes ``one`` or ``together``.
     trace: Callable[[Program, Callable[[Any], Any]], TracedRun]
-    one: Program
-    together: Program
-    many: TracedRun
-    number: int
-    nesting: int
-    has_buffers: bool
+    one: Program  # model and guide for one particle, and their arguments
+    together: Program  # model and guide for all particles, and their arguments
+    many: TracedRun  # a run of all particles
+    number: int  # number of particles
+    nesting: int  # bound on the number of nested plates, the plate of the particles included
+    has_buffers: bool  # whether the programs may call modules with buffers
 
 
 def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
@@ -60,7 +51,7 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     be equal in all particles, and equal values do not show that particles are mixed. In long programs it runs few
     particles alone. So there all other particles get other values than the one that runs alone, and that one other
     values than the one before: of binary sites both are seen. If the program fails at some values, the comparison uses
-    the sampled ones.
+    the sampled ones. ``None`` if the programs draw noise besides their sites: such runs cannot be compared.
     """
     many, number, nesting = compared.many, compared.number, compared.nesting
     sites = {

@@ -34,25 +34,15 @@ from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model,
 
 @dataclass(frozen=True)
 class Elimination:
-    """The recipes by which the costs of a run were made; makes costs of other runs in the same way.
+    """The recipes by which the costs of a run were made; makes costs of other runs in the same way."""
 
-    Args:
-        recipes: Recipe of every cost, by name of the cost.
-        terms: The model's terms, by site.
-        log_q: Log-probabilities of the enumerated sites of the guide, by site.
-        summed: Dimension name of each enumerated site of the model only, by site.
-        averaged: Dimension name of each enumerated site of the guide, by site.
-        order: Sites of the guide in program order.
-        dims: Plate dimensions, by symbol.
-    """
-
-    recipes: Mapping[str, Recipe]
-    terms: Mapping[str, Term]
-    log_q: Mapping[str, Packed]
-    summed: Mapping[str, str]
-    averaged: Mapping[str, str]
-    order: tuple[str, ...]
-    dims: Mapping[str, int]
+    recipes: Mapping[str, Recipe]  # recipe of every cost, by name of the cost
+    terms: Mapping[str, Term]  # the model's terms, by site
+    log_q: Mapping[str, Packed]  # log-probabilities of the enumerated sites of the guide, by site
+    summed: Mapping[str, str]  # dimension name of each enumerated site of the model only, by site
+    averaged: Mapping[str, str]  # dimension name of each enumerated site of the guide, by site
+    order: tuple[str, ...]  # sites of the guide in program order
+    dims: Mapping[str, int]  # plate dimensions, by symbol
 
     def can_flip(self, cost: str, site: str) -> bool:
         """Whether a run of the model alone gives a cost at another value of a site.

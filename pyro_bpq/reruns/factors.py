@@ -1,13 +1,4 @@
-r"""Log-probabilities with named dimensions, and the costs that are made of them.
-
-A site of the model only is summed inside the logarithm. A site of the guide is summed outside it:
-
-.. math::
-
-    -\log \sum_{z} \prod_i p_i(z, \ldots)
-    \qquad\text{and}\qquad
-    \sum_{z} q(z \mid \ldots) \, c(z, \ldots)
-"""
+r"""Log-probabilities with named dimensions, and the costs that are made of them; see ``elimination.py``."""
 
 from __future__ import annotations
 
@@ -33,22 +24,14 @@ Packed = Any
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a cost is made from log-probabilities.
+    """How a cost is made from log-probabilities."""
 
-    Args:
-        sites: Sites whose log-probabilities are added up.
-        summed: Enumerated sites of the model that are summed inside the logarithm.
-        averaged: Enumerated sites of the guide that the cost is averaged over: the ones it reads, and their enumerated
-            ancestors.
-        plates: Plates of the cost.
-        is_guide: Whether it is a cost of the guide.
-    """
-
-    sites: tuple[str, ...]
-    summed: tuple[str, ...] = ()
+    sites: tuple[str, ...]  # sites whose log-probabilities are added up
+    summed: tuple[str, ...] = ()  # enumerated sites of the model that are summed inside the logarithm
+    # Enumerated sites of the guide that the cost is averaged over: the ones it reads, and their enumerated ancestors.
     averaged: tuple[str, ...] = ()
-    plates: tuple[Plate, ...] = ()
-    is_guide: bool = False
+    plates: tuple[Plate, ...] = ()  # plates of the cost
+    is_guide: bool = False  # whether it is a cost of the guide
 
     @property
     def name(self) -> str:
@@ -63,21 +46,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Term:
-    """The log-probability of a site with named dimensions.
+    """The log-probability of a site with named dimensions."""
 
-    Args:
-        site: Its record in the trace.
-        symbols: Names of dimensions.
-        ordinal: Names of the dimensions of its plates.
-        cost: The log-probability, scaled and masked.
-        reads: Enumerated sites that the log-probability depends on.
-    """
-
-    site: Any
-    symbols: Mapping[int, str]
-    ordinal: frozenset[str]
-    cost: Packed
-    reads: frozenset[str]
+    site: Any  # its record in the trace
+    symbols: Mapping[int, str]  # names of dimensions
+    ordinal: frozenset[str]  # names of the dimensions of its plates
+    cost: Packed  # the log-probability, scaled and masked
+    reads: frozenset[str]  # enumerated sites that the log-probability depends on
 
     @classmethod
     def of(cls, site: Any, log_prob: Tensor, plates: Mapping[str, str], owners: Mapping[str, str]) -> Term:

@@ -76,7 +76,10 @@ def coparents(network: BackpropQNetwork, site: str) -> tuple[str, ...]:
 
 
 def held_sites(network: BackpropQNetwork, site: str, form: str = "redrawn") -> frozenset[str]:
-    """The sites that an update of the Q-nodes of a site holds at stored values."""
+    """The sites that an update of the Q-nodes of a site holds at stored values: those of :func:`known_sites`.
+
+    The stored form adds the co-parents and the rest of the children's scopes, without descendants of the site.
+    """
     held = known_sites(network, site)
     if form != "stored":
         return held
@@ -106,14 +109,7 @@ def stored_values(network: BackpropQNetwork, traced: TracedRun, form: str) -> di
 
 
 def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int) -> Iterator[dict[str, Tensor]]:
-    """Yields all joint values of finite sites; a site has the same value in all rows of a plate.
-
-    Args:
-        traced: A run that gives shapes and supports.
-        names: The sites.
-        site: The site whose co-parents they are.
-        limit: Largest number of joint values.
-    """
+    """Yields all joint values of finite sites; a site has the same value in all rows of a plate."""
     advice = 'Write Replay(coparents="redrawn").'
     supports, number = [], 1
     plates = {entry[0]: set(entry[1]) for entry in traced.key}

@@ -53,17 +53,11 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Rows:
-    """The values at which a program runs.
+    """The values at which a program runs."""
 
-    Args:
-        fixed: Values that are the same in all rows, by name of the site.
-        varied: Values ``(rows, batch, event)``, by name of the site.
-        event_ndims: Number of event dimensions of these values.
-    """
-
-    fixed: Mapping[str, Any]
-    varied: Mapping[str, Tensor]
-    event_ndims: Mapping[str, int]
+    fixed: Mapping[str, Any]  # values that are the same in all rows, by name of the site
+    varied: Mapping[str, Tensor]  # values ``(rows, batch, event)``, by name of the site
+    event_ndims: Mapping[str, int]  # number of event dimensions of these values
 
     @property
     def number(self) -> int:
@@ -73,27 +67,19 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowProgram:
-    """A program to run at many values of its sites, for its costs.
+    """A program to run at many values of its sites, for its costs."""
 
-    Args:
-        costs: Computes the costs of a run, by name, from the values of all sites. The second argument is the number of
-            rows in a dimension to the left of all plates, or ``None`` for a single run.
-        shapes: The batch shape of each wanted cost in a single run.
-        batch_ndim: Number of dimensions to the right of the rows.
-        rng: State of the global generator before and after a single run.
-        has_buffers: Whether the program may call modules with buffers.
-        is_strict: Whether every cost of a broadcast run must have the dimension of the rows, because the values of all
-            sites differ between rows.
-        seen: Collects the tensors of hidden runs. ``None`` collects nothing.
-    """
-
+    # Computes the costs of a run, by name, from the values of all sites. The second argument is the number of rows in
+    # a dimension to the left of all plates, or ``None`` for a single run.
     costs: Callable[[Mapping[str, Any], int | None], dict[str, Tensor]]
-    shapes: Mapping[str, torch.Size]
-    batch_ndim: int
-    rng: tuple[Tensor, Tensor]
-    has_buffers: bool = True
+    shapes: Mapping[str, torch.Size]  # the batch shape of each wanted cost in a single run
+    batch_ndim: int  # number of dimensions to the right of the rows
+    rng: tuple[Tensor, Tensor]  # state of the global generator before and after a single run
+    has_buffers: bool = True  # whether the program may call modules with buffers
+    # Whether every cost of a broadcast run must have the dimension of the rows, because the values of all sites differ
+    # between rows.
     is_strict: bool = False
-    seen: list[weakref.ref[Tensor]] | None = None
+    seen: list[weakref.ref[Tensor]] | None = None  # Collects the tensors of hidden runs. ``None`` collects nothing.
 
     def keeps_hidden_rows(self, rows: Rows) -> bool:
         """Whether the program keeps tensors of a hidden run (``self.z = z``), which are unusable after it."""

@@ -15,20 +15,20 @@ from pyro_bpq.tracing.autograd_nodes import nodes_behind
 
 @dataclass(frozen=True)
 class SharedBackward:
-    """The result of a backward pass through the differentiable costs of a run.
+    """The result of a backward pass through the differentiable costs of a run."""
 
-    Args:
-        slopes: The gradient of the costs to the leaves of the run, by site, detached.
-        differentiable: The same costs for the surrogate. If the pass also gave gradients of parameters, these costs
-            depend on the parameters directly. The backward pass of the step's loss then skips the program.
-    """
-
-    slopes: Mapping[str, Tensor]
+    slopes: Mapping[str, Tensor]  # the gradient of the costs to the leaves of the run, by site, detached
+    # The same costs for the surrogate. If the pass also gave gradients of parameters, these costs depend on the
+    # parameters directly. The backward pass of the step's loss then skips the program.
     differentiable: Tensor
 
 
 def shared_backward(run: Run, share: float | None) -> SharedBackward:
-    """Runs one backward pass through the costs of a run."""
+    """Runs one backward pass through the costs of a run.
+
+    ``share`` is the weight of the run in the step's loss, if the pass also gives gradients of parameters: hooks within
+    the program then see gradients of the loss, and the result has first derivatives only. ``None`` gives slopes only.
+    """
     leaves = {name: record.leaf for name, record in run.sites.items() if record.leaf is not None}
     total = run.differentiable
     if not total.requires_grad:
