@@ -76,6 +76,9 @@ def expected_moments(
 
     Returns:
         Moments of each component, in the shapes of the parameters.
+
+    Raises:
+        StructureChangedError: If the step is not deterministic given its draws.
     """
     mean: dict[int, Tensor] = {}
     square: dict[int, Tensor] = {}
