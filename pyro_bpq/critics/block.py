@@ -114,7 +114,9 @@ class Selection:
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The buffer ``name`` of the selected rows, with a leading site axis; ``dtype=None`` keeps its type."""
         # A copy, because a later commit writes in place, and autograd may hold the returned tensor.
-        return self.gather(lambda block, rows, at: _rows(getattr(block, name), rows).to(dtype, copy=True))
+        parts = [_copy(getattr(block, name), rows) for _, block, rows, _ in self.parts]
+        found = parts[0] if self.order is None else torch.cat(parts)[self.order]
+        return found if dtype is None or found.dtype is dtype else found.to(dtype)
 
     def gather(self, evaluate: Callable[[Block, Tensor | None, Tensor | None], Tensor]) -> Tensor:
         """Concatenates ``evaluate(block, rows, positions)`` over the parts, in the selected order."""
@@ -145,3 +147,7 @@ def average_writes(writes: Sequence[Write]) -> list[Write]:
 
 def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
     return tensor if rows is None else tensor[rows]
+
+
+def _copy(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    return tensor.clone() if rows is None else tensor[rows]

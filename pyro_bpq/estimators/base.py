@@ -351,4 +351,5 @@ def unit_scale(product: Tensor, square: Tensor) -> Tensor:
 
 def site_mean(value: Tensor) -> Tensor:
     """Mean over everything but the site axis."""
-    return value.flatten(1).mean(1)
+    # A single number is its own mean.
+    return value.flatten() if value.numel() == len(value) else value.flatten(1).mean(1)

@@ -135,16 +135,16 @@ class TrimmedBaseline(Baseline):
     cut: ClassVar[int] = 4
 
     def statistics(self) -> Statistics:
-        """The baseline, and the costs-to-go that it is made of, the last one at the end."""
-        return {"baseline": 0.0, "recent": torch.zeros(self.recent)}
+        """The baseline, and the costs-to-go that it is made of, the last one at the end; infinite ones are yet to come."""
+        return {"baseline": 0.0, "recent": torch.full((self.recent,), torch.inf)}
 
     def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
         """Subtracts the trimmed mean of earlier steps."""
         assert count is not None
         centred = cost - statistics["baseline"].reshape(-1, *(1,) * (cost.dim() - 1))
         recent = torch.cat([statistics["recent"][:, 1:], site_mean(cost).unsqueeze(1)], 1)
-        trimmed = recent.sort(1).values[:, self.cut : -self.cut].mean(1)
-        known = torch.arange(self.recent, device=cost.device) >= self.recent - 1.0 - count.unsqueeze(1)
-        median = torch.where(known, recent, torch.nan).nanmedian(1).values
-        baseline = torch.where(count + 1.0 < self.recent, median, trimmed)
+        ordered = recent.sort(1).values
+        middle = (0.5 * count).clamp(max=self.recent // 2 - 1).long()
+        median = ordered.gather(1, middle.unsqueeze(1)).squeeze(1)
+        baseline = torch.where(count < self.recent - 1.0, median, ordered[:, self.cut : -self.cut].mean(1))
         return centred, {"baseline": baseline, "recent": recent}

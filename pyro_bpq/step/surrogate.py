@@ -6,6 +6,7 @@ different sites; then there is one call per site, for the particles that have it
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -142,14 +143,13 @@ def may_learn(signals: Sequence[Signals], loss: Tensor, learning: Learning) -> b
     """Whether the loss is finite, on all ranks."""
     if learning.is_recorded:
         return True
-    is_finite = torch.isfinite(loss.detach())
     if learning.ranks is None:
-        return bool(is_finite)
+        return math.isfinite(loss.item())
     structure = [f"step {learning.num_steps}"]
     for one in signals:
         structure += [f"sites {one.layout.classes[c].names}" for c in one.active]
         structure += [f"critics {critic.keys}" for critic in one.critics.values()]
-    return learning.ranks.agree(structure, is_finite)
+    return learning.ranks.agree(structure, torch.isfinite(loss.detach()))
 
 
 def _add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: float) -> None:
