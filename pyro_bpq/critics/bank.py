@@ -116,9 +116,13 @@ class CriticBank(nn.Module):
                 self._order.pop(key, None)
                 self._order[key] = rows
             used = sum(self._used.values())
-            self._most_rows = max(self._most_rows, used)
+            if used > self._most_rows:
+                self._most_rows = used
             self._forget(sum(self._order.values()), max(self.max_idle + used, _STEPS * self._most_rows))
-        self._used, self._touched = {}, set()
+        self._used.clear()
+        self._touched.clear()
+        if not self._gone:
+            return []
         gone, self._gone = self._gone, []
         return gone
 
@@ -132,8 +136,9 @@ class CriticBank(nn.Module):
                 break
             forgotten.append(key)
             rows -= size
-        self._drop(forgotten)
-        self._gone += forgotten
+        if forgotten:
+            self._drop(forgotten)
+            self._gone += forgotten
 
     def _take(self, names: Iterable[str], home: str | None = None) -> dict[str, Any]:
         """Removes and returns waiting rows."""
@@ -168,10 +173,11 @@ class CriticBank(nn.Module):
     @torch.no_grad()
     def commit(self, writes: Sequence[Write]) -> None:
         """Applies the writes that were collected during a step; skips blocks that no longer exist."""
+        blocks: Any = self.blocks._modules
         for key, name, rows, value in writes:
-            if key not in self.blocks:
+            if key not in blocks:
                 continue
-            buffer = getattr(self.blocks[key], name)
+            buffer = getattr(blocks[key], name)
             if rows is None:
                 buffer.copy_(value)
             else:
@@ -186,7 +192,7 @@ class CriticBank(nn.Module):
         size, self._waiting, self._gone, used = mark
         built = list(self.blocks)[size:]
         self._drop(built)
-        self._used = used
+        self._used = dict(used)
         return built
 
     def _add(self, block: Block) -> None:

@@ -123,6 +123,12 @@ class RunningBaseline(Baseline):
         return centred, {"baseline": update_mean(mean, site_mean(cost), count, self.decay)}
 
 
+# In the place of costs that are yet to come stand minus and plus infinity in turn: however many there are, the median of
+# all is that of the others.
+_TO_COME = torch.full((32,), torch.inf)
+_TO_COME[::2] = -torch.inf
+
+
 @dataclass(frozen=True)
 class TrimmedBaseline(Baseline):
     r"""The mean of the last 32 costs-to-go of earlier steps without the 4 largest and the 4 smallest, one per site.
@@ -131,12 +137,12 @@ class TrimmedBaseline(Baseline):
     plate rows.
     """
 
-    recent: ClassVar[int] = 32
+    recent: ClassVar[int] = len(_TO_COME)
     cut: ClassVar[int] = 4
 
     def statistics(self) -> Statistics:
-        """The baseline, and the costs-to-go that it is made of, the last one at the end; infinite ones are yet to come."""
-        return {"baseline": 0.0, "recent": torch.full((self.recent,), torch.inf)}
+        """The baseline, and the costs-to-go that it is made of, the last one at the end."""
+        return {"baseline": 0.0, "recent": _TO_COME}
 
     def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
         """Subtracts the trimmed mean of earlier steps."""
@@ -144,7 +150,6 @@ class TrimmedBaseline(Baseline):
         centred = cost - statistics["baseline"].reshape(-1, *(1,) * (cost.dim() - 1))
         recent = torch.cat([statistics["recent"][:, 1:], site_mean(cost).unsqueeze(1)], 1)
         ordered = recent.sort(1).values
-        middle = (0.5 * count).clamp(max=self.recent // 2 - 1).long()
-        median = ordered.gather(1, middle.unsqueeze(1)).squeeze(1)
-        baseline = torch.where(count < self.recent - 1.0, median, ordered[:, self.cut : -self.cut].mean(1))
+        median, trimmed = ordered[:, (self.recent - 1) // 2], ordered[:, self.cut : -self.cut].mean(1)
+        baseline = torch.where(count < self.recent - 1.0, median, trimmed)
         return centred, {"baseline": baseline, "recent": recent}

@@ -126,7 +126,7 @@ class CriticTrainer:
         if self.optimizer is not None:
             self._advance(gradients)
             self._learn_again(owner)
-        built, late = self.critics.blocks, self.late
+        built, late = self.critics.blocks.keys(), self.late
         self.late = (
             [*late[0], *(write for write in writes if write[0] not in built)],
             {**late[1], **{name: g for name, g in gradients.items() if name.split(".")[0] not in built}},

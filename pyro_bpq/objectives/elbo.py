@@ -234,13 +234,15 @@ class TraceBackpropQ_ELBO(Objective):
         start = time.perf_counter()
         seen = self.particles.observe(self.runner, program, mode)
         ready = time.perf_counter()
-        result = seen.step(seen.loss / self.num_particles, self.critics, self.learning(mode), mode.learning)
+        loss, number = seen.loss, self.num_particles
+        loss = loss / number if number > 1 else loss
+        result = seen.step(loss, self.critics, self.learning(mode), mode.learning)
         if self.analytic_kl:
             # One graph for all particles, or one for each.
             graphs = [item.signals.layout.graph for item in seen.items] * (len(seen.runs) // len(seen.items))
             costs = [differentiable_cost(*pair) for pair in zip(seen.runs, graphs, strict=True)]
             result = replace(result, paths=sum(costs, torch.zeros(())))
-        self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
+        self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
         if self.keeps_staged:
             self.trainer.keep(seen.items, result)
         return result

@@ -189,7 +189,7 @@ class TraceBackpropQ_IWAE(Objective):
         result = replace(result, paths=scale * surrogate)
         if self.keeps_staged:
             self.trainer.keep([staged], result)
-        self.ms = {"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)}
+        self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
         return result
 
     def _rows(self, traced: TracedRun, dim: int | None, scale: float) -> tuple[Tensor, Tensor]:

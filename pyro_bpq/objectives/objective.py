@@ -241,7 +241,8 @@ class Objective(ELBO, nn.Module):
             found = self._compiled_step(model, guide, args, kwargs)
             if found is not None:
                 return with_gradients(found.loss, found.leaves, found.gradients)
-            return self._eager_loss(model, guide, args, kwargs, False, self.mark())[0]
+            loss, surrogate, _ = self._eager_step(model, guide, args, kwargs, False, self.mark())
+            return loss + (surrogate - surrogate.detach())
 
     def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The same as :meth:`differentiable_loss`."""
@@ -301,15 +302,15 @@ class Objective(ELBO, nn.Module):
 
     def _eager_loss_and_grads(self, model: Any, guide: Any, args: Any, kwargs: Any) -> float:
         mark = self.mark()
-        loss, result = self._eager_loss(model, guide, args, kwargs, True, mark)
+        loss, surrogate, result = self._eager_step(model, guide, args, kwargs, True, mark)
         self.trainer.register()
-        self._backward(loss, mark, result.leaves)
+        self._backward(surrogate, mark, result.leaves)
         return float(loss.item())
 
-    def _eager_loss(
+    def _eager_step(
         self, model: Any, guide: Any, args: Any, kwargs: Any, goes_back: bool, mark: Any
-    ) -> tuple[Tensor, Step]:
-        """The loss, and the step; a step that fails is undone back to a mark."""
+    ) -> tuple[Tensor, Tensor, Step]:
+        """The loss, detached, a scalar that has its gradient, and the step, which is undone where it fails."""
         try:
             program = self._program(model, guide, args, kwargs)
             result, surrogate = self.taken(program, self.mode(self._is_learning, goes_back))
@@ -319,7 +320,7 @@ class Objective(ELBO, nn.Module):
         value = result.loss.detach()
         if not result.learns:  # what is learned from is finite
             warn_if_nan(value, "loss")
-        return value + (surrogate - surrogate.detach()), result
+        return value, surrogate, result
 
     def _program(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Program:
         """The program for one particle; where there is a plate of particles, its place is known from now on."""
@@ -343,11 +344,16 @@ class Objective(ELBO, nn.Module):
     def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
         """Takes a step, and notes what it teaches; also a scalar that has the gradient of the loss."""
         result = self._evaluate(program, mode)
-        surrogate = (result.paths + result.surrogate) / self._num_draws
+        surrogate, draws = result.paths + result.surrogate, self._num_draws
+        surrogate = surrogate / draws if draws > 1 else surrogate
         if result.learns:
-            self.info = result.info
+            self._note(info=result.info)
             surrogate = self.trainer.prepare(surrogate, result)
         return result, surrogate
+
+    def _note(self, **found: Any) -> None:
+        """Sets attributes that hold no modules: a module's own way looks for some, at every step."""
+        vars(self).update(found)
 
     def _backward(self, loss: Tensor, mark: Any, unwanted: Sequence[Tensor] = ()) -> None:
         """Adds the gradients of a loss to ``.grad``, then lets the critics learn; undoes the step where that fails.

@@ -60,7 +60,7 @@ class Staged:
 class Observation:
     """The runs of a step, and what their sites are told."""
 
-    runs: tuple[TracedRun, ...]  # one run for each particle, or a single one of all
+    runs: tuple[TracedRun, ...]  # one for each particle, or a single one of all; none in program order
     items: tuple[Staged, ...] = ()  # one for all particles; or one for each, where sampled values steer the program
     ordered: tuple[RunInOrder, ...] = ()  # in place of items, what each run tells in program order
     summed: ExactSum | None = None  # in place of items, the loss summed over all values
@@ -70,7 +70,7 @@ class Observation:
         """The loss, summed over draws, a scalar in nats; its gradient has no meaning."""
         if self.summed is not None:
             return self.summed.loss.detach()
-        losses = [traced.run.loss for traced in self.runs]
+        losses = [run.loss for run in self.ordered] or [traced.run.loss for traced in self.runs]
         return sum(losses[1:], losses[0])
 
     def step(self, loss: Tensor, bank: CriticBank, learning: Learning, is_learning: bool = False) -> Step:

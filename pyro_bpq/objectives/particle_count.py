@@ -157,12 +157,13 @@ class ParticleCount:
             return found
         found = runner.observe(program, self.now, mode)
         if mode.learning and not self._settled.items:
-            self._settle(runner, program, found.runs[0], mode)
+            self._settle(runner, program, found, mode)
             if self._next is not None and mode.num_steps == 0:
                 # Adam long remembers a first gradient that is noisier than those that follow.
                 self._take(self._next)
                 return self._observe_many(runner, program, mode, is_first=True)[0] or found
-        self._turn_to_sums(runner, found.runs[0], mode)
+        if not found.ordered:
+            self._turn_to_sums(runner, found.runs[0], mode)
         return found
 
     # A number that the user has given.
@@ -215,10 +216,10 @@ class ParticleCount:
 
     # An open number.
 
-    def _settle(self, runner: Runner, program: Program, traced: TracedRun, mode: Mode) -> None:
+    def _settle(self, runner: Runner, program: Program, found: Observation, mode: Mode) -> None:
         """Settles the number for the steps to come."""
         self._settled, self._is_compared = Transient(program[:2]), False
-        number = 1 if mode.has_ranks else runner.good_for(traced)
+        number = 1 if mode.has_ranks or found.ordered else runner.good_for(found.runs[0])
         if number == 1:
             self.said = (
                 "One particle runs: more are taken only where ten sites, or ten rows of data, or more have costs that "
@@ -226,8 +227,8 @@ class ParticleCount:
             )
         if number > 1:
             # One particle may still have to be reckoned with in this step.
-            self._next = Particles(number, True, False, self._nesting_beside(traced))
-        self._sizes = dict(traced.plate_sizes)
+            self._next = Particles(number, True, False, self._nesting_beside(found.runs[0]))
+        self._sizes = {} if found.ordered else dict(found.runs[0].plate_sizes)
 
     def _nesting_beside(self, traced: TracedRun) -> float:
         """Bound on the number of nested plates with that of the particles, from a run with the present ones."""

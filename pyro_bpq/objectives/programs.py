@@ -28,6 +28,8 @@ def is_same_program(first: Any, second: Any) -> bool:
     Compared are functions, what they close over, the functions of partials, bound objects, and kinds of handlers. Data
     are not: arguments of partials, settings of handlers, and closed-over values that are no functions.
     """
+    if isinstance(first, MethodType) and first == second:
+        return True
     # Functions may close over themselves.
     pending, seen = [(first, second)], set[tuple[int, int]]()
     while pending:

@@ -22,6 +22,7 @@ from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.plan_cache import PlanCache
 from pyro_bpq.plan.planner import Planner, check_gradients
+from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.elimination import eliminate
@@ -31,15 +32,15 @@ from pyro_bpq.reruns.held_costs import HeldRun, is_refused
 from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.rollout.runs import Particles, Rollout
 from pyro_bpq.step.exact_sum import exact_sum
-from pyro_bpq.step.program_order import RunInOrder, in_order
+from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.sandbox import Draws, Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
 from pyro_bpq.tracing.substitute import AllValues, Substitute
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.tracer import trace_run
+from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
+from pyro_bpq.tracing.tracer import run_in_order, trace_run
 from pyro_bpq.tracing.watch import TraceOptions, samples
 
 _NOTHING_ENUMERATED = (
@@ -193,13 +194,16 @@ class StepRunner(Runner):
         """Runs model and guide, given as for one particle, for all particles of a step."""
         if particles.sums:
             return self._summed(program, particles, mode)
-        is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or particles.has_plate)
+        is_together = particles.has_plate or particles.is_hidden
+        is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or is_together)
+        if is_ordered and self.structure.mode == "auto":
+            return self._in_order(program, particles, mode)
         track = self.structure.wants_tracking() or (self.structure.always_tracks and not is_ordered)
         programs, draws = programs_of(program, particles), Draws()
         runs = self._runs(programs, particles, mode, track)
-        ordered = self._ordered(runs, mode) if is_ordered else None
+        ordered = self._ordered(runs) if is_ordered else None
         if ordered is not None:
-            return Observation(tuple(runs), (), ordered)
+            return Observation((), (), ordered)
         # The runs that show the structure: those of the step, unless they cannot be tracked.
         shown = runs
         if runs[0].reads is None and (track or not all(self.structure.knows(run) for run in runs)):
@@ -263,18 +267,24 @@ class StepRunner(Runner):
             raise UnsupportedProgramError("the loss is not finite at some values")
         return Observation((traced,), summed=summed)
 
-    def _ordered(self, runs: Sequence[TracedRun], mode: Mode) -> tuple[RunInOrder, ...] | None:
-        """What runs of a steered program tell in program order; ``None`` where more is asked for.
+    def _in_order(self, program: Program, particles: Particles, mode: Mode) -> Observation:
+        """A step in program order that nobody asked for.
 
-        Where program order is the default's choice, a run that it does not serve well changes the steps after this
-        one: what a step does must not follow from the values that it has drawn.
+        A run that it does not serve well changes the steps after this one: what a step does must not follow from the
+        values that it has drawn.
         """
         planner = self.plans.planner
-        if self.structure.mode == "auto":
-            if mode.learning:
-                self.structure.settle_order(all(planner.fits_order(traced) for traced in runs))
-            return tuple(in_order(traced, planner.plain_estimators(traced)) for traced in runs)
-        estimators = [planner.order_estimators(traced) for traced in runs]
+        options = TraceOptions(
+            *(planner.choose, particles.nesting, particles.number, planner.attach), noise=self.noise, step=mode.num_steps
+        )
+        runs = [run_in_order(*program, options) for _ in range(particles.number)]
+        if mode.learning:
+            self.structure.settle_order(all(isinstance(run, PlainRun) or planner.fits_order(run) for run in runs))
+        return Observation((), (), tuple(served_alike(run, plain_score(particles.number)) for run in runs))
+
+    def _ordered(self, runs: Sequence[TracedRun]) -> tuple[RunInOrder, ...] | None:
+        """What runs of a steered program tell in program order; ``None`` where more is asked for."""
+        estimators = [self.plans.planner.order_estimators(traced) for traced in runs]
         pairs = zip(runs, estimators, strict=True)
         found = tuple(in_order(traced, own) for traced, own in pairs if own is not None)
         return found if len(found) == len(runs) else None

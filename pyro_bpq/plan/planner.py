@@ -119,14 +119,6 @@ class Planner:
         scored = [name for name, record in traced.run.sites.items() if record.score is not None]
         return not traced.user_costs and all(traced.options[n].is_open and not traced.plates[n] for n in scored)
 
-    def plain_estimators(self, traced: TracedRun) -> dict[str, Estimator]:
-        """The estimators of the default in program order, whatever is chosen at sites."""
-        scored = [name for name, record in traced.run.sites.items() if record.score is not None]
-        if not scored:
-            return {}
-        # All sites have the same number of particles.
-        return dict.fromkeys(scored, SiteFacts(traced.infos[scored[0]], traced.options[scored[0]]).plain_score)
-
     def attach(self, infer: Mapping[str, Any]) -> Any:
         """The estimator of a site with this ``infer``, if it attaches a gradient to the site's value."""
         options = infer.get("bpq")

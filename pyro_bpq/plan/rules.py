@@ -48,6 +48,14 @@ DRAWN_STEPS = (1, 10)
 SUMMED = "every law and every cost reads at most one other site: summed over all values, exactly"
 
 
+_ALONE, _TOGETHER = ScoreFunction(TrimmedBaseline()), ScoreFunction(LeaveOneOut())
+
+
+def plain_score(num_particles: int) -> Estimator:
+    """The score function with leave-one-out or, with one particle, a baseline of earlier costs."""
+    return _TOGETHER if num_particles > 1 else _ALONE
+
+
 @dataclass(frozen=True)
 class SiteFacts:
     """What rules look at.
@@ -93,7 +101,7 @@ class SiteFacts:
     @property
     def plain_score(self) -> Estimator:
         """The same without the site's own baseline."""
-        return ScoreFunction(LeaveOneOut() if self.info.num_particles > 1 else TrimmedBaseline())
+        return plain_score(self.info.num_particles)
 
     @property
     def is_sloped(self) -> bool:

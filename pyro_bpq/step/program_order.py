@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.classes import SiteClass, SiteSpec
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.block import Write
-from pyro_bpq.estimators.base import Estimator, SiteContext
-from pyro_bpq.step.surrogate import Learning, Step, estimate, may_learn
-from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.estimators.base import Estimator, SiteContext, initial_statistics
+from pyro_bpq.step.surrogate import Learning, Step, may_learn, statistics_of, term_of
+from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +43,7 @@ class RunInOrder:
 
 
 def in_order(traced: TracedRun, estimators: Mapping[str, Estimator]) -> RunInOrder:
-    """Reads a run in program order.
-
-    Args:
-        traced: The run.
-        estimators: The estimators of its sites that have a score.
-    """
+    """Reads a run in program order, with the estimators of its sites that have a score."""
     run, scores = traced.run, []
     for name in estimators:
         score = run.sites[name].score
@@ -57,6 +51,14 @@ def in_order(traced: TracedRun, estimators: Mapping[str, Estimator]) -> RunInOrd
         scores.append(score.sum() if score.dim() else score)
     stacked = torch.stack(scores) if scores else torch.zeros(0)
     return RunInOrder(estimators, stacked, run.loss.detach(), run.differentiable)
+
+
+def served_alike(run: PlainRun | TracedRun, estimator: Estimator) -> RunInOrder:
+    """Reads a run in program order, with one estimator for all of its sites that have a score."""
+    if isinstance(run, PlainRun):
+        return RunInOrder(dict.fromkeys(run.names, estimator), run.scores, run.loss, run.differentiable)
+    scored = (name for name, record in run.run.sites.items() if record.score is not None)
+    return in_order(run, dict.fromkeys(scored, estimator))
 
 
 def order_step(
@@ -80,19 +82,22 @@ def order_step(
     terms = []
     for estimator, names, score, cost in _groups(runs):
         number = score.shape[1]
-        context = SiteContext(names, score, cost, number)
-        cls = SiteClass(SiteSpec((), None, (), estimator), names)
-        terms.append((names, estimate(cls, estimator.at(learning.num_steps), context, bank, build, writes, info)))
+        initial = initial_statistics(estimator, number, 1)
+        rows, statistics = statistics_of(estimator, initial, names, cost, bank, build)
+        context = SiteContext(names, score, cost, number, statistics=statistics, count=statistics.get("count"))
+        terms.append((names, term_of(estimator, estimator.at(learning.num_steps), context, rows, build, writes, info)))
     sums = [term.sum() for _, term in terms]
     return Step(loss, _total(sums), None, writes, info, tuple(terms), build, _total([r.differentiable for r in runs]))
 
 
 def _groups(runs: Sequence[RunInOrder]) -> list[tuple[Estimator, tuple[str, ...], Tensor, Tensor]]:
     """Sites that are served together, since equally many particles have them: scores and losses, ``(sites, M)``."""
-    if len(runs) == 1 and len(set(runs[0].estimators.values())) == 1:
+    if len(runs) == 1 and runs[0].estimators:
         (run,) = runs
-        names, scores = tuple(run.estimators), run.scores.unsqueeze(1)
-        return [(run.estimators[names[0]], names, scores, run.loss.expand_as(scores))]
+        first, *others = run.estimators.values()
+        if all(other is first for other in others):
+            scores = run.scores.unsqueeze(1)
+            return [(first, tuple(run.estimators), scores, run.loss.expand_as(scores))]
     found: dict[tuple[str, Estimator], list[tuple[int, int]]] = {}
     for m, run in enumerate(runs):
         for i, pair in enumerate(run.estimators.items()):

@@ -181,23 +181,68 @@ def _no_counterpart(name: str, known: list[str]) -> str:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class PlainRun:
+    """What program order needs of a run without choices at sites, scored sites in plates and cost statements.
+
+    Args:
+        names: The sites that have a score, in the order of draws.
+        scores: Their ``log q``, ``(sites,)``, neither scaled nor masked, with gradient.
+        loss: The loss of the run, a scalar in nats, detached.
+        differentiable: Sum of all costs through which pathwise gradients flow, a scalar.
+    """
+
+    names: tuple[str, ...]
+    scores: Tensor
+    loss: Tensor
+    differentiable: Tensor
+
+
+# What a site's infer may ask for that a plain run has no place for.
+_OPTIONS = frozenset(("bpq", "baseline", "bpq_cost", "_do_not_trace", "_enumerate_dim"))
+
+
+def plain_run(model_trace: Any, guide_sites: Mapping[str, Any]) -> PlainRun | None:
+    """A run as program order sees it, from its traces with log-probabilities; ``None`` where it is not plain."""
+    model_sites, scores = samples(model_trace), {}
+    for name, site in guide_sites.items():
+        if site["is_observed"] or isinstance(site["fn"], MaskedDistribution) or not _OPTIONS.isdisjoint(site["infer"]):
+            return None
+        score = site["score_parts"].score_function
+        if not _is_zero(score):
+            if site["cond_indep_stack"] and any(frame.vectorized for frame in site["cond_indep_stack"]):
+                return None
+            scores[name] = score.sum() if score.dim() else score
+    for name, site in model_sites.items():
+        if not (site["is_observed"] or name in guide_sites) or not _OPTIONS.isdisjoint(site["infer"]):
+            return None
+    differentiable, loss = _sums(guide_sites, model_sites)
+    stacked = torch.stack([*scores.values()]) if scores else torch.zeros(0)
+    return PlainRun(tuple(scores), stacked, loss, differentiable)
+
+
 def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Returns the sum of the costs through which pathwise gradients flow, and the loss."""
-    guide_sum = total([site["log_prob_sum"].detach() for site in guide_sites.values()])
+    guide_sum = total([site["log_prob_sum"] for site in guide_sites.values()]).detach()
     model_sum = total([site["log_prob_sum"] for site in model_sites.values()])
     # A factor of the guide counts whole. Other sites of the guide count only the part with a gradient in expectation.
     terms = [
         site["log_prob"] if site["is_observed"] else entropy_term(site["score_parts"].entropy_term, site)
         for site in guide_sites.values()
     ]
-    entropy = total([term.sum() for term in terms if not is_identically_zero(term)])
-    return entropy - model_sum, guide_sum - model_sum.detach()
+    found = [term.sum() for term in terms if not _is_zero(term)]
+    return total(found) - model_sum if found else -model_sum, guide_sum - model_sum.detach()
+
+
+def _is_zero(term: Any) -> bool:
+    """The same as Pyro's ``is_identically_zero``, whose look at tensors takes longer."""
+    return (not isinstance(term, Tensor) or term.dtype == torch.int64) and bool(is_identically_zero(term))
 
 
 def entropy_term(term: Any, site: Any) -> Any:
     """The part of a guide site's cost with an expected gradient, also through its scale (unlike in Pyro)."""
     scale = site["scale"]
-    if is_identically_zero(term) and isinstance(scale, Tensor) and scale.requires_grad:
+    if isinstance(scale, Tensor) and scale.requires_grad and _is_zero(term):
         return scale_and_mask(site["unscaled_log_prob"].detach(), scale, site["mask"])
     return term
 
@@ -238,7 +283,7 @@ def _site(site: Any, prior: Any, options: SiteOptions, info: SiteInfo) -> SiteRe
     return SiteRecord(
         fn=site["fn"],
         value=site["value"],
-        score=None if is_identically_zero(score) else score,
+        score=None if _is_zero(score) else score,
         scale=site["scale"],
         mask=full_mask(site),
         prior=None if prior is None else prior["fn"],

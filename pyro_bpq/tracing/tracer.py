@@ -28,7 +28,7 @@ from pyro_bpq.tracing.program_errors import explain_runs, explain_scores
 from pyro_bpq.tracing.program_warnings import warn_of_program
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.sandbox import BufferedModules
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site, full_mask, record_run, total
+from pyro_bpq.tracing.traced_run import PlainRun, TracedRun, cost_of_site, full_mask, plain_run, record_run, total
 from pyro_bpq.tracing.watch import HANDED, TraceOptions, Watch, is_untraced, samples
 from pyro_bpq.tracing.work import WorkMode
 
@@ -94,6 +94,21 @@ def trace_run(model: Program, guide: Program, args: Args, kwargs: Kwargs, option
         work=None if work is None else (watch.guide_work, work.total - watch.guide_work),
     )
     return _only_costs(traced) if options.only_costs else traced
+
+
+def run_in_order(
+    model: Program, guide: Program, args: Args, kwargs: Kwargs, options: TraceOptions
+) -> PlainRun | TracedRun:
+    """Runs the guide, and replays the model against it, for a step in program order; untracked."""
+    watch = Watch(options)
+    with watch, explain_runs(watch, None, dict([*enumerate(args), *kwargs.items()])):
+        model_trace, guide_trace, _ = importance_traces(model, watch, guide, args, kwargs)
+    guide_sites, number = watch.guide_sites(guide_trace), options.num_particles
+    plain = None if watch.attached else plain_run(model_trace, guide_sites)
+    if plain is not None:
+        return plain
+    rng = (watch.model_start, torch.get_rng_state())
+    return record_run(model_trace, guide_trace, guide_sites, None, frozenset(), number, watch.subsamples, rng)
 
 
 def importance_traces(

@@ -85,11 +85,15 @@ class Watch(Messenger):
         # Sources, as bits: those that had left torch before a statement, and those that were read during a draw.
         self.escaped: dict[tuple[bool, str], int] = {}
         self.heard: dict[str, int] = {}
-        self.model_start, self.guide_work = torch.get_rng_state(), Work()
-        self._noise = functools.lru_cache(options.noise)
+        self.model_start, self.guide_work = torch.empty(0), Work()
         self._calls = None if tracker is None else ContainedCalls(tracker)
         # This source is registered first, so that it has the lowest bit.
         self.handed = 0 if tracker is None else tracker.ledger.bits.setdefault(HANDED, 1)
+
+    @functools.cached_property
+    def _noise(self) -> torch.Generator:
+        """What estimators draw from that attach gradients, made when the first one does."""
+        return self.options.noise()
 
     @property
     def where(self) -> str:
@@ -110,6 +114,20 @@ class Watch(Messenger):
         """Wraps the guide, so that its draws become sources."""
         # Pyro unwraps a partial of this form when it checks whether a guide is a GuideMessenger.
         return functools.partial(_run_guide, self, guide)
+
+    # Pyro looks methods up by the names of statements, at each of them; programs have more parameters than sites.
+
+    def _process_message(self, msg: Any) -> None:
+        if msg["type"] == "sample":
+            self._pyro_sample(msg)
+        elif msg["type"] == "bpq_cost":
+            self._pyro_bpq_cost(msg)
+
+    def _postprocess_message(self, msg: Any) -> None:
+        if msg["type"] == "sample":
+            self._pyro_post_sample(msg)
+        elif msg["type"] == "bpq_cost":
+            self._pyro_post_bpq_cost(msg)
 
     def _pyro_sample(self, msg: Any) -> None:
         if self.tracker is not None:
@@ -137,7 +155,8 @@ class Watch(Messenger):
         if isinstance(msg["fn"], _Subsample):
             self.subsamples[name] = msg["value"]
             return
-        self.plates[name] = tuple(frame for frame in msg["cond_indep_stack"] if frame.vectorized)
+        frames = msg["cond_indep_stack"]
+        self.plates[name] = tuple([frame for frame in frames if frame.vectorized]) if frames else ()
         if cost_options(msg) is not None:
             self.costs.add(name)
         if not msg["is_observed"]:
@@ -214,7 +233,7 @@ class Watch(Messenger):
             return
         if self._choose(msg) == estimator:
             try:
-                msg["value"] = estimator.at(self.options.step).attach(msg["fn"], msg["value"], self._noise())
+                msg["value"] = estimator.at(self.options.step).attach(msg["fn"], msg["value"], self._noise)
             except UnsupportedSiteError as error:
                 raise error.at(name) from error
             self.attached[name] = estimator
