@@ -123,8 +123,8 @@ class RunningBaseline(Baseline):
         return centred, {"baseline": update_mean(mean, site_mean(cost), count, self.decay)}
 
 
-# In the place of costs that are yet to come stand minus and plus infinity in turn: however many there are, the median of
-# all is that of the others.
+# In the place of costs that are yet to come stand minus and plus infinity in turn: however many there are, the median
+# of all is that of the others.
 _TO_COME = torch.full((32,), torch.inf)
 _TO_COME[::2] = -torch.inf
 

@@ -275,7 +275,9 @@ class StepRunner(Runner):
         """
         planner = self.plans.planner
         options = TraceOptions(
-            *(planner.choose, particles.nesting, particles.number, planner.attach), noise=self.noise, step=mode.num_steps
+            *(planner.choose, particles.nesting, particles.number, planner.attach),
+            noise=self.noise,
+            step=mode.num_steps,
         )
         runs = [run_in_order(*program, options) for _ in range(particles.number)]
         if mode.learning:

@@ -61,6 +61,16 @@ def test_an_outlier_stays_out_of_the_trimmed_baseline() -> None:
     assert statistics["baseline"].item() == pytest.approx(kept.mean().item())
 
 
+def test_the_trimmed_baseline_is_the_median_of_few_costs() -> None:
+    baseline, generator = TrimmedBaseline(), torch.Generator().manual_seed(0)
+    values = torch.randn(31, generator=generator)
+    statistics = {k: torch.as_tensor(v)[None] for k, v in baseline.statistics().items()}
+    for count in range(31):
+        cost = values[count].reshape(1, 1)
+        _, statistics = baseline(cost, statistics, torch.tensor([float(count)]))  # type: ignore[assignment]
+        assert statistics["baseline"].item() == values[: count + 1].median().item()
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
 def test_update_mean_is_the_plain_mean_at_first(decay: float) -> None:
     mean, values = torch.zeros(1), [3.0, 5.0, 10.0]

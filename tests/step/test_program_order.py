@@ -13,8 +13,12 @@ from pyro.infer import SVI
 from pyro.optim import SGD
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
-from pyro_bpq.estimators import Estimator
+from pyro_bpq.estimators import Estimator, Pathwise
+from pyro_bpq.step.program_order import served_alike
 from pyro_bpq.testing import assert_unbiased
+from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
+from pyro_bpq.tracing.tracer import run_in_order, trace_run
+from pyro_bpq.tracing.watch import TraceOptions
 
 
 def logits(name: str, start: float, size: int) -> torch.Tensor:
@@ -119,3 +123,47 @@ def test_sites_without_a_score_have_no_part() -> None:
     for _ in range(4):
         elbo.loss_and_grads(steered, steered)
     assert pyro.get_param_store()._params["m"].grad is not None
+
+
+def weighted() -> None:
+    q = pyro.param("q", torch.tensor([0.2, -0.3]))
+    pyro.sample("c", dist.Categorical(logits=torch.stack((q[0], q[1], q[0] * q[1]))))
+    with pyro.poutine.scale(scale=q.exp().sum()):
+        pyro.sample("a", dist.Bernoulli(logits=q[0]))
+        pyro.sample("r", dist.Normal(q[0], q[1].exp()))
+
+
+def weighted_model() -> None:
+    pyro.sample("c", dist.Categorical(logits=torch.zeros(3)))
+    total = pyro.sample("a", dist.Bernoulli(0.4)) + pyro.sample("r", dist.Normal(0.0, 1.0))
+    pyro.sample("x", dist.Normal(total * pyro.param("w", torch.tensor(0.7)), 1.0), obs=torch.tensor(1.0))
+
+
+def test_a_plain_run_says_the_same_as_a_recorded_one() -> None:
+    pyro.clear_param_store()
+    options = TraceOptions(choose=lambda info, _: Pathwise() if info.has_rsample else ScoreFunction())
+    found = []
+    for run in (run_in_order, trace_run):
+        pyro.set_rng_seed(0)
+        told = served_alike(run(weighted_model, weighted, (), {}, options), ScoreFunction())
+        q = [pyro.get_param_store()._params[name] for name in ("q", "w")]
+        gradients = torch.autograd.grad(told.scores @ torch.tensor([1.0, 3.0]) + told.differentiable, q)
+        found.append((tuple(told.estimators), told.loss, told.scores, *gradients))
+    plain, recorded = found
+    assert plain[0] == recorded[0] == ("c", "a")
+    assert all(torch.equal(*pair) for pair in zip(plain[1:], recorded[1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    "infer", [{"bpq": {"estimator": ScoreFunction()}}, {"baseline": {"use_decaying_avg_baseline": True}}]
+)
+def test_a_run_with_choices_at_a_site_is_recorded(infer: dict[str, Any]) -> None:
+    def guide() -> None:
+        pyro.sample("a", dist.Bernoulli(0.4), infer=dict(infer))
+
+    def model() -> None:
+        pyro.sample("a", dist.Bernoulli(0.4))
+
+    options = TraceOptions(choose=lambda info, _: ScoreFunction())
+    kinds = [type(run_in_order(model, each, (), {}, options)) for each in (guide, model)]
+    assert kinds == [TracedRun, PlainRun]
