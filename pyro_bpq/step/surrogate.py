@@ -253,9 +253,8 @@ def term_of(
         count = selection.read("count") if count is None or count.element_size() < 4 else count
         writes += selection.write("count", count + 1)
     shown = {k: v for k, v in term.statistics.items() if k in ("scales", "baseline")} | {"cost_to_go": context.cost}
-    rows = [(name, value.unbind(0)) for name, value in shown.items()]
     for i, name in enumerate(context.names):
-        info[name] = {"estimator": estimator, **{k: v[i] for k, v in rows}}
+        info[name] = {"estimator": estimator, **{k: v[i] for k, v in shown.items()}}
     return term.surrogate
 
 
