@@ -78,6 +78,16 @@ class HeldPlan:
         return max(site.number * (site.components.cardinality - 1) for site in self.sites.values())
 
     @property
+    def all_drawn(self) -> bool:
+        """Whether components of all sites are drawn. A step then evaluates one random group of sites."""
+        return all(site.is_drawn for site in self.sites.values())
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the extra run, beside the sample."""
+        return self.rows_of_group if self.all_drawn else self.flips.rows - 1
+
+    @property
     def sloped(self) -> frozenset[str]:
         """Sites whose changes are predicted from slopes."""
         return frozenset(name for name, site in self.sites.items() if site.is_drawn and has_slopes(site.components))

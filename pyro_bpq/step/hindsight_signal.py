@@ -113,7 +113,7 @@ def _runs(signals: Signals) -> tuple[Any, Any, Any, Any]:
         return drawn, None, None, {}
     number, particle, group = signals.rollout.num_particles, None, None
     groups = 1 + max(plan.group_of.values())
-    if all(site.is_drawn for site in plan.sites.values()):
+    if plan.all_drawn:
         like = signals.batches[0].score.detach()
         if number > 1 and signals.rerun.runs_apart:
             particle = _draw(like.new_full((number,), 1.0 / number), 1, signals.generator)
