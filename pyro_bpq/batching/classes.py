@@ -57,34 +57,22 @@ class Known(str, Enum):
 
 @dataclass(frozen=True)
 class SiteSpec:
-    """Shape and treatment of a site; sites with equal specs are stacked.
-
-    Args:
-        plates: Its plates.
-        components: Its finite components, or ``None``.
-        event_shape: Shape of an event of its distribution.
-        estimator: Its gradient estimator.
-        critic: Builds its critic, or ``None``.
-        tabled: Kinds of its immediate costs that are known at every value.
-        has_params: Whether the critic sees the parameters of the site's distribution.
-        context: Number of context features given by the user.
-        share: Name under which the critic is shared, or ``None``. A shared critic sees the index in the site's name.
-        has_moments: Whether mean and variance replace missing finite components. The critic then reads the two centred
-            powers of each element.
-        by_component: Whether the estimator gets a cost-to-go for each component.
-    """
+    """Shape and treatment of a site; sites with equal specs are stacked."""
 
     plates: tuple[Plate, ...]
-    components: Components | None
-    event_shape: tuple[int, ...]
+    components: Components | None  # Its finite components, or `None`
+    event_shape: tuple[int, ...]  # Shape of an event of its distribution
     estimator: Estimator
-    critic: Critic | None = None
-    tabled: frozenset[Known] = frozenset()
-    has_params: bool = False
-    context: int = 0
+    critic: Critic | None = None  # Builds its critic, or `None`
+    tabled: frozenset[Known] = frozenset()  # Kinds of its immediate costs that are known at every value
+    has_params: bool = False  # Whether the critic sees the parameters of the site's distribution
+    context: int = 0  # Number of context features given by the user
+    # Name under which the critic is shared, or `None`. A shared critic sees the index in the site's name.
     share: str | None = None
+    # Whether mean and variance replace missing finite components. The critic then reads the two centred powers of each
+    # element.
     has_moments: bool = False
-    by_component: bool = False
+    by_component: bool = False  # Whether the estimator gets a cost-to-go for each component
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -139,21 +127,13 @@ class Constants:
 
 @dataclass(frozen=True, eq=False)
 class CrossedCosts(Constants):
-    """Log-probabilities of like-shaped sites that are known given another particle's past.
-
-    Args:
-        cls: The class of these costs.
-        k: Position of that class.
-        components: Finite components of the sites.
-        at: Positions of the costs in the class.
-        sites: Site of each cost, and whether the cost is the guide's, by name of the cost.
-    """
+    """Log-probabilities of like-shaped sites that are known given another particle's past."""
 
     cls: CostClass
-    k: int
-    components: Components
-    at: tuple[int, ...]
-    sites: Mapping[str, tuple[str, bool]]
+    k: int  # Position of that class
+    components: Components  # Finite components of the sites
+    at: tuple[int, ...]  # Positions of the costs in the class
+    sites: Mapping[str, tuple[str, bool]]  # Site of each cost, and whether the cost is the guide's, by name of the cost
 
     def pick(self, costs: Sequence[Tensor]) -> Tensor:
         """Picks these costs from the stacked costs of all classes."""
@@ -163,20 +143,15 @@ class CrossedCosts(Constants):
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """The critic inputs of a group of Q-nodes from the values of one class of sites.
+    """The critic inputs of a group of Q-nodes from the values of one class of sites."""
 
-    Args:
-        source: Position of the class.
-        window: Positions ``(Q, W)``, in the class, of the most recent members of each scope, latest first. Unused
-            entries hold the class's size.
-        columns: Positions of the class's sites in program order.
-        rest: All members of each scope, as bits. The sum of their values over the square root of their number is a
-            feature. ``None`` if the window holds all members.
-    """
-
-    source: int
+    source: int  # Position of the class
+    # Positions `(Q, W)`, in the class, of the most recent members of each scope, latest first. Unused entries hold the
+    # class's size.
     window: np.ndarray
-    columns: tuple[int, ...]
+    columns: tuple[int, ...]  # Positions of the class's sites in program order
+    # All members of each scope, as bits. The sum of their values over the square root of their number is a feature.
+    # `None` if the window holds all members.
     rest: tuple[int, ...] | None
 
     @property
@@ -187,19 +162,12 @@ class ContextPlan:
 
 @dataclass(frozen=True, eq=False)
 class QGroup(Constants):
-    """Q-nodes of one class of sites, with critics of like-shaped inputs; they are evaluated together.
+    """Q-nodes of one class of sites, with critics of like-shaped inputs; they are evaluated together."""
 
-    Args:
-        c: Position of the class.
-        nodes: The Q-nodes, in program order of their sites.
-        sites: Position of each Q-node's site in the class.
-        contexts: The parts of the critics' inputs.
-    """
-
-    c: int
-    nodes: tuple[QNode, ...]
-    sites: tuple[int, ...]
-    contexts: tuple[ContextPlan, ...]
+    c: int  # Position of the class
+    nodes: tuple[QNode, ...]  # The Q-nodes, in program order of their sites
+    sites: tuple[int, ...]  # Position of each Q-node's site in the class
+    contexts: tuple[ContextPlan, ...]  # The parts of the critics' inputs
 
     def rest(self, k: int, like: Tensor) -> Sums | None:
         """Matrix ``(Q, G)`` of the feature ``rest`` of context ``k``; ``None`` if no scope has members there."""

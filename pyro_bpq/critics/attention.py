@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from pyro_bpq.critics.nets import CriticShape, Perceptron, check_hidden
+from pyro_bpq.critics.nets import Critic, CriticShape, Perceptron, check_hidden
 from pyro_bpq.errors import check_option
 
 # Wavelengths in ``r_j``, in members; each gives two features.
@@ -36,15 +36,10 @@ _WAVES = (3.0, 6.0, 12.0, 24.0, 48.0)
 
 
 class Members(NamedTuple):
-    """The members of the scopes of a batch of critics, by kind, latest first; detached.
+    """The members of the scopes of a batch of critics, by kind, latest first; detached."""
 
-    Args:
-        values: Encoded values ``(G, N, W, width)`` of each kind.
-        present: Whether each of the ``W`` places of a site holds a member, ``(G, W)``, for each kind.
-    """
-
-    values: tuple[Tensor, ...] = ()
-    present: tuple[Tensor, ...] = ()
+    values: tuple[Tensor, ...] = ()  # Encoded values `(G, N, W, width)` of each kind
+    present: tuple[Tensor, ...] = ()  # Whether each of the `W` places of a site holds a member, `(G, W)`, for each kind
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Members:
         """Changes every tensor."""
@@ -52,19 +47,14 @@ class Members(NamedTuple):
 
 
 @runtime_checkable
-class MemberCritic(Protocol):
+class MemberCritic(Critic, Protocol):
     """A critic whose module maps ``(context, cells, Members)`` to outputs, for any number of members.
 
     Its ``context`` holds the other features: parameters of the site's distribution, the user's features, the index of a
     shared site. ``shape.features`` counts only these; ``shape.members`` holds the width of each kind.
     """
 
-    uses_cells: ClassVar[bool]
     reads_members: ClassVar[bool]
-
-    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
-        """Builds the critics of ``shape.sites`` like-shaped sites."""
-        ...
 
 
 @dataclass(frozen=True)

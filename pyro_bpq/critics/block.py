@@ -98,17 +98,13 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows of a bank in a given order, possibly from several blocks.
+    """Rows of a bank in a given order, possibly from several blocks."""
 
-    Args:
-        parts: For each block its name, the module, the rows, and the positions of these rows in the order;
-            ``None`` stands for all rows or positions in order.
-        repeats: Whether a row occurs more than once (a shared critic).
-        order: Index of each position among the concatenated rows of all blocks; ``None`` for one block.
-    """
-
+    # For each block its name, the module, the rows, and the positions of these rows in the order; `None` stands for all
+    # rows or positions in order
     parts: tuple[tuple[str, Block, Tensor | None, Tensor | None], ...]
-    repeats: bool = False
+    repeats: bool = False  # Whether a row occurs more than once (a shared critic)
+    # Index of each position among the concatenated rows of all blocks; `None` for one block
     order: Tensor | None = None
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

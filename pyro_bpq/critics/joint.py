@@ -20,28 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from pyro_bpq.critics.nets import CriticShape, Perceptron, check_hidden, layers
+from pyro_bpq.critics.nets import Critic, CriticShape, Perceptron, check_hidden, layers
 from pyro_bpq.errors import check_option
 
 
 class SiteValue(NamedTuple):
-    """The site's own inputs of a joint critic, detached.
+    """The site's own inputs of a joint critic, detached."""
 
-    Args:
-        chosen: Index of the sampled value of each finite component, ``(G, N, D)``.
-        probs: Probabilities of finite components, ``(G, N, D, K)``.
-        powers: Centred powers ``(G, N, D, 2)`` of a value without finite components.
-        real: Such a value in units of its running spread, ``(G, N, D)``, if the critic reads it.
-        centre: The mean of its distribution in the same units.
-        step: The standard deviation of its distribution in the same units.
-    """
-
-    chosen: Tensor | None = None
-    probs: Tensor | None = None
-    powers: Tensor | None = None
-    real: Tensor | None = None
-    centre: Tensor | None = None
-    step: Tensor | None = None
+    chosen: Tensor | None = None  # Index of the sampled value of each finite component, `(G, N, D)`
+    probs: Tensor | None = None  # Probabilities of finite components, `(G, N, D, K)`
+    powers: Tensor | None = None  # Centred powers `(G, N, D, 2)` of a value without finite components
+    real: Tensor | None = None  # Such a value in units of its running spread, `(G, N, D)`, if the critic reads it
+    centre: Tensor | None = None  # The mean of its distribution in the same units
+    step: Tensor | None = None  # The standard deviation of its distribution in the same units
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SiteValue:
         """Changes every tensor."""
@@ -49,23 +40,14 @@ class SiteValue(NamedTuple):
 
 
 class JointOutput(NamedTuple):
-    """Normalised output of a batch of joint critics, ``(G, N)``; all but the first two are detached.
+    """Normalised output of a batch of joint critics, ``(G, N)``; all but the first two are detached."""
 
-    Args:
-        level: ``V``, with the critics' gradient.
-        value: ``F(x)``, with the critics' gradient.
-        mean: ``E[F]``, or another number that does not depend on ``x``.
-        own: ``o``.
-        variate: Control variate of mean zero for earlier sites.
-        table: ``T``, ``(G, N, D, K)``.
-    """
-
-    level: Tensor
-    value: Tensor
-    mean: Tensor
-    own: Tensor
-    variate: Tensor
-    table: Tensor
+    level: Tensor  # `V`, with the critics' gradient
+    value: Tensor  # `F(x)`, with the critics' gradient
+    mean: Tensor  # `E[F]`, or another number that does not depend on `x`
+    own: Tensor  # `o`
+    variate: Tensor  # Control variate of mean zero for earlier sites
+    table: Tensor  # `T`, `(G, N, D, K)`
 
     def packed(self) -> Tensor:
         """Packs all fields into one tensor ``(G, N, 5 + D K)``."""
@@ -80,22 +62,29 @@ class JointOutput(NamedTuple):
 
 
 @runtime_checkable
-class JointCritic(Protocol):
+class JointCritic(Critic, Protocol):
     """A critic whose module maps ``(context, cells, SiteValue)`` to a packed :class:`JointOutput`.
 
     ``is_finite`` says whether it serves sites with finite components or sites without them.
     """
 
-    uses_cells: ClassVar[bool]
     is_finite: ClassVar[bool]
 
-    def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
-        """Builds the critics of ``shape.sites`` like-shaped sites."""
-        ...
+
+class _WithLayers:
+    """Base of the joint critics, with a field ``hidden`` of at least ``least`` layer sizes."""
+
+    hidden: tuple[int, ...]
+    uses_cells: ClassVar[bool] = False
+    is_finite: ClassVar[bool] = True
+    least: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_hidden(self, self.least)
 
 
 @dataclass(frozen=True)
-class QuadraticCritic:
+class QuadraticCritic(_WithLayers):
     r"""A linear critic plus a quadratic form of low rank, with expectations in closed form.
 
         F(x) = Σ_d A_d[x_d] + ½ Σ_r c_r (Σ_d b_rd[x_d])²,   b_rd[k] = B_rd[k] - Σ_j p_d(j) B_rd[j]
@@ -118,11 +107,8 @@ class QuadraticCritic:
     rank: int = 4
     hidden: tuple[int, ...] = (32,)
 
-    uses_cells: ClassVar[bool] = False
-    is_finite: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
-        check_hidden(self)
+        super().__post_init__()
         check_option(self, "rank", isinstance(self.rank, int) and self.rank > 0, "a positive number")
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
@@ -131,7 +117,7 @@ class QuadraticCritic:
 
 
 @dataclass(frozen=True)
-class FirstOrderCritic:
+class FirstOrderCritic(_WithLayers):
     r"""A perceptron of context and value, expanded to first order at the mean.
 
         F(x) = f(onehot x),   T = ∇f(p),   E[F] ≈ f(p),   o = Σ_d (T[d, x_d] - Σ_k p_d(k) T[d, k])
@@ -150,11 +136,7 @@ class FirstOrderCritic:
 
     hidden: tuple[int, ...] = (32,)
 
-    uses_cells: ClassVar[bool] = False
-    is_finite: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_hidden(self, least=1)
+    least: ClassVar[int] = 1
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics."""
@@ -162,7 +144,7 @@ class FirstOrderCritic:
 
 
 @dataclass(frozen=True)
-class FlipCritic:
+class FlipCritic(_WithLayers):
     r"""A perceptron of context and value, evaluated at every flip of one component.
 
         T[d, k] = F(x with x_d = k),   o = F(x) - f(p),   variate = Σ_d (F(x) - Σ_k p_d(k) T[d, k])
@@ -185,11 +167,10 @@ class FlipCritic:
     hidden: tuple[int, ...] = (32,)
     max_elements: int = 1 << 22
 
-    uses_cells: ClassVar[bool] = False
-    is_finite: ClassVar[bool] = True
+    least: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_hidden(self, least=1)
+        super().__post_init__()
         check_option(self, "max_elements", self.max_elements > 0, "a positive number")
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
@@ -198,7 +179,7 @@ class FlipCritic:
 
 
 @dataclass(frozen=True)
-class MomentCritic:
+class MomentCritic(_WithLayers):
     r"""First and second order in the standardised value, for sites without finite support.
 
         F(x) = Σ_i g_i e_i + ½ h_i (e_i² - 1),   e_i = (x_i - μ_i) / σ_i,   E[F] = 0
@@ -218,11 +199,7 @@ class MomentCritic:
 
     hidden: tuple[int, ...] = (32,)
 
-    uses_cells: ClassVar[bool] = False
     is_finite: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_hidden(self)
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics."""
@@ -230,7 +207,7 @@ class MomentCritic:
 
 
 @dataclass(frozen=True)
-class ValueCritic:
+class ValueCritic(_WithLayers):
     r"""A perceptron of context and value, for sites without finite support that have a mean and a variance.
 
         Q(x) = f(context, x),   E[Q] ≈ f(μ),   Q(x) ≈ f(μ) + f'(μ) (x - μ) for the sites before
@@ -255,12 +232,9 @@ class ValueCritic:
 
     hidden: tuple[int, ...] = (32, 32)
 
-    uses_cells: ClassVar[bool] = False
     is_finite: ClassVar[bool] = False
+    least: ClassVar[int] = 1
     reads_value: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_hidden(self, least=1)
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the critics; their last layer starts at zero."""

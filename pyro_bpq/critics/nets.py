@@ -29,25 +29,15 @@ from pyro_bpq.errors import OptionError, check_option
 
 @dataclass(frozen=True)
 class CriticShape:
-    """Sizes of the inputs and outputs of a batch of like-shaped critics.
+    """Sizes of the inputs and outputs of a batch of like-shaped critics."""
 
-    Args:
-        sites: Number of critics ``G``.
-        features: Number of context features ``F``.
-        components: Number of finite components ``D`` of the site, 0 if it has none.
-        cardinality: Values ``K`` of a component.
-        cells: Number of joint states of the rest of the scope, 0 if it is not finite.
-        context: Number of features that the user supplies; they are the last features.
-        members: Width of an encoded scope member of each kind, for a
-            :class:`~pyro_bpq.critics.attention.MemberCritic`; ``features`` then leaves them out.
-    """
-
-    sites: int
-    features: int
-    components: int
-    cardinality: int
-    cells: int = 0
-    context: int = 0
+    sites: int  # Number of critics `G`
+    features: int  # Number of context features `F`
+    components: int  # Number of finite components `D` of the site, 0 if it has none
+    cardinality: int  # Values `K` of a component
+    cells: int = 0  # Number of joint states of the rest of the scope, 0 if it is not finite
+    context: int = 0  # Number of features that the user supplies; they are the last features
+    # Width of an encoded scope member of each kind, for a MemberCritic; `features` then leaves them out
     members: tuple[int, ...] = ()
 
     @property

@@ -88,25 +88,18 @@ class Replay:
 
 @dataclass(frozen=True, eq=False)
 class StoredRollout:
-    """One step's rollout.
+    """One step's rollout."""
 
-    Args:
-        key: Key of its structure.
-        network: Its Backprop-Q network.
-        values: For each run, detached values of sites and indices of subsampled plates, by name.
-        programs: Model, guide, arguments and keyword arguments of each run, by reference.
-        is_steered: Whether sampled values may steer the program; the sites after a redrawn site may then change.
-        costs: For each run, the return values of the cost functions, by name of the statement.
-        plan: Plan of the critics that learn without new cost evaluations, or ``None``.
-    """
-
-    key: Hashable
-    network: BackpropQNetwork
+    key: Hashable  # Key of its structure
+    network: BackpropQNetwork  # Its Backprop-Q network
+    # For each run, detached values of sites and indices of subsampled plates, by name
     values: tuple[Mapping[str, Tensor], ...]
-    programs: tuple[Any, ...]
+    programs: tuple[Any, ...]  # Model, guide, arguments and keyword arguments of each run, by reference
+    # Whether sampled values may steer the program; the sites after a redrawn site may then change
     is_steered: bool = False
+    # For each run, the return values of the cost functions, by name of the statement
     costs: tuple[Mapping[str, Tensor], ...] = ()
-    plan: OffPolicyPlan | None = None
+    plan: OffPolicyPlan | None = None  # Plan of the critics that learn without new cost evaluations, or `None`
 
     @property
     def num_bytes(self) -> int:

@@ -22,23 +22,14 @@ Statistics = Mapping[str, float | tuple[float, ...] | Tensor]
 
 @dataclass(frozen=True)
 class SiteInfo:
-    """Facts about a site that decide whether an estimator can serve it.
+    """Facts about a site that decide whether an estimator can serve it."""
 
-    Args:
-        name: Name of the site.
-        distribution: Name of its distribution's class.
-        has_rsample: Whether the distribution is reparameterised.
-        components: Its finite components, or ``None``.
-        num_particles: Number of particles.
-        plates: Names of its plates.
-    """
-
-    name: str
-    distribution: str
-    has_rsample: bool
-    components: Components | None
-    num_particles: int
-    plates: tuple[str, ...] = ()
+    name: str  # Name of the site
+    distribution: str  # Name of its distribution's class
+    has_rsample: bool  # Whether the distribution is reparameterised
+    components: Components | None  # Its finite components, or `None`
+    num_particles: int  # Number of particles
+    plates: tuple[str, ...] = ()  # Names of its plates
 
 
 class SiteProgram(Protocol):

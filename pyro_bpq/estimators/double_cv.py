@@ -109,19 +109,12 @@ class RODEO(Estimator):
 
 @dataclass(frozen=True)
 class _Slopes:
-    """Predictions from the slopes of the other particles.
+    """Predictions from the slopes of the other particles."""
 
-    Args:
-        probs: Probabilities ``(..., D, K)``.
-        sampled: The sample, one-hot, likewise.
-        linear: ``t_k`` with component ``d`` at value ``v``, ``(..., D, K)``.
-        ahead: Mean over the other particles of ``f'(x_j)·(x_j - μ_j)``, ``(G, M, plates)``.
-    """
-
-    probs: Tensor
-    sampled: Tensor
-    linear: Tensor
-    ahead: Tensor
+    probs: Tensor  # Probabilities `(..., D, K)`
+    sampled: Tensor  # The sample, one-hot, likewise
+    linear: Tensor  # `t_k` with component `d` at value `v`, `(..., D, K)`
+    ahead: Tensor  # Mean over the other particles of `f'(x_j)·(x_j - μ_j)`, `(G, M, plates)`
 
     @classmethod
     @torch.no_grad()

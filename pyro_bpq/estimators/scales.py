@@ -49,20 +49,14 @@ class ScaledTerms:
     ``s`` is the score. ``m_0`` and ``m_2`` are the analytic terms of the exact costs and of the critic. The residuals
     ``r_i`` are, in order: the exact costs, the critic's expectation, the critic's own residual and the control variates
     of later sites.
-
-    Args:
-        score: ``s``, ``(..., D, K)``.
-        cost: ``r``, centred by the other particles or by earlier steps, ``(...)``.
-        residuals: ``r_0`` to ``r_3``, centred like ``r``; ``None`` for a control variate that is absent.
-        offsets: ``m_0`` to ``m_3``, ``(..., D, K)``; ``None`` stands for zero.
-        means: Means of cost, exact costs and level in this step, ``(G, 3)``.
     """
 
-    score: Tensor
-    cost: Tensor
+    score: Tensor  # `s`, `(..., D, K)`
+    cost: Tensor  # `r`, centred by the other particles or by earlier steps, `(...)`
+    # `r_0` to `r_3`, centred like `r`; `None` for a control variate that is absent
     residuals: tuple[Tensor | None, ...]
-    offsets: tuple[Tensor | None, ...]
-    means: Tensor
+    offsets: tuple[Tensor | None, ...]  # `m_0` to `m_3`, `(..., D, K)`; `None` stands for zero
+    means: Tensor  # Means of cost, exact costs and level in this step, `(G, 3)`
 
     @classmethod
     def of(

@@ -23,19 +23,12 @@ from pyro_bpq.step.regression import CriticRows
 
 
 class Learned(NamedTuple):
-    """The critics' outputs for the sites of a class, in nats, detached.
+    """The critics' outputs for the sites of a class, in nats, detached."""
 
-    Args:
-        level: ``V`` of a dueling critic, ``E[Q]`` of a joint critic; ``(G, M, plates)``.
-        table: Table ``(G, M, plates, D, K)`` of the critic, or ``None``.
-        own: Residual ``(G, M, plates)`` of a joint critic, or ``None``.
-        variate: Control variate of a joint critic for earlier sites, ``(G, M, plates)``, or ``None``.
-    """
-
-    level: Tensor
-    table: Tensor | None = None
-    own: Tensor | None = None
-    variate: Tensor | None = None
+    level: Tensor  # `V` of a dueling critic, `E[Q]` of a joint critic; `(G, M, plates)`
+    table: Tensor | None = None  # Table `(G, M, plates, D, K)` of the critic, or `None`
+    own: Tensor | None = None  # Residual `(G, M, plates)` of a joint critic, or `None`
+    variate: Tensor | None = None  # Control variate of a joint critic for earlier sites, `(G, M, plates)`, or `None`
 
     def plus(self, other: Learned) -> Learned:
         """The sum over two groups of Q-nodes of the same sites."""
@@ -46,29 +39,18 @@ class Learned(NamedTuple):
 
 @dataclass(frozen=True)
 class CriticBatch:
-    """Critics of a group of Q-nodes, evaluated at one rollout.
+    """Critics of a group of Q-nodes, evaluated at one rollout."""
 
-    Args:
-        group: The Q-nodes.
-        kind: Kind of their rows in the bank.
-        keys: Key of each row.
-        selection: Their rows in the bank.
-        level: ``V`` in nats, ``(Q, M, plates)``, with the critics' gradient.
-        advantage: ``A`` in nats, ``(Q, M, plates, D, K)``, with the critics' gradient, or ``None``.
-        unit: Scale of the sites (subsampling); targets are divided by it.
-        writes: New running moments of the context features.
-        joint: Values of joint critics. ``level`` and ``advantage`` are then ``E[Q]`` and the table of the all-action
-            term, without gradient.
-    """
-
-    group: QGroup
-    kind: str
-    keys: tuple[str, ...]
-    selection: Selection
-    level: Tensor
-    advantage: Tensor | None
-    unit: Tensor
-    writes: tuple[Write, ...] = ()
+    group: QGroup  # The Q-nodes
+    kind: str  # Kind of their rows in the bank
+    keys: tuple[str, ...]  # Key of each row
+    selection: Selection  # Their rows in the bank
+    level: Tensor  # `V` in nats, `(Q, M, plates)`, with the critics' gradient
+    advantage: Tensor | None  # `A` in nats, `(Q, M, plates, D, K)`, with the critics' gradient, or `None`
+    unit: Tensor  # Scale of the sites (subsampling); targets are divided by it
+    writes: tuple[Write, ...] = ()  # New running moments of the context features
+    # Values of joint critics. `level` and `advantage` are then `E[Q]` and the table of the all-action term, without
+    # gradient.
     joint: JointValue | None = None
 
     def rows(self) -> CriticRows:
@@ -84,20 +66,13 @@ class CriticBatch:
 
 @dataclass(frozen=True)
 class JointValue:
-    """Values of joint critics in nats, ``(Q, M, plates)``.
+    """Values of joint critics in nats, ``(Q, M, plates)``."""
 
-    Args:
-        value: ``Q(x)``, with the critics' gradient.
-        mean: ``E[Q]`` or an estimate of it, detached.
-        own: Residual that belongs to the table, detached.
-        variate: Control variate of mean zero for earlier sites, detached.
-        leaf: The sampled values ``(Q, N, D)`` that ``value`` has a gradient to; ``None`` if no estimator asks for it.
-    """
-
-    value: Tensor
-    mean: Tensor
-    own: Tensor
-    variate: Tensor
+    value: Tensor  # `Q(x)`, with the critics' gradient
+    mean: Tensor  # `E[Q]` or an estimate of it, detached
+    own: Tensor  # Residual that belongs to the table, detached
+    variate: Tensor  # Control variate of mean zero for earlier sites, detached
+    # The sampled values `(Q, N, D)` that `value` has a gradient to; `None` if no estimator asks for it
     leaf: Tensor | None = None
 
 

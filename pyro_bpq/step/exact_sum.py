@@ -75,21 +75,14 @@ def sum_step(summed: ExactSum, is_learning: bool) -> Step:
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """Tables over all values, from one run.
+    """Tables over all values, from one run."""
 
-    Args:
-        traced: The run.
-        plan: The sites that its laws and costs read.
-        nesting: Number of batch dimensions.
-        joints: Joint law of each site and its parent, ``(values of the parent or 1, plates, values)``.
-        marginals: Law of each site, ``(values, plates)``.
-    """
-
-    traced: TracedRun
-    plan: SumPlan
-    nesting: int
+    traced: TracedRun  # The run
+    plan: SumPlan  # The sites that its laws and costs read
+    nesting: int  # Number of batch dimensions
+    # Joint law of each site and its parent, `(values of the parent or 1, plates, values)`
     joints: dict[str, Tensor] = field(default_factory=dict)
-    marginals: dict[str, Tensor] = field(default_factory=dict)
+    marginals: dict[str, Tensor] = field(default_factory=dict)  # Law of each site, `(values, plates)`
 
     def laws(self, sites: Mapping[str, Any], others: Mapping[str, str | None]) -> dict[str, Tensor]:
         """Log-probabilities of sites, each given another or none: ``(values of the other or 1, plates, values)``."""

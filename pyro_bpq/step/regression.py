@@ -15,17 +15,11 @@ from pyro_bpq.rollout.distributed import Ranks, joint_mean
 
 @dataclass(frozen=True)
 class CriticRows:
-    """Critics in a regression.
+    """Critics in a regression."""
 
-    Args:
-        sites: Site of each.
-        selection: Their rows in the bank.
-        unit: Scale of the sites (subsampling), broadcastable to ``(Q, M, plates)``; targets are divided by it.
-    """
-
-    sites: tuple[str, ...]
-    selection: Selection
-    unit: Tensor
+    sites: tuple[str, ...]  # Site of each
+    selection: Selection  # Their rows in the bank
+    unit: Tensor  # Scale of the sites (subsampling), broadcastable to `(Q, M, plates)`; targets are divided by it
 
     @staticmethod
     def join(parts: Sequence[CriticRows]) -> CriticRows:

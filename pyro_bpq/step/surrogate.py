@@ -34,55 +34,35 @@ Pairs = Mapping[int, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Learning:
-    """How the critics' targets and loss are formed.
+    """How the critics' targets and loss are formed."""
 
-    Args:
-        lam: Weight of the return against the critic.
-        gamma: Discount per level.
-        level_weight: Weight of the level against differences within a data point.
-        slow: Whether slow copies of the critics form the targets.
-        num_steps: Number of steps taken, for estimators with a schedule.
-        first_order: Weight of the slopes of critics in the loss.
-        ranks: The processes that learn together, or ``None``.
-        is_recorded: Whether the step's operators are recorded; the loss is then not checked for finiteness.
-        sweep: Step size of a backward sweep before the gradient; ``None`` for a regression on all targets at once.
-    """
-
-    lam: float | Tensor = 0.97
-    gamma: float = 1.0
-    level_weight: float = 0.1
-    slow: bool = False
-    num_steps: int = 0
-    first_order: float = 0.0
-    ranks: Ranks | None = None
-    is_recorded: bool = False
+    lam: float | Tensor = 0.97  # Weight of the return against the critic
+    gamma: float = 1.0  # Discount per level
+    level_weight: float = 0.1  # Weight of the level against differences within a data point
+    slow: bool = False  # Whether slow copies of the critics form the targets
+    num_steps: int = 0  # Number of steps taken, for estimators with a schedule
+    first_order: float = 0.0  # Weight of the slopes of critics in the loss
+    ranks: Ranks | None = None  # The processes that learn together, or `None`
+    is_recorded: bool = False  # Whether the step's operators are recorded; the loss is then not checked for finiteness
+    # Step size of a backward sweep before the gradient; `None` for a regression on all targets at once
     sweep: float | None = None
 
 
 @dataclass(frozen=True)
 class Step:
-    """The result of one step.
+    """The result of one step."""
 
-    Args:
-        loss: The loss of the runs in nats; its gradient has no meaning.
-        surrogate: Sum of the sites' surrogate terms over particles; only its gradient has meaning.
-        critic_loss: Regression loss of the critics, or ``None``.
-        writes: New running statistics, to be committed after the step.
-        info: Estimator and detached diagnostics, by name of site.
-        terms: The summands of the surrogate: names of the sites, and what the estimator returned.
-        learns: Whether the step counts as a training step.
-        paths: The costs through which pathwise gradients flow, summed over particles.
-        leaves: Sampled values that are leaves of the costs. Nobody needs the gradient of the loss in them.
-    """
-
-    loss: Tensor
-    surrogate: Tensor
-    critic_loss: Tensor | None = None
-    writes: list[Write] = field(default_factory=list)
-    info: dict[str, dict[str, Any]] = field(default_factory=dict)
+    loss: Tensor  # The loss of the runs in nats; its gradient has no meaning
+    surrogate: Tensor  # Sum of the sites' surrogate terms over particles; only its gradient has meaning
+    critic_loss: Tensor | None = None  # Regression loss of the critics, or `None`
+    writes: list[Write] = field(default_factory=list)  # New running statistics, to be committed after the step
+    info: dict[str, dict[str, Any]] = field(default_factory=dict)  # Estimator and detached diagnostics, by name of site
+    # The summands of the surrogate: names of the sites, and what the estimator returned
     terms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
-    learns: bool = False
+    learns: bool = False  # Whether the step counts as a training step
+    # The costs through which pathwise gradients flow, summed over particles
     paths: Tensor = field(default_factory=lambda: torch.zeros(()))
+    # Sampled values that are leaves of the costs; nobody needs the gradient of the loss in them
     leaves: tuple[Tensor, ...] = ()
 
 
