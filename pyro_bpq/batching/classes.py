@@ -21,27 +21,16 @@ from pyro_bpq.rollout.sums import Sums, subset_sums
 
 
 class Relation(Enum):
-    """A relation of a class of sites to a class of costs, sites or Q-nodes.
+    """A relation of a class of sites to a class of costs, sites or Q-nodes."""
 
-    Attributes:
-        DOWNSTREAM: Costs downstream of a site, row by row of the plates.
-        CROSSING: Costs downstream of a site that one row of its plates may affect in other rows.
-        TABLED: Immediate costs that are known at every value of a site.
-        CROSSED: The two halves of :func:`~pyro_bpq.batching.cost_to_go.crossed_costs`.
-        LATER: Later sites whose whole control variate counts for a site.
-        LATER_OWN: Later sites whose control variate counts in the part of their own log-probabilities.
-        LATER_MODEL: Later sites whose control variate counts in the part of the model's costs.
-        LATER_LEARNED: Q-nodes of later sites whose part of the control variate counts.
-    """
-
-    DOWNSTREAM = auto()
-    CROSSING = auto()
-    TABLED = auto()
-    CROSSED = auto()
-    LATER = auto()
-    LATER_OWN = auto()
-    LATER_MODEL = auto()
-    LATER_LEARNED = auto()
+    DOWNSTREAM = auto()  # costs downstream of a site, row by row of the plates
+    CROSSING = auto()  # costs downstream of a site that one row of its plates may affect in other rows
+    TABLED = auto()  # immediate costs that are known at every value of a site
+    CROSSED = auto()  # the two halves of crossed_costs
+    LATER = auto()  # later sites whose whole control variate counts for a site
+    LATER_OWN = auto()  # later sites whose control variate counts in the part of their own log-probabilities
+    LATER_MODEL = auto()  # later sites whose control variate counts in the part of the model's costs
+    LATER_LEARNED = auto()  # Q-nodes of later sites whose part of the control variate counts
 
 
 class Known(str, Enum):

@@ -1,15 +1,10 @@
-r"""Stacked costs: the cost-to-go of a class of sites, and costs given another particle's past.
+"""Stacked costs: the cost-to-go of a class of sites, and crossed costs, those given another particle's past.
 
-**Crossed costs.** Leave-one-out subtracts the cost-to-go of another particle ``j`` from that of particle ``i``. These
-have different pasts. A closer baseline is the cost of the values of ``j``, from the site on, given the past of ``i``. A
-log-probability is known for such a pair without another run in two cases: its law reads the past only, or its value
-lies in the past and its law reads nothing of the past.
-
-    own law:    log p(y_j | parents_i)
-    own value:  log p(y_i | parents_j)
-
-Other costs are those of particle ``j``. All values of ``i`` that enter do not depend on the site. So the baseline is as
-free of bias as leave-one-out.
+Leave-one-out subtracts the cost-to-go of particle ``j``, which has another past than particle ``i``. A closer baseline
+is the cost of the values of ``j``, from the site on, given the past of ``i``. A log-probability is known for such a
+pair without another run if its law reads only the past, ``log p(y_j | parents_i)``, or if its value lies in the past
+and its law reads nothing of the past, ``log p(y_i | parents_j)``. The values of ``i`` that enter do not depend on the
+site.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ class Layout:
         graph: The graph.
         network: Its Backprop-Q network.
         specs: Spec of every stochastic node.
-        tabled: For each site, the immediate costs that are known at every value of the site.
+        tabled: For each site, its immediate costs that are known at every value.
         window: Number of most recent scope members per class that a critic sees as separate features; it sees the rest
             as one sum. Critics that look up joint states or attend to members see all members.
-        cuts_plates: Whether a row of a plate at one site can only affect the same row at other sites in the plate.
-            This is never assumed for a site or cost that is reached through a node outside of the plate.
+        cuts_plates: Whether a plate row of one site affects only the same row of other sites. This is never assumed for
+            sites and costs that are reached through a node outside of the plate.
         is_steered: Whether sampled values may steer the program. Then only values sampled before a site may determine
             which critics exist, their inputs, and which critics correct the site.
         charged: For each site, the costs that are charged to its single components. The sums here omit them.

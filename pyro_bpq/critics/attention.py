@@ -1,21 +1,4 @@
-r"""A critic that reads a set or a sequence of any length: attention over the members of a scope.
-
-Other critics see the latest members of each kind and a sum of the rest, or a table over all joint states. This one sees
-every member ``v_j``, with weights that do not depend on their number. A kind is a class of like-shaped sites. For the
-``j``-th latest member of its kind
-
-    h_j = silu(W v_j + R r_j + b),   r_j = (log(1 + j), 1 / (1 + j), cos and sin of 2π j / 3, ..., 2π j / 48)
-    o_i = Σ_j softmax_j(q_i · K_i h_j / √d) U_i h_j                                  for every head i
-    Q   = perceptron(context, o, Σ_j h_j / √n)
-
-``W``, ``R`` and ``b`` belong to a kind, and ``q_i`` is linear in the context. A shared critic (``share``) serves scopes
-of different lengths, also of new lengths.
-
-References:
-    | Attention is all you need (Vaswani et al., 2017), Sec. 3.2
-    | Deep sets (Zaheer et al., 2017), Eq. 4
-    | Backprop-Q (Xu et al., 2018), Sec. 3.1: a Q-function reads its scope
-"""
+"""A critic that reads a set or a sequence of any length: attention over the members of a scope."""
 
 from __future__ import annotations
 
@@ -59,7 +42,14 @@ class MemberCritic(Critic, Protocol):
 
 @dataclass(frozen=True)
 class AttentionCritic:
-    """Attention over all members of the scope, and a perceptron; its last layer starts at zero.
+    """Attention over all members of the scope, and a perceptron whose last layer starts at zero.
+
+        h_j = silu(W v_j + R r_j + b),   r_j = (log(1 + j), 1 / (1 + j), cos and sin of 2π j / 3, ..., 2π j / 48)
+        o_i = Σ_j softmax_j(q_i · K_i h_j / √d) U_i h_j                                  for every head i
+        Q   = perceptron(context, o, Σ_j h_j / √n)
+
+    ``v_j`` is the ``j``-th latest member of its kind, a class of like-shaped sites. ``W``, ``R`` and ``b`` belong to a
+    kind; ``q_i`` is linear in the context. A shared critic serves scopes of different lengths, also of new lengths.
 
     Args:
         width: Number of features ``h_j`` of a member.
@@ -68,6 +58,11 @@ class AttentionCritic:
 
     Raises:
         OptionError: If an option is out of range.
+
+    References:
+        | Attention is all you need (Vaswani et al., 2017), Sec. 3.2
+        | Deep sets (Zaheer et al., 2017), Eq. 4
+        | Backprop-Q (Xu et al., 2018), Sec. 3.1: a Q-function reads its scope
     """
 
     width: int = 16

@@ -29,14 +29,13 @@ class CriticBank(nn.Module):
 
     The bank keeps the rows of the last learning step, and the ``max_idle`` most recently used rows of other sites, or
     as many rows as eight of the largest steps have if that is more. It forgets older rows, block by block. A forgotten
-    site that comes again starts anew.
+    site that comes again starts anew. A site has one row of running statistics, and one row for each of its critics.
 
     Args:
         seed: Seed of the generator that initialises the critics; the global generator is left alone.
         is_own: Whether critics are trained by an optimiser of their own. They are then buffers, not parameters.
         keeps_slow: Whether every block keeps a slow copy of its critics.
-        max_idle: Number of kept rows of sites that the last step did not use. A site has one row of running
-            statistics, and one row for each of its critics.
+        max_idle: Number of kept rows of sites that the last step did not use.
     """
 
     def __init__(self, seed: int = 0, is_own: bool = True, keeps_slow: bool = False, max_idle: int = MAX_IDLE) -> None:

@@ -21,14 +21,8 @@ Write = tuple[str, str, "Tensor | None", Tensor]
 class Block(nn.Module):
     """Rows of like-shaped sites: critics and running statistics, with a leading site axis.
 
-    ``half()`` and ``bfloat16()`` do not convert it, because running squares, counts and step sizes need 32 bits.
-
-    Args:
-        kind: Kind and shape of the rows.
-        keys: Key of each row.
-        critic: The critics, or ``None``.
-        buffers: Running statistics.
-        about: The critic in words; empty if there is none.
+    ``kind`` is the kind and shape of the rows, and ``about`` the critic in words. ``half()`` and ``bfloat16()`` do not
+    convert a block, because running squares, counts and step sizes need 32 bits.
     """
 
     def __init__(

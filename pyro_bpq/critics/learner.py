@@ -1,16 +1,4 @@
-r"""Training options of the critics, and their optimiser.
-
-Targets may be computed from copies of the critics' parameters that track them slowly. The paper splits a parameter into
-a slow part ``θ`` and a rest ``Δ``. After each change of the parameter
-
-    Δ ← Δ + change,   θ ← θ + α Δ,   Δ ← (1 - α) Δ.
-
-With the current parameter ``w = θ + Δ`` this is the soft update ``θ ← (1 - α) θ + α w``.
-
-References:
-    | Backprop-Q (Xu et al., 2018), Appendix, Details for Slow-tracking Target
-    | Continuous control with deep reinforcement learning (Lillicrap et al., 2016)
-"""
+"""Training options of the critics, and their optimiser."""
 
 from __future__ import annotations
 
@@ -37,16 +25,20 @@ _FULL_STEPS, _LEAST_SPEED = 30.0, 0.2
 
 @dataclass(frozen=True)
 class SlowTracking:
-    """Option to compute targets from copies of the critics that track them slowly.
+    """Option to compute targets from copies of the critics that track them slowly, ``θ ← (1 - α) θ + α w``.
 
     Args:
-        rate: Weight ``α`` of the current parameters, in ``(0, 1]``, per step of the critics' optimiser; 1 turns
+        rate: Weight ``α`` of the current parameters ``w``, in ``(0, 1]``, per step of the critics' optimiser; 1 turns
             tracking off.
         guide: Whether replay also redraws from a slowly tracking copy of the guide's parameters, updated once per
             training step with the same rate. Critics then learn the costs under the slower guide.
 
     Raises:
         OptionError: If an option is out of range.
+
+    References:
+        | Backprop-Q (Xu et al., 2018), Appendix, Details for Slow-tracking Target
+        | Continuous control with deep reinforcement learning (Lillicrap et al., 2016)
     """
 
     rate: float = 0.05

@@ -1,11 +1,9 @@
-r"""Critics: learned Q-functions with a leading site axis, in dueling form.
+"""Critics: learned Q-functions with a leading site axis, in dueling form.
 
-A critic of a site with ``D`` finite components of ``K`` values predicts
+    Q(context, x) = V(context) + Σ_d A_d(context)[x_d]
 
-    Q(context, x) = V(context) + Σ_d A_d(context)[x_d].
-
-So its expectation over the site's distribution, and its value after a flip of any component, have closed forms. With
-``D = 1`` the form is fully general. A site without finite components has ``V`` only.
+This is for a site with ``D`` finite components of ``K`` values; others have ``V`` only. The expectation over the site's
+distribution, and the value after a flip of any component, have closed forms. With ``D = 1`` the form is fully general.
 
 References:
     | Dueling network architectures for deep reinforcement learning (Wang et al., 2016)

@@ -12,10 +12,7 @@ from pyro_bpq.estimators.score_function import ScoreFunction
 def unsupported_in_bound(estimator: Estimator, has_critic: bool, chose_critic: bool) -> str | None:
     """Reason why an estimator cannot serve a site of a multi-sample bound, or ``None`` if it can.
 
-    Args:
-        estimator: The estimator.
-        has_critic: Whether the site has a critic.
-        chose_critic: Whether the site's own options name a critic.
+    ``chose_critic`` says whether the site's own options name a critic.
     """
     if not isinstance(estimator, (Pathwise, ScoreFunction, AllAction, QProp)):
         return (

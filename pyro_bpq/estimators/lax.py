@@ -157,7 +157,6 @@ class LAXQ(Scaled):
     scale: Scale = OptimalScale()
     decay: float = 0.98
 
-    is_unbiased: ClassVar[bool] = True
     uses_critic: ClassVar[bool] = True
     needs = frozenset({"moved_value", "q_slope", "q_value"})
     unsupported = needs_continuous

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 
 from pyro_bpq.errors import UnsupportedSiteError, check_option
 from pyro_bpq.estimators import relaxation
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.estimators.relaxation import Annealed
 from pyro_bpq.estimators.requirements import needs_continuous, needs_finite
@@ -45,7 +45,6 @@ class CriticBaseline(Scaled):
     scale: Scale = OptimalScale()
     decay: float = 0.98
 
-    is_unbiased: ClassVar[bool] = True
     uses_critic: ClassVar[bool] = True
 
     def __call__(self, context: SiteContext) -> SiteTerm:
@@ -85,7 +84,6 @@ class QControlVariate(Scaled):
     scale: Scale = OptimalScale()
     decay: float = 0.98
 
-    is_unbiased: ClassVar[bool] = True
     uses_critic: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
 
@@ -120,8 +118,6 @@ class _LocalCost(Estimator):
     uses_critic: ClassVar[bool] = True
     replaces_costs: ClassVar[bool] = True
 
-    unsupported = needs_finite
-
 
 @dataclass(frozen=True)
 class QAllAction(_LocalCost):
@@ -133,6 +129,8 @@ class QAllAction(_LocalCost):
         | An actor-critic algorithm for sequence prediction (Bahdanau et al., 2017)
         | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions
     """
+
+    unsupported = needs_finite
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The expected Q."""
@@ -155,10 +153,6 @@ class QScoreFunction(_LocalCost):
 
     needs = frozenset({"q_value", "table"})
 
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Serves every site that has a critic."""
-        return None
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The critic at the sample times ``log q``."""
         return SiteTerm(local_cost(context) * context.score)
@@ -179,10 +173,6 @@ class QAdvantage(_LocalCost):
     """
 
     needs = frozenset({"q_value", "table"})
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Serves every site that has a critic."""
-        return None
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The advantage of the sample times ``log q``."""
@@ -212,7 +202,9 @@ class QRelaxation(_LocalCost):
     """
 
     temperature: float | Annealed = 0.5
+
     needs = frozenset({"program", "table"})
+    unsupported = needs_finite
 
     def __post_init__(self) -> None:
         relaxation.check_temperature(self)

@@ -3,7 +3,6 @@ r"""REBAR: the cost at a relaxed value as control variate."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -83,7 +82,6 @@ class REBAR(Scaled):
     scale: Scale = OptimalScale(max_scale=1.5)
     decay: float = 0.98
 
-    is_unbiased: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
 
     def __post_init__(self) -> None:

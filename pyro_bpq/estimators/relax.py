@@ -132,7 +132,6 @@ class RELAXQ(Scaled):
     scale: Scale = OptimalScale()
     decay: float = 0.98
 
-    is_unbiased: ClassVar[bool] = True
     uses_critic: ClassVar[bool] = True
     needs = frozenset({"program", "table"})
 

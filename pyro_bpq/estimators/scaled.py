@@ -3,6 +3,7 @@ r"""Estimators with one control variate: its scale, and the running means that c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -135,11 +136,12 @@ def update_means(
 
 
 class Scaled(Estimator):
-    """Base of the estimators ``u - a v``, with the fields ``scale``, ``a``, and ``decay`` of the running means."""
+    """Base of the estimators ``u - a v``, with fields ``scale``, ``a``, and ``decay`` of running means. Unbiased."""
 
     scale: Scale
     decay: float
 
+    is_unbiased: ClassVar[bool] = True
     unsupported = needs_finite
 
     def __post_init__(self) -> None:

@@ -205,21 +205,14 @@ def solve(
     present: tuple[int, ...] = tuple(range(SIZE)),
     trusted: tuple[int, ...] = (EXACT,),
 ) -> Tensor:
-    r"""Scales in ``[0, max_scale]`` that minimise ``|u - Σ a_i v_i|²``: coordinate descent, warm start.
+    """Scales ``(G, 4)`` in ``[0, max_scale]`` that minimise ``|u - Σ a_i v_i|²``: coordinate descent, warm start.
 
-    A ridge towards 1 steadies the first steps; it fades with the number of samples. If few rare samples dominate a
-    moment, the minimiser fits noise and increases the variance. So the scales of learned control variates shrink:
+    A ``ridge`` towards 1, ``(G,)``, steadies the first steps. If few rare samples dominate a moment, the minimiser fits
+    noise. So the scales of learned control variates, which are not ``trusted``, shrink, unless ``noise`` is ``None``:
 
-        a_i ← a_i max(0, 1 - 4 e_i² / b_i²),   b_i = E[(u - Σ_{j≠i} a_j v_j)·v_i],   e_i its standard error.
+        a_i ← a_i max(0, 1 - 4 e_i² / b_i²),   b_i = E[(u - Σ_{j≠i} a_j v_j)·v_i],   noise = e_i², its squared error
 
-    Args:
-        gram: Running means of products, ``(G, 14)``.
-        scales: Scales of the last step, ``(G, 4)``.
-        ridge: Weight of the ridge, ``(G,)``.
-        max_scale: Upper end of the scales.
-        noise: ``e²``, ``(G, 4)``; ``None`` for no shrinkage.
-        present: Indices of the control variates that are present; the scales of the others do not change.
-        trusted: Indices of those that are not learned, and do not shrink.
+    ``gram`` holds running means of products, ``(G, 14)``. The scales of control variates that are not ``present`` stay.
     """
     at_square, at_right, at = _system(present, gram.device)
     square, right = gram[:, at_square], gram[:, at_right]

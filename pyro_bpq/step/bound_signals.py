@@ -18,10 +18,8 @@ _LOWEST = -1e4
 def multi_sample_bound(log_w: Tensor, score: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
     """Minus the bound, detached, and its surrogate, both summed over outer samples and rows.
 
-    Args:
-        log_w: Log-weights, with gradient.
-        score: ``log q`` of the sites that are not reparameterised, of the shape of ``log_w``, with gradient.
-        signal: Signal of each sample, of the same shape, detached, see :func:`leave_one_out_signal`.
+    ``score`` is ``log q`` of the sites that are not reparameterised, and ``signal`` that of
+    :func:`leave_one_out_signal`, detached; both have the shape of ``log_w``.
     """
     bound = _bound(log_w)
     return -bound.detach().sum(), -(signal * score).sum() - bound.sum()

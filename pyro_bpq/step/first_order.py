@@ -1,4 +1,4 @@
-r"""First-order (Sobolev) fitting: the slopes of critics match the gradient of the costs that they predict.
+"""First-order (Sobolev) fitting: the slopes of critics match the gradient of the costs that they predict.
 
 The program runs once more for each Bernoulli or OneHotCategorical site. Gradients are recorded through the site's
 value, and all other sites keep their values. With ``g = ∂C/∂x``, ``C`` the sum of the costs that the critic predicts,
@@ -7,13 +7,10 @@ the regression adds
     L = w Σ_d |A_d[1] - A_d[0] - g_d|² / σ_A²                                        (Bernoulli)
     L = w Σ_d Σ_k |A_d[k] - mean_j A_d[j] - (g_dk - mean_j g_dj)|² / σ_A²            (one-hot)
 
-The slope of a cost at a value is only a first-order prediction of its difference to another value. So a large weight
-``w`` saves samples, and adds an error of second order to the critic. Estimates stay unbiased, as with any critic. If
-the program fails with gradients, the critic of that site fits values only, and a warning names the site.
+If the program fails with gradients, the critic of that site fits values only, and a warning names the site.
 
 References:
-    | Sobolev training for neural networks (Czarnecki et al., 2017)
-    | https://arxiv.org/abs/1706.04859
+    | Sobolev training for neural networks (Czarnecki et al., 2017), https://arxiv.org/abs/1706.04859
 """
 
 from __future__ import annotations

@@ -36,25 +36,15 @@ def regression(
     chosen: Tensor | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, list[Write], dict[str, Tensor]]:
-    r"""Squared error of the critics, in units of their targets' spread.
+    """Squared error of the critics, in units of their targets' spread.
 
     With several particles, differences within a data point count fully and the level ``level_weight``:
 
         L = |δ - mean_m δ|² / σ_A² + w |mean_m δ|² / σ_V²,   δ = q - target
 
-    The mean of the losses of several processes, ``ranks``, is that of the joint batch.
-
-    Args:
-        critic: The critics.
-        value: Their value at the sample, ``(Q, M, plates)``, in nats, with gradient.
-        target: Targets of the same shape, detached.
-        level_weight: Weight ``w``.
-        decay: Weight of the past in the running mean and spreads.
-        chosen: Which Q-nodes learn, ``(Q,)`` of zeros and ones; ``None`` for all.
-        ranks: The processes that learn together.
-
-    Returns:
-        The loss, the writes of the running statistics, and diagnostics per Q-node.
+    ``value`` and ``target`` are in nats, ``(Q, M, plates)``. ``chosen`` holds a one for each Q-node that learns, else a
+    zero. The mean of the losses of several processes, ``ranks``, is that of the joint batch. The results are the loss,
+    the writes of the running statistics, and diagnostics per Q-node.
     """
     particles, samples = target.shape[1], value[0].numel()
     error, scaled = (value - target) / critic.unit, target / critic.unit

@@ -22,18 +22,11 @@ def lambda_returns(
     lam: float | Tensor,
     gamma: float,
 ) -> dict[int, Tensor]:
-    """Targets of all learned Q-nodes, by group, of the shapes of ``values``.
+    """Targets of all learned Q-nodes, ``(Q, M, plates)`` in nats, by group.
 
-    They come from triangular solves if all nodes and costs share their plates, else from a backward pass.
-
-    Args:
-        layout: The layout.
-        costs: Stacked costs by class of costs, in nats, detached.
-        groups: The Q-nodes of each group.
-        values: ``q_X(x)`` by group, ``(Q, M, plates)``, in nats, detached.
-        ahead: ``E_X[q_X]`` plus the correction of the (discounted) exact immediate costs to their expectation.
-        lam: Weight of the return against the critic.
-        gamma: Discount per level.
+    They come from triangular solves if all nodes and costs share their plates, else from a backward pass. ``values``
+    are ``q_X(x)``, detached; ``ahead`` are ``E_X[q_X]`` plus the correction of the (discounted) exact immediate costs
+    to their expectation.
     """
     assert layout.network is not None
     plates = {cls.plates for cls in layout.cost_classes} | {cls.spec.plates for cls in layout.classes}

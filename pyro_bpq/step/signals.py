@@ -258,10 +258,7 @@ class Signals:
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """``q_X(x)`` with the critics' gradient and its lambda-return, ``(Q, M, plates)`` each, by group.
 
-        Args:
-            lam: Weight of the return against the critic.
-            gamma: Discount per level.
-            slow: Whether the critics' slow copies form the targets.
+        With ``slow`` the critics' slow copies form the targets.
         """
         values, _ = self.q_values
         learned, means = self._slow_values if slow else self.q_values

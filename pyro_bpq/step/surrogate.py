@@ -69,18 +69,11 @@ class Step:
 def step(
     signals: Sequence[Signals], loss: Tensor, bank: CriticBank, learning: Learning, is_learning: bool = False
 ) -> Step:
-    """Forms surrogate, critic loss and new statistics of a step.
+    """Forms surrogate, critic loss and new statistics of a step from the signals of all particles, or of each.
 
-    It reads only its arguments; ``signals.rerun`` is the only way back to the program. It changes nothing in the bank,
-    except that it builds missing rows and that critics may learn in a sweep. Numbers leave the device only in
-    :func:`may_learn`.
-
-    Args:
-        signals: One for all particles; one for each if sampled values steer the program.
-        loss: The loss of the rollouts, a scalar in nats.
-        bank: Critics and running statistics.
-        learning: How targets are formed.
-        is_learning: Whether this is a training step; it is none if the loss is not finite.
+    There is one of ``signals`` for each particle if sampled values steer the program. ``loss`` is a scalar in nats; the
+    step teaches nothing if it is not finite. Nothing in the bank changes, except that missing rows are built and that
+    critics may learn in a sweep. Numbers leave the device only in :func:`may_learn`.
     """
     build = is_learning and may_learn(signals, loss, learning)
     writes: list[Write] = []
