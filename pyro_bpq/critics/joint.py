@@ -160,8 +160,7 @@ class FlipCritic(_WithLayers):
         OptionError: If an option is out of range.
 
     References:
-        | Local expectation gradients for black box variational inference (Titsias and
-          Lázaro-Gredilla, 2015)
+        | Local expectation gradients for black box variational inference (Titsias and Lázaro-Gredilla, 2015)
     """
 
     hidden: tuple[int, ...] = (32,)

@@ -53,9 +53,8 @@ class Replay:
         costs: ``"called"``: the functions of :func:`~pyro_bpq.cost` statements are called again, at the redrawn values.
             ``"stored"``: they are never called again, and all sites and costs keep their values
             (:mod:`pyro_bpq.graph.replay_plan`). This is exact if the functions read only sampled values and arguments
-            of the program. Later sites enter by their expectation under the current guide. Critics whose children have
-            parents that are not known at ``X`` bootstrap from redrawn values. If such a child is a cost, they learn
-            from new rollouts only.
+            of the program. Critics whose children have parents that are not known at ``X`` bootstrap from redrawn
+            values. If such a child is a cost, they learn from new rollouts only.
         max_assignments: Largest number of joint values of co-parents that ``"expected"`` sums over.
 
     Raises:

@@ -32,10 +32,10 @@ class AllAction(Estimator):
         exact: Whether one extra run of the model evaluates its immediate costs at every value: ``"auto"`` if
             that pays, ``True`` always, ``False`` never.
         adaptive: Whether the scales adapt; otherwise they are 1.
-        decay: Weight of the past in the running moments; it is raised if a step has few samples.
+        decay: Weight of the past in running moments; it is raised if a step has few samples.
         max_scale: Upper end of the scales.
-        trace: ``A_Y`` is weighted by ``trace ** distance``; the distance is the number of steps from X to Y. A number
-            below 1 trusts critics less the further ahead they are. Any number in ``[0, 1]`` is unbiased.
+        trace: ``A_Y`` is weighted by ``trace ** distance``, the number of steps from X to Y; any number in ``[0, 1]``
+            is unbiased.
         second_run: Whether an independent run on the same data, as in :class:`SecondRun`, replaces the critic's
             prediction of the level of the remaining costs.
 
@@ -44,8 +44,7 @@ class AllAction(Estimator):
 
     References:
         | Backprop-Q (Xu et al., 2018), Eq. 27
-        | Local expectation gradients for black box variational inference (Titsias and
-          Lázaro-Gredilla, 2015)
+        | Local expectation gradients for black box variational inference (Titsias and Lázaro-Gredilla, 2015)
     """
 
     exact: bool | str = "auto"

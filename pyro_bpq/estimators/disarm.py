@@ -111,7 +111,7 @@ class DisARMTree(Estimator):
         own, other = torch.zeros_like(index), torch.zeros_like(index)
         terms = []
         for level, logits in enumerate(levels):
-            # Node `own` of this level is where z passes; the next bit of z says where it goes.
+            # z passes node `own` of this level; the next bit of z says where it goes.
             at_own, at_other = _at(logits, own), _at(logits, other)
             with torch.no_grad():
                 b = (index >> (len(levels) - 1 - level)) & 1

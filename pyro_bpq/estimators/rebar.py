@@ -73,8 +73,7 @@ class REBAR(Scaled):
         OptionError: If an option is out of range.
 
     References:
-        | REBAR: Low-variance, unbiased gradient estimates for discrete latent variable models (Tucker et al.,
-          2017)
+        | REBAR: Low-variance, unbiased gradient estimates for discrete latent variable models (Tucker et al., 2017)
         | Backprop-Q (Xu et al., 2018), Eq. 26
     """
 
