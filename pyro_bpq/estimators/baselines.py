@@ -125,8 +125,7 @@ class RunningBaseline(Baseline):
 
 # In the place of costs that are yet to come stand minus and plus infinity in turn: however many there are, the median
 # of all is that of the others.
-_TO_COME = torch.full((32,), torch.inf)
-_TO_COME[::2] = -torch.inf
+_TO_COME = (-torch.inf, torch.inf) * 16
 
 
 @dataclass(frozen=True)
