@@ -48,12 +48,9 @@ DRAWN_STEPS = (1, 10)
 SUMMED = "every law and every cost reads at most one other site: summed over all values, exactly"
 
 
-_ALONE, _TOGETHER = ScoreFunction(TrimmedBaseline()), ScoreFunction(LeaveOneOut())
-
-
 def plain_score(num_particles: int) -> Estimator:
     """The score function with leave-one-out or, with one particle, a baseline of earlier costs."""
-    return _TOGETHER if num_particles > 1 else _ALONE
+    return ScoreFunction(LeaveOneOut() if num_particles > 1 else TrimmedBaseline())
 
 
 @dataclass(frozen=True)
