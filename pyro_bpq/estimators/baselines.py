@@ -123,11 +123,6 @@ class RunningBaseline(Baseline):
         return centred, {"baseline": update_mean(mean, site_mean(cost), count, self.decay)}
 
 
-# In the place of costs that are yet to come stand minus and plus infinity in turn: however many there are, the median
-# of all is that of the others.
-_TO_COME = (-torch.inf, torch.inf) * 16
-
-
 @dataclass(frozen=True)
 class TrimmedBaseline(Baseline):
     r"""The mean of the last 32 costs-to-go of earlier steps without the 4 largest and the 4 smallest, one per site.
@@ -136,19 +131,20 @@ class TrimmedBaseline(Baseline):
     plate rows.
     """
 
-    recent: ClassVar[int] = len(_TO_COME)
+    recent: ClassVar[int] = 32
     cut: ClassVar[int] = 4
 
     def statistics(self) -> Statistics:
         """The baseline, and the costs-to-go that it is made of, the last one at the end."""
-        return {"baseline": 0.0, "recent": _TO_COME}
+        return {"baseline": 0.0, "recent": (0.0,) * self.recent}
 
     def __call__(self, cost: Tensor, statistics: Mapping[str, Tensor], count: Tensor | None) -> Centred:
         """Subtracts the trimmed mean of earlier steps."""
         assert count is not None
         centred = cost - statistics["baseline"].reshape(-1, *(1,) * (cost.dim() - 1))
         recent = torch.cat([statistics["recent"][:, 1:], site_mean(cost).unsqueeze(1)], 1)
-        ordered = recent.sort(1).values
-        median, trimmed = ordered[:, (self.recent - 1) // 2], ordered[:, self.cut : -self.cut].mean(1)
+        trimmed = recent.sort(1).values[:, self.cut : -self.cut].mean(1)
+        known = torch.arange(self.recent, device=cost.device) >= self.recent - 1.0 - count.unsqueeze(1)
+        median = torch.where(known, recent, torch.nan).nanmedian(1).values
         baseline = torch.where(count < self.recent - 1.0, median, trimmed)
         return centred, {"baseline": baseline, "recent": recent}

@@ -92,7 +92,11 @@ def test_attention_by_hand() -> None:
     assert found == pytest.approx(float(hand), abs=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"width": 0}, {"heads": True}, {"hidden": 32}, {"hidden": (0,)}])
+def test_a_number_is_one_hidden_layer() -> None:
+    assert AttentionCritic(hidden=32) == AttentionCritic(hidden=(32,))
+
+
+@pytest.mark.parametrize("options", [{"width": 0}, {"heads": True}, {"hidden": 0}, {"hidden": (0,)}])
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(options))):
         AttentionCritic(**options)

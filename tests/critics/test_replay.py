@@ -114,7 +114,7 @@ def stage(elbo: TraceBackpropQ_ELBO, stored: StoredRollout, site: str, seed: int
 
 def found(elbo: TraceBackpropQ_ELBO, staged: Staged, name: str) -> tuple[Tensor, Tensor]:
     """Value and target of a Q-node, of each particle, for one-step targets."""
-    value, target = critic_targets(staged.again(elbo.critics), Learning(0.0, 1.0))[name]
+    value, target = critic_targets(staged.signals.again(), Learning(0.0, 1.0))[name]
     return value.flatten(), target.flatten()
 
 

@@ -60,7 +60,7 @@ def test_steered_steps_stay_unbiased(particles: int) -> None:
 
 
 def target(elbo: TraceBackpropQ_ELBO, staged: Staged) -> float:
-    return float(critic_targets(staged.again(elbo.critics), Learning(1.0))["z_0"][1])
+    return float(critic_targets(staged.signals.again(), Learning(1.0))["z_0"][1])
 
 
 def test_steered_replay_redraws_all_later_sites() -> None:

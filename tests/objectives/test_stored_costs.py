@@ -89,7 +89,7 @@ def values(objective: ExpectedCost, name: str) -> list[tuple[dict[str, int], flo
     pairs = []
     for stored in objective.replay_buffer._rollouts:
         staged = objective.trainer.replayer._rerun(objective, stored, stored.values, 0)
-        q, _ = critic_targets(staged.again(objective.critics), Learning(0.0, 1.0))[name]
+        q, _ = critic_targets(staged.signals.again(), Learning(0.0, 1.0))[name]
         sites = {site: value.flatten().long().tolist() for site, value in stored.values[0].items()}
         for m, number in enumerate(q.flatten().tolist()):
             pairs.append(({site: each[m] for site, each in sites.items()}, number))
