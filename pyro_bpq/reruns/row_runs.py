@@ -198,17 +198,8 @@ class RowRuns:
     ) -> dict[str, Tensor] | None:
         """Runs a program at rows of values, none of which holds the sampled values.
 
-        Args:
-            key: The structure of the program.
-            program: The program.
-            sites: Distribution and value of each latent site of the program, by name.
-            fixed: Values that are the same in all rows.
-            rows: Values ``(rows, batch, event)``, by name of the site.
-            learning: Whether this run counts as a use.
-            is_checked: Whether findings are checked again now and then.
-
-        Returns:
-            Each cost ``(rows, batch)``. ``None`` if the way is not known, or is to be checked again.
+        The arguments are those of :meth:`run`. ``None`` if the way is not known, or is to be checked again now; without
+        ``is_checked`` it never is.
         """
         way, uses = self._ways.get(key, (Way.NONE, 0))
         if way is Way.NONE or (is_checked and is_due(uses)):
