@@ -233,10 +233,10 @@ class RowRuns:
         Returns:
             Each cost ``(rows, batch)``. ``None`` if the program runs in no way.
         """
+        if not is_checked:
+            return self.unchecked(key, program, sites, fixed, rows, learning, is_checked)
         way, uses = self._ways.get(key, (None, 0))
         wanted = Rows(fixed, rows, _event_ndims(sites))
-        if not is_checked:
-            return None if way is None or way is Way.NONE else program.run(way, wanted)
         is_proved = False
         if way is None or (way is Way.BROADCAST and learning and is_due(uses)):
             is_proved, way = True, _prove(program, sites, wanted, uses)
