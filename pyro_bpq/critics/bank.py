@@ -36,14 +36,21 @@ class CriticBank(nn.Module):
         is_own: Whether critics are trained by an optimiser of their own. They are then buffers, not parameters.
         keeps_slow: Whether every block keeps a slow copy of its critics.
         max_idle: Number of kept rows of sites that the last step did not use.
+        on_build: Called with the name of a new block after its rows are loaded.
     """
 
-    def __init__(self, seed: int = 0, is_own: bool = True, keeps_slow: bool = False, max_idle: int = MAX_IDLE) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        is_own: bool = True,
+        keeps_slow: bool = False,
+        max_idle: int = MAX_IDLE,
+        on_build: Callable[[str], None] | None = None,
+    ) -> None:
         super().__init__()
         self.seed, self.is_own, self.keeps_slow, self.max_idle = seed, is_own, keeps_slow, max_idle
+        self._on_build = on_build
         self.blocks = nn.ModuleDict()
-        # Called with the name of a new block after its rows are loaded.
-        self.on_build: Callable[[str], None] | None = None
         self._index: dict[tuple[str, str], tuple[str, int]] = {}
         self._selections: dict[Hashable, Selection] = {}
         self._waiting: dict[str, Any] = {}
@@ -200,8 +207,8 @@ class CriticBank(nn.Module):
         for row, name in enumerate(block.keys):
             self._index[block.kind, name] = (key, row)
         self._load_waiting(key, block)
-        if self.on_build is not None:
-            self.on_build(key)
+        if self._on_build is not None:
+            self._on_build(key)
 
     def _find(self, kind: str, keys: tuple[str, ...]) -> Selection:
         places: dict[str, tuple[list[int], list[int]]] = {}

@@ -217,7 +217,7 @@ def _warm_up(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, 
             reader.clear()
             _step(elbo, model, guide, args, kwargs)
     if isinstance(elbo, GraphELBO):
-        elbo.is_learning = False
+        elbo.train(False)
     return steps, time.perf_counter() - start
 
 
@@ -295,10 +295,8 @@ def _times(
     found: dict[str, list[float]] = {name: [] for name in elbos}
     with torch.enable_grad(), GradientReader(model, guide, None) as reader:
         for elbo in elbos.values():
-            if isinstance(elbo, torch.nn.Module):
+            if isinstance(elbo, (torch.nn.Module, GraphELBO)):
                 elbo.train()
-            elif isinstance(elbo, GraphELBO):
-                elbo.is_learning = True
         for turn in range(rounds + 1):
             for name, elbo in elbos.items():
                 pyro.set_rng_seed(seed + turn)

@@ -33,6 +33,10 @@ class GraphELBO(TraceGraph_ELBO):
     def __repr__(self) -> str:
         return f"GraphELBO(has_baselines={self.has_baselines})"
 
+    def train(self, mode: bool = True) -> None:
+        """Lets averages move, or keeps them."""
+        self.is_learning = mode
+
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """A step of Pyro's."""
         store = pyro.get_param_store()

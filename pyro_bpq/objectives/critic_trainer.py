@@ -35,7 +35,8 @@ class CriticTrainer:
         optimizer: The critics' own; ``None`` where the user's trains them.
         replayer: Stored rollouts; ``None`` for none.
         num_steps: Number of steps that were learned from.
-        staged: What the last step worked on, where something learns from it later.
+        keeps_staged: Whether something learns later from what a step worked on.
+        staged: What the last step worked on, where it is kept.
         waiting: What the last step taught.
         late: Of what was loaded the part for blocks that are yet to be built.
     """
@@ -43,12 +44,12 @@ class CriticTrainer:
     def __init__(self, learner: CriticLearner | None, seed: int) -> None:
         self.learner = learner
         own, kept = learner is not None, MAX_IDLE if learner is None else learner.max_idle
-        self.critics = CriticBank(seed, own, learner is not None and learner.slow is not None, kept)
-        self.critics.on_build = self._catch_up
+        self.critics = CriticBank(seed, own, learner is not None and learner.slow is not None, kept, self._catch_up)
         self.optimizer = None if learner is None else CriticOptimizer(learner)
         replay = None if learner is None else learner.replay
         self.replayer = None if learner is None or replay is None else Replayer(learner, replay, seed)
         self.num_steps, self.staged = 0, Transient()
+        self.keeps_staged = self.replayer is not None or (learner is not None and learner.steps > 1)
         self.waiting: tuple[list[Write], dict[str, Tensor]] | None = None
         self.late: tuple[list[Write], dict[str, Tensor]] = ([], {})
         # Blocks that have changed since the last point to go back to, as they were then; ``None`` where there is none.
@@ -56,11 +57,6 @@ class CriticTrainer:
 
     def __repr__(self) -> str:
         return f"CriticTrainer({self.learner}, {self.num_steps} steps)"
-
-    @property
-    def keeps_staged(self) -> bool:
-        """Whether something learns later from what a step worked on."""
-        return self.replayer is not None or (self.learner is not None and self.learner.steps > 1)
 
     @property
     def replays(self) -> bool:
@@ -93,6 +89,10 @@ class CriticTrainer:
             is_recorded=is_recorded,
             sweep=None if learner is None or learner.sweep is None else learner.sweep.at(self.num_steps),
         )
+
+    def keep_staged(self) -> None:
+        """Keeps from now on what a step worked on."""
+        self.keeps_staged = True
 
     def keep(self, items: Sequence[Staged], result: Step) -> None:
         """Keeps what a step worked on."""

@@ -198,7 +198,7 @@ class TraceBackpropQ_ELBO(Objective):
         if num_particles is None and not (vectorize_particles or self._only_costs or enumerates):
             self.particles.leave_open()
         is_open = self.particles.is_open and estimator is None and not asks and critic is not None
-        is_plain = structure == "auto" and not (analytic_kl or self.keeps_staged or learner is None)
+        is_plain = structure == "auto" and not (analytic_kl or self.trainer.keeps_staged or learner is None)
         self._rules = Rules(self.runner, self.particles, is_open and is_plain)
         self.choice = MeasuredChoice(self._trial, seed, checked_choice(choice, self._rules.are_open))
         if isinstance(choice, Candidate):
@@ -212,7 +212,7 @@ class TraceBackpropQ_ELBO(Objective):
     def mode(self, learning: bool, goes_back: bool = False) -> Mode:
         """What a step is for; see :class:`Objective`."""
         # Nothing may learn later from a step in program order, and nothing but its costs may matter.
-        may_order = not (self.keeps_staged or self.analytic_kl or self.trainer.ranks is not None)
+        may_order = not (self.trainer.keeps_staged or self.analytic_kl or self.trainer.ranks is not None)
         return replace(super().mode(learning, goes_back and not self.analytic_kl), may_order=may_order)
 
     def recorded_options(self) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class TraceBackpropQ_ELBO(Objective):
             costs = [differentiable_cost(*pair) for pair in zip(seen.runs, graphs, strict=True)]
             result = replace(result, paths=sum(costs, torch.zeros(())))
         self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
-        if self.keeps_staged:
+        if self.trainer.keeps_staged:
             self.trainer.keep(seen.items, result)
         return result
 
@@ -280,8 +280,8 @@ class TraceBackpropQ_ELBO(Objective):
 
     def loss_and_signals(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[float, LocalObjective]:
         """Like ``loss_and_grads``; also returns the local objective of the rollout."""
+        self.trainer.keep_staged()
         mark = self.mark()
-        self.keeps_staged = True
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         self.trainer.register()
         try:
@@ -385,7 +385,7 @@ class TraceBackpropQ_ELBO(Objective):
 
     @num_noises.setter
     def num_noises(self, number: int) -> None:
-        self.runner.noise.number = number
+        self.runner.noise.go_to(number)
 
     @property
     def replay_buffer(self) -> ReplayBuffer | None:

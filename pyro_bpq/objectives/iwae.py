@@ -187,7 +187,7 @@ class TraceBackpropQ_IWAE(Objective):
         staged = Staged(tuple(runs), (), signals)
         result = step([signals], scale * loss / self.num_outer, self.critics, self.learning(mode), mode.learning)
         result = replace(result, paths=scale * surrogate)
-        if self.keeps_staged:
+        if self.trainer.keeps_staged:
             self.trainer.keep([staged], result)
         self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
         return result

@@ -44,7 +44,6 @@ class Objective(ELBO, nn.Module):
         critics: Critics and running statistics.
         info: What the last step told of each site.
         ms: Milliseconds of the parts of the last step.
-        keeps_staged: Whether something learns later from what a step worked on.
         compiled: The compiled steps; ``None`` if steps run eagerly.
     """
 
@@ -66,7 +65,6 @@ class Objective(ELBO, nn.Module):
         self.lam, self.gamma = lam, gamma
         self.trainer, self._turn = CriticTrainer(learner, seed), Turn()
         self.critics = self.trainer.critics
-        self.keeps_staged = self.trainer.keeps_staged
         self.compiled: CompiledSteps | None = None
         self.compile_steps(compile)
         self.info: Mapping[str, dict[str, Any]] = {}
@@ -147,10 +145,6 @@ class Objective(ELBO, nn.Module):
     def learner(self) -> CriticLearner | None:
         """Options of the critics' optimiser; ``None`` where the user's optimiser trains them."""
         return self.trainer.learner
-
-    @learner.setter
-    def learner(self, learner: CriticLearner | None) -> None:
-        self.trainer.learner = learner
 
     @property
     def num_steps(self) -> int:
@@ -335,7 +329,7 @@ class Objective(ELBO, nn.Module):
         return Mode(
             learning=learning,
             num_steps=self.num_steps,
-            by_value=self.keeps_staged,
+            by_value=self.trainer.keeps_staged,
             first_order=learning and learner is not None and learner.first_order > 0.0,
             goes_back=goes_back and not self.retain_graph,
             has_ranks=self.trainer.ranks is not None,

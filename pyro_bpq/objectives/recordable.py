@@ -29,7 +29,7 @@ class Recordable:
             return "critics learn from stored rollouts (replay)"
         if trainer.ranks is not None:
             return "several processes train the critics together"
-        if self.objective.keeps_staged:
+        if trainer.keeps_staged:
             return "something learns later from what a step worked on (steps > 1, or a controlled SVI)"
         if callable(self.objective.gamma):
             return "gamma is a function of the step"

@@ -113,13 +113,11 @@ class StepRunner(Runner):
     def use(self, planner: Planner, structure: str, known: StepRunner | None = None) -> None:
         """Plans anew, with other options."""
         self.plans.use(planner)
-        # What is done in program order is settled anew.
         self.structure = (known or self).structure.in_mode(structure)
-        self.structure.in_order = False
 
     def forget_last(self) -> None:
         """Forgets the last step: the next one is planned anew."""
-        self.plans.last = None
+        self.plans.forget_last()
 
     def good_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of particles that a program is good for, from a run of so many; 1 where values steer it."""

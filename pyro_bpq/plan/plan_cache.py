@@ -102,4 +102,8 @@ class PlanCache:
     def forget(self) -> None:
         """Forgets all plans."""
         self.plans.clear()
+        self.forget_last()
+
+    def forget_last(self) -> None:
+        """Forgets the last step: the next one is planned anew."""
         self.last = None

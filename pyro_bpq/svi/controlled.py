@@ -48,7 +48,7 @@ class _ControlledSVI(SVI):
             raise OptionError(f"{type(self).__name__}(loss={loss!r}): write loss=TraceBackpropQ_ELBO(...).")
         super().__init__(model, guide, optim, loss, **kwargs)  # type: ignore[no-untyped-call]
         self.elbo = loss
-        loss.keeps_staged = True
+        loss.trainer.keep_staged()
         self.last: ControlledStep | None = None
 
     def _rollout(self, args: Any, kwargs: Any) -> tuple[float, LocalObjective, list[Tensor]]:

@@ -77,12 +77,21 @@ class Ledger:
         self.bits: dict[str, int] = {}
         self.origins: dict[str, int] = {}
         self.escaped = 0
-        self.heard: int | None = None  # not None: collects the sources that are read from now on
+        self.heard: int | None = None  # the sources that were read while it listens
         self.reads = 0
         self.positions = 0  # sources that have chosen a view
         self.deferred: int | None = None  # not None: collects the sources of scalars read as positions
         entries = self.entries
         self._expire: Callable[[Any], Any] = lambda entry: entries.pop(entry.key, None)
+
+    def listen(self) -> None:
+        """Collects the sources that are read from now on."""
+        self.heard = 0
+
+    def stop_listening(self) -> int:
+        """Returns the sources that were read since :meth:`listen`; all that ever were if nothing listened."""
+        found, self.heard = self.escaped if self.heard is None else self.heard, None
+        return found
 
     def names(self, mask: int) -> frozenset[str]:
         """Returns the names of the sources in a mask."""

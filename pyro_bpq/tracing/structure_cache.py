@@ -92,9 +92,12 @@ class StructureCache:
         return f"StructureCache({self.mode!r}, {len(self.graphs)} graphs, escapes={self.escapes})"
 
     def in_mode(self, mode: str) -> StructureCache:
-        """A cache that knows the same, for another mode; what either learns from now on is its own."""
+        """A cache that knows the same, for another mode; what either learns from now on is its own.
+
+        Whether steps go in program order is settled anew.
+        """
         other = StructureCache(mode)
-        restore(other, {**snapshot(self), "mode": mode})
+        restore(other, {**snapshot(self), "mode": mode, "in_order": False})
         return other
 
     def wants_tracking(self) -> bool:

@@ -157,14 +157,14 @@ def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, ledge
     for name, site in samples(trace).items():
         one = Trace()
         one.nodes[name] = site
-        ledger.heard = 0
+        ledger.listen()
         try:
             compute(one)
         except ValueError:
             # The whole trace is computed again, so that the error message shows the shapes of all sites.
             compute(trace)
             raise
-        found, ledger.heard = ledger.heard, None
+        found = ledger.stop_listening()
         # A user's own object may have kept any value that has left torch so far.
         heard[is_guide, name] = found | (ledger.escaped if ledger.escaped and _is_own(site["fn"]) else 0)
     return heard

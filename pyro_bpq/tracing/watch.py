@@ -135,7 +135,7 @@ class Watch(Messenger):
             self.escaped[self.is_guide, msg["name"]] = ledger.escaped
             if self.is_guide:
                 # Reads count from here to the end of the statement, the draw included.
-                ledger.heard = 0
+                ledger.listen()
         if msg["done"] and self.is_guide:
             self.given.add(msg["name"])
         self.has_model |= not self.is_guide
@@ -145,10 +145,9 @@ class Watch(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         self._note(msg)
         if self.tracker is not None and self.is_guide:
-            ledger, name = self.tracker.ledger, msg["name"]
             # The end of a nested statement ends the listening of both statements.
-            found = ledger.escaped if ledger.heard is None else ledger.heard
-            self.heard[name], ledger.heard = self.heard.get(name, 0) | found, None
+            found = self.tracker.ledger.stop_listening()
+            self.heard[msg["name"]] = self.heard.get(msg["name"], 0) | found
 
     def _note(self, msg: Any) -> None:
         name = msg["name"]

@@ -217,10 +217,10 @@ def test_generator_depends_on_seed_and_content() -> None:
 
 
 def test_on_build_sees_the_loaded_rows() -> None:
-    bank, fresh, seen = CriticBank(), CriticBank(), []
+    bank, seen = CriticBank(), []
+    fresh = CriticBank(on_build=lambda key: seen.append(fresh.blocks[key].mean.tolist()))
     write(bank, select(bank, "ab"), [1.0, 2.0])
     fresh.load_state_dict(bank.state_dict())
-    fresh.on_build = lambda key: seen.append(fresh.blocks[key].mean.tolist())
     select(fresh, "ab")
     assert seen == [[1.0, 2.0]]
 

@@ -55,7 +55,7 @@ def test_local_objective_has_the_gradient_of_the_step_at_the_guide_of_the_rollou
     elbo = TraceBackpropQ_ELBO(**particles(case, number))
     for _ in range(3):
         elbo.loss_and_grads(case.model, case.guide, *case.args)
-    elbo.eval().keeps_staged = True
+    elbo.eval().trainer.keep_staged()
     loss = elbo.differentiable_loss(case.model, case.guide, *case.args)
     objective = LocalObjective(elbo.staged.items, elbo.num_particles)
     leaves = dict(pyro.get_param_store().named_parameters())
@@ -96,7 +96,7 @@ def test_local_objective_of_one_site_is_the_loss_up_to_a_constant() -> None:
     model, guide = one_site()
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO().eval()
-    elbo.keeps_staged = True
+    elbo.trainer.keep_staged()
     elbo.differentiable_loss(model, guide)
     objective = LocalObjective(elbo.staged.items, 1)
     differences = []
@@ -115,7 +115,7 @@ def test_clipping_by_hand() -> None:
     model, guide = one_site()
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction()).eval()
-    elbo.keeps_staged = True
+    elbo.trainer.keep_staged()
     pyro.set_rng_seed(3)
     elbo.differentiable_loss(model, guide)
     objective = LocalObjective(elbo.staged.items, 1)
