@@ -11,29 +11,24 @@ from typing import Any
 
 import torch
 from pyro.infer.util import is_validation_enabled
-from torch import Tensor
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
-from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
 from pyro_bpq.objectives.programs import programs_of
+from pyro_bpq.objectives.staging import Staging
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.plan_cache import PlanCache
 from pyro_bpq.plan.planner import Planner, check_gradients
 from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.reruns.apart import Program
-from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
-from pyro_bpq.reruns.flipped_costs import flipped_costs
-from pyro_bpq.reruns.held_costs import HeldRun, is_refused
 from pyro_bpq.reruns.row_runs import RowRuns
-from pyro_bpq.rollout.runs import Particles, Rollout
+from pyro_bpq.rollout.runs import Particles
 from pyro_bpq.step.exact_sum import exact_sum
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
-from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.sandbox import Draws, Sandbox, UngraphedBuffers
@@ -226,9 +221,10 @@ class StepRunner(Runner):
             graphs = [self.structure.merge(runs[0], graphs)]
         try:
             items = [
-                self._stage(
-                    [runs[i] for i in ids], graphs[ids[0]], [programs[i] for i in ids], particles, mode, facts, program
-                )
+                Staging(
+                    *(self, particles, mode, tuple(runs[i] for i in ids), tuple(programs[i] for i in ids)),
+                    *(graphs[ids[0]], facts),
+                ).staged(program)
                 for ids in members
             ]
         except BPQError:
@@ -357,78 +353,7 @@ class StepRunner(Runner):
         graph = self.structure.graph(runs[0], False)
         facts = self._facts(runs, self.structure.is_dynamic(runs[0]), particles, mode)
         with self.plans.keeping_last():
-            return self._stage(list(runs), graph, list(programs), particles, mode, facts, None)
-
-    def _stage(
-        self,
-        traced: list[TracedRun],
-        graph: StochasticComputationGraph,
-        programs: list[Program],
-        particles: Particles,
-        mode: Mode,
-        facts: StructureFacts,
-        one: Program | None,
-    ) -> Staged:
-        """What the sites of some runs are told; without ``one``, the program for one particle, nothing runs again."""
-        key, plan = traced[0].key, self.plans.plan(traced[0], graph, facts)
-        rollout = Rollout(
-            tuple(t.run for t in traced),
-            particles.number if particles.has_plate else len(traced),
-            traced[0].plate_sizes,
-            # Particles lie to the left of as many dimensions as plates may have, whether there are plates or not.
-            int(particles.nesting) - 1 if particles.has_plate else traced[0].plate_ndim,
-            particles.has_plate,
-        )
-        tables: dict[str, Tensor] | None = {}
-        if plan.flips is not None:
-            model, guide, args, kwargs = programs[0]
-            again = guide if self.only_costs else model
-            checks = not mode.is_recorded
-            tables = flipped_costs(plan, traced, rollout, again, args, kwargs, self.row_runs, mode.learning, checks)
-            if tables is None:
-                self.row_runs.say("There is no extra run of the model: it does not run at other values of its sites.")
-                self.plans.do_without_flips(key)
-                plan = self.plans.plan(traced[0], graph, facts)
-        if plan.held is not None and not plan.held.asked and is_refused(plan.held, traced[0], rollout, self.row_runs):
-            self.plans.do_without_holding(key)
-            plan = self.plans.plan(traced[0], graph, facts)
-        rerun = generator = None
-        if one is not None and (plan.needs_program or mode.first_order) and not facts.is_dynamic:
-            generator = self.noise()
-            trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps)
-            share = 1.0 / particles.number if mode.goes_back else None
-            held = None
-            if plan.held is not None:
-                held = HeldRun(
-                    plan.held, graph, self.row_runs, plan.has_buffers, mode.learning, one, not mode.is_recorded
-                )
-            rerun = Reruns(trace, programs, traced, plan, generator, share, held)
-            if plan.sloped and not self._has_slopes(rerun, key, plan, rollout):
-                plan = self.plans.plan(traced[0], graph, facts)
-                rerun = rerun.with_plan(plan)
-        if plan.patterns:
-            # Only now it is certain which plan is carried out.
-            runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in traced)
-            rollout = replace(rollout, runs=runs)
-        signals = Signals(
-            plan.layout, rollout, tables or {}, self.critics, mode.learning, rerun, generator, mode.by_value
-        )
-        return Staged(tuple(traced), tuple(programs), signals)
-
-    def _has_slopes(self, rerun: Reruns, key: Any, plan: Plan, rollout: Rollout) -> bool:
-        """Looks, once for each structure, whether costs have gradients to the values of the sites that need some."""
-        if key in self.plans.slopes:
-            return True
-        plates = {name: plan.graph.node(name).plates for name in plan.sloped}
-        try:
-            found = all(rerun.has_slope(name, rollout, own) for name, own in plates.items())
-        except BPQError:
-            raise
-        except RuntimeError:
-            # Torch refuses something that the program does with values that carry gradients.
-            found = False
-        self.plans.know_slopes(key, found)
-        return found
+            return Staging(self, particles, mode, tuple(runs), tuple(programs), graph, facts).staged()
 
 
 def _with_values(values: Mapping[str, Any], part: Any) -> Any:

@@ -6,9 +6,15 @@ import contextlib
 import threading
 from typing import Any
 
+import pyro
 import torch
 from pyro.poutine.runtime import effectful
 from torch import Tensor, nn
+
+from pyro_bpq.errors import StructureChangedError
+
+# What torch, Pyro and this package raise where shapes do not fit; a program's own errors are left alone.
+_DOES_NOT_FIT = (ValueError, RuntimeError, IndexError, TypeError, AssertionError, NotImplementedError)
 
 
 class BufferedModules:
@@ -128,6 +134,35 @@ class Sandbox:
 
     def _generators(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+
+
+class Trial:
+    """A step of many particles, and what speaks against it; parameters that it has made are forgotten.
+
+    They might have the shape of many particles.
+    """
+
+    def __init__(self) -> None:
+        self.reason, self.created = "", set[str]()
+        self._known = set(pyro.get_param_store().keys())
+
+    def __enter__(self) -> Trial:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: object) -> bool:
+        if error is not None and (isinstance(error, StructureChangedError) or not isinstance(error, _DOES_NOT_FIT)):
+            return False
+        if error is not None:
+            # An error that has another cause comes again.
+            self.reason = f"it failed: {error}"
+        self.created = self.new_parameters()
+        for name in self.created:
+            del pyro.get_param_store()[name]
+        return True
+
+    def new_parameters(self) -> set[str]:
+        """Names of the parameters that the step has made so far."""
+        return set(pyro.get_param_store().keys()) - self._known
 
 
 class Draws:
