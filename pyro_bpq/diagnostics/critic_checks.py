@@ -90,12 +90,12 @@ def check_scales(look: Look) -> Iterator[Finding]:
     for one in look.signals:
         for c in one.active:
             context = one.context(c)
-            present = (context.exact, context.level, context.learned, context.correction)
+            present = (context.exact, context.level, context.learned)
             for name in context.names:
                 scales = look.elbo.info.get(name, {}).get("scales")
-                if scales is None or len(scales) != len(present):
+                if scales is None or len(scales) < len(present):
                     continue
-                _, level, learned, _ = (p is not None and s < _ZERO_SCALE for p, s in zip(present, scales, strict=True))
+                _, level, learned = (p is not None and s < _ZERO_SCALE for p, s in zip(present, scales, strict=False))
                 if level and learned:
                     unused.append(name)
     good = {name: fit for name, fit in look.fit.sites.items() if name in unused and _explains_well(fit)}

@@ -13,8 +13,8 @@ from torch import Tensor
 from pyro_bpq.diagnostics.moments import COSTS, gradient_moments
 from pyro_bpq.errors import BPQError, OptionError
 
-# Names of the four scales of AllAction, in its order.
-SCALES = ("exact", "level", "advantage", "later")
+# Names of the scales of AllAction, in its order.
+SCALES = ("exact", "level", "advantage", "later", "later_exact")
 
 
 def scalars(elbo: Any) -> dict[str, dict[str, float]]:

@@ -11,9 +11,10 @@ import numpy as np
 from pyro_bpq.diagnostics.comparison import Comparison
 from pyro_bpq.diagnostics.history import SCALES, History
 from pyro_bpq.errors import BPQError, OptionError
+from pyro_bpq.estimators.scales import START
 
 _MOST = 8
-_STYLES = ("-", "--", ":", "-.")
+_STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 
 def plot_diagnostics(history: History, sites: Sequence[str] | None = None, window: int | None = None) -> Any:
@@ -138,18 +139,18 @@ def _explained(ax: Any, history: History, colours: dict[str, str], window: int) 
 
 def _scales(ax: Any, history: History, colours: dict[str, str], window: int) -> None:
     used = []
-    for label, style in zip(SCALES, _STYLES, strict=True):
+    for label, style, start in zip(SCALES, _STYLES, START, strict=True):
         key, before = f"scale_{label}", len(ax.lines)
         for site, colour in colours.items():
             if key in history.keys(site):
                 values = history.series(site, key)
-                # A scale that never left 1 belongs to a control variate that is absent.
-                if np.nanmax(np.abs(values - 1.0)) > 0:
-                    ax.plot(history.steps, _smooth(values, window), style, color=colour, linewidth=1.2)
+                # A scale that never left its start belongs to a control variate that is absent.
+                if np.nanmax(np.abs(values - start)) > 0:
+                    ax.plot(history.steps, _smooth(values, window), linestyle=style, color=colour, linewidth=1.2)
         if len(ax.lines) > before:
             used.append((label, style))
     for label, style in used:
-        ax.plot([], [], style, color="black", label=label)
+        ax.plot([], [], linestyle=style, color="black", label=label)
     if used:
         ax.legend(fontsize=8, frameon=False, ncols=4, loc="upper center")
     ax.set(title="adaptive scales", ylabel="scale", ylim=(-0.05, 1.4), xlabel="step")

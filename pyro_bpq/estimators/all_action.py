@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
-from pyro_bpq.estimators.scales import EXACT, LEVEL, ScaledTerms, check_scales, initial_statistics
+from pyro_bpq.estimators.scales import EXACT, LEVEL, ScaledTerms, check_scales, fixed_scales, initial_statistics
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class AllAction(Estimator):
     other particles or, with one particle, over earlier steps. The scales ``a`` minimise the second moment of the
     gradient with respect to the logits. They come from running moments of earlier steps and lie in ``[0, max_scale]``.
     With a useless critic the estimator becomes leave-one-out, or the score function with a running baseline. Exact
-    costs have a scale too, because the remaining costs alone may vary more than all costs together.
+    costs have a scale too, because the remaining costs alone may vary more than all costs together. As long as the
+    critics of later sites do worse there than exact costs alone, ``A_Y`` is that of the exact costs, with a scale
+    ``a_4`` in place of ``a_3``.
 
     Args:
         exact: Whether one extra run of the model evaluates its immediate costs at every value: ``"auto"`` if
@@ -96,7 +98,7 @@ class AllAction(Estimator):
         with torch.no_grad():
             probs, score = context.score_table
             terms = _terms(context, probs, score)
-            scales = context.statistics["scales"] if self.adaptive else torch.ones_like(context.statistics["scales"])
+            scales = context.statistics["scales"] if self.adaptive else fixed_scales(context)
             weights = terms.residual(scales)[..., None, None] * (score + probs)
             for i, table in ((0, context.exact), (2, context.learned)):
                 if table is not None:

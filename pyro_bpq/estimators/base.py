@@ -117,7 +117,8 @@ class SiteContext:
             ``E[Σ_k ∇q_d(k) learned[d, k]]``, and ``level`` is then ``E[Q]``. ``None`` for a dueling critic.
         moments: Centred powers of a value without finite components, if a critic reads them; ``learned`` then
             holds their factors ``(..., D, 2)``.
-        correction: Sum over later sites ``Y`` of ``A_Y = Q_Y(y) - E_Y[Q_Y]``, or ``None``.
+        correction: Sum over later sites ``Y`` of ``A_Y = Q_Y(y) - E_Y[Q_Y]``, of what critics predict, or ``None``.
+        exact_correction: The same of costs known exactly at every value of ``Y``, or ``None``.
         statistics: Running statistics from earlier steps, by name, with a leading site axis.
         count: Number of steps behind the statistics, ``(G,)``.
         signals: Further signals that the estimator asks for (:attr:`Estimator.needs`), by name.
@@ -137,6 +138,7 @@ class SiteContext:
     own: Tensor | None = None
     moments: Standardised | None = None
     correction: Tensor | None = None
+    exact_correction: Tensor | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     count: Tensor | None = None
     signals: Mapping[str, Any] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import torch
 
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.requirements import alternative
-from pyro_bpq.estimators.scales import ScaledTerms, check_scales, initial_statistics
+from pyro_bpq.estimators.scales import ScaledTerms, check_scales, fixed_scales, initial_statistics
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class QProp(Estimator):
         """The residual times ``log q``, plus the critic's expectation."""
         with torch.no_grad():
             terms = _terms(context)
-            scales = context.statistics["scales"] if self.adaptive else torch.ones_like(context.statistics["scales"])
+            scales = context.statistics["scales"] if self.adaptive else fixed_scales(context)
             residual = terms.residual(scales)
             statistics = terms.updated(context, scales, self.decay, self.max_scale)
         surrogate = residual * context.score

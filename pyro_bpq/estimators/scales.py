@@ -1,4 +1,4 @@
-"""Adaptive scales of four control variates, computed from running moments of the gradient itself."""
+"""Adaptive scales of five control variates, computed from running moments of the gradient itself."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import SiteContext, Statistics, check_decay, site_mean
 from pyro_bpq.estimators.baselines import leave_one_out
 
-SIZE = 4  # control variates
+SIZE = 5  # control variates
 PAIRS = tuple((i, j) for i in range(SIZE) for j in range(i, SIZE))
 # A running moment covers at least this many samples, so that it contains rare values.
 _SAMPLES = 1000
 # The scale of a learned control variate is zero unless its gain exceeds this many standard errors.
 _ERRORS = 2.0
-# Indices of control variates: the exact costs (not learned), the critic's level, the later sites.
-EXACT, LEVEL, _LATER = 0, 1, 3
+# Indices of control variates: the exact costs (not learned), the critic's level, the later sites, their exact costs.
+EXACT, LEVEL, _LATER, _LATER_EXACT = 0, 1, 3, 4
+_NOT_LEARNED = EXACT, _LATER_EXACT
+# One of the last two is zero.
+START = (1.0, 1.0, 1.0, 1.0, 0.0)
 
 
 def initial_statistics() -> Statistics:
@@ -29,8 +32,14 @@ def initial_statistics() -> Statistics:
         "gram": (0.0,) * (len(PAIRS) + SIZE),
         "squares": (0.0,) * SIZE,
         "means": (0.0,) * 3,
-        "scales": (1.0,) * SIZE,
+        "scales": START,
     }
+
+
+def fixed_scales(context: SiteContext) -> Tensor:
+    """Scales that do not adapt, ``(G, 5)``."""
+    scales = context.statistics["scales"]
+    return scales.new_tensor(START).expand_as(scales)
 
 
 def check_scales(owner: Any) -> None:
@@ -44,18 +53,18 @@ def check_scales(owner: Any) -> None:
 class ScaledTerms:
     r"""The plain gradient ``u`` and the control variates ``v_i`` of each component, ``g = u - Σ a_i v_i``.
 
-        u = r s,  v_0 = r_0 s - m_0,  v_1 = r_1 s,  v_2 = r_2 s - m_2,  v_3 = r_3 s
+        u = r s,  v_0 = r_0 s - m_0,  v_1 = r_1 s,  v_2 = r_2 s - m_2,  v_3 = r_3 s,  v_4 = r_4 s
 
     ``s`` is the score. ``m_0`` and ``m_2`` are the analytic terms of the exact costs and of the critic. The residuals
-    ``r_i`` are, in order: the exact costs, the critic's expectation, the critic's own residual and the control variates
-    of later sites.
+    ``r_i`` are, in order: the exact costs, the critic's expectation, the critic's own residual, the control variates of
+    later sites, and what of these is known without critics. The last two replace each other: one has the scale zero.
     """
 
     score: Tensor  # `s`, `(..., D, K)`
     cost: Tensor  # `r`, centred by the other particles or by earlier steps, `(...)`
-    # `r_0` to `r_3`, centred like `r`; `None` for a control variate that is absent
+    # `r_0` to `r_4`, centred like `r`; `None` for a control variate that is absent
     residuals: tuple[Tensor | None, ...]
-    offsets: tuple[Tensor | None, ...]  # `m_0` to `m_3`, `(..., D, K)`; `None` stands for zero
+    offsets: tuple[Tensor | None, ...]  # `m_0` to `m_4`, `(..., D, K)`; `None` stands for zero
     means: Tensor  # Means of cost, exact costs and level in this step, `(G, 3)`
 
     @classmethod
@@ -74,7 +83,10 @@ class ScaledTerms:
         ``m_0``.
         """
         cost = context.cost
-        parts = (cost, context.exact_cost, level, own, context.correction)
+        later, known = context.correction, context.exact_correction
+        if known is not None:
+            later, known = (known, None) if later is None else (later + known, known)
+        parts = (cost, context.exact_cost, level, own, later, known)
         zero = cost.new_zeros(cost.shape[0])
         means = torch.stack([zero if part is None else site_mean(part) for part in parts[:3]], 1)
         if context.num_particles > 1:
@@ -83,10 +95,10 @@ class ScaledTerms:
             shift = context.statistics["means"].reshape(-1, 3, *(1,) * (cost.dim() - 1))
             centred = [None if p is None else p - shift[:, n] if n < 3 else p for n, p in enumerate(parts)]
         assert centred[0] is not None
-        return cls(score, centred[0], tuple(centred[1:]), (exact, None, critic, None), means)
+        return cls(score, centred[0], tuple(centred[1:]), (exact, None, critic, None, None), means)
 
     def residual(self, scales: Tensor) -> Tensor:
-        """``r - Σ a_i r_i``; scales ``(G, 4)``."""
+        """``r - Σ a_i r_i``; scales ``(G, 5)``."""
         rest = self.cost
         for i, part in enumerate(self.residuals):
             rest = rest if part is None else rest - self.scale(scales, i) * part
@@ -102,13 +114,14 @@ class ScaledTerms:
         scales: Tensor,
         decay: float,
         max_scale: float,
-        trusted: tuple[int, ...] = (EXACT,),
+        trusted: tuple[int, ...] = _NOT_LEARNED,
     ) -> dict[str, Tensor]:
         """New running statistics after a step with these scales; ``trusted`` control variates are not learned."""
         assert context.count is not None
         old, count = context.statistics, context.count
         means = {"means": context.running_mean("means", self.means, decay)}
         present = tuple(i for i, part in enumerate(self.residuals) if part is not None)
+        trusted = trusted if context.correction is not None else (*trusted, _LATER)
         if not present:
             return {} if context.num_particles > 1 else means
         moments, elements = context.joint(torch.cat(self.moments(scales), 1))
@@ -120,18 +133,18 @@ class ScaledTerms:
         gram, squares = (context.running_mean(*part, slow) for part in zip(("gram", "squares"), parts, strict=True))
         samples = elements * (count + 1.0).clamp(max=(1.0 + slow) / (1.0 - slow))
         noise = None
-        if present != (EXACT,):
+        if not set(present) <= set(trusted):
             noise = (squares - _partial(gram, scales).square()).clamp(min=0.0) / samples.unsqueeze(1)
         solved = solve(gram, old["scales"], 3.0 / ((count + 1.0) * elements), max_scale, noise, present, trusted)
         return {**means, "gram": gram, "squares": squares, "scales": solved}
 
     def moments(self, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean products ``v_i·v_j`` and ``u·v_i``, ``(G, 14)``, and mean squares ``((u - Σ_{j≠i} a_j v_j)·v_i)²``.
+        """Mean products ``v_i·v_j`` and ``u·v_i``, ``(G, 20)``, and mean squares ``((u - Σ_{j≠i} a_j v_j)·v_i)²``.
 
-        The squares have shape ``(G, 4)``; that of the exact costs stays zero. Every ``v_i`` has mean zero given
+        The squares have shape ``(G, 5)``; those of exact costs stay zero. Every ``v_i`` has mean zero given
         everything except the sampled value. So the known part of the gradient is subtracted from ``u``, which makes
-        products less noisy. ``v_3`` has mean zero given everything that the other variates read. So its products with
-        them are set to zero.
+        products less noisy. ``v_3`` and ``v_4`` have mean zero given everything that the other variates read. So their
+        products with them are set to zero, as is that with each other, which nothing asks for.
         """
         present = tuple(i for i, part in enumerate(self.residuals) if part is not None)
         known: Tensor | None = None
@@ -156,14 +169,14 @@ class ScaledTerms:
 
     def _squares(self, rows: Tensor, present: tuple[int, ...], scales: Tensor) -> Tensor:
         squares = scales.new_zeros(scales.shape)
-        if present == (EXACT,):
+        if set(present) <= set(_NOT_LEARNED):
             return squares
         plain, scaled = rows[:, -1], [self.scale(scales, i)[..., None, None] for i in present]
         rest = plain
         for n, i in enumerate(present):
-            rest = rest if i == _LATER else rest - scaled[n] * rows[:, n]
+            rest = rest if i >= _LATER else rest - scaled[n] * rows[:, n]
         for n, i in enumerate(present):
-            if i != EXACT:
+            if i not in _NOT_LEARNED:
                 without = plain if i == _LATER else rest + scaled[n] * rows[:, n]
                 squares[:, i] = site_mean((without * rows[:, n]).sum((-1, -2)).square())
         return squares
@@ -174,7 +187,8 @@ def _entries(present: tuple[int, ...], device: torch.device) -> tuple[Tensor, Te
     """Indices of the nonzero entries of the Gram vector, and their indices in the flat matrix of products."""
     row = {i: n for n, i in enumerate(present)}
     size = len(present) + 1
-    pairs = [(n, row[i] * size + row[j]) for n, (i, j) in enumerate(PAIRS) if i in row and j in row and not i < j == 3]
+    known = [(n, i, j) for n, (i, j) in enumerate(PAIRS) if i == j or j < _LATER]
+    pairs = [(n, row[i] * size + row[j]) for n, i, j in known if i in row and j in row]
     pairs += [(len(PAIRS) + i, row[i] * size + size - 1) for i in present]
     kept, found = torch.tensor(pairs, device=device).unbind(1)
     return kept, found
@@ -189,7 +203,7 @@ def _system(present: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
 
 
 def _partial(gram: Tensor, scales: Tensor) -> Tensor:
-    """Means of ``(u - Σ_{j≠i} a_j v_j)·v_i``, ``(G, 4)``."""
+    """Means of ``(u - Σ_{j≠i} a_j v_j)·v_i``, ``(G, 5)``."""
     at_square, at_right, _ = _system(tuple(range(SIZE)), gram.device)
     square = gram[:, at_square]
     own = torch.diagonal(square, dim1=1, dim2=2) * scales
@@ -203,16 +217,18 @@ def solve(
     max_scale: float,
     noise: Tensor | None = None,
     present: tuple[int, ...] = tuple(range(SIZE)),
-    trusted: tuple[int, ...] = (EXACT,),
+    trusted: tuple[int, ...] = _NOT_LEARNED,
 ) -> Tensor:
-    """Scales ``(G, 4)`` in ``[0, max_scale]`` that minimise ``|u - Σ a_i v_i|²``: coordinate descent, warm start.
+    """Scales ``(G, 5)`` in ``[0, max_scale]`` that minimise ``|u - Σ a_i v_i|²``: coordinate descent, warm start.
 
     A ``ridge`` towards 1, ``(G,)``, steadies the first steps. If few rare samples dominate a moment, the minimiser fits
     noise. So the scales of learned control variates, which are not ``trusted``, shrink, unless ``noise`` is ``None``:
 
         a_i ← a_i max(0, 1 - 4 e_i² / b_i²),   b_i = E[(u - Σ_{j≠i} a_j v_j)·v_i],   noise = e_i², its squared error
 
-    ``gram`` holds running means of products, ``(G, 14)``. The scales of control variates that are not ``present`` stay.
+    Of the last two, later sites with and without their critics, only the one that takes off more is used: critics have
+    to do better than exact costs alone. ``gram`` holds running means of products, ``(G, 20)``. The scales of control
+    variates that are not ``present`` stay.
     """
     at_square, at_right, at = _system(present, gram.device)
     square, right = gram[:, at_square], gram[:, at_right]
@@ -229,5 +245,14 @@ def solve(
             if noise is not None and i not in trusted:
                 found = found * (1.0 - _ERRORS**2 * noise[:, i] / signal.square().clamp(min=tiny)).clamp(min=0.0)
             chosen[:, n] = found
+    if _LATER in present and _LATER_EXACT in present:
+        chosen = _one_of_the_last(chosen, right, diagonal)
     # A control variate that is always zero gives 0/0, hence 0, above: its scale is set to 1 instead.
     return scales.index_copy(1, at, torch.where(diagonal > 0, chosen, torch.ones_like(chosen)))
+
+
+def _one_of_the_last(scales: Tensor, right: Tensor, diagonal: Tensor) -> Tensor:
+    """Sets the scale of the last or the last but one control variate to zero: of the one that takes off less."""
+    gain = scales * (2.0 * right - scales * diagonal)
+    wins = gain[:, -2:-1] > gain[:, -1:]
+    return torch.cat((scales[:, :-2], scales[:, -2:-1] * wins, scales[:, -1:] * ~wins), 1)

@@ -16,6 +16,8 @@ from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 
 # An extra run that takes so many times as long as the step without it wins less than it costs.
 DEAR = 2.0
+# Nor does one that tells less of the noise, as the share is but estimated.
+SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,14 @@ def plan_extra_run(structure: Structure, estimators: Mapping[str, Estimator], ma
     vectors = [n for n, i in traced.infos.items() if i.components is not None and i.components.size > 1]
     is_flat = all(is_complete(structure, name, costs[name]) for name in vectors)
     components, wanted = {}, None
-    finite = 0
     for name, info in traced.infos.items():
         exact = estimators[name].exact_costs
         if info.components is None or exact is False:
             continue
-        finite += 1
         if costs[name] and (exact is True or info.components.size == 1 or is_flat):
             components[name] = info.components
             wanted = name if exact is True else wanted
-    # One extra run of the whole model pays where many sites gain by it.
-    if not components or (wanted is None and 2 * len(components) < finite):
+    if not components:
         return ExtraRun()
     given = [c for c, o in traced.user_costs.items() if _is_rerun(traced, o) and not (o.exact or o.is_function)]
     if given and wanted is not None:
@@ -83,20 +82,65 @@ def plan_extra_run(structure: Structure, estimators: Mapping[str, Estimator], ma
     flips = flip_plan(graph, components, costs)
     names = {cost for chosen in flips.costs.values() for cost in chosen}
     elements = flips.rows * sum(traced.run.costs[cost].numel() * _events(structure, cost) for cost in names)
-    refused = "" if wanted is not None else _too_dear(structure.facts, flips.rows, elements, max_elements)
+    refused = ""
+    if wanted is None:
+        share = told_share(structure, estimators, flips.costs)
+        refused = _too_dear(structure.facts, flips.rows, elements, max_elements, share)
     return ExtraRun(refused=refused) if refused else ExtraRun(flips, components)
 
 
-def _too_dear(facts: StructureFacts, rows: int, elements: int, max_elements: int) -> str:
-    """Why an extra run of so many rows costs more than it is worth; empty where it does not."""
+def told_share(
+    structure: Structure, estimators: Mapping[str, Estimator], costs: Mapping[str, tuple[str, ...]]
+) -> float:
+    """The share of the noise of otherwise unknown costs that an extra run takes off, on average over sites.
+
+    A cost that is told of the last site that it reads corrects all earlier sites, too. Of its noise that is taken to be
+    one part in ``k``, where it reads ``k`` sites from the corrected one on. All costs count alike.
+
+    Args:
+        structure: The structure.
+        estimators: The estimator of each site.
+        costs: For each flipped site the model's costs that the run tells.
+    """
+    graph = structure.graph
+    told = graph.cost_bits_of({cost for found in costs.values() for cost in found})
+    own = {Known.LOG_Q: cost_of_guide, Known.LOG_P: cost_of_model}
+    known = {own[k](n) for n, estimator in estimators.items() for k in known_costs(structure, n, estimator)}
+    unknown = ~graph.cost_bits_of(known)
+    shares = []
+    # The told costs, as bits, by the number of sites that they read from the present one on.
+    by_number: dict[int, int] = {0: told}
+    for i in reversed(range(len(graph.nodes))):
+        for number in sorted(by_number, reverse=True):
+            moved = by_number[number] & graph.cost_child_bits[i]
+            by_number[number] ^= moved
+            by_number[number + 1] = by_number.get(number + 1, 0) | moved
+        left = graph.downstream_bits[i] & unknown
+        if estimators[graph.nodes[i].name].uses_critic and left:
+            parts = sum((bits & left).bit_count() / number for number, bits in by_number.items() if number)
+            shares.append(parts / left.bit_count())
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+def _too_dear(facts: StructureFacts, rows: int, elements: int, max_elements: int, share: float) -> str:
+    """Why an extra run of so many rows costs more than it is worth; empty where it does not.
+
+    A step that takes ``1 + r`` times as long and has ``1 - share`` of the noise pays where ``r < share / (1 - share)``.
+    """
     if elements > max_elements:
         return f"its {rows} rows evaluate {elements} costs, more than {max_elements}"
+    told = f"tell about {share:.2f} of the noise of unknown costs"
+    if share < SHARE:
+        return f"its {rows} rows {told}"
     if facts.work is None:
         return ""
     guide, model = facts.work
     # A backward pass takes about twice as long as the run itself; the extra run has none.
     ratio = model.of_rows(rows).seconds() / (guide + model).times(3).seconds()
-    return f"its {rows} rows take about {ratio:.1f} times as long as the rest of the step" if ratio > DEAR else ""
+    if ratio <= DEAR and ratio * (1.0 - share) < share:
+        return ""
+    text = f"its {rows} rows take about {ratio:.1f} times as long as the rest of the step"
+    return text if ratio > DEAR else f"{text} and {told}"
 
 
 def _readable(structure: Structure) -> dict[str, tuple[str, ...]]:

@@ -102,19 +102,15 @@ class Signals:
         return found
 
     @cached_property
-    def variates(self) -> dict[int, Tensor]:
-        """``A_Y = Q_Y(y) - E_Y[Q_Y]`` of each site, by class."""
+    def variates(self) -> dict[int, tuple[Tensor | None, Tensor | None]]:
+        """``A_Y = Q_Y(y) - E_Y[Q_Y]`` of each site, by class: of what critics predict, and of exact costs."""
         found = {}
         for c in self.valued:
-            table, learned = self.exact[c], self.learned.get(c)
-            own = None if learned is None else learned.variate
-            if own is None and learned is not None and learned.table is not None:
-                table = learned.table if table is None else table + learned.table
-            if table is not None:
-                centred = self.batches[c].centred(table)
-                found[c] = centred if own is None else centred + own
-            elif own is not None:
-                found[c] = own
+            exact, learned, batch = self.exact[c], self.learned.get(c), self.batches[c]
+            predicted = None if learned is None else learned.variate
+            if predicted is None and learned is not None and learned.table is not None:
+                predicted = batch.centred(learned.table)
+            found[c] = predicted, None if exact is None else batch.centred(exact)
         return found
 
     def paths(self) -> list[Tensor]:
@@ -146,6 +142,7 @@ class Signals:
             names = ", ".join(map(repr, cls.names))
             raise OptionError(f"Sites {names}: {type(estimator).__name__} takes no discount; write gamma=1.0.")
         shift = self._bootstraps(gamma).get(c)
+        correction, exact_correction = self._corrections(c) if uses and shift is None else (None, None)
         return SiteContext(
             names=cls.names,
             score=batch.score,
@@ -159,7 +156,8 @@ class Signals:
             level=None if learned is None else learned.level,
             own=None if learned is None else learned.own,
             moments=batch.moments if uses and cls.spec.has_moments else None,
-            correction=_expand(self._correction(c), shape) if uses and shift is None else None,
+            correction=_expand(correction, shape),
+            exact_correction=_expand(exact_correction, shape),
             signals=self._asked_for(c),
         )
 
@@ -213,16 +211,20 @@ class Signals:
         table = torch.stack([self.tables[name].expand(batch.probs.shape[1:]) for name in cls.names])
         return table.masked_fill(batch.probs == 0, 0.0)
 
-    def _correction(self, c: int) -> Tensor | None:
-        """For each site the sum of later sites' control variates, restricted to the costs downstream of the site."""
-        total: Tensor | None = None
-        for k, variate in self.variates.items():
-            parts = self._parts[k] if self.layout.is_split(k) else [(Relation.LATER, k, variate)]
-            for kind, column, part in parts:
-                term = self._selected(c, k, kind, column, part)
+    def _corrections(self, c: int) -> tuple[Tensor | None, Tensor | None]:
+        """For each site the sums of later sites' control variates, restricted to the costs downstream of the site.
+
+        Those of what critics predict, and those of exact costs.
+        """
+        totals: dict[bool, Tensor | None] = {True: None, False: None}
+        for k, (learned, exact) in self.variates.items():
+            whole = [(Relation.LATER, True, k, learned), (Relation.LATER, False, k, exact)]
+            for kind, is_learned, column, part in self._parts[k] if self.layout.is_split(k) else whole:
+                term = None if part is None else self._selected(c, k, kind, column, part)
                 if term is not None:
-                    total = term if total is None else total + term
-        return total
+                    total = totals[is_learned]
+                    totals[is_learned] = term if total is None else total + term
+        return totals[True], totals[False]
 
     def _selected(self, c: int, k: int, kind: Relation, column: int, variate: Tensor) -> Tensor | None:
         """Sums, for each site of a class, the control variates of a later class that a matrix selects."""
@@ -238,19 +240,22 @@ class Signals:
         return selected @ sum_to_plates(variate, self.layout.classes[k].spec.plates, plates)
 
     @cached_property
-    def _parts(self) -> dict[int, list[tuple[Relation, int, Tensor]]]:
-        """The parts of ``A_Y`` by class, of tabled costs and of each Q-node: kind of matrix, column, tensor."""
-        found: dict[int, list[tuple[Relation, int, Tensor]]] = {c: [] for c in self.valued}
+    def _parts(self) -> dict[int, list[tuple[Relation, bool, int, Tensor | None]]]:
+        """The parts of ``A_Y`` by class, of tabled costs and of each Q-node.
+
+        Each has a kind of matrix, whether it is learned, a column, and a tensor.
+        """
+        found: dict[int, list[tuple[Relation, bool, int, Tensor | None]]] = {c: [] for c in self.valued}
         for c in self.valued:
             for kind, table in ((Relation.LATER_OWN, self._own_table(c)), (Relation.LATER_MODEL, self._model_table(c))):
                 if table is not None:
-                    found[c].append((kind, c, self.batches[c].centred(table)))
+                    found[c].append((kind, False, c, self.batches[c].centred(table)))
         for g, critic in self.critics.items():
             if critic.joint is not None:
-                found[critic.group.c].append((Relation.LATER_LEARNED, g, critic.joint.variate))
+                found[critic.group.c].append((Relation.LATER_LEARNED, True, g, critic.joint.variate))
             elif critic.advantage is not None:
                 value, mean = self.value_and_mean(critic)
-                found[critic.group.c].append((Relation.LATER_LEARNED, g, value.detach() - mean))
+                found[critic.group.c].append((Relation.LATER_LEARNED, True, g, value.detach() - mean))
         return found
 
     def values_and_targets(

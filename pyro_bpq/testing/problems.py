@@ -178,6 +178,7 @@ class Problem:
         score = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
         # Far from right, as the critics are, but no function of the value.
         learned, level, correction = nonsense(self.size, self.cardinality), nonsense(), nonsense()
+        exact_correction = nonsense()
         signals = {"program": program, "hindsight": held, "advantage": cost - level, "q_value": level}
         context = SiteContext(
             names=names,
@@ -191,6 +192,7 @@ class Problem:
             learned=learned,
             level=level,
             correction=correction,
+            exact_correction=exact_correction,
             signals={**signals, **{name: nonsense().abs() for name in new_signals()}},
         )
         return context, leaf

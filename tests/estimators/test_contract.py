@@ -187,6 +187,7 @@ def context(
         learned=draw(2, 3),
         level=draw(),
         correction=draw(),
+        exact_correction=draw(),
     )
     split = Components("one_hot", (2,), 3)
     value = split.value(index).to(dtype)
