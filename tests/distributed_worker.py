@@ -98,6 +98,7 @@ RANDOM_CASES: dict[str, dict[str, Any]] = {
     **{name: options for name, (options, _) in CASES.items()},
     "vectorised": {"num_particles": 3, "vectorize_particles": True, "max_plate_nesting": 1},
     "replay": {"learner": CriticLearner(replay=Replay(capacity=5))},
+    "stored costs": {"learner": CriticLearner(replay=Replay(capacity=5, costs="stored"))},
     "per_cost": {"reduction": "per_cost"},
 }
 
@@ -170,6 +171,30 @@ def train_apart(rank: int) -> dict[str, Any]:
     return state_of(fit)
 
 
+def replay_stored_costs(rank: int) -> dict[str, Any]:
+    """An update from stored rollouts whose costs are not called again: gradients of this process, and those applied."""
+    fit = make({"learner": CriticLearner(replay=Replay(capacity=5, costs="stored", updates_per_step=0))})
+    torch.manual_seed(rank)
+    for step in range(3):
+        fit(batch(step)[0][rank::PROCESSES]).backward()
+    fit(batch(3)[0][rank::PROCESSES])
+    trainer, applied = fit.elbo.trainer, dict[str, Tensor]()
+    mark = trainer.replayer.snapshot()
+    own = trainer.replayer.gradients(fit.elbo)
+    trainer.replayer.restore(mark)
+    step_of = trainer.optimizer.step
+
+    def note(critics: Any, gradients: dict[str, Tensor]) -> None:
+        applied.update(gradients)
+        step_of(critics, gradients)
+
+    trainer.optimizer.step = note
+    updates = fit.elbo.replay()
+    plans = [stored.plan for stored in fit.elbo.replay_buffer.draw(5, torch.Generator())]
+    assert updates == 1 and plans and all(plans)
+    return {"own": own, "applied": applied, "critics": trainer.critics.weights()}
+
+
 def train_compiled(rank: int) -> dict[str, Any]:
     """Parameters after eager and after recorded steps, and the number of recorded ones."""
     found = {}
@@ -234,6 +259,7 @@ def main() -> None:
         "random": {name: train_randomly(name, rank, False) for name in RANDOM_CASES},
         "broadcast": train_randomly("default", rank, True),
         "apart": train_apart(rank),
+        "stored": replay_stored_costs(rank),
         "compiled": train_compiled(rank),
         "refused": refused(rank),
         "collide": collide(rank),

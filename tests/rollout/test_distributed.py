@@ -110,6 +110,18 @@ def test_critics_of_each_process_s_own(ranks: list[dict[str, Any]]) -> None:
     assert not is_equal(left, right)
 
 
+def test_each_process_replays_its_own_stored_costs_and_learns_the_mean(ranks: list[dict[str, Any]]) -> None:
+    left, right = (state["stored"] for state in ranks)
+    both = left["own"].keys() & right["own"].keys()
+    assert both and any(not torch.allclose(left["own"][name], right["own"][name]) for name in both)
+    for state in (left, right):
+        assert state["applied"].keys() == left["own"].keys() | right["own"].keys()
+        for name, gradient in state["applied"].items():
+            own = [each["own"][name] for each in (left, right) if name in each["own"]]
+            torch.testing.assert_close(gradient, sum(own) / len(own), rtol=0.0, atol=1e-12)
+    assert_equal(left["critics"], right["critics"])
+
+
 def test_recorded_steps_train_as_eager_ones(ranks: list[dict[str, Any]]) -> None:
     for state in ranks:
         found = state["compiled"]
