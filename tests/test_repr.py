@@ -18,6 +18,7 @@ import pyro_bpq
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.diagnostics import History, LogCallback, compare_estimators, critic_fit, diagnose, gradient_moments
 from pyro_bpq.diagnostics.render import render_network, render_scg
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.testing import ChoiceNoise
 from pyro_bpq.tracing.provenance import DependencyTracker
@@ -61,7 +62,7 @@ def objects() -> Iterator[Any]:
         elbo.loss_and_grads(CHAIN.model, CHAIN.guide)
     history = History()
     history.record(elbo)
-    items = elbo.observe(CHAIN.model, CHAIN.guide).items
+    items = elbo.observe(Program(CHAIN.model, CHAIN.guide, (), {})).items
     signals = [item.signals for item in items]
     quick = {"num_warmup": 1, "num_rounds": 1, "num_samples": 4, "progress": False, "verbose": False, "exact": False}
     with DependencyTracker() as tracker:

@@ -194,8 +194,7 @@ class CompiledSteps:
 
     def _with_tensors(self, program: Any) -> Any:
         """The program with tensors in place of float arguments that change from step to step."""
-        model, guide, args, kwargs = program
-        leaves, tree = tree_flatten((args, kwargs))
+        leaves, tree = tree_flatten((program.args, program.kwargs))
         floats = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, float)}
         if not floats:
             return program
@@ -204,7 +203,7 @@ class CompiledSteps:
         for i in self._varying & floats.keys():
             leaves[i] = torch.tensor(floats[i], dtype=torch.get_default_dtype())
         args, kwargs = tree_unflatten(leaves, tree)
-        return model, guide, args, kwargs
+        return program._replace(args=args, kwargs=kwargs)
 
     def _recorded(
         self, subject: Subject, program: Any, roots: Any, call: Call, number: int, updates: Updates | None

@@ -25,12 +25,12 @@ from pyro_bpq.diagnostics.sampling import num_outcomes_of, seeded
 from pyro_bpq.errors import BPQError, BPQWarning, OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import exact_gradient
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
 from pyro_bpq.tracing.plate_errors import own_text
 
-Program = Callable[..., Any]
 # What this package, torch and Pyro raise where an estimator does not serve a program.
 _DOES_NOT_RUN = (BPQError, ValueError, RuntimeError, LookupError, TypeError, AssertionError)
 
@@ -45,8 +45,8 @@ class _Reference:
 
 
 def compare_estimators(
-    model: Program,
-    guide: Program,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
     *args: Any,
     estimators: Mapping[str, Any] | None = None,
     num_particles: int = 4,
@@ -107,18 +107,19 @@ def compare_estimators(
     elbos = built if estimators is None else _elbos(estimators, num_particles)
     if num_rounds < 1:
         raise OptionError(f"num_rounds={num_rounds!r}: write a positive number.")
+    program = Program(model, guide, args, kwargs)
     options: dict[str, Any] = {"num_outcomes": num_outcomes, "seed": seed, **kwargs}
     rows: dict[str, Any] = {}
     ready: dict[str, Any] = {}
     same: dict[str, str] = {}
     with seeded(seed), _bar(progress, 2 * len(elbos) + 2) as advance:
-        escapes = _first_run(model, guide, args, kwargs)
-        truth = _reference(model, guide, args, kwargs, reference, num_particles, num_samples, num_warmup, options)
+        escapes = _first_run(program)
+        truth = _reference(program, reference, num_particles, num_samples, num_warmup, options)
         advance("reference")
         for name, elbo in elbos.items():
             pyro.set_rng_seed(seed + 1)
             try:
-                elbo, write, warm, seconds = _ready(elbo, rivals.get(name), model, guide, args, kwargs, num_warmup)
+                elbo, write, warm, seconds = _ready(elbo, rivals.get(name), program, num_warmup)
                 advance(name)
                 twin = _twin(elbo, ready) if estimators is None else None
                 if twin is not None:
@@ -136,7 +137,7 @@ def compare_estimators(
         escapes = escapes or any(_escapes(elbo) for elbo in ready.values())
         for name, elbo in ready.items():
             rows[name]["is_blind"] = escapes and isinstance(elbo, TraceGraph_ELBO)
-        times = _times(ready, model, guide, args, kwargs, num_rounds, seed)
+        times = _times(ready, program, num_rounds, seed)
     done = [
         row if isinstance(row, Row) else Row(name, ms=times[name][0], ms_spread=times[name][1], **row)
         for name, row in rows.items()
@@ -148,22 +149,20 @@ def compare_estimators(
     return comparison
 
 
-def _ready(
-    elbo: Any, rival: Rival | None, model: Program, guide: Program, args: Any, kwargs: Any, steps: int
-) -> tuple[Any, str, int, float]:
+def _ready(elbo: Any, rival: Rival | None, program: Program, steps: int) -> tuple[Any, str, int, float]:
     """An ELBO that has learned, what to write for it, the number of steps and the seconds that took."""
     text = "" if rival is None else rival.written
     alone = None if rival is None else rival.in_turn
     if alone is None:
-        return elbo, text, *_warm_up(elbo, model, guide, args, kwargs, steps)
+        return elbo, text, *_warm_up(elbo, program, steps)
     try:
         with warnings.catch_warnings():
             # Where a plate of particles does not do, they run in another way.
             warnings.simplefilter("ignore", BPQWarning)
-            return elbo, text, *_warm_up(elbo, model, guide, args, kwargs, steps)
+            return elbo, text, *_warm_up(elbo, program, steps)
     except _DOES_NOT_RUN:
         elbo = alone.build()
-        return elbo, alone.written, *_warm_up(elbo, model, guide, args, kwargs, steps)
+        return elbo, alone.written, *_warm_up(elbo, program, steps)
 
 
 def _twin(elbo: Any, ready: Mapping[str, Any]) -> str | None:
@@ -187,14 +186,14 @@ def _elbos(estimators: Mapping[str, Any], num_particles: int) -> dict[str, Any]:
     return found
 
 
-def _first_run(model: Program, guide: Program, args: Any, kwargs: Any) -> bool:
+def _first_run(program: Program) -> bool:
     """Runs once to create the parameters, so that no estimator's first step draws their initial values.
 
     Returns whether sampled values left torch.
     """
     elbo = TraceBackpropQ_ELBO()
     with torch.no_grad():
-        elbo.loss(model, guide, *args, **kwargs)
+        elbo.loss(*program[:2], *program.args, **program.kwargs)
     return _escapes(elbo)
 
 
@@ -203,7 +202,7 @@ def _escapes(elbo: Any) -> bool:
     return isinstance(elbo, TraceBackpropQ_ELBO) and bool(elbo.runner.structure.escapes)
 
 
-def _warm_up(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, steps: int) -> tuple[int, float]:
+def _warm_up(elbo: Any, program: Program, steps: int) -> tuple[int, float]:
     """Lets an ELBO's critics learn with fixed parameters; returns number of steps and seconds."""
     learns = isinstance(elbo, GraphELBO) and elbo.has_baselines
     if isinstance(elbo, TraceBackpropQ_ELBO):
@@ -212,32 +211,29 @@ def _warm_up(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, 
     if not learns:
         return 0, 0.0
     start = time.perf_counter()
-    with torch.enable_grad(), GradientReader(model, guide, None) as reader:
+    with torch.enable_grad(), GradientReader(*program[:2], None) as reader:
         for _ in range(steps):
             reader.clear()
-            _step(elbo, model, guide, args, kwargs)
+            _step(elbo, program)
     if isinstance(elbo, GraphELBO):
         elbo.train(False)
     return steps, time.perf_counter() - start
 
 
-def _step(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any) -> None:
+def _step(elbo: Any, program: Program) -> None:
     # loss_and_grads would put the copy's critics into Pyro's param store where the user's optimiser trains them.
-    backward(elbo, model, guide, args, kwargs, isinstance(elbo, TraceBackpropQ_ELBO))
+    backward(elbo, program, isinstance(elbo, TraceBackpropQ_ELBO))
 
 
 def _reference(
-    model: Program,
-    guide: Program,
-    args: Any,
-    kwargs: Any,
+    program: Program,
     elbo: Any,
     num_particles: int,
     num_samples: int,
     num_warmup: int,
     options: Mapping[str, Any],
 ) -> _Reference:
-    limit = options["num_outcomes"]
+    limit, (model, guide, args, kwargs) = options["num_outcomes"], program
     if num_outcomes_of(guide, args, kwargs, 1) <= limit:
         try:
             gradient = exact_gradient(model, guide, *args, num_outcomes=limit, **kwargs)
@@ -245,7 +241,7 @@ def _reference(
         except BPQError:
             pass  # a program that cannot be enumerated after all
     elbo = copy.deepcopy(elbo) if elbo is not None else TraceBackpropQ_ELBO(max(2, num_particles))
-    _warm_up(elbo, model, guide, args, kwargs, num_warmup)
+    _warm_up(elbo, program, num_warmup)
     settings = {**options, "seed": options["seed"] + 2}
     found = gradient_moments(
         elbo, model, guide, *args, num_samples=4 * num_samples, exact=False, by_site=False, **settings
@@ -288,12 +284,10 @@ def _claims_unbiased(elbo: Any) -> bool | None:
     return all(cls.spec.estimator.is_unbiased for cls in elbo.plan.layout.classes)
 
 
-def _times(
-    elbos: Mapping[str, Any], model: Program, guide: Program, args: Any, kwargs: Any, rounds: int, seed: int
-) -> dict[str, tuple[float, float]]:
+def _times(elbos: Mapping[str, Any], program: Program, rounds: int, seed: int) -> dict[str, tuple[float, float]]:
     """Median time of a step and half the distance of its quartiles, in milliseconds; ELBOs take turns."""
     found: dict[str, list[float]] = {name: [] for name in elbos}
-    with torch.enable_grad(), GradientReader(model, guide, None) as reader:
+    with torch.enable_grad(), GradientReader(*program[:2], None) as reader:
         for elbo in elbos.values():
             if isinstance(elbo, (torch.nn.Module, GraphELBO)):
                 elbo.train()
@@ -302,7 +296,7 @@ def _times(
                 pyro.set_rng_seed(seed + turn)
                 reader.clear()
                 start = time.perf_counter()
-                _step(elbo, model, guide, args, kwargs)
+                _step(elbo, program)
                 found[name].append(1e3 * (time.perf_counter() - start))
     # The first turn is not counted: it may build objects that later turns use.
     return {name: _middle(values[1:]) for name, values in found.items()}

@@ -14,6 +14,7 @@ from pyro_bpq.diagnostics.moments import GradientMoments, named_moments, site_gr
 from pyro_bpq.diagnostics.sampling import accumulate, num_outcomes_of, untouched
 from pyro_bpq.diagnostics.text import number, table
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.testing import Moments
 from pyro_bpq.testing.parameters import GradientReader
@@ -114,10 +115,10 @@ def critic_fit(
         | Backprop-Q (Xu et al., 2018), Appendix, Gradient Difference Between Two Locally Fitted Functions
         | (there the derivative with respect to a continuous value, here differences between discrete values)
     """
-    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    program, pairs = Program(model, guide, args, kwargs), dict[str, list[tuple[Tensor, Tensor]]]()
     with untouched(elbo, seed), torch.enable_grad():
         with torch.no_grad():
-            is_subsampled = any(run.subsamples for run in elbo.observe(model, guide, args, kwargs).runs)
+            is_subsampled = any(run.subsamples for run in elbo.observe(program).runs)
         count = math.inf if exact is False else num_outcomes_of(guide, args, kwargs, elbo.num_particles)
         with GradientReader(model, guide, None) as reader:
 
@@ -127,7 +128,7 @@ def critic_fit(
 
             def run() -> dict[Any, Tensor]:
                 reader.clear()
-                return site_gradients(elbo, reader, model, guide, args, kwargs, more)
+                return site_gradients(elbo, reader, program, more)
 
             found = accumulate(
                 run, num_samples=num_samples, num_outcomes=count, limit=num_outcomes, exact=exact, elbo=elbo
@@ -137,7 +138,7 @@ def critic_fit(
                 pairs.clear()
                 for _ in range(num_samples):
                     reader.clear()
-                    items = elbo.observe(model, guide, args, kwargs).items
+                    items = elbo.observe(program).items
                     _note_targets([item.signals for item in items], pairs)
         moments = named_moments(found, reader)
     return _fits(moments, pairs, is_subsampled)

@@ -31,6 +31,7 @@ from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.diagnostics.text import number
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.rollout.runs import Program
 
 # Findings of the same severity are listed in this order.
 _CHECKS = (
@@ -94,15 +95,16 @@ def diagnose(
     """
     if not isinstance(elbo, TraceBackpropQ_ELBO):
         raise OptionError(f"diagnose() looks into a TraceBackpropQ_ELBO, not a {type(elbo).__name__}.")
+    program = Program(model, guide, args, kwargs)
     with untouched(elbo, seed), torch.enable_grad():
         # Runs are tracked, because only tracking shows which values leave torch.
-        tracked = elbo.tracked_runs(model, guide, args, kwargs)
-        seen = elbo.observe(model, guide, args, kwargs)
+        tracked = elbo.tracked_runs(program)
+        seen = elbo.observe(program)
         planned = elbo.runner.plans.last
     assert planned is not None
     limits: dict[str, Any] = {"num_samples": num_samples, "num_outcomes": num_outcomes, "seed": seed}
     fit = critic_fit(elbo, model, guide, *args, **limits, **kwargs)
-    look = Look(elbo, model, guide, args, kwargs, seed, tracked, seen, planned, fit)
+    look = Look(elbo, program, seed, tracked, seen, planned, fit)
     checks = [check for check in _CHECKS if not (elbo.particles.now.sums and check in _OF_DRAWS)]
     findings = [finding for check in checks for finding in check(look)]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))

@@ -118,11 +118,11 @@ def _reached(look: Look) -> set[str]:
     with (
         untouched(look.elbo, look.seed),
         torch.enable_grad(),
-        GradientReader(look.model, look.guide, None) as reader,
+        GradientReader(*look.program[:2], None) as reader,
     ):
         for _ in range(_TRIES):
             reader.clear()
-            steps = site_gradients(look.elbo, reader, look.model, look.guide, look.args, look.kwargs)
+            steps = site_gradients(look.elbo, reader, look.program)
             found |= {leaf for site, leaf in steps if site is None}
         reader.add_modules()
         return {name for name, leaf in reader.leaves.items() if id(leaf) in found}
@@ -246,7 +246,7 @@ def check_time(look: Look) -> Iterator[Finding]:
 
 def _times(look: Look) -> tuple[float, float]:
     """Seconds of the processor for a step with its backward pass, and for its extra run."""
-    elbo, args, kwargs, kept = look.elbo, look.args, look.kwargs, look.elbo.ms
+    elbo, (_, _, args, kwargs), kept = look.elbo, look.program, look.elbo.ms
     plan, item = look.planned.plan, look.seen.items[0]
     model, guide, *_ = item.programs[0]
     again = guide if elbo.runner.only_costs else model
@@ -259,12 +259,12 @@ def _times(look: Look) -> tuple[float, float]:
         with (
             untouched(elbo, look.seed),
             torch.enable_grad(),
-            GradientReader(look.model, look.guide, None) as reader,
+            GradientReader(*look.program[:2], None) as reader,
         ):
 
             def step() -> None:
                 reader.clear()
-                backward(elbo, look.model, look.guide, args, kwargs, use_differentiable_loss=True)
+                backward(elbo, look.program, use_differentiable_loss=True)
 
             whole, part = _middle(step, extra)
     finally:

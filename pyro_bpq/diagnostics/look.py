@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.plan.plan_cache import Planned
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.sandbox import LentBuffers
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -27,10 +28,7 @@ class Look:
     """The inputs of all checks."""
 
     elbo: TraceBackpropQ_ELBO  # the ELBO
-    model: Callable[..., Any]  # model
-    guide: Callable[..., Any]  # guide
-    args: Any  # arguments of both
-    kwargs: Any  # keyword arguments of both
+    program: Program  # model, guide and their arguments
     seed: int  # seed of further runs
     tracked: Sequence[TracedRun]  # runs that were tracked: only they show which values leave torch
     seen: Observation  # runs as a step has them, and what their sites are told
@@ -63,7 +61,7 @@ class Look:
         try:
             with untouched(trial, self.seed), warnings.catch_warnings(), torch.enable_grad(), LentBuffers():
                 warnings.simplefilter("ignore")
-                trial.observe(self.model, self.guide, self.args, self.kwargs)
+                trial.observe(self.program)
         except Exception as error:
             # A program may raise anything where its shapes do not fit.
             return f"this program fails with several particles in one call ({type(error).__name__})"

@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_bpq.diagnostics.sampling import Accumulated, accumulate, num_outcomes_of, untouched
 from pyro_bpq.diagnostics.text import number, table
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import Moments
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
@@ -126,7 +127,7 @@ def gradient_moments(
         BPQError: If ``exact=True`` and the outcomes cannot be enumerated.
     """
     particles = getattr(elbo, "num_particles", 1)
-    split = by_site and isinstance(elbo, TraceBackpropQ_ELBO)
+    program, split = Program(model, guide, args, kwargs), by_site and isinstance(elbo, TraceBackpropQ_ELBO)
     with untouched(elbo, seed), torch.enable_grad():
         count = math.inf if exact is False else num_outcomes_of(guide, args, kwargs, particles)
         with GradientReader(model, guide, parameters) as reader:
@@ -134,8 +135,8 @@ def gradient_moments(
             def run() -> dict[Any, Tensor]:
                 reader.clear()
                 if split:
-                    return site_gradients(elbo, reader, model, guide, args, kwargs)
-                backward(elbo, model, guide, args, kwargs, False)
+                    return site_gradients(elbo, reader, program)
+                backward(elbo, program, False)
                 return {(None, key): g for key, g in reader.read().items()}
 
             found = accumulate(
@@ -168,14 +169,11 @@ def named_moments(found: Accumulated, reader: GradientReader) -> GradientMoments
 def site_gradients(
     elbo: TraceBackpropQ_ELBO,
     reader: GradientReader,
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    program: Program,
     more: Callable[[Any], Mapping[Any, Tensor]] = lambda signals: {},
 ) -> dict[Any, Tensor]:
     """The gradient of one step and its summands, by ``(site or None, id of the parameter)``."""
-    seen = elbo.observe(model, guide, args, kwargs, shows=False)
+    seen = elbo.observe(program, shows=False)
     signals = [item.signals for item in seen.items]
     result = seen.step(torch.zeros(()), elbo.critics, elbo.learning())
     summands: dict[Any, Tensor] = {COSTS: result.paths}

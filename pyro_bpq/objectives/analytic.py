@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.distributions.kl import kl_divergence
 
 from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_model
+
+
+def analytic_paths(seen: Observation) -> Tensor:
+    """The differentiable costs of the runs of a step."""
+    # One graph for all particles, or one for each.
+    graphs = [item.signals.layout.graph for item in seen.items] * (len(seen.runs) // len(seen.items))
+    return sum(map(differentiable_cost, seen.runs, graphs), torch.zeros(()))
 
 
 def differentiable_cost(traced: TracedRun, graph: StochasticComputationGraph) -> Tensor:

@@ -8,11 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from pyro_bpq.choice import MeasuredChoice
 from pyro_bpq.choice.candidates import FIXED, Candidate, ProgramFacts
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.runner import StepRunner
+from pyro_bpq.rollout.runs import Program
+from pyro_bpq.tracing.work import Work
 
 
 def checked_choice(choice: Any, is_open: bool) -> Candidate | None:
@@ -56,6 +59,14 @@ class Rules:
             self.particles.reopen()
         else:
             self.particles.fix(candidate.num_particles, candidate.vectorized, nesting)
+
+    def look(self, elbo: Objective, choice: MeasuredChoice, work: Work | None, program: Program) -> None:
+        """Tries what is due after a step, and applies what measures better."""
+        if not choice.candidates:
+            choice.begin(self.facts(has_ranks=elbo.trainer.ranks is not None))
+        found = choice.look(StillTrial(elbo), work, *program, elbo.num_steps)
+        if found is not None:
+            self.apply(found)
 
     def facts(self, has_ranks: bool) -> ProgramFacts:
         """What is known of the program; nothing is tried where users give costs, or several processes learn."""

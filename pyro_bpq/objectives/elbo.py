@@ -21,19 +21,19 @@ from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph
-from pyro_bpq.objectives.analytic import differentiable_cost
+from pyro_bpq.objectives.analytic import analytic_paths
 from pyro_bpq.objectives.chosen import Rules, StillTrial, checked_choice
 from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, Observation, Staged
-from pyro_bpq.objectives.options import check_choice, check_counts, check_options
+from pyro_bpq.objectives.options import check_counts, check_options
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.runner import StepRunner, stacked
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
-from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.redraw import isolated
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.surrogate import Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -161,12 +161,10 @@ class TraceBackpropQ_ELBO(Objective):
         choice: Literal["fixed", "auto"] | Candidate = "fixed",
     ) -> None:
         check_counts(num_particles, window)
-        check_options(estimator, critic, reduction, lam, gamma, learner)
         if compile and choice != "fixed":
             raise OptionError("choice measures eager steps: leave compile out, or write choice='fixed'.")
-        check_choice("immediate", immediate, ("exact", "learned"))
-        check_choice("form", form, ("ancestor", "history"))
-        check_choice("enumeration", enumeration, ("sample", "exact"))
+        choices = {"immediate": immediate, "form": form, "enumeration": enumeration}
+        check_options(estimator, critic, reduction, lam, gamma, learner, **choices)
         super().__init__(
             *(learner, seed, lam, gamma, compile),
             num_particles=1 if num_particles is None else num_particles,
@@ -210,7 +208,7 @@ class TraceBackpropQ_ELBO(Objective):
         return self.vectorize_particles or self.enumeration == "exact"
 
     def mode(self, learning: bool, goes_back: bool = False) -> Mode:
-        """What a step is for; see :class:`Objective`."""
+        """What a step is for."""
         # Nothing may learn later from a step in program order, and nothing but its costs may matter.
         may_order = not (self.trainer.keeps_staged or self.analytic_kl or self.trainer.ranks is not None)
         return replace(super().mode(learning, goes_back and not self.analytic_kl), may_order=may_order)
@@ -222,7 +220,7 @@ class TraceBackpropQ_ELBO(Objective):
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the ELBO of ``num_particles`` draws, of one where that is left open, in nats; nothing learns."""
         with torch.no_grad():
-            program = self._program(model, guide, args, kwargs)
+            program = self._prepared(Program(model, guide, args, kwargs))
             particles = self.particles.for_evaluation
             programs = programs_of(program, particles)
             losses = [self.runner.trace(each, particles, self.num_steps).run.loss for each in programs]
@@ -238,10 +236,7 @@ class TraceBackpropQ_ELBO(Objective):
         loss = loss / number if number > 1 else loss
         result = seen.step(loss, self.critics, self.learning(mode), mode.learning)
         if self.analytic_kl:
-            # One graph for all particles, or one for each.
-            graphs = [item.signals.layout.graph for item in seen.items] * (len(seen.runs) // len(seen.items))
-            costs = [differentiable_cost(*pair) for pair in zip(seen.runs, graphs, strict=True)]
-            result = replace(result, paths=sum(costs, torch.zeros(())))
+            result = replace(result, paths=analytic_paths(seen))
         self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
         if self.trainer.keeps_staged:
             self.trainer.keep(seen.items, result)
@@ -259,12 +254,7 @@ class TraceBackpropQ_ELBO(Objective):
             return super().loss_and_grads(model, guide, *args, **kwargs)
         with self.choice.counting() as mode:
             loss = super().loss_and_grads(model, guide, *args, **kwargs)
-        if not self.choice.candidates:
-            self.choice.begin(self._rules.facts(has_ranks=self.trainer.ranks is not None))
-        work = None if mode is None else mode.total
-        found = self.choice.look(StillTrial(self), work, model, guide, args, kwargs, self.num_steps)
-        if found is not None:
-            self._rules.apply(found)
+        self._rules.look(self, self.choice, None if mode is None else mode.total, Program(model, guide, args, kwargs))
         return loss
 
     def _trial(self, candidate: Candidate) -> StillTrial:
@@ -278,10 +268,11 @@ class TraceBackpropQ_ELBO(Objective):
 
     # More ways to learn.
 
-    def loss_and_signals(self, model: Any, guide: Any, args: Any, kwargs: Any) -> tuple[float, LocalObjective]:
+    def loss_and_signals(self, program: Program) -> tuple[float, LocalObjective]:
         """Like ``loss_and_grads``; also returns the local objective of the rollout."""
         self.trainer.keep_staged()
         mark = self.mark()
+        model, guide, args, kwargs = program
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         self.trainer.register()
         try:
@@ -293,9 +284,7 @@ class TraceBackpropQ_ELBO(Objective):
         return float(loss.item()), objective
 
     def replay(self, sites: Collection[str] | None = None, updates: int = 1) -> int:
-        """Updates critics from stored rollouts, at any time and in any order of sites.
-
-        An update that is interrupted leaves everything as it was before it.
+        """Updates critics from stored rollouts, at any time; an update that is interrupted changes nothing.
 
         Args:
             sites: The sites whose critics learn, one or several; ``None`` for all.
@@ -318,11 +307,9 @@ class TraceBackpropQ_ELBO(Objective):
 
             S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   new values of all sites from the present guide
 
-        A continuous site with :class:`~pyro_bpq.estimators.QPathwise` or :class:`~pyro_bpq.estimators.LAXQ` adds
-        ``∂Q_X(x)/∂x x(ε; θ) - α H[q_X]`` instead of the sum, any other site without finite components
-        ``(Q_X(x) - V_X) log q_X(x) - α H[q_X]``. The gradient is **biased** by the errors of the critics; with exact
-        ones it is that of the loss, as far as that comes through the guide's probabilities. Values are drawn from a
-        generator of the ELBO's own.
+        A continuous site adds other terms, see :func:`~pyro_bpq.objectives.imagined.bootstrapped_surrogate`. The
+        gradient is **biased** by the errors of the critics; with exact ones it is that of the loss, as far as that
+        comes through the guide's probabilities. Values are drawn from a generator of the ELBO's own.
 
         Args:
             model: The model.
@@ -341,11 +328,10 @@ class TraceBackpropQ_ELBO(Objective):
         self.particles.close()
         seed = int(torch.randint(1 << 31, (), generator=self.runner.noise()))
         with isolated(seed, hides_params=False), SkipCosts():
-            programs = programs_of(self._program(model, guide, args, kwargs), self.particles.now)
+            programs = programs_of(self._prepared(Program(model, guide, args, kwargs)), self.particles.now)
             runs = [self.run_program(program) for program in programs]
             members = stacked(runs, self.runner.structure.is_dynamic(runs[0]))
-            items = [self.stage([runs[i] for i in ids], [programs[i] for i in ids]) for ids in members]
-        signals = [item.signals for item in items]
+            signals = [self.stage([runs[i] for i in ids], [programs[i] for i in ids]).signals for ids in members]
         return bootstrapped_surrogate(signals, entropy, self.learning().gamma) / self.num_particles
 
     # What can be looked at.
@@ -401,19 +387,19 @@ class TraceBackpropQ_ELBO(Objective):
         """Prepares runs of a known structure as a step does; nothing learns."""
         return self.runner.stage(traced, programs, self.particles.drawn, replace(self.mode(learning=False), shows=True))
 
-    def observe(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None, shows: bool = True) -> Observation:
+    def observe(self, program: Program, shows: bool = True) -> Observation:
         """The runs of a step, and what their sites are told; nothing learns. For diagnostics.
 
         With ``shows`` sites are told what the graph tells, also where a step goes in program order.
         """
-        program = self._program(model, guide, args, kwargs or {})
-        return self.particles.observe(self.runner, program, replace(self.mode(learning=False), shows=shows))
+        mode = replace(self.mode(learning=False), shows=shows)
+        return self.particles.observe(self.runner, self._prepared(program), mode)
 
-    def tracked_runs(self, model: Any, guide: Any, args: Any = (), kwargs: Any = None) -> list[TracedRun]:
+    def tracked_runs(self, program: Program) -> list[TracedRun]:
         """The same runs, tracked: they show what leaves torch. For diagnostics."""
         particles = self.particles.drawn
-        programs = programs_of(self._program(model, guide, args, kwargs or {}), particles)
-        return [self.runner.trace(program, particles, self.num_steps, True) for program in programs]
+        programs = programs_of(self._prepared(program), particles)
+        return [self.runner.trace(each, particles, self.num_steps, True) for each in programs]
 
     @property
     def settled(self) -> tuple[str, ...]:

@@ -17,14 +17,15 @@ from pyro_bpq.errors import BPQWarning, BusyError, UnsupportedProgramError
 class Turn:
     """Refuses a thread while another one is inside; the same thread may enter again.
 
-    It does not wait: Pyro's handlers, which a waiting step is in already, are those of all threads. Copies and pickles
-    are free: the lock belongs to the process.
+    Nor may anybody enter in ``torch.jit.trace``. It does not wait: Pyro's handlers, which a waiting step is in already,
+    are those of all threads. Copies and pickles are free: the lock belongs to the process.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
+        _check_not_traced()
         if not self._lock.acquire(blocking=False):
             raise BusyError(
                 "A step or elbo.replay(...) of this objective is under way in another thread. Both run programs, whose "
@@ -42,7 +43,7 @@ class Turn:
         return Turn, ()
 
 
-def check_not_traced() -> None:
+def _check_not_traced() -> None:
     """Raises :class:`UnsupportedProgramError` inside ``torch.jit.trace``.
 
     A trace would keep critics, scales and baselines of one step as constants; and sizes are tensors in it, so that

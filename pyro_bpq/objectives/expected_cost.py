@@ -9,6 +9,7 @@ from pyro import poutine
 
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.entry import LossModule
+from pyro_bpq.rollout.runs import Program
 
 
 class ExpectedCost(TraceBackpropQ_ELBO):
@@ -53,8 +54,10 @@ class ExpectedCost(TraceBackpropQ_ELBO):
         environment, policy = programs if len(programs) == 2 else (None, *programs)
         return LossModule(environment, policy, self)
 
-    def _alone(self, model: Any, guide: Any) -> tuple[Any, Any]:
-        return _nothing, guide if model is None else functools.partial(_in_turn, guide, model)
+    def _alone(self, program: Program) -> Program:
+        environment, policy, *_ = program
+        one = policy if environment is None else functools.partial(_in_turn, policy, environment)
+        return program._replace(model=_nothing, guide=one)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

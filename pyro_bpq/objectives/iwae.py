@@ -21,8 +21,7 @@ from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
 from pyro_bpq.objectives.options import check_options
 from pyro_bpq.objectives.programs import programs_of
-from pyro_bpq.reruns.apart import Program
-from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import Step, step

@@ -19,7 +19,6 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import AllAction, Estimator, Pathwise, QProp, ScoreFunction
 from pyro_bpq.estimators.base import SiteInfo
-from pyro_bpq.estimators.for_bounds import unsupported_in_bound
 from pyro_bpq.graph.network import Average, BackpropQNetwork, QNode
 from pyro_bpq.graph.scg import CostNode, Plate, StochasticComputationGraph, StochasticNode
 from pyro_bpq.plan.planner import Planner
@@ -113,7 +112,7 @@ class BoundPlanner(Planner):
         has_critic = options.critic is not False and (options.critic or self.critic) is not None
         chosen = options.estimator or self._default(site, options, has_critic)
         reason = chosen.unsupported(replace(site, num_particles=self.num_bounds))
-        reason = reason or unsupported_in_bound(chosen, has_critic, bool(options.critic))
+        reason = reason or _unsupported(chosen, has_critic, bool(options.critic))
         if reason is None and options.baseline is not None:
             reason = "TraceBackpropQ_IWAE has none of Pyro's baselines; leave them out"
         if reason is not None:
@@ -148,6 +147,30 @@ class BoundPlanner(Planner):
             specs[name] = replace(spec, has_params=True, context=spec.context + self.num_features)
         has_critics = any(spec.critic is not None for spec in specs.values())
         return Layout(graph, _network(graph) if has_critics else None, specs, {}, is_steered=True)
+
+
+def _unsupported(estimator: Estimator, has_critic: bool, chose_critic: bool) -> str | None:
+    """Reason why an estimator cannot serve a site of a multi-sample bound, or ``None`` if it can.
+
+    ``chose_critic`` says whether the site's own options name a critic.
+    """
+    if not isinstance(estimator, (Pathwise, ScoreFunction, AllAction, QProp)):
+        return (
+            f"{estimator} is for one-sample objectives; write ScoreFunction() or Pathwise(), with critics AllAction() "
+            "or QProp(), or leave it out"
+        )
+    if isinstance(estimator, (AllAction, QProp)) and not has_critic:
+        return (
+            f"without a critic {estimator} is for one-sample objectives; write "
+            "TraceBackpropQ_IWAE(critic=MLPCritic()), or ScoreFunction()"
+        )
+    if isinstance(estimator, AllAction) and estimator.exact is True:
+        return "no costs are known that one more run of the model could tell; write AllAction()"
+    if isinstance(estimator, AllAction) and estimator.second_run:
+        return "the samples of a bound are no runs to compare with another one; write AllAction()"
+    if isinstance(estimator, ScoreFunction) and chose_critic:
+        return "ScoreFunction() reads no critic; leave out the estimator or the critic"
+    return None
 
 
 def is_plain(layout: Any) -> bool:

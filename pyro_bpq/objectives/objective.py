@@ -17,12 +17,11 @@ from pyro_bpq.compiled.options import Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
-from pyro_bpq.objectives.entry import LossModule, Turn, check_not_traced
+from pyro_bpq.objectives.entry import LossModule, Turn
 from pyro_bpq.objectives.observation import Mode, Runner, Staged, Transient
 from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
-from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.surrogate import Learning, Step
@@ -102,9 +101,9 @@ class Objective(ELBO, nn.Module):
         """Whether dimensions to the left of all plates are used."""
         return self.vectorize_particles
 
-    def _alone(self, model: Any, guide: Any) -> tuple[Any, Any]:
-        """Model and guide as they run for one particle."""
-        return model, guide
+    def _alone(self, program: Program) -> Program:
+        """A program as it runs for one particle."""
+        return program
 
     # Options of Pyro's ELBOs, which a step may settle, and those of learning.
 
@@ -139,7 +138,7 @@ class Objective(ELBO, nn.Module):
         super()._guess_max_plate_nesting(SkipCosts()(model), SkipCosts()(guide), args, kwargs)  # type: ignore[no-untyped-call]
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        return self.run_program((model, guide, args, kwargs))
+        return self.run_program(Program(model, guide, args, kwargs))
 
     @property
     def learner(self) -> CriticLearner | None:
@@ -185,28 +184,26 @@ class Objective(ELBO, nn.Module):
         Raises:
             BusyError: If another thread takes a step or replays.
         """
-        check_not_traced()
         with self._turn:
-            found = self._compiled_step(model, guide, args, kwargs)
+            program = Program(model, guide, args, kwargs)
+            found = self._compiled_step(program)
             if found is None:
-                return self._eager_loss_and_grads(model, guide, args, kwargs)
+                return self._eager_loss_and_grads(program)
             add_gradients(found.leaves, found.gradients)
             return float(found.loss.item())
 
     def eager_loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """The same as :meth:`loss_and_grads`; the step runs eagerly."""
-        check_not_traced()
         with self._turn:
-            return self._eager_loss_and_grads(model, guide, args, kwargs)
+            return self._eager_loss_and_grads(Program(model, guide, args, kwargs))
 
     def compiled_update(self, updates: Updates, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor | None:
         """Takes a compiled step that ends with the update of an optimiser, and returns the loss.
 
         ``None`` if the step has to run eagerly; nothing was done then.
         """
-        check_not_traced()
         with self._turn:
-            found = self._compiled_step(model, guide, args, kwargs, updates)
+            found = self._compiled_step(Program(model, guide, args, kwargs), updates)
             if found is None:
                 return None
             add_gradients(found.leaves, found.gradients)
@@ -216,26 +213,15 @@ class Objective(ELBO, nn.Module):
         """The loss, whose ``backward`` gives the gradient estimate.
 
         In training mode what was learned from the previous call is applied first; what is learned from this
-        one waits for the next, so that nothing changes between forward and backward.
-
-        Args:
-            model: The model.
-            guide: The guide.
-            *args: Their arguments.
-            **kwargs: Their keyword arguments.
-
-        Returns:
-            A scalar: minus the bound, in nats.
-
-        Raises:
-            BusyError: If another thread takes a step or replays.
+        one waits for the next, so that nothing changes between forward and backward. Arguments, errors and units are
+        those of :meth:`loss_and_grads`.
         """
-        check_not_traced()
         with self._turn:
-            found = self._compiled_step(model, guide, args, kwargs)
+            program = Program(model, guide, args, kwargs)
+            found = self._compiled_step(program)
             if found is not None:
                 return with_gradients(found.loss, found.leaves, found.gradients)
-            loss, surrogate, _ = self._eager_step(model, guide, args, kwargs, False, self.mark())
+            loss, surrogate, _ = self._eager_step(program, False, self.mark())
             return loss + (surrogate - surrogate.detach())
 
     def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -273,9 +259,7 @@ class Objective(ELBO, nn.Module):
 
     # A step.
 
-    def _compiled_step(
-        self, model: Any, guide: Any, args: Any, kwargs: Any, updates: Updates | None = None
-    ) -> Outcome | None:
+    def _compiled_step(self, program: Program, updates: Updates | None = None) -> Outcome | None:
         """Applies what the last step taught, and takes a compiled step; ``None`` if the step has to run eagerly."""
         if not self._is_learning:
             return None
@@ -284,8 +268,7 @@ class Objective(ELBO, nn.Module):
             return None
         from pyro_bpq.objectives.recordable import Recordable
 
-        program = self._program(model, guide, args, kwargs)
-        found = self.compiled.take(Recordable(self), program, self.num_steps, updates)
+        found = self.compiled.take(Recordable(self), self._prepared(program), self.num_steps, updates)
         if found is not None:
             self.info = found.info
             if math.isfinite(found.loss):
@@ -294,20 +277,17 @@ class Objective(ELBO, nn.Module):
                 warn_if_nan(found.loss, "loss")
         return found
 
-    def _eager_loss_and_grads(self, model: Any, guide: Any, args: Any, kwargs: Any) -> float:
+    def _eager_loss_and_grads(self, program: Program) -> float:
         mark = self.mark()
-        loss, surrogate, result = self._eager_step(model, guide, args, kwargs, True, mark)
+        loss, surrogate, result = self._eager_step(program, True, mark)
         self.trainer.register()
         self._backward(surrogate, mark, result.leaves)
         return float(loss.item())
 
-    def _eager_step(
-        self, model: Any, guide: Any, args: Any, kwargs: Any, goes_back: bool, mark: Any
-    ) -> tuple[Tensor, Tensor, Step]:
+    def _eager_step(self, program: Program, goes_back: bool, mark: Any) -> tuple[Tensor, Tensor, Step]:
         """The loss, detached, a scalar that has its gradient, and the step, which is undone where it fails."""
         try:
-            program = self._program(model, guide, args, kwargs)
-            result, surrogate = self.taken(program, self.mode(self._is_learning, goes_back))
+            result, surrogate = self.taken(self._prepared(program), self.mode(self._is_learning, goes_back))
         except BaseException:
             self.go_back(mark)
             raise
@@ -316,12 +296,12 @@ class Objective(ELBO, nn.Module):
             warn_if_nan(value, "loss")
         return value, surrogate, result
 
-    def _program(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Program:
+    def _prepared(self, program: Program) -> Program:
         """The program for one particle; where there is a plate of particles, its place is known from now on."""
-        model, guide = self._alone(model, guide)
-        if self._needs_nesting and self.max_plate_nesting == float("inf"):
-            self._guess_max_plate_nesting(model, guide, args, kwargs)
-        return model, guide, args, kwargs
+        program = self._alone(program)
+        if self._needs_nesting and math.isinf(self.max_plate_nesting):
+            self._guess_max_plate_nesting(*program)
+        return program
 
     def mode(self, learning: bool, goes_back: bool = False) -> Mode:
         """What a step is for."""

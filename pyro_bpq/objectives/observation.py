@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.reruns.apart import Program
-from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.exact_sum import ExactSum, sum_step
 from pyro_bpq.step.program_order import RunInOrder, order_step
 from pyro_bpq.step.signals import Signals

@@ -13,6 +13,11 @@ from pyro_bpq.estimators import Estimator
 from pyro_bpq.estimators.baselines import Baseline
 from pyro_bpq.graph.network import check_discounted
 
+_CHOICES = {
+    "immediate": ("exact", "learned"),
+    "form": ("ancestor", "history"),
+    "enumeration": ("sample", "exact"),
+}
 _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 
 
@@ -26,7 +31,9 @@ def check_counts(num_particles: Any, window: Any) -> None:
         raise OptionError(f"window={window!r}: write a positive integer.")
 
 
-def check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:
+def check_options(
+    estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any, **choices: Any
+) -> None:
     """Raises :class:`OptionError` for an option that is out of range or of the wrong kind."""
     if estimator is not None and (isinstance(estimator, type) or not isinstance(estimator, Estimator)):
         raise OptionError(f"estimator={estimator!r} is not an estimator; {_instead_of(estimator)}")
@@ -40,6 +47,8 @@ def check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: 
     check_discounted(reduction, callable(gamma) or gamma != 1.0)
     if learner is not None and not isinstance(learner, CriticLearner):
         raise OptionError(f"learner={learner!r} is not a learner; write CriticLearner(lr=...) or None.")
+    for option, value in choices.items():
+        check_choice(option, value, _CHOICES[option])
 
 
 def _instead_of(given: Any) -> str:

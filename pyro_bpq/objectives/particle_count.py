@@ -35,9 +35,9 @@ from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.observation import Mode, Observation, Runner, Transient
 from pyro_bpq.objectives.programs import is_same_program, programs_of
 from pyro_bpq.plan.particles import num_drawn_steps
-from pyro_bpq.reruns.apart import Comparison, Program, Together, keeps_apart
+from pyro_bpq.reruns.apart import Comparison, Together, keeps_apart
 from pyro_bpq.reruns.row_runs import is_due
-from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Sandbox, Trial
 from pyro_bpq.tracing.traced_run import TracedRun

@@ -9,8 +9,7 @@ from typing import Any
 import pyro
 from pyro.poutine.messenger import Messenger
 
-from pyro_bpq.reruns.apart import Program
-from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.watch import PARTICLES
 
 
@@ -18,8 +17,8 @@ def programs_of(program: Program, particles: Particles) -> list[Program]:
     """The programs of each run of a step: one for each particle, or one in a plate of all particles."""
     if not particles.is_vectorized:
         return [program] * particles.number
-    model, guide, args, kwargs = program
-    return [(_in_plate(model, particles), _in_plate(guide, particles), args, kwargs)]
+    model, guide = (_in_plate(part, particles) for part in program[:2])
+    return [program._replace(model=model, guide=guide)]
 
 
 def is_same_program(first: Any, second: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from pyro_bpq.compiled.subject import Place, RecordedResult, all_hold
 from pyro_bpq.critics.learner import AveragedAdam
-from pyro_bpq.reruns.apart import Program
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import RecordedStep
 
 if TYPE_CHECKING:

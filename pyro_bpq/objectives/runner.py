@@ -22,11 +22,10 @@ from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.plan.plan_cache import PlanCache
 from pyro_bpq.plan.planner import Planner, check_gradients
 from pyro_bpq.plan.rules import plain_score
-from pyro_bpq.reruns.apart import Program
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
 from pyro_bpq.reruns.row_runs import RowRuns
-from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.exact_sum import exact_sum
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
 from pyro_bpq.tracing.hidden_particles import trace_particles

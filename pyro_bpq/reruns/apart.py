@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.reruns.row_runs import agree, is_due, probe, probe_generator
 from pyro_bpq.rollout.features import finite_components
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute
@@ -25,9 +26,6 @@ from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, samples
 FIRST, LATER = 16, 4
 # The same from so many sites on: a run takes long, so that each shows more.
 LONG, FIRST_OF_LONG, LATER_OF_LONG = 100, 4, 1
-
-# Model, guide, and their arguments.
-Program = tuple[Any, Any, Any, Any]
 
 
 @dataclass(frozen=True)

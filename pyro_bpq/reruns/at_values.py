@@ -23,7 +23,7 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.reruns.held_costs import HeldRun, held_costs, sums_of_costs
 from pyro_bpq.reruns.predicted_costs import predicted_costs
 from pyro_bpq.reruns.shared_backward import SharedBackward, shared_backward
-from pyro_bpq.rollout.runs import Rollout, Run
+from pyro_bpq.rollout.runs import Program, Rollout, Run
 from pyro_bpq.step.site_program import gradient_to, slope_of
 from pyro_bpq.tracing.component_costs import Pattern, charge_sites
 from pyro_bpq.tracing.sandbox import Sandbox
@@ -45,7 +45,7 @@ class Reruns:
     def __init__(
         self,
         trace: Trace,
-        programs: Sequence[tuple[Any, Any, Any, Any]],
+        programs: Sequence[Program],
         traced: Sequence[TracedRun],
         plan: Plan,
         generator: torch.Generator,

@@ -22,14 +22,13 @@ from pyro_bpq.plan.held import HeldPlan, HeldSite
 from pyro_bpq.reruns.apart import particle_of, value_alone
 from pyro_bpq.reruns.flipped_costs import flipped, table
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Way
-from pyro_bpq.rollout.runs import Rollout, sum_to_plates
+from pyro_bpq.rollout.runs import Program, Rollout, sum_to_plates
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_site
 from pyro_bpq.tracing.watch import is_enumerated, samples
 
 # A model, a guide, their arguments.
-Program = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)

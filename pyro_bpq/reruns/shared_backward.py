@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.rollout.runs import Run
-from pyro_bpq.tracing.autograd_nodes import nodes_behind
+from pyro_bpq.tracing.linear_reads import nodes_behind
 
 
 @dataclass(frozen=True)

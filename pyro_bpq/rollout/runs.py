@@ -10,13 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.errors import PlateError
 from pyro_bpq.graph.scg import Plate
+
+
+class Program(NamedTuple):
+    """A model and a guide, and the arguments of both."""
+
+    model: Any
+    guide: Any
+    args: Any
+    kwargs: Any
 
 
 @dataclass(frozen=True)

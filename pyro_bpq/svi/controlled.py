@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.local_objective import LocalObjective, Nearby
+from pyro_bpq.rollout.runs import Program
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class _ControlledSVI(SVI):
     def _rollout(self, args: Any, kwargs: Any) -> tuple[float, LocalObjective, list[Tensor]]:
         """Loss, local objective, and parameters, whose ``.grad`` holds the gradient of a plain step."""
         with poutine.trace(param_only=True) as capture:
-            loss, items = self.elbo.loss_and_signals(self.model, self.guide, args, kwargs)
+            loss, items = self.elbo.loss_and_signals(Program(self.model, self.guide, args, kwargs))
         return loss, items, captured_leaves(capture)
 
     def _nearby(self, objective: LocalObjective) -> tuple[Nearby, list[Tensor]]:

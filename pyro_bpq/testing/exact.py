@@ -14,8 +14,9 @@ from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
 from pyro_bpq.errors import SiteNotFoundError, UnsupportedProgramError
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing.choices import ChoiceMessenger, walk
-from pyro_bpq.testing.parameters import ParameterCollector, Program
+from pyro_bpq.testing.parameters import ParameterCollector
 
 
 class _RequireGuideSites(Messenger):
@@ -30,8 +31,9 @@ class _RequireGuideSites(Messenger):
             )
 
 
-def _cost(model: Program | None, guide: Program, args: Any, kwargs: Any, num_outcomes: int, only_costs: bool) -> Tensor:
+def _cost(program: Program, num_outcomes: int, only_costs: bool) -> Tensor:
     """Runs guide and model; returns ``log q - log p`` plus costs, scaled and masked, in nats."""
+    model, guide, args, kwargs = program
     messenger = poutine.unwrap(guide)
     if isinstance(messenger, GuideMessenger):
         guide(*args, **kwargs)
@@ -78,8 +80,8 @@ def _objective(choices: ChoiceMessenger, step: Callable[[], Tensor]) -> Tensor:
 
 
 def exact_loss(
-    model: Program | None,
-    guide: Program,
+    model: Callable[..., Any] | None,
+    guide: Callable[..., Any],
     *args: Any,
     num_outcomes: int = 200_000,
     only_costs: bool = False,
@@ -108,14 +110,13 @@ def exact_loss(
         UnsupportedSiteError: If a site has no finite support.
     """
     with torch.no_grad():
-        return _objective(
-            ChoiceMessenger(num_outcomes), lambda: _cost(model, guide, args, kwargs, num_outcomes, only_costs)
-        )
+        program = Program(model, guide, args, kwargs)
+        return _objective(ChoiceMessenger(num_outcomes), lambda: _cost(program, num_outcomes, only_costs))
 
 
 def exact_gradient(
-    model: Program | None,
-    guide: Program,
+    model: Callable[..., Any] | None,
+    guide: Callable[..., Any],
     *args: Any,
     parameters: Mapping[str, Tensor] | None = None,
     num_outcomes: int = 200_000,
@@ -152,7 +153,8 @@ def exact_gradient(
     """
     choices = ChoiceMessenger(num_outcomes, keep_score=True)
     with torch.enable_grad(), ParameterCollector(model, guide, parameters) as collector:
-        objective = _objective(choices, lambda: _cost(model, guide, args, kwargs, num_outcomes, only_costs))
+        program = Program(model, guide, args, kwargs)
+        objective = _objective(choices, lambda: _cost(program, num_outcomes, only_costs))
         collector.add_modules()
     leaves = collector.leaves
     if not leaves or not objective.requires_grad:

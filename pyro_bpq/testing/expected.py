@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.errors import StructureChangedError
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.exact import exact_gradient
-from pyro_bpq.testing.parameters import GradientReader, Program
+from pyro_bpq.testing.parameters import GradientReader
 
 # Number of outcomes that are run twice, to detect noise that is not enumerated.
 _NUM_REPEATED = 8
@@ -30,8 +31,9 @@ class Moments(NamedTuple):
         return sum(float(variance.sum()) for variance in self.variance.values())
 
 
-def backward(elbo: Any, model: Program, guide: Program, args: Any, kwargs: Any, use_differentiable_loss: bool) -> None:
+def backward(elbo: Any, program: Program, use_differentiable_loss: bool) -> None:
     """Adds the gradient of one step to ``.grad``."""
+    model, guide, args, kwargs = program
     if not use_differentiable_loss:
         elbo.loss_and_grads(model, guide, *args, **kwargs)
         return
@@ -58,8 +60,8 @@ def _check_state(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
 
 def expected_moments(
     elbo: Any,
-    model: Program,
-    guide: Program,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
     *args: Any,
     parameters: Mapping[str, Tensor] | None = None,
     num_outcomes: int = 200_000,
@@ -86,7 +88,7 @@ def expected_moments(
 
         def step() -> dict[int, Tensor]:
             reader.clear()
-            backward(elbo, model, guide, args, kwargs, use_differentiable_loss)
+            backward(elbo, Program(model, guide, args, kwargs), use_differentiable_loss)
             return reader.read()
 
         # The first step of an object may do more than later steps, e.g. trace the program's structure.
@@ -113,8 +115,8 @@ def expected_moments(
 
 def expected_gradient(
     elbo: Any,
-    model: Program,
-    guide: Program,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
     *args: Any,
     parameters: Mapping[str, Tensor] | None = None,
     num_outcomes: int = 200_000,
@@ -161,8 +163,8 @@ def expected_gradient(
 
 def assert_unbiased(
     elbo: Any,
-    model: Program,
-    guide: Program,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
     *args: Any,
     atol: float = 1e-10,
     parameters: Mapping[str, Tensor] | None = None,
@@ -221,8 +223,8 @@ def _differences(exact: dict[str, Tensor], expected: dict[str, Tensor], atol: fl
 
 def sample_gradients(
     elbo: Any,
-    model: Program,
-    guide: Program,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
     *args: Any,
     num_samples: int,
     parameters: Mapping[str, Tensor] | None = None,
@@ -249,7 +251,7 @@ def sample_gradients(
     with torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
         for _ in range(num_samples):
             reader.clear()
-            backward(elbo, model, guide, args, kwargs, use_differentiable_loss)
+            backward(elbo, Program(model, guide, args, kwargs), use_differentiable_loss)
             gradients.append(reader.read())
     zeros = {key: torch.zeros_like(g) for gradient in gradients for key, g in gradient.items()}
     stacked = {key: torch.stack([g.get(key, zero) for g in gradients]) for key, zero in zeros.items()}

@@ -9,7 +9,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-Program = Callable[..., Any]
+_Part = Callable[..., Any]
 
 
 class ParameterCollector(Messenger):
@@ -19,7 +19,7 @@ class ParameterCollector(Messenger):
     reaches are called ``model.<name>`` and ``guide.<name>``.
     """
 
-    def __init__(self, model: Program | None, guide: Program, parameters: Mapping[str, Tensor] | None) -> None:
+    def __init__(self, model: _Part | None, guide: _Part, parameters: Mapping[str, Tensor] | None) -> None:
         super().__init__()
         self.leaves: dict[str, Tensor] = {}
         self._known: set[int] = set()
@@ -55,7 +55,7 @@ class GradientReader(ParameterCollector):
     Gradients are stored by the identity of their leaf, because its name is certain only after the last run.
     """
 
-    def __init__(self, model: Program | None, guide: Program, parameters: Mapping[str, Tensor] | None) -> None:
+    def __init__(self, model: _Part | None, guide: _Part, parameters: Mapping[str, Tensor] | None) -> None:
         self._lent: dict[int, tuple[Tensor, Tensor | None]] = {}
         super().__init__(model, guide, parameters)
         for _, leaf in self._module_leaves():

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.tracing.sandbox import LentBuffers
 from pyro_bpq.tracing.traced_run import TracedRun, record_run
-from pyro_bpq.tracing.tracer import Args, Kwargs, Program, importance_traces
+from pyro_bpq.tracing.tracer import Args, Kwargs, Part, importance_traces
 from pyro_bpq.tracing.watch import TraceOptions, Watch, samples
 
 # Traces of model and guide with log-probabilities, and the drawn subsamples.
@@ -92,8 +92,8 @@ _FACTORIES = frozenset(
 
 
 def trace_particles(
-    model: Program,
-    guide: Program,
+    model: Part,
+    guide: Part,
     args: Args,
     kwargs: Kwargs,
     options: TraceOptions,

@@ -2,7 +2,7 @@ r"""Notes the linear maps that read values: the first on every way from some lea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-from pyro_bpq.tracing.autograd_nodes import nodes_behind
 
 # Operators that pass values on, one by one, as they are or shifted and scaled.
 _PASSED_ON = frozenset(
@@ -137,3 +135,18 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     if func is torch.addmm and len(args) == 3 and not kwargs:
         return args[1], args[2].t()
     return None
+
+
+def nodes_behind(tensor: Tensor) -> Iterator[Any]:
+    """The nodes of autograd's graph that a tensor was computed by, each once, those nearest first.
+
+    Nodes of leaves have an attribute ``variable``, the leaf.
+    """
+    seen, nodes = set[Any](), [tensor.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        nodes += [following for following, _ in node.next_functions]

@@ -37,7 +37,7 @@ _LIBRARIES = ("torch.", "pyro.", "pyro_bpq.")
 # Largest depth of nested distributions that is searched.
 _DEPTH = 6
 
-Program = Callable[..., Any]
+Part = Callable[..., Any]
 Sites = Mapping[str, Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -46,7 +46,7 @@ Heard = Mapping[tuple[bool, str], int]
 """Sources that may have steered a log-probability in Python, as bits, by (is of the guide, site name)."""
 
 
-def trace_run(model: Program, guide: Program, args: Args, kwargs: Kwargs, options: TraceOptions) -> TracedRun:
+def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: TraceOptions) -> TracedRun:
     """Runs the guide, replays the model against it, and records both."""
     tracker = DependencyTracker() if options.track else None
     components, elements = options.components and not options.only_costs, None
@@ -96,9 +96,7 @@ def trace_run(model: Program, guide: Program, args: Args, kwargs: Kwargs, option
     return _only_costs(traced) if options.only_costs else traced
 
 
-def run_in_order(
-    model: Program, guide: Program, args: Args, kwargs: Kwargs, options: TraceOptions
-) -> PlainRun | TracedRun:
+def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: TraceOptions) -> PlainRun | TracedRun:
     """Runs the guide, and replays the model against it, for a step in program order; untracked."""
     watch = Watch(options)
     with watch, explain_runs(watch, None, dict([*enumerate(args), *kwargs.items()])):
@@ -112,7 +110,7 @@ def run_in_order(
 
 
 def importance_traces(
-    model: Program | None, watch: Watch, guide: Program, args: Args, kwargs: Kwargs
+    model: Part | None, watch: Watch, guide: Part, args: Args, kwargs: Kwargs
 ) -> tuple[Trace, Trace, Heard]:
     """Traces the guide, and the model replayed against it, with log-probabilities.
 

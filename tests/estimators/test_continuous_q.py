@@ -27,6 +27,7 @@ from pyro_bpq import (
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import LAXQ, LeaveOneOut, QAdvantage, QAllAction, QPathwise, QScoreFunction
 from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.svi.actor_critic import ActorCriticSVI
 
 PARAMS = {"a": (0.3, -0.4), "b": (-0.2, 0.1)}
@@ -165,7 +166,7 @@ def test_q_as_local_cost_is_the_gradient_of_the_critic(estimator: Any) -> None:
 
 def value_of(elbo: ExpectedCost, policy: Any, node: float) -> Tensor:
     NodeNormal.nodes = iter([node])
-    seen = elbo.observe(None, policy)
+    seen = elbo.observe(Program(None, policy, (), {}))
     (value,) = seen.items[0].signals.q_values[0].values()
     return value.detach().reshape(())
 

@@ -19,10 +19,11 @@ from pyro_bpq import LeaveOneOut, ScoreFunction, StochasticComputationGraph, Tra
 from pyro_bpq.errors import OptionError, UnsupportedSiteError
 from pyro_bpq.estimators import CrossedLeaveOneOut, Estimator
 from pyro_bpq.graph.relations import Crossings, crossings
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signal_table import crossed
 from pyro_bpq.testing import exact_gradient, expected_moments, sample_gradients
 
-Program = tuple[Callable[[], None], Callable[[], None]]
+Programs = tuple[Callable[[], None], Callable[[], None]]
 DATA = torch.tensor([0.3, -1.2], dtype=torch.float64)
 VECTORISED = {"vectorize_particles": True, "max_plate_nesting": 1}
 WAYS = pytest.mark.parametrize("way", [{}, VECTORISED], ids=["sequential", "vectorised"])
@@ -54,7 +55,7 @@ def limited(name: str, logits: Tensor) -> Tensor:
     return pyro.sample(name, dist.Categorical(logits=table.masked_fill(lost, -1e9))).to(logits.dtype)
 
 
-def layers(draw: Any = coins, depth: int = 3, top: Any = coins, model_draw: Any = None, rows: int = 1) -> Program:
+def layers(draw: Any = coins, depth: int = 3, top: Any = coins, model_draw: Any = None, rows: int = 1) -> Programs:
     """Layers of latents; the second is scaled, and masked in all rows but the first. The topmost may be of its kind."""
     kinds = [draw] * (depth - 1) + [top]
 
@@ -82,7 +83,7 @@ def layers(draw: Any = coins, depth: int = 3, top: Any = coins, model_draw: Any 
     return model, guide
 
 
-def wide(width: int = 40) -> Program:
+def wide(width: int = 40) -> Programs:
     """Two layers of many units, each of which reads all of the other layer."""
     weights = torch.randn(width, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / width**0.5
 
@@ -107,7 +108,7 @@ def wide(width: int = 40) -> Program:
 START = {"q": 0.0, "r": 1.0}
 
 
-def fork() -> Program:
+def fork() -> Programs:
     """A global coin, and two in rows that depend on it, on their row, and in the model on each other."""
 
     def guide() -> None:
@@ -128,7 +129,7 @@ def fork() -> Program:
     return model, guide
 
 
-def handed() -> Program:
+def handed() -> Programs:
     """The model's law of a coin reads the guide's own draw of it."""
     seen: dict[str, Tensor] = {}
 
@@ -144,12 +145,12 @@ def handed() -> Program:
     return model, guide
 
 
-def train(program: Program, estimator: Estimator, way: dict[str, Any], particles: int = 2) -> TraceBackpropQ_ELBO:
+def train(program: Programs, estimator: Estimator, way: dict[str, Any], particles: int = 2) -> TraceBackpropQ_ELBO:
     elbo = TraceBackpropQ_ELBO(particles, estimator=estimator, critic=None, **way)
     return trained(elbo, *program, steps=20).eval()
 
 
-def error_and_variance(elbo: TraceBackpropQ_ELBO, program: Program) -> tuple[float, float]:
+def error_and_variance(elbo: TraceBackpropQ_ELBO, program: Programs) -> tuple[float, float]:
     truth, moments = exact_gradient(*program), expected_moments(elbo, *program)
     error = max(float((moments.mean[name] - value).abs().max()) for name, value in truth.items())
     return error, float(sum(value.sum() for value in moments.variance.values()))
@@ -201,7 +202,7 @@ def test_costs_that_cross_in_layers_in_a_fork_and_where_a_law_reads_both() -> No
 def test_changes_are_those_of_log_probabilities_at_other_values(draw: Any, way: dict[str, Any]) -> None:
     program, particles = layers(draw, top=draw, rows=2), 3
     elbo = train(program, CrossedLeaveOneOut(), way, particles)
-    seen = elbo.observe(*program)
+    seen = elbo.observe(Program(*program, (), {}))
     runs, (staged,) = seen.runs, seen.items
     signals = staged.signals
     crossed(signals, 0)
@@ -265,7 +266,7 @@ def test_a_value_that_cannot_occur_is_only_very_unlikely() -> None:
     ],
     ids=["coins", "rows", "dice", "pairs", "limited", "fork", "handed"],
 )
-def test_the_gradient_is_exact(program: Program, way: dict[str, Any]) -> None:
+def test_the_gradient_is_exact(program: Programs, way: dict[str, Any]) -> None:
     elbo = train(program, CrossedLeaveOneOut(), way)
     assert error_and_variance(elbo, program)[0] < 1e-10
 

@@ -12,6 +12,7 @@ from steps import trained
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.estimators import AllAction, TrimmedBaseline
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import assert_unbiased
 
 
@@ -94,5 +95,5 @@ def test_what_is_chosen_stays(options: dict[str, Any]) -> None:
 
 def test_what_sites_are_told_can_be_asked_for() -> None:
     elbo = after(3)
-    seen = elbo.observe(model, guide)
+    seen = elbo.observe(Program(model, guide, (), {}))
     assert seen.items and elbo.runner.structure.is_ordered

@@ -14,14 +14,14 @@ from pyro_bpq.errors import BPQWarning
 from pyro_bpq.objectives import particle_count as module
 from pyro_bpq.objectives.observation import Mode, Observation
 from pyro_bpq.objectives.particle_count import ParticleCount
-from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.rollout.runs import Particles, Program
 
 
 def model() -> None:
     """A program that is never run."""
 
 
-PROGRAM: Any = (model, model, (), {})
+PROGRAM = Program(model, model, (), {})
 PLATE, HIDDEN = Particles(8, True, False, 2), Particles(8, False, True)
 
 

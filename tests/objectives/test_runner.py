@@ -14,7 +14,7 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.objectives.observation import Mode, NoiseSource
 from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.plan.planner import Planner
-from pyro_bpq.rollout.runs import Particles
+from pyro_bpq.rollout.runs import Particles, Program
 
 ROWS = 3
 
@@ -32,7 +32,7 @@ def model() -> None:
         pyro.sample("x", dist.Normal(z, 1.0), obs=torch.ones(ROWS))
 
 
-PROGRAM = (model, guide, (), {})
+PROGRAM = Program(model, guide, (), {})
 WAYS = {
     "one": Particles(),
     "apart": Particles(4),

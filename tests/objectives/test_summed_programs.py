@@ -19,6 +19,7 @@ from pyro_bpq import AllAction, LinearCritic, TraceBackpropQ_ELBO, cost
 from pyro_bpq.diagnostics import compare_estimators, diagnose, gradient_moments
 from pyro_bpq.plan import particles as rule
 from pyro_bpq.plan.rules import DRAWN_STEPS
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import assert_unbiased
 
 ROWS = 2
@@ -226,7 +227,7 @@ def test_what_asks_for_more_draws_in_between() -> None:
     elbo.warm_up(programs.model, programs.guide, steps=2)
     assert not elbo.particles.now.sums
     elbo = trained(programs)
-    elbo.observe(programs.model, programs.guide)
+    elbo.observe(Program(programs.model, programs.guide, (), {}))
     assert elbo.graph is not None and elbo.particles.now.sums
     assert loss_of(elbo, programs) == loss_of(elbo, programs)
 

@@ -10,6 +10,7 @@ from models import BY_NAME
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.observation import Observation
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.surrogate import step
 
 
@@ -19,7 +20,7 @@ def trained(name: str = "chain", **options: object) -> tuple[TraceBackpropQ_ELBO
     elbo = TraceBackpropQ_ELBO(**options)  # type: ignore[arg-type]
     for _ in range(5):
         elbo.loss_and_grads(case.model, case.guide, *case.args)
-    return elbo, elbo.observe(case.model, case.guide, case.args)
+    return elbo, elbo.observe(Program(case.model, case.guide, case.args, {}))
 
 
 def tensors(elbo: TraceBackpropQ_ELBO) -> dict[str, torch.Tensor]:
