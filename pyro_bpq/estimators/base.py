@@ -207,6 +207,8 @@ class SiteTerm(NamedTuple):
 class Estimator:
     """A gradient estimator: a frozen value object that turns a :class:`SiteContext` into a surrogate.
 
+    An option that is out of range raises :class:`~pyro_bpq.errors.OptionError`.
+
     Attributes:
         is_unbiased: Whether its expectation is the exact gradient for any state of the critics.
         is_pathwise: Whether the site's value carries the gradient.

@@ -101,9 +101,6 @@ class RunningBaseline(Baseline):
 
     Args:
         decay: Weight of the past, in ``[0, 1)``.
-
-    Raises:
-        OptionError: If an option is out of range.
     """
 
     decay: float = 0.95

@@ -35,9 +35,6 @@ class DebiasedStraightThrough(Estimator):
         decay: Weight of the past in the running moments of the errors, in ``[0, 1)``.
         mixture: Share of ``π`` that does not depend on the errors, in ``(0, 1]``.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | Local expectation gradients for black box variational inference (Titsias and Lázaro-Gredilla, 2015)
         | Estimating or propagating gradients through stochastic neurons (Bengio et al., 2013)

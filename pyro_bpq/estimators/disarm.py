@@ -223,9 +223,6 @@ class ARMS(Estimator):
         samples: Number of samples ``n``.
         copula: The joint law of the samples' noise.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         ARMS: Antithetic-REINFORCE-multi-sample gradient for binary variables (Dimitriev and Zhou, 2021)
     """

@@ -32,9 +32,6 @@ class SumAndSample(Estimator):
     Args:
         heaviest: Number ``k`` of values that are summed exactly.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         Rao-Blackwellized stochastic gradients for discrete distributions (Liu et al., 2019)
     """
@@ -87,9 +84,6 @@ class UnorderedSet(Estimator):
 
     Args:
         samples: Number of values ``k``, from 2 to 6.
-
-    Raises:
-        OptionError: If an option is out of range.
 
     References:
         Estimating gradients for discrete random variables by sampling without replacement (Kool et al., 2020)

@@ -31,9 +31,6 @@ class DoubleCV(Estimator):
             steps.
         decay: Weight of the past in these moments.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         Double control variates for gradient estimation in discrete latent variable models (Titsias and Shi, 2022)
     """
@@ -77,9 +74,6 @@ class RODEO(Estimator):
 
     Args:
         decay: Weight of the past in the running moments.
-
-    Raises:
-        OptionError: If an option is out of range.
 
     References:
         Gradient estimation with discrete Stein operators (Shi et al., 2022)

@@ -26,9 +26,6 @@ class LambdaReturn(Estimator):
     Args:
         lam: Weight of the return against the critics, in ``[0, 1]``. The critics learn with a lambda of their own.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for λ-return Updates
         | High-dimensional continuous control using generalized advantage estimation (Schulman et al., 2016)

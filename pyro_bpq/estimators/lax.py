@@ -32,9 +32,6 @@ class LAX(Estimator):
     Args:
         variate: The network and its training options.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | Backpropagation through the void (Grathwohl et al., 2018), Eq. 5 and 6
         | Backprop-Q (Xu et al., 2018), Eq. 24
@@ -143,11 +140,7 @@ class LAXQ(Scaled):
     distribution.
 
     Args:
-        scale: The scale ``a``: a number or :class:`OptimalScale`.
-        decay: Weight of the past in the running means.
-
-    Raises:
-        OptionError: If an option is out of range.
+        scale, decay: Scale ``a``, a number or :class:`OptimalScale`; weight of the past in the running means.
 
     References:
         | Backprop-Q (Xu et al., 2018), Eq. 27

@@ -32,9 +32,6 @@ class MuProp(Estimator):
             as in the papers, instead of being drawn afresh. The expansion then has no noise, but it is that of another
             program.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
         | Backprop-Q (Xu et al., 2018), Eq. 19 to 21

@@ -31,11 +31,7 @@ class CriticBaseline(Scaled):
     ``C - a E_q[Q]`` over the other particles or, with one particle, over earlier steps.
 
     Args:
-        scale: The scale ``a``: a number or :class:`OptimalScale`.
-        decay: Weight of the past in the running means.
-
-    Raises:
-        OptionError: If an option is out of range.
+        scale, decay: Scale ``a``, a number or :class:`OptimalScale`; weight of the past in the running means.
 
     References:
         | Neural variational inference and learning in belief networks (Mnih and Gregor, 2014)
@@ -70,11 +66,7 @@ class QControlVariate(Scaled):
 
     Args:
         num_samples: Number ``n`` of fresh samples.
-        scale: The scale ``a``: a number or :class:`OptimalScale`.
-        decay: Weight of the past in the running means.
-
-    Raises:
-        OptionError: If an option is out of range.
+        scale, decay: Scale ``a``, a number or :class:`OptimalScale`; weight of the past in the running means.
 
     References:
         | Backprop-Q (Xu et al., 2018), Eq. 27

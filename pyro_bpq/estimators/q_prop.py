@@ -33,9 +33,6 @@ class QProp(Estimator):
         max_scale: Upper end of the scales.
         trace: ``A_Y`` is weighted by ``trace ** distance``; the distance is the number of steps from X to Y.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017)
         | Backprop-Q (Xu et al., 2018), Eq. 27

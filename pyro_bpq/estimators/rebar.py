@@ -32,9 +32,6 @@ class LearnedTemperature:
         delta: Relative difference ``δ`` of the two temperatures.
         decay: Weight of the past in the running moments.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | REBAR (Tucker et al., 2017); with a difference quotient in place of the derivative
     """
@@ -66,11 +63,7 @@ class REBAR(Scaled):
 
     Args:
         temperature: A number, :class:`Annealed` or :class:`LearnedTemperature`.
-        scale: The scale ``a``: a number or :class:`OptimalScale`.
-        decay: Weight of the past in the running means.
-
-    Raises:
-        OptionError: If an option is out of range.
+        scale, decay: Scale ``a``, a number or :class:`OptimalScale`; weight of the past in the running means.
 
     References:
         | REBAR: Low-variance, unbiased gradient estimates for discrete latent variable models (Tucker et al., 2017)

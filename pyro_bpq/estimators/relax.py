@@ -34,9 +34,6 @@ class RELAX(Estimator):
         temperature: Temperature ``τ`` of the first step.
         uses_cost: Whether the cost at the relaxed value is part of the control variate, as in the paper.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | Backpropagation through the void: Optimizing control variates for black-box gradient estimation
           (Grathwohl et al., 2018), Eq. 8
@@ -117,11 +114,7 @@ class RELAXQ(Scaled):
 
     Args:
         temperature: A number or :class:`Annealed`.
-        scale: The scale ``a``: a number or :class:`OptimalScale`.
-        decay: Weight of the past in the running means.
-
-    Raises:
-        OptionError: If an option is out of range.
+        scale, decay: Scale ``a``, a number or :class:`OptimalScale`; weight of the past in the running means.
 
     References:
         | Backprop-Q (Xu et al., 2018), Eq. 27
@@ -177,12 +170,7 @@ class QRELAX(RELAXQ):
     expectation and no noise of its own.
 
     Args:
-        temperature: A number or :class:`Annealed`.
-        scale: The scale ``a``: a number or :class:`OptimalScale`.
-        decay: Weight of the past in the running means.
-
-    Raises:
-        OptionError: If an option is out of range.
+        temperature, scale, decay: As in :class:`RELAXQ`.
 
     References:
         | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions

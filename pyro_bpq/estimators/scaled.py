@@ -28,9 +28,6 @@ class OptimalScale:
         decay: Weight of the past in the running moments, in ``[0, 1)``.
         max_scale: Upper end of the scale.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | Variance reduction techniques for gradient estimates in reinforcement learning (Greensmith et al., 2004)
         | Black box variational inference (Ranganath et al., 2014)

@@ -42,9 +42,6 @@ class ScoreFunction(Estimator):
         baseline: ``None``, :class:`ConstantBaseline`, :class:`LeaveOneOut` or :class:`RunningBaseline`. For a baseline
             that depends on the data see :class:`CriticBaseline`.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | Simple statistical gradient-following algorithms (Williams, 1992)
         | Backprop-Q (Xu et al., 2018), Eq. 18
@@ -132,9 +129,6 @@ class SecondRun(Estimator):
     Args:
         decay: Weight of the past in the running moments, in ``[0, 1)``.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         Buy 4 REINFORCE samples, get a baseline for free (Kool et al., 2019)
     """
@@ -188,9 +182,6 @@ class CrossedLeaveOneOut(Estimator):
 
     Args:
         decay: Weight of the past in the running moments, in ``[0, 1)``.
-
-    Raises:
-        OptionError: If an option is out of range.
 
     References:
         | Buy 4 REINFORCE samples, get a baseline for free (Kool et al., 2019), for leave-one-out

@@ -94,9 +94,6 @@ class GumbelStraightThrough(Tempered, Attached):
     Args:
         temperature: Temperature ``τ``, or a function of the number of steps taken.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | Categorical reparameterization with Gumbel-softmax (Jang et al., 2017)
         | The Concrete distribution (Maddison et al., 2017)
@@ -132,9 +129,6 @@ class ReinMax(Tempered, Attached):
     Args:
         temperature: Temperature ``τ`` of at least one, as the paper advises, or a function of the steps taken.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         Bridging discrete and backpropagation: straight-through and beyond (Liu et al., 2023)
     """
@@ -169,9 +163,6 @@ class Concrete(Tempered):
 
     Args:
         temperature: Temperature ``τ``, or a function of the number of steps taken.
-
-    Raises:
-        OptionError: If an option is out of range.
 
     References:
         | The Concrete distribution (Maddison et al., 2017)

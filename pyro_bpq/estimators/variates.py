@@ -31,9 +31,6 @@ class NetworkVariate:
         decay: Weight of the past in the running spread of the costs, the unit of the network's output.
         seed: Seed of the initial weights.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | Backpropagation through the void (Grathwohl et al., 2018), Eq. 6
     """
