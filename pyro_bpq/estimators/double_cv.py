@@ -14,8 +14,24 @@ from pyro_bpq.estimators.requirements import needs_float_value, needs_particles
 from pyro_bpq.estimators.substitution import event_sum, mean_value, to_table
 
 
+class _OnSlopes(Estimator):
+    """Base of both."""
+
+    decay: float
+
+    is_unbiased: ClassVar[bool] = True
+    needs = frozenset({"program", "slope", "table"})
+
+    def __post_init__(self) -> None:
+        check_decay(self)
+
+    def unsupported(self, site: SiteInfo) -> str | None:
+        """Needs values that can carry a gradient, and two particles."""
+        return needs_float_value(self, site) or needs_particles(self, site)
+
+
 @dataclass(frozen=True)
-class DoubleCV(Estimator):
+class DoubleCV(_OnSlopes):
     r"""Leave-one-out with first-order terms from the slopes of the other particles.
 
         g_k = (f_k - a_1 c_k·(x_k - μ_k) - b_k) ∇ log q(x_k) + a_1 c_k·∇μ_k,
@@ -38,16 +54,6 @@ class DoubleCV(Estimator):
     scale: float | None = None
     decay: float = 0.98
 
-    is_unbiased: ClassVar[bool] = True
-    needs = frozenset({"program", "slope", "table"})
-
-    def __post_init__(self) -> None:
-        check_decay(self)
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs values that can carry a gradient, and two particles."""
-        return needs_float_value(self, site) or needs_particles(self, site)
-
     def statistics(self, num_particles: int) -> Statistics:
         """Products of the control variates, and the scales."""
         return {} if self.scale is not None else _initial(2)
@@ -59,7 +65,7 @@ class DoubleCV(Estimator):
 
 
 @dataclass(frozen=True)
-class RODEO(Estimator):
+class RODEO(_OnSlopes):
     r"""Leave-one-out with control variates from a discrete Stein operator on functions of the slopes.
 
     With ``t_k(y) = c_k·(y - μ_k)`` and ``c_k`` the mean slope of the other particles, as in :class:`DoubleCV`, the
@@ -80,16 +86,6 @@ class RODEO(Estimator):
     """
 
     decay: float = 0.98
-
-    is_unbiased: ClassVar[bool] = True
-    needs = frozenset({"program", "slope", "table"})
-
-    def __post_init__(self) -> None:
-        check_decay(self)
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs values that can carry a gradient, and two particles."""
-        return needs_float_value(self, site) or needs_particles(self, site)
 
     def statistics(self, num_particles: int) -> Statistics:
         """Products of the control variates, and the scales."""

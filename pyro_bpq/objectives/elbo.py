@@ -56,14 +56,13 @@ class TraceBackpropQ_ELBO(Objective):
     the model runs once more where that pays.
 
     Args:
-        num_particles: Number of particles ``M``. ``None``: up to eight in one vectorised call, where baselines of other
-            particles know rows of data that critics do not see, and a particle among others is found to have the same
-            costs as one alone (:func:`~pyro_bpq.plan.particles.num_particles_for`). To find that out the program runs
-            some twenty times more in the first step, and six times after 1, 2, 4, 8, ... steps and then every 128. One
-            where an estimator or an option about critics is chosen, with ``vectorize_particles=True``, cost statements,
-            summed-out sites and several processes, and where sampled values steer the program. Programs of sites with
-            few values whose laws and costs read at most one other such site draw nothing from some step on: the loss is
-            the sum over all values (:mod:`pyro_bpq.step.exact_sum`).
+        num_particles: Number of particles ``M``. ``None``: up to eight in one vectorised call, where
+            :func:`~pyro_bpq.plan.particles.num_particles_for` says so and a particle among others has the same costs as
+            one alone; to find that out the program runs some twenty times more in the first step, and six times after
+            1, 2, 4, 8, ... steps and then every 128. One where an estimator or an option about critics is chosen, with
+            ``vectorize_particles=True``, cost statements, summed-out sites and several processes, and where sampled
+            values steer the program. Where all values can be summed (:mod:`pyro_bpq.step.exact_sum`) nothing is drawn
+            from some step on.
         max_plate_nesting: As in Pyro's ELBOs.
         max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
         vectorize_particles: Whether particles run in one vectorised call.
@@ -72,8 +71,7 @@ class TraceBackpropQ_ELBO(Objective):
         jit_options: As in Pyro's ELBOs.
         retain_graph: Passed to ``backward``.
         tail_adaptive_beta: As in Pyro's ELBOs.
-        estimator: Estimator of every site without ``rsample`` that does not choose its own;
-            ``None`` picks per site.
+        estimator: Estimator of every site without ``rsample`` that does not choose its own; ``None`` picks per site.
         critic: How to build the critics of sites that do not choose their own; ``None`` for none. A site of many
             components (``to_event``) has none by default; ``critic=FlipCritic()``, which reads the value as a whole,
             lowers the variance there and makes a step slower. Sites that :class:`~pyro_bpq.QProp` serves have a
@@ -90,7 +88,6 @@ class TraceBackpropQ_ELBO(Objective):
         seed: Seed of what the ELBO itself draws: the initial weights of critics.
         enumeration: What ``infer={"enumerate": ...}`` means: ``"sample"``, the site is sampled, with a warning;
             ``"exact"``, it is summed out as by Pyro's ``TraceEnum_ELBO``.
-
         window: Number of most recent sites of each kind in its scope that a critic sees as they are; it sees the others
             as one sum. A :class:`~pyro_bpq.TabularCritic` sees its whole scope. ``print(elbo.plan)`` shows what each
             critic reads.
@@ -110,13 +107,12 @@ class TraceBackpropQ_ELBO(Objective):
         choice: What was tried, what it measured and what was chosen.
         info: After each training step what is known of each site, by name; tensors are detached and on their device.
             ``estimator``: its gradient estimator. ``cost_to_go``: ``(M, plates)``, in nats; ``(M, plates, D)`` where
-            each component has one of its own.
-            ``baseline``: the running mean of ``RunningBaseline``, in nats. ``scales``: those of ``AllAction``, ``(4,)``
-            for exact costs, level and differences of the critic, and later sites. ``td_loss``: squared error of the
-            critic in units of its targets' spread. ``explained``: share of the targets' variance that the critic
-            explains, between particles of a data point; with one particle between data points. ``ms``: milliseconds of
-            the host in the estimator and the critic's regression, a batched call shared out among its sites. Of a site
-            that is summed over all values only ``estimator`` is known.
+            each component has one of its own. ``baseline``: the running mean of ``RunningBaseline``, in nats.
+            ``scales``: those of ``AllAction``, ``(4,)`` for exact costs, level and differences of the critic, and later
+            sites. ``td_loss``: squared error of the critic in units of its targets' spread. ``explained``: share of the
+            targets' variance that the critic explains, between particles of a data point; with one particle between
+            data points. ``ms``: milliseconds of the host in the estimator and the critic's regression, a batched call
+            shared out among its sites. Of a site that is summed over all values only ``estimator`` is known.
         ms: Milliseconds of the host in the last step but for ``backward``: ``runs``, those of the programs, the graph
             and the critics; ``signals``, estimators and regression.
 
