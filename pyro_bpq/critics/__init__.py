@@ -1,5 +1,7 @@
 """Critic modules, the bank that holds their rows of weights, and their training.
 
+An option of a critic that is out of range raises ``OptionError``.
+
 Training comprises the optimiser, the slow copies and the replay buffer. Imports ``graph``, ``rollout`` and
 ``targets``. Read ``nets.py`` first, then ``bank.py``.
 """

@@ -56,9 +56,6 @@ class AttentionCritic:
         heads: Number of heads ``i``; each returns ``width`` features.
         hidden: Sizes of the hidden layers of the perceptron.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | Attention is all you need (Vaswani et al., 2017), Sec. 3.2
         | Deep sets (Zaheer et al., 2017), Eq. 4

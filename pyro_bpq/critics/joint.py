@@ -99,9 +99,6 @@ class QuadraticCritic(_WithLayers):
     Args:
         rank: Number of squares.
         hidden: Sizes of the hidden layers of ``A``, ``c`` and ``V``.
-
-    Raises:
-        OptionError: If an option is out of range.
     """
 
     rank: int = 4
@@ -126,9 +123,6 @@ class FirstOrderCritic(_WithLayers):
 
     Args:
         hidden: Sizes of the hidden layers, at least one.
-
-    Raises:
-        OptionError: If an option is out of range.
 
     References:
         | MuProp: Unbiased backpropagation for stochastic neural networks (Gu et al., 2016)
@@ -155,9 +149,6 @@ class FlipCritic(_WithLayers):
     Args:
         hidden: Sizes of the hidden layers, at least one.
         max_elements: Largest number of hidden units held at a time.
-
-    Raises:
-        OptionError: If an option is out of range.
 
     References:
         | Local expectation gradients for black box variational inference (Titsias and Lázaro-Gredilla, 2015)
@@ -189,9 +180,6 @@ class MomentCritic(_WithLayers):
     Args:
         hidden: Sizes of the hidden layers.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     References:
         | Q-Prop: Sample-efficient policy gradient with an off-policy critic (Gu et al., 2017)
     """
@@ -219,9 +207,6 @@ class ValueCritic(_WithLayers):
 
     Args:
         hidden: Sizes of the hidden layers, at least one.
-
-    Raises:
-        OptionError: If an option is out of range.
 
     References:
         | Backprop-Q (Xu et al., 2018), Appendix, Gradient Estimators with Q-functions

@@ -69,9 +69,6 @@ class MLPCritic:
 
     Args:
         hidden: Sizes of the hidden layers.
-
-    Raises:
-        OptionError: If an option is out of range.
     """
 
     hidden: tuple[int, ...] = (32,)
@@ -105,9 +102,6 @@ class TabularCritic:
         max_cells: Largest number of joint states of the scope without the site itself.
         dueling: Whether a level ``V`` is learned besides the advantages. ``False`` keeps one number for each joint
             state of the scope and each value: the paper's tables.
-
-    Raises:
-        OptionError: If an option is out of range.
     """
 
     max_cells: int = 65536

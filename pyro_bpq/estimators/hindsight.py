@@ -109,6 +109,9 @@ class Hindsight(Estimator):
         crossed: Whether the baseline takes the other particles' values beside the particle's own past, as in
             :class:`CrossedLeaveOneOut`.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Hindsight network credit assignment (Young, 2022)
         | Sampling-based approaches to calculating marginal densities (Gelfand and Smith, 1990), for Rao-Blackwell

@@ -32,6 +32,9 @@ class LearnedTemperature:
         delta: Relative difference ``δ`` of the two temperatures.
         decay: Weight of the past in the running moments.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | REBAR (Tucker et al., 2017); with a difference quotient in place of the derivative
     """

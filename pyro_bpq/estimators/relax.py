@@ -34,6 +34,9 @@ class RELAX(Estimator):
         temperature: Temperature ``τ`` of the first step.
         uses_cost: Whether the cost at the relaxed value is part of the control variate, as in the paper.
 
+    Raises:
+        OptionError: If an option is out of range.
+
     References:
         | Backpropagation through the void: Optimizing control variates for black-box gradient estimation
           (Grathwohl et al., 2018), Eq. 8

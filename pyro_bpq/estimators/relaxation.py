@@ -26,6 +26,9 @@ class Annealed:
         start: Temperature of the first step.
         end: Lowest temperature.
         decay: Factor per step, in ``(0, 1)``.
+
+    Raises:
+        OptionError: If an option is out of range.
     """
 
     start: float = 1.0
