@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import uniform
 from pyro_bpq.plan.held import HeldPlan
-from pyro_bpq.rollout.runs import Rollout
 from pyro_bpq.tracing.traced_run import cost_of_model
 
 if TYPE_CHECKING:
@@ -22,40 +21,6 @@ if TYPE_CHECKING:
 
 # Share of the chance of a component that does not depend on how far its values are open.
 _EVEN = 0.5
-
-
-class HeldRuns(Protocol):
-    """Runs guide and model at other values while all other sites keep their values."""
-
-    def held_plan(self) -> HeldPlan | None:
-        """The plan of the extra run."""
-        ...
-
-    @property
-    def runs_apart(self) -> bool:
-        """Whether one particle of several can be run at other values."""
-        ...
-
-    def at_other_values(
-        self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None, group: Tensor | None
-    ) -> Mapping[str, Changes] | None:
-        """The changes ``(M, plates, n, K)`` by site.
-
-        Args:
-            drawn: The components ``(M, plates, n)`` that are evaluated, for the sites where not all of them are.
-            rollout: The tensors of the step's runs.
-            particle: Index ``(1,)`` of the particle that is evaluated; ``None`` for all, ``M`` of them.
-            group: Number of the only group of sites that takes other values; ``None`` for all.
-        """
-        ...
-
-    def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> Mapping[str, Changes]:
-        """Predicted changes ``(M, plates, D, K)``, for the sites where components are drawn."""
-        ...
-
-    def sums(self, name: str, costs: Sequence[str], rollout: Rollout) -> Tensor:
-        """The sum ``(M, plates)`` of costs that read a site."""
-        ...
 
 
 def of_class(signals: Signals, c: int) -> HeldCosts:
