@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from types import MappingProxyType
 from typing import Any
 
 from pyro_bpq.critics.learner import CriticLearner
@@ -13,11 +14,13 @@ from pyro_bpq.estimators import Estimator
 from pyro_bpq.estimators.baselines import Baseline
 from pyro_bpq.graph.network import check_discounted
 
-_CHOICES = {
-    "immediate": ("exact", "learned"),
-    "form": ("ancestor", "history"),
-    "enumeration": ("sample", "exact"),
-}
+_CHOICES = MappingProxyType(
+    {
+        "immediate": ("exact", "learned"),
+        "form": ("ancestor", "history"),
+        "enumeration": ("sample", "exact"),
+    }
+)
 _REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 
 
