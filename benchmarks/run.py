@@ -24,6 +24,7 @@ SCRIPTS = (
     "gradients.py",
     "hindsight.py",
     "hindsight_critics.py",
+    "end_costs.py",
     "layer_critics.py",
     "row_context.py",
     "vae.py",
