@@ -126,14 +126,25 @@ class Signals:
         """
         cls, batch = self.layout.classes[c], self.batches[c]
         estimator = cls.spec.estimator
-        if cls.spec.by_component:
-            return self._component_context(c)
-        shape = (len(cls.names), *batch.batch_shape)
-        uses = estimator.uses_critic
-        learned = self.learned.get(c) if uses else None
+        shape, uses = (len(cls.names), *batch.batch_shape), estimator.uses_critic
+        score = batch.component_score if cls.spec.by_component else batch.score
         exact = self.exact[c] if uses else None
+        cost = cost_to_go(self.layout, self.costs, c, score.detach().new_zeros(shape))
+        if cls.spec.by_component:
+            # Components, each with a cost-to-go of its own, are a further plate.
+            return SiteContext(
+                names=cls.names,
+                score=score,
+                cost=component_cost_to_go(self.layout, self.rollout, c, cost),
+                num_particles=self.rollout.num_particles,
+                log_probs=batch.log_probs.unsqueeze(-2) if batch.by_value else None,
+                index=batch.index.unsqueeze(-1) if batch.by_value else None,
+                exact=None if exact is None else exact.unsqueeze(-2),
+                exact_cost=None if exact is None else batch.sampled(exact),
+                signals=self._asked_for(c),
+            )
+        learned = self.learned.get(c) if uses else None
         exact_cost = None if exact is None else sum_costs(self.layout, self.costs, Relation.TABLED, c)
-        cost = cost_to_go(self.layout, self.costs, c, batch.score.detach().new_zeros(shape))
         if gamma != 1.0 and estimator.replaces_costs:
             # An immediate cost is one level away.
             cost, exact = gamma * cost, None if exact is None else gamma * exact
@@ -145,7 +156,7 @@ class Signals:
         correction, exact_correction = self._corrections(c) if uses and shift is None else (None, None)
         return SiteContext(
             names=cls.names,
-            score=batch.score,
+            score=score,
             cost=cost if shift is None else cost + shift,
             num_particles=self.rollout.num_particles,
             log_probs=batch.log_probs if batch.by_value else None,
@@ -171,24 +182,6 @@ class Signals:
                 f"{sorted({*SIGNALS, *OTHER_NEEDS})}, or add a row to pyro_bpq.step.signal_table."
             )
         return {name: SIGNALS[name](self, c) for name in sorted(estimator.needs & SIGNALS.keys())}
-
-    def _component_context(self, c: int) -> SiteContext:
-        """The estimator's input if each component has its own cost-to-go: components are then a further plate."""
-        cls, batch = self.layout.classes[c], self.batches[c]
-        estimator = cls.spec.estimator
-        joint = batch.component_score.detach().new_zeros((len(cls.names), *batch.batch_shape))
-        exact = self.exact[c] if estimator.uses_critic else None
-        return SiteContext(
-            names=cls.names,
-            score=batch.component_score,
-            cost=component_cost_to_go(self.layout, self.rollout, c, cost_to_go(self.layout, self.costs, c, joint)),
-            num_particles=self.rollout.num_particles,
-            log_probs=batch.log_probs.unsqueeze(-2) if batch.by_value else None,
-            index=batch.index.unsqueeze(-1) if batch.by_value else None,
-            exact=None if exact is None else exact.unsqueeze(-2),
-            exact_cost=None if exact is None else batch.sampled(exact),
-            signals=self._asked_for(c),
-        )
 
     def _exact(self, c: int) -> Tensor | None:
         tables = [table for table in (self._own_table(c), self._model_table(c)) if table is not None]
