@@ -17,15 +17,13 @@ from pyro_bpq.choice.candidates import BY_NAME, FIXED, Candidate, ProgramFacts, 
 from pyro_bpq.choice.criterion import better_than, median_of_means, normalised, products
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.tracing.sandbox import Sandbox
-from pyro_bpq.tracing.work import Work, WorkMode
+from pyro_bpq.tracing.work import STEP, Work, WorkMode
 
 _WARM_UP, _FIRST_STEP, _SHARE = 1, 20, 0.05
 # Numbers of rounds after which candidates are compared; where it stays in doubt, the present choice goes on.
 ROUNDS = (8, 16, 32, 64)
 # The next look comes when so many times as many steps have been taken.
 _LATER = 10
-# Seconds of a step's Python that no operator is called for; fitted together with the weights of work.
-STEP = 1.5e-3
 # Number of trials of a candidate whose work is counted, and how many times as long these take.
 _COUNTED, _COUNTING = 8, 2.0
 # How many times the best product a candidate may have before it is left out of further rounds.

@@ -142,7 +142,8 @@ def _without_baselines(look: Look, run: TracedRun) -> tuple[Plan, int]:
     can_flip, has_slopes = run.key not in plans.unflippable, plans.slopes.get(run.key, True)
     plan = elbo.planner.plan(plain, planned.graph, planned.facts, can_flip, has_slopes)
     is_open = elbo.particles.is_open and not planned.facts.is_dynamic
-    number = num_particles_for(plan, plain, elbo.num_particles) if is_open else elbo.num_particles
+    work = planned.facts.work
+    number = num_particles_for(plan, plain, elbo.num_particles, work) if is_open else elbo.num_particles
     if number > elbo.num_particles and look.against_one_call:
         number = elbo.num_particles
     return plan, number

@@ -116,7 +116,7 @@ class StepRunner(Runner):
     def good_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of particles that a program is good for, from a run of so many; 1 where values steer it."""
         plan = self._static_plan(traced)
-        return 1 if plan is None else num_particles_for(plan, traced, particles)
+        return 1 if plan is None else num_particles_for(plan, traced, particles, self.structure.work_of(traced))
 
     def rows_for(self, traced: TracedRun, particles: int = 1) -> int:
         """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed over them."""

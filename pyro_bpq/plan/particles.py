@@ -2,6 +2,8 @@ r"""How many particles a program is good for, where their number is left open.""
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from pyro_bpq.plan.plan import Plan
@@ -9,16 +11,20 @@ from pyro_bpq.plan.revisions import num_reads
 from pyro_bpq.plan.rules import DRAWN_STEPS, MANY_READS, MOST_SUMMED, PARTICLES, ProgramFacts
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
+from pyro_bpq.tracing.work import STEP, Work
 
 
-def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
+def num_particles_for(
+    plan: Plan, traced: TracedRun, particles: int = 1, work: tuple[Work, Work] | None = None
+) -> int:
     r"""Number of particles that a program is good for.
 
-        M = min(8, max(2, 524288 / n)),   n elements of the largest value of a particle
+        M = min(8, max(4, 1 + a / b), max(2, 524288 / n)),   n elements of the largest value of a particle
 
     where costs after a site of the default's choice are known of the sampled value alone, and differ from row to row
-    of its plates, or where there are ten such sites or more; else one. Baselines from other particles know the row,
-    those from other steps do not. Two, where :class:`~pyro_bpq.estimators.DebiasedStraightThrough` is to serve all
+    of its plates, or where there are ten such sites or more; else one. Of the counted seconds of a step ``a`` are those
+    that the particles of one call share, calls of operators, and ``b`` those that each particle adds. Baselines from
+    other particles know the row, those from other steps do not. Two, where :class:`~pyro_bpq.estimators.DebiasedStraightThrough` is to serve all
     such sites of rows, which needs no baseline; four, where :class:`~pyro_bpq.estimators.Hindsight` is. The table is
     ``PARTICLES`` in ``plan/rules.py``.
     """
@@ -30,8 +36,17 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
         is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,
         elements=_largest(traced),
         particles=particles,
+        free=math.inf if work is None or particles > 1 else _shared_over_added(work[0] + work[1]),
     )
     return next(rule.number(facts) for rule in PARTICLES if rule.holds(facts))
+
+
+def _shared_over_added(work: Work) -> float:
+    """Seconds of a step that its particles share over those that each adds."""
+    calls = Work(operators=work.operators)
+    # A backward pass takes about twice as long as the run itself.
+    shared, added = (part.times(3).seconds() for part in (calls, work - calls))
+    return (shared + STEP) / added if added > 0.0 else math.inf
 
 
 def num_rows_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:

@@ -211,6 +211,7 @@ class ProgramFacts:
         particles: Number of particles in it.
         untold: Number of sites of the default's choice whose cost-to-go is not known at other values.
         held: Layers that are served by their law given what was drawn after them, if there are enough particles.
+        free: Seconds of a particle that the particles of one call share, over those that each of them adds.
     """
 
     by_row: frozenset[str]
@@ -220,6 +221,7 @@ class ProgramFacts:
     particles: int = 1
     untold: int = 0
     held: frozenset[str] = frozenset()
+    free: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,11 @@ class ParticleRule:
 
 def _affordable(program: ProgramFacts) -> int:
     return min(MOST_PARTICLES, max(2, ELEMENTS * program.particles // max(program.elements, 1)))
+
+
+def _worthwhile(program: ProgramFacts) -> int:
+    """As many as take about as long as what they share, but not too few."""
+    return min(_affordable(program), max(FEW_PARTICLES, round(min(1.0 + program.free, MOST_PARTICLES))))
 
 
 PARTICLES = (
@@ -251,9 +258,11 @@ PARTICLES = (
     ),
     # A step of a long program is mostly Python, which particles of one call share.
     ParticleRule(
-        "many sites: particles average their noise, as many as are nearly free", lambda p: not p.by_row, _affordable
+        "many sites: particles average their noise, as many as are nearly free", lambda p: not p.by_row, _worthwhile
     ),
-    ParticleRule("rows of data: other particles know the row, as many as are nearly free", lambda p: True, _affordable),
+    ParticleRule(
+        "rows of data: other particles know the row, as many as are nearly free", lambda p: True, _worthwhile
+    ),
 )
 
 

@@ -32,6 +32,11 @@ def number(facts: ProgramFacts) -> tuple[int, str]:
         (ProgramFacts(ROWS, frozenset(), True, 100 * ELEMENTS), 2, "rows of data"),
         (ProgramFacts(ROWS, frozenset(), True, ELEMENTS, particles=4), 4, "rows of data"),
         (ProgramFacts(ROWS, frozenset(), True, 0), MOST_PARTICLES, "rows of data"),
+        (ProgramFacts(ROWS, frozenset(), True, 10, free=0.3), FEW_PARTICLES, "rows of data"),
+        (ProgramFacts(ROWS, frozenset(), True, 10, free=4.6), 6, "rows of data"),
+        (ProgramFacts(frozenset(), frozenset(), True, 10, untold=MANY_SITES, free=0.3), FEW_PARTICLES, "many sites"),
+        (ProgramFacts(ROWS, frozenset(), True, ELEMENTS // 3, free=0.3), 3, "rows of data"),
+        (ProgramFacts(ROWS, frozenset(), True, 10, held=ROWS, free=7.0), FEW_PARTICLES, "hindsight"),
     ],
 )
 def test_the_first_rule_that_holds_counts(facts: ProgramFacts, expected: int, why: str) -> None:
