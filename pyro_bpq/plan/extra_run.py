@@ -14,8 +14,8 @@ from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.tracing.cost_statement import CostOptions
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
 
-# An extra run that takes so many times as long as the step without it wins less than it costs.
-DEAR = 2.0
+# An extra run that takes so many times as long as the step without it wins less than other particles in that time.
+DEAR = 1.0
 # Nor does one that tells less of the noise, as the share is but estimated.
 SHARE = 0.5
 

@@ -24,8 +24,9 @@ def num_particles_for(
     where costs after a site of the default's choice are known of the sampled value alone, and differ from row to row
     of its plates, or where there are ten such sites or more; else one. Of the counted seconds of a step ``a`` are those
     that the particles of one call share, calls of operators, and ``b`` those that each particle adds. Baselines from
-    other particles know the row, those from other steps do not. Two, where :class:`~pyro_bpq.estimators.DebiasedStraightThrough` is to serve all
-    such sites of rows, which needs no baseline; four, where :class:`~pyro_bpq.estimators.Hindsight` is. The table is
+    other particles know the row, those from other steps do not. Two, where
+    :class:`~pyro_bpq.estimators.DebiasedStraightThrough` is to serve all such sites of rows, which needs no baseline;
+    four, where :class:`~pyro_bpq.estimators.Hindsight` is. The table is
     ``PARTICLES`` in ``plan/rules.py``.
     """
     facts = ProgramFacts(
