@@ -14,9 +14,7 @@ from pyro_bpq.tracing.watch import samples
 from pyro_bpq.tracing.work import STEP, Work
 
 
-def num_particles_for(
-    plan: Plan, traced: TracedRun, particles: int = 1, work: tuple[Work, Work] | None = None
-) -> int:
+def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: tuple[Work, Work] | None = None) -> int:
     r"""Number of particles that a program is good for.
 
         M = min(8, max(4, 1 + a / b), max(2, 524288 / n)),   n elements of the largest value of a particle

@@ -260,9 +260,7 @@ PARTICLES = (
     ParticleRule(
         "many sites: particles average their noise, as many as are nearly free", lambda p: not p.by_row, _worthwhile
     ),
-    ParticleRule(
-        "rows of data: other particles know the row, as many as are nearly free", lambda p: True, _worthwhile
-    ),
+    ParticleRule("rows of data: other particles know the row, as many as are nearly free", lambda p: True, _worthwhile),
 )
 
 

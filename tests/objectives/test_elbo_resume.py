@@ -22,7 +22,7 @@ from pyro.optim import SGD, Adam
 from steps import CHAIN, DATA, OPTIONS, Guide, Model, assert_equal, run, state_of
 from torch import Tensor, nn
 
-from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 
 
 def through_pickle(elbo: Any) -> Any:
@@ -289,7 +289,7 @@ def other_guide() -> None:
 
 @pytest.mark.parametrize("other", [(CHAIN.model, CHAIN.guide), (other_model, other_guide)], ids=["same", "other"])
 def test_two_elbos_train_their_critics_in_one_param_store(other: tuple[Any, Any]) -> None:
-    elbos = [TraceBackpropQ_ELBO(learner=None, seed=seed) for seed in range(2)]
+    elbos = [TraceBackpropQ_ELBO(learner=None, seed=seed, estimator=AllAction(exact=False)) for seed in range(2)]
     steppers = [
         SVI(*programs, Adam({"lr": 0.02}), elbo)
         for programs, elbo in zip(((CHAIN.model, CHAIN.guide), other), elbos, strict=True)
@@ -311,13 +311,14 @@ def test_two_elbos_train_their_critics_in_one_param_store(other: tuple[Any, Any]
 
 
 def test_critics_of_another_elbo_in_the_store_change_no_number() -> None:
-    found = []
+    found, sampled = [], AllAction(exact=False)
     for has_other in (False, True):
         CHAIN.params()
         if has_other:
-            SVI(CHAIN.model, CHAIN.guide, SGD({"lr": 0.0}), TraceBackpropQ_ELBO(learner=None, seed=1)).step()
+            other = TraceBackpropQ_ELBO(learner=None, seed=1, estimator=sampled)
+            SVI(CHAIN.model, CHAIN.guide, SGD({"lr": 0.0}), other).step()
         pyro.set_rng_seed(3)
-        svi = SVI(CHAIN.model, CHAIN.guide, Adam({"lr": 0.02}), TraceBackpropQ_ELBO(learner=None))
+        svi = SVI(CHAIN.model, CHAIN.guide, Adam({"lr": 0.02}), TraceBackpropQ_ELBO(learner=None, estimator=sampled))
         found.append([svi.step() for _ in range(6)])
         assert names_in_store() == ({"bpq_critics", "bpq_critics_1"} if has_other else {"bpq_critics"})
     assert found[0] == found[1]

@@ -41,8 +41,12 @@ def test_slow_copies_lag_behind() -> None:
 
 
 def test_rate_one_is_no_tracking() -> None:
-    assert_equal(run(slow_elbo(1.0), steps=8), run(TraceBackpropQ_ELBO(), steps=8))
-    assert not is_equal(run(slow_elbo(0.1), steps=8), run(TraceBackpropQ_ELBO(), steps=8))
+    plain, one, slow = TraceBackpropQ_ELBO(), slow_elbo(1.0), slow_elbo(0.1)
+    assert_equal(run(one, steps=8), run(plain, steps=8))
+    run(slow, steps=8)
+    # Critics do not count yet in the gradient, but they learn.
+    assert_equal(critics_of(one), critics_of(plain))
+    assert not is_equal(critics_of(slow), critics_of(plain))
 
 
 def test_targets_come_from_the_slow_copies() -> None:
@@ -154,9 +158,13 @@ def test_lam_and_gamma_follow_their_functions_of_the_step() -> None:
 
 
 def test_a_constant_schedule_is_the_number() -> None:
-    number = run(TraceBackpropQ_ELBO(lam=0.3, gamma=0.9), steps=8)
-    assert_equal(run(TraceBackpropQ_ELBO(lam=lambda _: 0.3, gamma=lambda _: 0.9), steps=8), number)
-    assert not is_equal(run(TraceBackpropQ_ELBO(lam=lambda at: 0.3 if at < 4 else 1.0, gamma=0.9), steps=8), number)
+    number, same = TraceBackpropQ_ELBO(lam=0.3, gamma=0.9), TraceBackpropQ_ELBO(lam=lambda _: 0.3, gamma=lambda _: 0.9)
+    other = TraceBackpropQ_ELBO(lam=lambda at: 0.3 if at < 4 else 1.0, gamma=0.9)
+    assert_equal(run(same, steps=8), run(number, steps=8))
+    run(other, steps=8)
+    # Critics do not count yet in the gradient, but they learn.
+    assert_equal(critics_of(same), critics_of(number))
+    assert not is_equal(critics_of(other), critics_of(number))
 
 
 def test_more_critic_steps_fit_the_rollout_better() -> None:
