@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import BY_NAME
 from steps import CHAIN, assert_equal, bias, is_equal, run, state_of, trained
+from torch import Tensor
 
 from pyro_bpq import AllAction, CriticLearner, Replay, SlowTracking, TabularCritic, TraceBackpropQ_ELBO
 from pyro_bpq.critics.block import Block
@@ -21,6 +22,11 @@ def slow_elbo(rate: float = 0.1, **options: Any) -> TraceBackpropQ_ELBO:
 
 def critics(elbo: TraceBackpropQ_ELBO) -> list[Block]:
     return [block for block in elbo.critics.blocks.values() if isinstance(block, Block) and block.critic is not None]
+
+
+def critics_of(elbo: TraceBackpropQ_ELBO) -> list[dict[str, Tensor]]:
+    """The weights of the critics."""
+    return [{name: weight.detach() for name, weight in block.weights().items()} for block in critics(elbo)]
 
 
 def test_slow_copies_lag_behind() -> None:
