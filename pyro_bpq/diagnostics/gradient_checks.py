@@ -246,7 +246,7 @@ def check_time(look: Look) -> Iterator[Finding]:
 
 def _times(look: Look) -> tuple[float, float]:
     """Seconds of the processor for a step with its backward pass, and for its extra run."""
-    elbo, (_, _, args, kwargs), kept = look.elbo, look.program, look.elbo.ms
+    elbo, (_, _, args, kwargs), mark = look.elbo, look.program, look.elbo.mark()
     plan, item = look.planned.plan, look.seen.items[0]
     model, guide, *_ = item.programs[0]
     again = guide if elbo.runner.only_costs else model
@@ -268,7 +268,7 @@ def _times(look: Look) -> tuple[float, float]:
 
             whole, part = _middle(step, extra)
     finally:
-        elbo.ms = kept
+        elbo.go_back(mark)
     return whole, part
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -92,6 +93,26 @@ class Ledger:
         """Returns the sources that were read since :meth:`listen`; all that ever were if nothing listened."""
         found, self.heard = self.escaped if self.heard is None else self.heard, None
         return found
+
+    def escaped_since(self, before: int) -> int:
+        """Returns the sources that have escaped since ``before`` was all of them, and takes them back."""
+        found, self.escaped = self.escaped & ~before, before
+        return found
+
+    @contextlib.contextmanager
+    def deferring(self, mask: int) -> Iterator[None]:
+        """Adds the sources of scalars that are read to ``deferred``, which starts with those of a mask."""
+        before, self.deferred = self.deferred, mask
+        self.positions |= mask
+        try:
+            yield
+        finally:
+            self.deferred = before
+
+    def defer(self, mask: int) -> None:
+        """Adds sources to ``deferred``: they have chosen a view."""
+        self.deferred = (self.deferred or 0) | mask
+        self.positions |= mask
 
     def names(self, mask: int) -> frozenset[str]:
         """Returns the names of the sources in a mask."""

@@ -211,8 +211,7 @@ class _Operators(OperatorMode):
         if plan.reads:
             ledger.reads += 1
             if ledger.deferred is not None and not isinstance(result, Tensor):
-                ledger.deferred |= mask
-                ledger.positions |= mask
+                ledger.defer(mask)
             else:
                 ledger.read(mask, check=isinstance(result, bool))
         if plan.is_sized:
@@ -282,15 +281,10 @@ class _Calls(TorchFunctionMode):
 
     def defer(self, func: Any, args: _Args, kwargs: _Kwargs, mask: int = 0) -> Any:
         """Runs a call that reads scalars only as positions; its result depends on them."""
-        ledger = self._ledger
-        before, ledger.deferred = ledger.deferred, mask
-        ledger.positions |= mask
-        try:
+        with self._ledger.deferring(mask):
             result = func(*args, **kwargs)
-            ledger.place(next(iter(args), None), result, ledger.deferred)
+            self._ledger.place(next(iter(args), None), result, self._ledger.deferred or 0)
             return result
-        finally:
-            ledger.deferred = before
 
     def parts(self, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
         """Handles calls that take a tensor apart into views."""
@@ -371,12 +365,12 @@ class ContainedCalls:
     def close(self, function: Any, args: tuple[Any, ...], result: Tensor) -> None:
         """Call it right after the function runs; ``result`` must own its memory."""
         ledger, (before, shared) = self._ledger, self._before.pop()
-        mask = ledger.escaped & ~before | ledger.mask([arg for arg in args if isinstance(arg, (Tensor, list, tuple))])
+        mask = ledger.mask([arg for arg in args if isinstance(arg, (Tensor, list, tuple))])
+        mask |= ledger.escaped_since(before)
         owner = _owner(function)
         if owner is not None:
             mask |= self._states.get(id(owner), 0)
             self._states[id(owner)] = mask
-        ledger.escaped = before
         for key in self._shared() - shared:
             # Only this call saw the memory from outside torch.
             ledger.entries[key].shared = False
