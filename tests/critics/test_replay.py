@@ -312,7 +312,8 @@ def test_expected_refuses_coparents_in_plates_and_too_many_values() -> None:
 
 
 def chain_elbo(**replay: Any) -> TraceBackpropQ_ELBO:
-    return TraceBackpropQ_ELBO(learner=CriticLearner(replay=Replay(**replay)))
+    """All sites have critics."""
+    return TraceBackpropQ_ELBO(estimator=AllAction(exact=False), learner=CriticLearner(replay=Replay(**replay)))
 
 
 def test_buffer_stays_within_its_capacity_and_states_its_bytes() -> None:
