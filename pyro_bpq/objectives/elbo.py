@@ -108,11 +108,12 @@ class TraceBackpropQ_ELBO(Objective):
         info: After each training step what is known of each site, by name; tensors are detached and on their device.
             ``estimator``: its gradient estimator. ``cost_to_go``: ``(M, plates)``, in nats; ``(M, plates, D)`` where
             each component has one of its own. ``baseline``: the running mean of ``RunningBaseline``, in nats.
-            ``scales``: those of ``AllAction``, ``(4,)`` for exact costs, level and differences of the critic, and later
-            sites. ``td_loss``: squared error of the critic in units of its targets' spread. ``explained``: share of the
-            targets' variance that the critic explains, between particles of a data point; with one particle between
-            data points. ``ms``: milliseconds of the host in the estimator and the critic's regression, a batched call
-            shared out among its sites. Of a site that is summed over all values only ``estimator`` is known.
+            ``scales``: those of ``AllAction``, ``(5,)`` for exact costs, level and differences of the critic, later
+            sites, and the exact costs of these alone. ``td_loss``: squared error of the critic in units of its targets'
+            spread. ``explained``: share of the targets' variance that the critic explains, between particles of a data
+            point; with one particle between data points. ``ms``: milliseconds of the host in the estimator and the
+            critic's regression, a batched call shared out among its sites. Of a site that is summed over all values
+            only ``estimator`` is known.
         ms: Milliseconds of the host in the last step but for ``backward``: ``runs``, those of the programs, the graph
             and the critics; ``signals``, estimators and regression.
 

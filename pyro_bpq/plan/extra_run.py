@@ -50,9 +50,13 @@ def known_costs(structure: Structure, name: str, estimator: Estimator) -> set[Kn
 
 def is_complete(structure: Structure, name: str, evaluated: tuple[str, ...]) -> bool:
     """Whether after an extra run nothing of a site's cost-to-go is unknown at its other values."""
-    own = {Known.LOG_Q: cost_of_guide(name), Known.LOG_P: cost_of_model(name)}
-    kinds = known_costs(structure, name, AllAction())
-    return {*evaluated, *(own[kind] for kind in kinds)}.issuperset(structure.graph.downstream_costs(name))
+    known = _names(name, known_costs(structure, name, AllAction()))
+    return known.union(evaluated).issuperset(structure.graph.downstream_costs(name))
+
+
+def _names(name: str, kinds: set[Known]) -> set[str]:
+    """The names of a site's own costs."""
+    return {cost_of_guide(name) if kind is Known.LOG_Q else cost_of_model(name) for kind in kinds}
 
 
 def plan_extra_run(structure: Structure, estimators: Mapping[str, Estimator], max_elements: int) -> ExtraRun:
@@ -104,9 +108,8 @@ def told_share(
     """
     graph = structure.graph
     told = graph.cost_bits_of({cost for found in costs.values() for cost in found})
-    own = {Known.LOG_Q: cost_of_guide, Known.LOG_P: cost_of_model}
-    known = {own[k](n) for n, estimator in estimators.items() for k in known_costs(structure, n, estimator)}
-    unknown = ~graph.cost_bits_of(known)
+    known = (_names(name, known_costs(structure, name, estimator)) for name, estimator in estimators.items())
+    unknown = ~graph.cost_bits_of(set[str]().union(*known))
     shares = []
     # The told costs, as bits, by the number of sites that they read from the present one on.
     by_number: dict[int, int] = {0: told}
@@ -123,24 +126,17 @@ def told_share(
 
 
 def _too_dear(facts: StructureFacts, rows: int, elements: int, max_elements: int, share: float) -> str:
-    """Why an extra run of so many rows costs more than it is worth; empty where it does not.
-
-    A step that takes ``1 + r`` times as long and has ``1 - share`` of the noise pays where ``r < share / (1 - share)``.
-    """
+    """Why an extra run of so many rows costs more than it is worth; empty where it does not."""
     if elements > max_elements:
         return f"its {rows} rows evaluate {elements} costs, more than {max_elements}"
-    told = f"tell about {share:.2f} of the noise of unknown costs"
     if share < SHARE:
-        return f"its {rows} rows {told}"
+        return f"its {rows} rows tell about {share:.2f} of the noise of unknown costs"
     if facts.work is None:
         return ""
     guide, model = facts.work
     # A backward pass takes about twice as long as the run itself; the extra run has none.
     ratio = model.of_rows(rows).seconds() / (guide + model).times(3).seconds()
-    if ratio <= DEAR and ratio * (1.0 - share) < share:
-        return ""
-    text = f"its {rows} rows take about {ratio:.1f} times as long as the rest of the step"
-    return text if ratio > DEAR else f"{text} and {told}"
+    return f"its {rows} rows take about {ratio:.1f} times as long as the rest of the step" if ratio > DEAR else ""
 
 
 def _readable(structure: Structure) -> dict[str, tuple[str, ...]]:
