@@ -13,12 +13,12 @@ from torch import Tensor
 from pyro_bpq.batching.classes import ContextPlan, CostClass, CrossedCosts, QGroup, Relation, SiteClass, SiteSpec
 from pyro_bpq.critics.attention import MemberCritic
 from pyro_bpq.graph.bitsets import highest, ones
-from pyro_bpq.graph.network import BackpropQNetwork, QNode
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.q_node import QNode
 from pyro_bpq.graph.relations import Crossings, Relations, after
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums, subset_sums
-from pyro_bpq.targets.lambda_return import Rules, network_rules
 
 # Number of critic inputs that encode the index of a site in a family with a shared critic.
 INDEX_FEATURES = 2
@@ -72,7 +72,8 @@ class Layout:
         self._masks = tuple(sum(1 << i for i in positions) for positions in self._positions)
         self._sums: dict[tuple[Any, ...], Sums | None] = {}
         self._split: dict[int, bool] = {}
-        self._rules: dict[tuple[torch.dtype, torch.device], Rules] = {}
+        # What steps work out once, and keep here: the network's rules as matrices, and the waves of a backward sweep.
+        self.rules: dict[tuple[torch.dtype, torch.device], Any] = {}
         self.waves: list[Any] = []
 
     def __repr__(self) -> str:
@@ -264,14 +265,6 @@ class Layout:
         """Position of each Q-node of the network in program order."""
         assert self.network is not None
         return {node.name: i for i, node in enumerate(reversed(self.network.nodes))}
-
-    def rules(self, like: Tensor) -> Rules:
-        """The network's rules, with dtype and device of ``like``."""
-        assert self.network is not None
-        key = (like.dtype, like.device)
-        if key not in self._rules:
-            self._rules[key] = network_rules(self.network, self.rule_order, like)
-        return self._rules[key]
 
     def num_features(self, group: QGroup) -> int:
         """Number of context features of the critics of a group, without members that they read by themselves."""

@@ -8,7 +8,8 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.attention import MemberCritic
 from pyro_bpq.critics.joint import reads_value
 from pyro_bpq.critics.nets import TabularCritic
-from pyro_bpq.graph.network import BackpropQNetwork, QNode
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.q_node import QNode
 
 
 def described(layout: Layout) -> BackpropQNetwork | None:

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from pyro_bpq.estimators import CrossedLeaveOneOut, Estimator, Hindsight, LeaveOneOut, ScoreFunction
+from pyro_bpq.estimators.base import Estimator
+from pyro_bpq.estimators.baselines import LeaveOneOut
+from pyro_bpq.estimators.hindsight import Hindsight
+from pyro_bpq.estimators.score_function import CrossedLeaveOneOut, ScoreFunction
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,6 @@
 
 An option of a critic that is out of range raises ``OptionError``.
 
-Training comprises the optimiser, the slow copies and the replay buffer. Imports ``graph``, ``rollout`` and
-``targets``. Read ``nets.py`` first, then ``bank.py``.
+Training comprises the optimiser, the slow copies and the replay buffer. Imports ``graph`` and ``rollout``. Read
+``nets.py`` first, then ``bank.py``.
 """

@@ -19,7 +19,8 @@ from pyro.infer import TraceGraph_ELBO
 from torch import Tensor
 
 from pyro_bpq.diagnostics.comparison import LIMIT, Comparison, Row, recommend
-from pyro_bpq.diagnostics.moments import GradientMoments, gradient_moments
+from pyro_bpq.diagnostics.figures import GradientMoments
+from pyro_bpq.diagnostics.moments import gradient_moments
 from pyro_bpq.diagnostics.rivals import GraphELBO, Rival, default_rivals, signature, took
 from pyro_bpq.diagnostics.sampling import num_outcomes_of, seeded
 from pyro_bpq.errors import BPQError, BPQWarning, OptionError, UnsupportedSiteError

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pyro_bpq.diagnostics.rivals import DEFAULT
 from pyro_bpq.diagnostics.text import number, table
 
+# Name of the default among the estimators.
+DEFAULT = "default"
 # Limit on the bias in standard errors. By chance it is exceeded with probability 6e-5 at the worst covariance.
 LIMIT = 4.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pyro_bpq.diagnostics.critic_fit import Fit
+from pyro_bpq.diagnostics.figures import Fit
 from pyro_bpq.diagnostics.findings import Finding
 from pyro_bpq.diagnostics.look import Look, listed
 from pyro_bpq.diagnostics.text import number

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pyro_bpq.diagnostics.critic_fit import CriticFit
+from pyro_bpq.diagnostics.figures import CriticFit
 from pyro_bpq.diagnostics.sampling import untouched
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.observation import Observation

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_bpq.diagnostics.figures import GradientMoments
 from pyro_bpq.diagnostics.sampling import Accumulated, accumulate, num_outcomes_of, untouched
-from pyro_bpq.diagnostics.text import number, table
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import Moments
@@ -20,69 +19,6 @@ from pyro_bpq.testing.parameters import GradientReader
 
 # Name of the gradient without the sites' terms, i.e. the gradient through values and parameters of the costs.
 COSTS = "(differentiable costs)"
-
-
-@dataclass(frozen=True)
-class GradientMoments:
-    r"""Moments of the gradient of one step.
-
-    Args:
-        mean: Mean of the gradient of the loss by parameter, in nats per unit, in the parameter's shape, detached.
-        variance: Variance of a single step's gradient, in the same form.
-        sites: Mean and variance of each site's summand. The means add up to the mean gradient; the variances do not
-            add up if summands are correlated. ``COSTS`` names the rest. Empty if the ELBO has no such summands.
-        num_samples: Number of steps that were run.
-        is_exact: Whether these steps were all outcomes of a step, weighted by their probability.
-        total_variance_error: Standard error of the total variance; 0 if exact.
-        site_variance_errors: Standard error of the total variance of each site's summand.
-    """
-
-    mean: dict[str, Tensor]
-    variance: dict[str, Tensor]
-    sites: dict[str, Moments]
-    num_samples: int
-    is_exact: bool
-    total_variance_error: float = 0.0
-    site_variance_errors: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def standard_error(self) -> dict[str, Tensor]:
-        """Standard error of the mean; zero if exact."""
-        scale = 0.0 if self.is_exact else 1.0 / self.num_samples
-        return {name: (variance * scale).sqrt() for name, variance in self.variance.items()}
-
-    @property
-    def total_variance(self) -> float:
-        """Sum of the variances of all components."""
-        return sum(float(variance.sum()) for variance in self.variance.values())
-
-    @property
-    def signal_to_noise(self) -> float:
-        r"""Squared norm of the mean, less its sampling noise, over the total variance."""
-        signal = sum(float(mean.square().sum()) for mean in self.mean.values())
-        noise = self.total_variance
-        if not self.is_exact:
-            signal = max(0.0, signal - noise / self.num_samples)
-        return signal / noise if noise > 0 else math.inf
-
-    def site_shares(self) -> dict[str, float]:
-        """Share of each site's summand in the sum of variances, largest first; empty if the sum is zero."""
-        found = {site: moments.total_variance for site, moments in self.sites.items()}
-        total = sum(found.values())
-        ordered = sorted(found.items(), key=lambda item: -item[1])
-        return {site: variance / total for site, variance in ordered} if total > 0 else {}
-
-    def __str__(self) -> str:
-        how = f"all {self.num_samples} outcomes" if self.is_exact else f"{self.num_samples} sampled steps"
-        rows = [[name, number(_norm(self.mean[name])), number(float(v.sum()))] for name, v in self.variance.items()]
-        lines = table(["parameter", "|mean|", "variance"], rows)
-        if self.sites:
-            shares = self.site_shares()
-            parts = [[site, number(self.sites[site].total_variance), f"{share:.0%}"] for site, share in shares.items()]
-            lines += ["", *table(["site", "variance", "share"], parts)]
-        error = "" if self.is_exact else f" ± {number(self.total_variance_error)}"
-        total = f"total variance {number(self.total_variance)}{error}, signal to noise {number(self.signal_to_noise)}"
-        return "\n".join([f"Gradient of one step, from {how}: {total}", "", *lines])
 
 
 def gradient_moments(
@@ -198,7 +134,3 @@ def site_gradients(
                 if part:
                     found[None, id(leaf)] = found.get((None, id(leaf)), 0.0) + grad
     return found
-
-
-def _norm(value: Tensor) -> float:
-    return float(value.square().sum().sqrt())

@@ -10,11 +10,12 @@ import pyro
 from pyro import poutine
 from pyro.infer import Trace_ELBO, TraceGraph_ELBO
 
+from pyro_bpq.diagnostics.comparison import DEFAULT
 from pyro_bpq.estimators import LeaveOneOut, ScoreFunction
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.short import short
 
-DEFAULT, LOO = "default", "leave-one-out"
+LOO = "leave-one-out"
 _STORED = "__baseline_avg_downstream_cost_"
 
 

@@ -75,6 +75,16 @@ class CostNode:
     is_of_guide: bool = False
 
 
+def cost_of_guide(site: str) -> str:
+    """Name of the cost ``log q`` of a guide site."""
+    return f"log q({site})"
+
+
+def cost_of_model(site: str) -> str:
+    """Name of the cost ``-log p`` of a model site."""
+    return f"-log p({site})"
+
+
 @dataclass(frozen=True)
 class StochasticComputationGraph:
     """Stochastic nodes in program order and cost nodes: a frozen, hashable value without tensors.

@@ -9,9 +9,9 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions.kl import kl_divergence
 
-from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_model
 from pyro_bpq.objectives.observation import Observation
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_model
+from pyro_bpq.tracing.traced_run import TracedRun
 
 
 def analytic_paths(seen: Observation) -> Tensor:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from pyro_bpq.choice import MeasuredChoice
 from pyro_bpq.choice.candidates import FIXED, Candidate, ProgramFacts
 from pyro_bpq.errors import OptionError
-from pyro_bpq.objectives.objective import Objective
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.rollout.runs import Program
@@ -60,11 +59,19 @@ class Rules:
         else:
             self.particles.fix(candidate.num_particles, candidate.vectorized, nesting)
 
-    def look(self, elbo: Objective, choice: MeasuredChoice, work: Work | None, program: Program) -> None:
+    def look(
+        self,
+        trial: StillTrial,
+        choice: MeasuredChoice,
+        work: Work | None,
+        program: Program,
+        num_steps: int,
+        has_ranks: bool,
+    ) -> None:
         """Tries what is due after a step, and applies what measures better."""
         if not choice.candidates:
-            choice.begin(self.facts(has_ranks=elbo.trainer.ranks is not None))
-        found = choice.look(StillTrial(elbo), work, *program, elbo.num_steps)
+            choice.begin(self.facts(has_ranks))
+        found = choice.look(trial, work, *program, num_steps)
         if found is not None:
             self.apply(found)
 
@@ -84,10 +91,26 @@ class Rules:
         )
 
 
+class Undoable(Protocol):
+    """An objective whose steps can be undone."""
+
+    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a step."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Sets whether steps teach anything."""
+
+    def mark(self) -> Any:
+        """A mark to which :meth:`go_back` takes everything back."""
+
+    def go_back(self, mark: Any) -> None:
+        """Undoes what was built and found out after a mark."""
+
+
 class StillTrial:
     """Takes steps of an objective."""
 
-    def __init__(self, elbo: Objective, learns: bool = False) -> None:
+    def __init__(self, elbo: Undoable, learns: bool = False) -> None:
         self.elbo, self.learns = elbo, learns
 
     def __repr__(self) -> str:

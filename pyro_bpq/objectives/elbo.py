@@ -26,15 +26,16 @@ from pyro_bpq.objectives.chosen import Rules, StillTrial, checked_choice
 from pyro_bpq.objectives.imagined import bootstrapped_surrogate
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.objective import Objective
-from pyro_bpq.objectives.observation import Mode, Observation, Staged
+from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.objectives.options import check_counts, check_options
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.runner import StepRunner, stacked
+from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.rollout.runs import Program
-from pyro_bpq.step.surrogate import Step
+from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
 
@@ -251,7 +252,9 @@ class TraceBackpropQ_ELBO(Objective):
             return super().loss_and_grads(model, guide, *args, **kwargs)
         with self.choice.counting() as mode:
             loss = super().loss_and_grads(model, guide, *args, **kwargs)
-        self._rules.look(self, self.choice, None if mode is None else mode.total, Program(model, guide, args, kwargs))
+        program, work = Program(model, guide, args, kwargs), None if mode is None else mode.total
+        has_ranks = self.trainer.ranks is not None
+        self._rules.look(StillTrial(self), self.choice, work, program, self.num_steps, has_ranks)
         return loss
 
     def _trial(self, candidate: Candidate) -> StillTrial:

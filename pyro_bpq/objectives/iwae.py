@@ -18,13 +18,15 @@ from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_plain
 from pyro_bpq.objectives.objective import Objective
-from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
+from pyro_bpq.objectives.observation import NoiseSource, Observation, Runner
 from pyro_bpq.objectives.options import check_options
 from pyro_bpq.objectives.programs import programs_of
+from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.surrogate import Step, step
+from pyro_bpq.step.surrogate import step
+from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run

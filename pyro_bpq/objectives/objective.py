@@ -18,13 +18,14 @@ from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.critic_trainer import CriticTrainer
 from pyro_bpq.objectives.entry import LossModule, Turn
-from pyro_bpq.objectives.observation import Mode, Runner, Staged, Transient
+from pyro_bpq.objectives.observation import Runner
 from pyro_bpq.objectives.particle_count import ParticleCount
+from pyro_bpq.objectives.staged import Mode, Staged, Transient
 from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.snapshots import restore, snapshot
-from pyro_bpq.step.surrogate import Learning, Step
+from pyro_bpq.step.values import Learning, Step
 from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
 

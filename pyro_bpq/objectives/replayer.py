@@ -15,7 +15,7 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.learner import CriticLearner, track
 from pyro_bpq.critics.replay_buffer import Replay, ReplayBuffer, StoredRollout
 from pyro_bpq.graph.replay_plan import off_policy_plan
-from pyro_bpq.objectives.observation import Staged
+from pyro_bpq.objectives.staged import Staged
 from pyro_bpq.reruns.redraw import (
     Hold,
     assignments,
@@ -32,7 +32,8 @@ from pyro_bpq.reruns.redraw import (
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.surrogate import Learning, critic_loss, expected_critic_loss
+from pyro_bpq.step.surrogate import critic_loss, expected_critic_loss
+from pyro_bpq.step.values import Learning
 from pyro_bpq.tracing.cost_statement import GiveCosts, SkipCosts, given_costs
 from pyro_bpq.tracing.traced_run import TracedRun
 

@@ -14,8 +14,9 @@ from pyro.infer.util import is_validation_enabled
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
-from pyro_bpq.objectives.observation import Mode, NoiseSource, Observation, Runner, Staged
+from pyro_bpq.objectives.observation import NoiseSource, Observation, Runner
 from pyro_bpq.objectives.programs import programs_of
+from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.objectives.staging import Staging
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan, StructureFacts

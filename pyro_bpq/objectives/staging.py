@@ -10,11 +10,12 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.objectives.observation import Mode, Staged
+from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.plan.plan import Plan, StructureFacts
 from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.flipped_costs import flipped_costs
-from pyro_bpq.reruns.held_costs import HeldRun, is_refused
+from pyro_bpq.reruns.held_costs import is_refused
+from pyro_bpq.reruns.held_run import HeldRun
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.traced_run import TracedRun

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 from pyro_bpq.batching.classes import Known
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators import AllAction, Estimator
+from pyro_bpq.estimators.all_action import AllAction
+from pyro_bpq.estimators.base import Estimator
+from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.flips import FlipPlan, flip_plan, immediate_model_costs
 from pyro_bpq.plan.plan import Structure, StructureFacts
 from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.tracing.cost_statement import CostOptions
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
+from pyro_bpq.tracing.traced_run import TracedRun
 
 # An extra run that takes so many times as long as the step without it wins less than other particles in that time.
 DEAR = 1.0

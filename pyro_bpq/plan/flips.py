@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.rollout.features import Components
-from pyro_bpq.tracing.traced_run import cost_of_guide, cost_of_model
 
 
 @dataclass(frozen=True)

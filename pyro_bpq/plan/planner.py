@@ -15,20 +15,21 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.critics.joint import JointCritic, reads_value
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators import AllAction, Estimator, SecondRun
-from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.estimators.all_action import AllAction
+from pyro_bpq.estimators.base import Estimator, SiteInfo
+from pyro_bpq.estimators.score_function import SecondRun
 from pyro_bpq.graph.network import BackpropQNetwork, Reduction, sequence_network
 from pyro_bpq.graph.relations import crossings
-from pyro_bpq.graph.scg import Form, StochasticComputationGraph
+from pyro_bpq.graph.scg import Form, StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.critic_options import checked_critic, default_critic
 from pyro_bpq.plan.extra_run import ExtraRun, is_complete, known_costs, plan_extra_run
 from pyro_bpq.plan.holding import held_plan
-from pyro_bpq.plan.plan import Plan, Structure, StructureFacts
+from pyro_bpq.plan.plan import Plan, Structure, StructureFacts, SumPlan
 from pyro_bpq.plan.revisions import charged_costs, crossable, in_rows, open_sites, pays_to_compare, revise, untold
-from pyro_bpq.plan.rules import BY_OPTIONS, SUMMED, Choice, SiteFacts, decide, has_many_components
-from pyro_bpq.plan.sum_plan import SumPlan, sum_plan
+from pyro_bpq.plan.rules import BY_OPTIONS, SUMMED, Choice, SiteFacts, decide, has_many_components, with_baseline
+from pyro_bpq.plan.sum_plan import sum_plan
 from pyro_bpq.tracing.config import SiteOptions
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model
+from pyro_bpq.tracing.traced_run import TracedRun
 
 
 def check_gradients(traced: TracedRun) -> None:
@@ -86,7 +87,7 @@ class Planner:
         chosen = found.estimator
         if options.baseline is not None and chosen.takes_baseline:
             if options.estimator is None or not chosen.has_baseline:
-                return Choice(options.baseline.estimator(), "Pyro's baseline options of the site")
+                return Choice(with_baseline(options.baseline), "Pyro's baseline options of the site")
         reason = chosen.unsupported(site)
         if reason is not None:
             plates = ", ".join(site.plates) or "none"

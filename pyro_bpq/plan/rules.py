@@ -10,22 +10,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pyro_bpq.estimators import (
-    AllAction,
-    CrossedLeaveOneOut,
-    DebiasedStraightThrough,
-    DisARM,
-    Estimator,
-    Hindsight,
-    LeaveOneOut,
-    Pathwise,
-    ScoreFunction,
-    SecondRun,
-    TrimmedBaseline,
-)
-from pyro_bpq.estimators.base import SiteInfo
+from pyro_bpq.estimators.all_action import AllAction
+from pyro_bpq.estimators.base import Estimator, SiteInfo
+from pyro_bpq.estimators.baselines import LeaveOneOut, RunningBaseline, TrimmedBaseline
+from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough
+from pyro_bpq.estimators.disarm import DisARM
+from pyro_bpq.estimators.hindsight import Hindsight
+from pyro_bpq.estimators.pathwise import Pathwise
+from pyro_bpq.estimators.score_function import CrossedLeaveOneOut, PyroBaseline, ScoreFunction, SecondRun
 from pyro_bpq.plan.held import has_slopes
-from pyro_bpq.tracing.config import SiteOptions
+from pyro_bpq.tracing.config import BaselineOptions, SiteOptions
 
 MOST_PARTICLES = 8
 # Sites from which on several particles run, whatever their plates.
@@ -51,6 +45,13 @@ SUMMED = "every law and every cost reads at most one other site: summed over all
 def plain_score(num_particles: int) -> Estimator:
     """The score function with leave-one-out or, with one particle, a baseline of earlier costs."""
     return ScoreFunction(LeaveOneOut() if num_particles > 1 else TrimmedBaseline())
+
+
+def with_baseline(options: BaselineOptions) -> Estimator:
+    """The score function with the baseline that Pyro's options of a site ask for."""
+    if options.is_predicted:
+        return PyroBaseline(options.decay)
+    return ScoreFunction(RunningBaseline(options.decay) if options.decay is not None else None)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class SiteFacts:
     @property
     def score_function(self) -> Estimator:
         """The score function with the site's own baseline, else leave-one-out or, with one particle, earlier costs."""
-        return self.plain_score if self.options.baseline is None else self.options.baseline.estimator()
+        return self.plain_score if self.options.baseline is None else with_baseline(self.options.baseline)
 
     @property
     def plain_score(self) -> Estimator:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.estimators.hindsight import Changes
-from pyro_bpq.graph.scg import Plate
+from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.reruns.held_costs import HeldRun, held_costs, sums_of_costs
+from pyro_bpq.reruns.held_costs import held_costs, sums_of_costs
+from pyro_bpq.reruns.held_run import HeldRun
 from pyro_bpq.reruns.predicted_costs import predicted_costs
 from pyro_bpq.reruns.shared_backward import SharedBackward, shared_backward
 from pyro_bpq.rollout.runs import Program, Rollout, Run
@@ -28,7 +29,7 @@ from pyro_bpq.step.site_program import gradient_to, slope_of
 from pyro_bpq.tracing.component_costs import Pattern, charge_sites
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute, relaxed_log_prob
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_model, cost_of_site
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
 
 # Traces a program (model, guide, args, kwargs) without tracking; ``put`` wraps model and guide.

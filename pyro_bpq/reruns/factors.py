@@ -15,8 +15,7 @@ from pyro.ops.rings import LogRing
 from torch import Tensor
 
 from pyro_bpq.errors import PlateError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.graph.scg import Plate
-from pyro_bpq.tracing.traced_run import cost_of_guide, cost_of_model
+from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
 
 # A tensor without dimensions of size one. Its attribute ``_pyro_dims`` names the other dimensions.
 Packed = Any

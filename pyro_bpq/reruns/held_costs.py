@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
@@ -21,49 +20,13 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.held import HeldPlan, HeldSite
 from pyro_bpq.reruns.apart import particle_of, value_alone
 from pyro_bpq.reruns.flipped_costs import flipped, table
+from pyro_bpq.reruns.held_run import HeldRun, law_name, law_of, unmasked
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Way
 from pyro_bpq.rollout.runs import Program, Rollout, sum_to_plates
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
 from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide, cost_of_site
+from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import is_enumerated, samples
-
-# A model, a guide, their arguments.
-
-
-@dataclass(frozen=True)
-class HeldRun:
-    """What an extra run needs to know.
-
-    Args:
-        plan: Which row flips which sites.
-        graph: The graph.
-        runs: Chooses the way in which the rows run.
-        has_buffers: Whether the programs may call modules with buffers.
-        learning: Whether this run counts as a use of that way.
-        one: Model and guide for one particle, and their arguments; ``None`` where particles have no plate.
-        is_checked: Whether the costs of the first row are compared with those of the step.
-    """
-
-    plan: HeldPlan
-    graph: StochasticComputationGraph
-    runs: RowRuns
-    has_buffers: bool = True
-    learning: bool = True
-    one: Program | None = None
-    is_checked: bool = True
-
-
-def law_of(child: str) -> str:
-    """Name of the log-probability of a child's value, neither scaled nor masked."""
-    return f"law({child})"
-
-
-def unmasked(fn: Any) -> Any:
-    """The distribution that values are drawn from, without the mask that hides their log-probability."""
-    while isinstance(fn, MaskedDistribution):
-        fn = fn.base_dist
-    return fn
 
 
 @torch.no_grad()
@@ -211,13 +174,6 @@ def _reduced(cost: Tensor, source: Sequence[Any], target: Sequence[Any], shape: 
     cost = sum_to_plates(cost.reshape(cost.shape[0], *(1,) * missing, *cost.shape[1:]), source, target)
     extra = [i + 1 for i, size in enumerate(shape) if size == 1 and cost.shape[i + 1] != 1]
     return cost.sum(extra, keepdim=True) if extra else cost
-
-
-def law_name(traced: TracedRun, child: str) -> str:
-    """The cost that is the log-probability of the child's value, if it is neither scaled nor masked."""
-    record, cost = traced.run.sites[child], cost_of_guide(child)
-    is_plain = isinstance(record.scale, float) and record.scale == 1.0 and record.mask is None
-    return cost if is_plain and cost in traced.run.costs and not traced.only_costs else law_of(child)
 
 
 def _rows(

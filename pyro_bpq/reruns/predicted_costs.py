@@ -23,7 +23,7 @@ from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.plan.held import has_slopes
 from pyro_bpq.reruns.expansions import expansions
-from pyro_bpq.reruns.held_costs import HeldRun, law_name, law_of, unmasked
+from pyro_bpq.reruns.held_run import HeldRun, law_name, law_of, unmasked
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Program, Rollout
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options

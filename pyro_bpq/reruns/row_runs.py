@@ -25,8 +25,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import Unrecordable
 from pyro_bpq.rollout.features import finite_components
-from pyro_bpq.tracing.hidden_particles import Wrapped
-from pyro_bpq.tracing.sandbox import Sandbox
+from pyro_bpq.tracing.sandbox import Sandbox, Wrapped
 
 LOG = logging.getLogger("pyro_bpq")
 

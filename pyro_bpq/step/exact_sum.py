@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators import AllAction
-from pyro_bpq.plan.sum_plan import SumPlan
-from pyro_bpq.step.surrogate import Step
+from pyro_bpq.estimators.all_action import AllAction
+from pyro_bpq.plan.plan import SumPlan
+from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.traced_run import TracedRun, full_mask
 
 # Tables of up to so many elements are stacked, because a call takes longer than its computation.

@@ -13,8 +13,8 @@ from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.errors import BPQWarning, UnsupportedProgramError
 from pyro_bpq.estimators.hindsight import Changes, HeldCosts
 from pyro_bpq.estimators.noise import uniform
+from pyro_bpq.graph.scg import cost_of_model
 from pyro_bpq.plan.held import HeldPlan
-from pyro_bpq.tracing.traced_run import cost_of_model
 
 if TYPE_CHECKING:
     from pyro_bpq.step.signals import Signals

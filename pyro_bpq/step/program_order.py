@@ -21,7 +21,8 @@ from torch import Tensor
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.block import Write
 from pyro_bpq.estimators.base import Estimator, SiteContext, initial_statistics
-from pyro_bpq.step.surrogate import Learning, Step, may_learn, statistics_of, term_of
+from pyro_bpq.step.estimate import statistics_of, term_of
+from pyro_bpq.step.values import Learning, Step, may_learn
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 
 
@@ -76,7 +77,7 @@ def order_step(
     Returns:
         The step.
     """
-    build = is_learning and may_learn((), loss, learning)
+    build = is_learning and may_learn(loss, learning)
     writes: list[Write] = []
     info: dict[str, dict[str, Any]] = {}
     terms = []

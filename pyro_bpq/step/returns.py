@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_bpq.batching.classes import QGroup
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.rollout.runs import sum_to_plates
-from pyro_bpq.targets.lambda_return import check_discount, lambda_return, solve_rules
+from pyro_bpq.targets.lambda_return import Rules, check_discount, lambda_return, network_rules, solve_rules
 
 
 def lambda_returns(
@@ -94,5 +94,15 @@ def _solve(
         rows = groups[g].constant("order", places, costs.device, torch.long)
         learned[rows], mean[rows] = value, ahead[g]
         where[g], weight = rows, weight.index_fill(0, rows, lam)
-    returns = solve_rules(layout.rules(costs), costs, mean, learned, weight, gamma)
+    returns = solve_rules(rules_of(layout, costs), costs, mean, learned, weight, gamma)
     return {g: returns[rows] for g, rows in where.items()}
+
+
+def rules_of(layout: Layout, like: Tensor) -> Rules:
+    """The network's rules, with dtype and device of ``like``."""
+    assert layout.network is not None
+    key = (like.dtype, like.device)
+    if key not in layout.rules:
+        layout.rules[key] = network_rules(layout.network, layout.rule_order, like)
+    found: Rules = layout.rules[key]
+    return found

@@ -19,7 +19,6 @@ from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
 from pyro_bpq.step.critic_step import CriticBatch, Learned, evaluate_critics
 from pyro_bpq.step.returns import lambda_returns
-from pyro_bpq.step.signal_table import OTHER_NEEDS, SIGNALS
 from pyro_bpq.step.site_program import Rerun
 
 
@@ -118,7 +117,7 @@ class Signals:
         return [run.differentiable for run in self.rollout.runs] if self.rerun is None else self.rerun.differentiable()
 
     def context(self, c: int, gamma: float = 1.0) -> SiteContext:
-        """The input of the estimator of a class of sites, without running statistics.
+        """The input of the estimator of a class of sites, without running statistics and what it asks for itself.
 
         Args:
             c: Position of the class.
@@ -141,7 +140,6 @@ class Signals:
                 index=batch.index.unsqueeze(-1) if batch.by_value else None,
                 exact=None if exact is None else exact.unsqueeze(-2),
                 exact_cost=None if exact is None else batch.sampled(exact),
-                signals=self._asked_for(c),
             )
         learned = self.learned.get(c) if uses else None
         exact_cost = None if exact is None else sum_costs(self.layout, self.costs, Relation.TABLED, c)
@@ -169,19 +167,7 @@ class Signals:
             moments=batch.moments if uses and cls.spec.has_moments else None,
             correction=_expand(correction, shape),
             exact_correction=_expand(exact_correction, shape),
-            signals=self._asked_for(c),
         )
-
-    def _asked_for(self, c: int) -> dict[str, Any]:
-        """The signals that the estimator of a class needs, by name."""
-        estimator = self.layout.classes[c].spec.estimator
-        unknown = sorted(estimator.needs - SIGNALS.keys() - OTHER_NEEDS)
-        if unknown:
-            raise OptionError(
-                f"{estimator} needs {', '.join(map(repr, unknown))}, which is no signal. Write one of "
-                f"{sorted({*SIGNALS, *OTHER_NEEDS})}, or add a row to pyro_bpq.step.signal_table."
-            )
-        return {name: SIGNALS[name](self, c) for name in sorted(estimator.needs & SIGNALS.keys())}
 
     def _exact(self, c: int) -> Tensor | None:
         tables = [table for table in (self._own_table(c), self._model_table(c)) if table is not None]

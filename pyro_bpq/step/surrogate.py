@@ -6,10 +6,9 @@ different sites; then there is one call per site, for the particles that have it
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -17,53 +16,21 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import SiteClass
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.critics.block import Block, Selection, Write, average_writes
-from pyro_bpq.errors import UnsupportedSiteError
-from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, initial_statistics
+from pyro_bpq.critics.block import Write, average_writes
+from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.rollout.distributed import average_writes as average_over_ranks
 from pyro_bpq.rollout.features import Standardised
+from pyro_bpq.step.estimate import estimate
 from pyro_bpq.step.first_order import first_order_loss
 from pyro_bpq.step.regression import CriticRows, regression
+from pyro_bpq.step.signal_table import asked_for
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.sweep import sweep
+from pyro_bpq.step.values import Learning, Step, may_learn
 
 # Value and target of the Q-nodes of each group.
 Pairs = Mapping[int, tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Learning:
-    """How the critics' targets and loss are formed."""
-
-    lam: float | Tensor = 0.97  # Weight of the return against the critic
-    gamma: float = 1.0  # Discount per level
-    level_weight: float = 0.1  # Weight of the level against differences within a data point
-    slow: bool = False  # Whether slow copies of the critics form the targets
-    num_steps: int = 0  # Number of steps taken, for estimators with a schedule
-    first_order: float = 0.0  # Weight of the slopes of critics in the loss
-    ranks: Ranks | None = None  # The processes that learn together, or `None`
-    is_recorded: bool = False  # Whether the step's operators are recorded; the loss is then not checked for finiteness
-    # Step size of a backward sweep before the gradient; `None` for a regression on all targets at once
-    sweep: float | None = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """The result of one step."""
-
-    loss: Tensor  # The loss of the runs in nats; its gradient has no meaning
-    surrogate: Tensor  # Sum of the sites' surrogate terms over particles; only its gradient has meaning
-    critic_loss: Tensor | None = None  # Regression loss of the critics, or `None`
-    writes: list[Write] = field(default_factory=list)  # New running statistics, to be committed after the step
-    info: dict[str, dict[str, Any]] = field(default_factory=dict)  # Estimator and detached diagnostics, by name of site
-    # The summands of the surrogate: names of the sites, and what the estimator returned
-    terms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
-    learns: bool = False  # Whether the step counts as a training step
-    # The costs through which pathwise gradients flow, summed over particles
-    paths: Tensor = field(default_factory=lambda: torch.zeros(()))
-    # Sampled values that are leaves of the costs; nobody needs the gradient of the loss in them
-    leaves: tuple[Tensor, ...] = ()
 
 
 def step(
@@ -75,7 +42,7 @@ def step(
     step teaches nothing if it is not finite. Nothing in the bank changes, except that missing rows are built and that
     critics may learn in a sweep. Numbers leave the device only in :func:`may_learn`.
     """
-    build = is_learning and may_learn(signals, loss, learning)
+    build = is_learning and may_learn(loss, learning, _told(signals))
     writes: list[Write] = []
     info: dict[str, dict[str, Any]] = {}
     swept: dict[str, dict[str, Tensor]] = {}
@@ -112,17 +79,11 @@ def step(
     return Step(loss, surrogate, taught, writes, info, tuple(terms), build, paths, leaves)
 
 
-def may_learn(signals: Sequence[Signals], loss: Tensor, learning: Learning) -> bool:
-    """Whether the loss is finite, on all ranks."""
-    if learning.is_recorded:
-        return True
-    if learning.ranks is None:
-        return math.isfinite(loss.item())
-    structure = [f"step {learning.num_steps}"]
+def _told(signals: Sequence[Signals]) -> Iterator[str]:
+    """What has to be the same in all processes that learn together."""
     for one in signals:
-        structure += [f"sites {one.layout.classes[c].names}" for c in one.active]
-        structure += [f"critics {critic.keys}" for critic in one.critics.values()]
-    return learning.ranks.agree(structure, torch.isfinite(loss.detach()))
+        yield from (f"sites {one.layout.classes[c].names}" for c in one.active)
+        yield from (f"critics {critic.keys}" for critic in one.critics.values())
 
 
 def _add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: float) -> None:
@@ -137,14 +98,20 @@ def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> 
     """The input of each estimator call: a class of sites, or one site of the particles that have it."""
     if len(signals) == 1:
         (only,) = signals
-        return [(only.layout.classes[c], replace(only.context(c, gamma), ranks=ranks)) for c in only.active]
+        return [(only.layout.classes[c], _context(only, c, gamma, ranks)) for c in only.active]
     found: dict[Any, list[SiteContext]] = {}
     for one in signals:
         for c in one.active:
-            spec, context = one.layout.classes[c].spec, replace(one.context(c, gamma), ranks=ranks)
+            spec, context = one.layout.classes[c].spec, _context(one, c, gamma, ranks)
             for i, name in enumerate(context.names):
                 found.setdefault((name, spec, context.cost.shape[2:]), []).append(_row(context, i))
     return [(SiteClass(spec, (name,)), _join(contexts)) for (name, spec, _), contexts in found.items()]
+
+
+def _context(signals: Signals, c: int, gamma: float, ranks: Ranks | None) -> SiteContext:
+    """The input of the estimator of a class of sites, with what it asks for itself."""
+    context = signals.context(c, gamma)
+    return replace(context, signals=asked_for(signals, c), ranks=ranks)
 
 
 def _tensors(context: SiteContext) -> dict[str, Tensor]:
@@ -183,82 +150,6 @@ def _joined(tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         like = next(found[name] for found in tensors if name in found)
         joined[name] = torch.cat([found.get(name, torch.zeros_like(like)) for found in tensors], 1)
     return joined
-
-
-def estimate(
-    cls: SiteClass,
-    present: Estimator,
-    context: SiteContext,
-    bank: CriticBank,
-    build: bool,
-    writes: list[Write],
-    info: dict[str, dict[str, Any]],
-) -> Tensor:
-    """Calls an estimator with the running statistics of its sites; ``present`` is the estimator at this step."""
-    estimator = cls.spec.estimator
-    initial = initial_statistics(estimator, context.num_particles, cls.width)
-    selection, statistics = statistics_of(estimator, initial, context.names, context.cost, bank, build)
-    context = replace(context, statistics=statistics, count=statistics.get("count"))
-    return term_of(estimator, present, context, selection, build, writes, info)
-
-
-def term_of(
-    estimator: Estimator,
-    present: Estimator,
-    context: SiteContext,
-    selection: Selection | None,
-    build: bool,
-    writes: list[Write],
-    info: dict[str, dict[str, Any]],
-) -> Tensor:
-    """Calls the estimator of some sites, as it presently is; ``build`` notes the new statistics and diagnostics."""
-    try:
-        term = present(context)
-    except UnsupportedSiteError as error:
-        raise error.at(*context.names) from error
-    if not build:
-        return term.surrogate
-    if selection is not None:
-        new = [write for name, value in term.statistics.items() for write in selection.write(name, value)]
-        writes += average_over_ranks(context.ranks, new, context.cost[0].numel())
-        count = context.count
-        # Half precision cannot count far.
-        count = selection.read("count") if count is None or count.element_size() < 4 else count
-        writes += selection.write("count", count + 1)
-    shown = {k: v for k, v in term.statistics.items() if k in ("scales", "baseline")} | {"cost_to_go": context.cost}
-    for i, name in enumerate(context.names):
-        info[name] = {"estimator": estimator, **{k: v[i] for k, v in shown.items()}}
-    return term.surrogate
-
-
-def statistics_of(
-    estimator: Estimator, initial: Statistics, names: tuple[str, ...], like: Tensor, bank: CriticBank, build: bool
-) -> tuple[Selection | None, dict[str, Tensor]]:
-    """Running statistics of a class of sites; initial values for sites that have none yet."""
-    if not initial:
-        return None, {}
-
-    def make(keys: tuple[str, ...]) -> Block:
-        tensors = {k: torch.as_tensor(v) for k, v in initial.items()}
-        buffers = {k: v.repeat(len(keys), *(1,) * v.dim()) for k, v in tensors.items()}
-        buffers["count"] = torch.zeros(len(keys))
-        return Block(kind, keys, None, buffers).to(like.device, like.dtype)
-
-    sizes = "".join(f" {tuple(v.shape)}" for v in initial.values() if isinstance(v, Tensor))
-    # torch.compile does not find a formatted string in a dict.
-    kind = " ".join(("statistics", type(estimator).__name__, str(tuple(initial)))) + sizes
-    selection = bank.select(kind, names, make if build else None)
-    if selection is not None:
-        return selection, {name: selection.read(name, like.dtype) for name in (*initial, "count")}
-    # A site must not notice which other sites are missing, because that follows from sampled values.
-    rows = [bank.select(kind, (site,), None) for site in names]
-    new = make(names)
-
-    def read(name: str) -> Tensor:
-        values = [getattr(new, name)[i : i + 1] if row is None else row.read(name) for i, row in enumerate(rows)]
-        return torch.cat([value.to(like.dtype) for value in values])
-
-    return None, {name: read(name) for name in (*initial, "count")}
 
 
 def critic_loss(

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_map
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.estimators.base import Estimator
-from pyro_bpq.estimators.baselines import RunningBaseline
-from pyro_bpq.estimators.score_function import PyroBaseline, ScoreFunction
 
 
 @dataclass(frozen=True)
@@ -131,11 +129,10 @@ class BaselineOptions:
     value: Tensor | None = None  # `baseline_value`
     decay: float | None = None  # `baseline_beta` if `use_decaying_avg_baseline`, else `None`
 
-    def estimator(self) -> Estimator:
-        """Returns the score-function estimator with this baseline."""
-        if self.network is not None or self.value is not None:
-            return PyroBaseline(self.decay)
-        return ScoreFunction(RunningBaseline(self.decay) if self.decay is not None else None)
+    @property
+    def is_predicted(self) -> bool:
+        """Whether a network or a tensor of the user predicts."""
+        return self.network is not None or self.value is not None
 
     def predict(self, name: str, shape: torch.Size) -> Tensor:
         """The predicted cost-to-go of a site of this batch shape, with its gradient."""

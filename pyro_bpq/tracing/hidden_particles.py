@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
-from pyro_bpq.tracing.sandbox import LentBuffers
+from pyro_bpq.tracing.sandbox import LentBuffers, Wrapped, is_wrapped
 from pyro_bpq.tracing.traced_run import TracedRun, record_run
 from pyro_bpq.tracing.tracer import Args, Kwargs, Part, importance_traces
 from pyro_bpq.tracing.watch import TraceOptions, Watch, samples
@@ -41,27 +39,6 @@ def _tell(index: Tensor | None, number: int) -> None:
     """Announces the particle index (a tensor with the hidden dimension) and count; ``None`` at the end."""
 
 
-class Wrapped(TorchFunctionMode):
-    """Collects the tensors with a hidden dimension that torch functions return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[weakref.ref[Tensor]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and _is_wrapped(result):
-            self.seen.append(weakref.ref(result))
-        return result
-
-    def any_alive(self) -> bool:
-        """Whether a collected tensor is still alive, as by ``self.z = z``; after the run it is of no use."""
-        if any(ref() is not None for ref in self.seen):
-            # Traces hold reference cycles, which only the garbage collector frees.
-            gc.collect()
-        return any(ref() is not None for ref in self.seen)
-
-
 class HiddenFactories(TorchFunctionMode):
     """Creates the tensors of a program with the hidden dimension, so that the program may write into them.
 
@@ -74,7 +51,7 @@ class HiddenFactories(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in _FACTORIES or not isinstance(result, Tensor) or _is_wrapped(result):
+        if func not in _FACTORIES or not isinstance(result, Tensor) or is_wrapped(result):
             return result
         every = result.unsqueeze(0).repeat(self.number, *(1,) * result.dim())
         level = torch._C._functorch.maybe_current_level()
@@ -145,7 +122,7 @@ def _hidden_traces(run: Callable[[], _Traces], number: int) -> list[_Traces]:
         _tell(index, number)
         with HiddenFactories(number):
             found = run()
-        kept.append(_map(found, lambda tensor: _Slot(tensors, tensor) if _is_wrapped(tensor) else tensor))
+        kept.append(_map(found, lambda tensor: _Slot(tensors, tensor) if is_wrapped(tensor) else tensor))
         return tuple(tensors)
 
     try:
@@ -170,10 +147,6 @@ class _Slot:
     def __init__(self, tensors: list[Tensor], tensor: Tensor) -> None:
         self.index = len(tensors)
         tensors.append(tensor)
-
-
-def _is_wrapped(tensor: Tensor) -> bool:
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _map(item: Any, change: Callable[[Any], Any]) -> Any:

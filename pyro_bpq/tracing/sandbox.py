@@ -3,13 +3,16 @@ r"""Makes runs of a program free of side effects: generators and module buffers 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pyro
 import torch
 from pyro.poutine.runtime import effectful
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.errors import StructureChangedError
 
@@ -188,3 +191,29 @@ def _mark() -> Any:
 @effectful(type="bpq_rewind")
 def _rewind(mark: Any) -> Any:
     return None
+
+
+class Wrapped(TorchFunctionMode):
+    """Collects the tensors with a hidden dimension that torch functions return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and is_wrapped(result):
+            self.seen.append(weakref.ref(result))
+        return result
+
+    def any_alive(self) -> bool:
+        """Whether a collected tensor is still alive, as by ``self.z = z``; after the run it is of no use."""
+        if any(ref() is not None for ref in self.seen):
+            # Traces hold reference cycles, which only the garbage collector frees.
+            gc.collect()
+        return any(ref() is not None for ref in self.seen)
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor has a hidden dimension: it is of no use after the run."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

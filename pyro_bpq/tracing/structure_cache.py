@@ -18,10 +18,10 @@ from typing import Any
 
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
 from pyro_bpq.graph.bitsets import Reads, named
-from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode
+from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode, cost_of_guide
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.tracing.component_costs import Patterns
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_guide
+from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.work import Work
 
 LOG = logging.getLogger("pyro_bpq")

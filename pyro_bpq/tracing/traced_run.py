@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import OptionError, SiteNotFoundError
 from pyro_bpq.estimators.base import SiteInfo
-from pyro_bpq.graph.scg import Plate
+from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
 from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.config import SiteOptions, site_options
@@ -24,16 +24,6 @@ from pyro_bpq.tracing.cost_statement import CostOptions, cost_options
 from pyro_bpq.tracing.linear_reads import LinearRead
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, is_untraced, samples, site_info
 from pyro_bpq.tracing.work import Work
-
-
-def cost_of_guide(site: str) -> str:
-    """Name of the cost ``log q`` of a guide site."""
-    return f"log q({site})"
-
-
-def cost_of_model(site: str) -> str:
-    """Name of the cost ``-log p`` of a model site."""
-    return f"-log p({site})"
 
 
 def cost_of_site(site: Any, is_guide: bool) -> str:
@@ -306,5 +296,5 @@ def _fingerprint(options: SiteOptions | None) -> tuple[Any, ...] | None:
     if options is None:
         return None
     width = None if options.context is None else options.context.shape[-1]
-    baseline = None if options.baseline is None else options.baseline.estimator()
+    baseline = None if options.baseline is None else (options.baseline.is_predicted, options.baseline.decay)
     return (options.estimator, options.critic, options.share, width, baseline)

@@ -18,6 +18,7 @@ from pyro_bpq.graph.network import BackpropQNetwork, sequence_network
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.sums import Sums
+from pyro_bpq.step.returns import rules_of
 
 Graph = StochasticComputationGraph
 ROWS, COLUMNS = Plate("rows", -1), Plate("columns", -2)
@@ -203,7 +204,7 @@ def test_rules_become_matrices() -> None:
     graph = Graph.from_parents({"x": [], "y": ["x"], "z": ["x"]}, {"f1": ["y"], "f2": ["y", "z"]})
     network = BackpropQNetwork.build(graph, "merged", immediate="learned")
     found = Layout(graph, network, {n.name: spec() for n in graph.nodes}, {})
-    rules = found.rules(torch.zeros((), dtype=torch.float64))
+    rules = rules_of(found, torch.zeros((), dtype=torch.float64))
     (block,) = rules.blocks
     rule, root = block.within, dense(rules.root)
     at = found.rule_order

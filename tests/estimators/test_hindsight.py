@@ -21,6 +21,7 @@ from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_EL
 from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, StraightThrough
 from pyro_bpq.estimators import hindsight as estimator_module
+from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan import holding
 from pyro_bpq.reruns import expansions
 from pyro_bpq.reruns.row_runs import RowRuns
@@ -33,7 +34,6 @@ from pyro_bpq.testing import (
     expected_moments,
     sample_gradients,
 )
-from pyro_bpq.tracing.traced_run import cost_of_guide, cost_of_model
 
 Program = tuple[Callable[[], None], Callable[[], None]]
 VECTORISED = {"vectorize_particles": True, "max_plate_nesting": 0}

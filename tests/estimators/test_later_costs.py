@@ -13,11 +13,11 @@ from steps import bias, trained
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
+from pyro_bpq.graph.scg import cost_of_model
 from pyro_bpq.plan import planner
 from pyro_bpq.plan.extra_run import told_share
 from pyro_bpq.plan.plan import Structure
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.tracing.traced_run import cost_of_model
 
 STATES, END = 3, cost_of_model("end")
 COST = torch.tensor([0.0, 6.0, -4.0], dtype=torch.float64)

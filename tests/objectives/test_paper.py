@@ -43,9 +43,9 @@ from pyro_bpq.estimators import (
     QRelaxation,
     QScoreFunction,
 )
+from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.targets.algorithm1 import backpropq_algorithm1
 from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_gradient
-from pyro_bpq.tracing.traced_run import cost_of_guide, cost_of_model
 
 Values = dict[str, Tensor]
 

@@ -12,8 +12,9 @@ import torch
 
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.objectives import particle_count as module
-from pyro_bpq.objectives.observation import Mode, Observation
+from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.objectives.particle_count import ParticleCount
+from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.rollout.runs import Particles, Program
 
 

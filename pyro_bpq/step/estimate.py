@@ -1,0 +1,92 @@
+"""Calls an estimator with the running statistics of its sites, and notes the new ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.classes import SiteClass
+from pyro_bpq.critics.bank import CriticBank
+from pyro_bpq.critics.block import Block, Selection, Write
+from pyro_bpq.errors import UnsupportedSiteError
+from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, initial_statistics
+from pyro_bpq.rollout.distributed import average_writes
+
+
+def estimate(
+    cls: SiteClass,
+    present: Estimator,
+    context: SiteContext,
+    bank: CriticBank,
+    build: bool,
+    writes: list[Write],
+    info: dict[str, dict[str, Any]],
+) -> Tensor:
+    """Calls an estimator with the running statistics of its sites; ``present`` is the estimator at this step."""
+    estimator = cls.spec.estimator
+    initial = initial_statistics(estimator, context.num_particles, cls.width)
+    selection, statistics = statistics_of(estimator, initial, context.names, context.cost, bank, build)
+    context = replace(context, statistics=statistics, count=statistics.get("count"))
+    return term_of(estimator, present, context, selection, build, writes, info)
+
+
+def term_of(
+    estimator: Estimator,
+    present: Estimator,
+    context: SiteContext,
+    selection: Selection | None,
+    build: bool,
+    writes: list[Write],
+    info: dict[str, dict[str, Any]],
+) -> Tensor:
+    """Calls the estimator of some sites, as it presently is; ``build`` notes the new statistics and diagnostics."""
+    try:
+        term = present(context)
+    except UnsupportedSiteError as error:
+        raise error.at(*context.names) from error
+    if not build:
+        return term.surrogate
+    if selection is not None:
+        new = [write for name, value in term.statistics.items() for write in selection.write(name, value)]
+        writes += average_writes(context.ranks, new, context.cost[0].numel())
+        count = context.count
+        # Half precision cannot count far.
+        count = selection.read("count") if count is None or count.element_size() < 4 else count
+        writes += selection.write("count", count + 1)
+    shown = {k: v for k, v in term.statistics.items() if k in ("scales", "baseline")} | {"cost_to_go": context.cost}
+    for i, name in enumerate(context.names):
+        info[name] = {"estimator": estimator, **{k: v[i] for k, v in shown.items()}}
+    return term.surrogate
+
+
+def statistics_of(
+    estimator: Estimator, initial: Statistics, names: tuple[str, ...], like: Tensor, bank: CriticBank, build: bool
+) -> tuple[Selection | None, dict[str, Tensor]]:
+    """Running statistics of a class of sites; initial values for sites that have none yet."""
+    if not initial:
+        return None, {}
+
+    def make(keys: tuple[str, ...]) -> Block:
+        tensors = {k: torch.as_tensor(v) for k, v in initial.items()}
+        buffers = {k: v.repeat(len(keys), *(1,) * v.dim()) for k, v in tensors.items()}
+        buffers["count"] = torch.zeros(len(keys))
+        return Block(kind, keys, None, buffers).to(like.device, like.dtype)
+
+    sizes = "".join(f" {tuple(v.shape)}" for v in initial.values() if isinstance(v, Tensor))
+    # torch.compile does not find a formatted string in a dict.
+    kind = " ".join(("statistics", type(estimator).__name__, str(tuple(initial)))) + sizes
+    selection = bank.select(kind, names, make if build else None)
+    if selection is not None:
+        return selection, {name: selection.read(name, like.dtype) for name in (*initial, "count")}
+    # A site must not notice which other sites are missing, because that follows from sampled values.
+    rows = [bank.select(kind, (site,), None) for site in names]
+    new = make(names)
+
+    def read(name: str) -> Tensor:
+        values = [getattr(new, name)[i : i + 1] if row is None else row.read(name) for i, row in enumerate(rows)]
+        return torch.cat([value.to(like.dtype) for value in values])
+
+    return None, {name: read(name) for name in (*initial, "count")}

@@ -1,0 +1,57 @@
+"""What a step is told of learning, and what it yields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.critics.block import Write
+from pyro_bpq.rollout.distributed import Ranks
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How the critics' targets and loss are formed."""
+
+    lam: float | Tensor = 0.97  # Weight of the return against the critic
+    gamma: float = 1.0  # Discount per level
+    level_weight: float = 0.1  # Weight of the level against differences within a data point
+    slow: bool = False  # Whether slow copies of the critics form the targets
+    num_steps: int = 0  # Number of steps taken, for estimators with a schedule
+    first_order: float = 0.0  # Weight of the slopes of critics in the loss
+    ranks: Ranks | None = None  # The processes that learn together, or `None`
+    is_recorded: bool = False  # Whether the step's operators are recorded; the loss is then not checked for finiteness
+    # Step size of a backward sweep before the gradient; `None` for a regression on all targets at once
+    sweep: float | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """The result of one step."""
+
+    loss: Tensor  # The loss of the runs in nats; its gradient has no meaning
+    surrogate: Tensor  # Sum of the sites' surrogate terms over particles; only its gradient has meaning
+    critic_loss: Tensor | None = None  # Regression loss of the critics, or `None`
+    writes: list[Write] = field(default_factory=list)  # New running statistics, to be committed after the step
+    info: dict[str, dict[str, Any]] = field(default_factory=dict)  # Estimator and detached diagnostics, by name of site
+    # The summands of the surrogate: names of the sites, and what the estimator returned
+    terms: tuple[tuple[tuple[str, ...], Tensor], ...] = ()
+    learns: bool = False  # Whether the step counts as a training step
+    # The costs through which pathwise gradients flow, summed over particles
+    paths: Tensor = field(default_factory=lambda: torch.zeros(()))
+    # Sampled values that are leaves of the costs; nobody needs the gradient of the loss in them
+    leaves: tuple[Tensor, ...] = ()
+
+
+def may_learn(loss: Tensor, learning: Learning, told: Iterable[str] = ()) -> bool:
+    """Whether the loss is finite, on all ranks; ``told`` are texts that have to be the same on all of them."""
+    if learning.is_recorded:
+        return True
+    if learning.ranks is None:
+        return math.isfinite(loss.item())
+    return learning.ranks.agree([f"step {learning.num_steps}", *told], torch.isfinite(loss.detach()))
