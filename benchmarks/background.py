@@ -22,7 +22,7 @@ from pyro.optim import Adam
 from schedules import SITES, Chain
 
 from pyro_bpq import AllAction, CriticLearner, Replay, TraceBackpropQ_ELBO
-from pyro_bpq.step.surrogate import critic_targets
+from pyro_bpq.step.critic_loss import critic_targets
 
 
 def exact_q(chain: Chain) -> list[torch.Tensor]:

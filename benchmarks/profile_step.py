@@ -35,7 +35,7 @@ PARTS: Mapping[tuple[str, str], str] = {
     ("site_program.py", "slope_of"): "backward through the costs, slopes with it",
     ("critic_step.py", "evaluate_critics"): "evaluate critics",
     ("surrogate.py", "step"): "returns, control variates, surrogate",
-    ("surrogate.py", "critic_loss"): "critics' loss",
+    ("critic_loss.py", "critic_loss"): "critics' loss",
     ("critic_trainer.py", "prepare"): "gradients of the critics",
     ("critic_trainer.py", "learn"): "update critics and statistics",
     ("_tensor.py", "backward"): "backward of the loss",

@@ -111,7 +111,7 @@ def site_gradients(
     """The gradient of one step and its summands, by ``(site or None, id of the parameter)``."""
     seen = elbo.observe(program, shows=False)
     signals = [item.signals for item in seen.items]
-    result = seen.step(torch.zeros(()), elbo.critics, elbo.learning())
+    result = elbo.step_on(seen, torch.zeros(()))
     summands: dict[Any, Tensor] = {COSTS: result.paths}
     for names, term in result.terms:
         if term.dim() and term.shape[0] == len(names):

@@ -21,8 +21,8 @@ from pyro_bpq.objectives.replayer import Owner, Replayer, gradients_of
 from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.snapshots import restore, snapshot
+from pyro_bpq.step.critic_loss import critic_loss
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.surrogate import critic_loss
 from pyro_bpq.step.values import Learning, Step
 
 

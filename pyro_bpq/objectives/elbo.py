@@ -3,7 +3,7 @@ r"""``TraceBackpropQ_ELBO``."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,36 +11,27 @@ import torch
 from pyro.util import warn_if_nan
 from torch import Tensor
 
-from pyro_bpq.batching.reads import described
 from pyro_bpq.choice import Candidate, MeasuredChoice
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
-from pyro_bpq.critics.replay_buffer import ReplayBuffer
-from pyro_bpq.errors import BPQError, OptionError
+from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import Estimator
-from pyro_bpq.graph.network import BackpropQNetwork, Reduction
-from pyro_bpq.graph.scg import Form, StochasticComputationGraph
+from pyro_bpq.graph.network import Reduction
+from pyro_bpq.graph.scg import Form
 from pyro_bpq.objectives.analytic import analytic_paths
 from pyro_bpq.objectives.chosen import Rules, StillTrial, checked_choice
 from pyro_bpq.objectives.imagined import bootstrapped_surrogate
-from pyro_bpq.objectives.local_objective import LocalObjective
-from pyro_bpq.objectives.objective import Objective
-from pyro_bpq.objectives.observation import Observation
-from pyro_bpq.objectives.options import check_counts, check_options
+from pyro_bpq.objectives.options import check_counts, planner_of
+from pyro_bpq.objectives.planned import PlannedObjective
 from pyro_bpq.objectives.programs import programs_of
-from pyro_bpq.objectives.runner import StepRunner, stacked
-from pyro_bpq.objectives.staged import Mode, Staged
-from pyro_bpq.plan.plan import Plan
-from pyro_bpq.plan.planner import Planner
-from pyro_bpq.reruns.redraw import isolated
+from pyro_bpq.objectives.runner import StepRunner
+from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.values import Step
-from pyro_bpq.tracing.cost_statement import SkipCosts
-from pyro_bpq.tracing.traced_run import TracedRun
 
 
-class TraceBackpropQ_ELBO(Objective):
+class TraceBackpropQ_ELBO(PlannedObjective):
     r"""ELBO whose gradients through non-reparameterised sites come from Backprop-Q.
 
     Each latent site of the guide gets a gradient estimator that fits it. By default these are
@@ -128,7 +119,6 @@ class TraceBackpropQ_ELBO(Objective):
 
     # Whether cost statements are all that counts: an expected cost instead of an ELBO.
     _only_costs = False
-    runner: StepRunner
 
     def __init__(
         self,
@@ -161,8 +151,13 @@ class TraceBackpropQ_ELBO(Objective):
         check_counts(num_particles, window)
         if compile and choice != "fixed":
             raise OptionError("choice measures eager steps: leave compile out, or write choice='fixed'.")
-        choices = {"immediate": immediate, "form": form, "enumeration": enumeration}
-        check_options(estimator, critic, reduction, lam, gamma, learner, **choices)
+        planner = planner_of(
+            *(estimator, critic, reduction, lam, gamma, learner, window),
+            immediate=immediate,
+            form=form,
+            enumeration=enumeration,
+            only_costs=self._only_costs,
+        )
         super().__init__(
             *(learner, seed, lam, gamma, compile),
             num_particles=1 if num_particles is None else num_particles,
@@ -175,35 +170,18 @@ class TraceBackpropQ_ELBO(Objective):
             retain_graph=retain_graph,
             tail_adaptive_beta=tail_adaptive_beta,
         )
-        self.enumeration, self.analytic_kl = enumeration, analytic_kl
-        chosen = (reduction, lam, gamma, learner, window) != ("chain", 0.97, 1.0, CriticLearner(), 4)
-        asks = chosen or critic not in (None, MLPCritic()) or (immediate, form) != ("exact", "ancestor")
-        planner = Planner(
-            *(estimator, critic, reduction),
-            asks_for_critics=asks,
-            window=window,
-            immediate=immediate,
-            form=form,
-            discounted=callable(gamma) or gamma != 1.0,
-            is_elbo=not self._only_costs and enumeration == "sample",
-        )
-        enumerates = enumeration == "exact"
+        self.enumeration, self.analytic_kl, enumerates = enumeration, analytic_kl, enumeration == "exact"
         self.runner = StepRunner(
             *(planner, structure, self.critics, self._only_costs, enumerates, strict_enumeration_warning)
         )
         if num_particles is None and not (vectorize_particles or self._only_costs or enumerates):
             self.particles.leave_open()
-        is_open = self.particles.is_open and estimator is None and not asks and critic is not None
+        is_open = self.particles.is_open and estimator is None and critic is not None and not planner.asks_for_critics
         is_plain = structure == "auto" and not (analytic_kl or self.trainer.keeps_staged or learner is None)
         self._rules = Rules(self.runner, self.particles, is_open and is_plain)
         self.choice = MeasuredChoice(self._trial, seed, checked_choice(choice, self._rules.are_open))
         if isinstance(choice, Candidate):
             self._rules.apply(choice)
-
-    @property
-    def _needs_nesting(self) -> bool:
-        # Dimensions of enumerated values lie to the left of all plates, too.
-        return self.vectorize_particles or self.enumeration == "exact"
 
     def mode(self, learning: bool, goes_back: bool = False) -> Mode:
         """What a step is for."""
@@ -213,7 +191,7 @@ class TraceBackpropQ_ELBO(Objective):
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
-        return {"planner": self.planner, "graphs": self.runner.structure.known_graphs, "kl": self.analytic_kl}
+        return {**super().recorded_options(), "kl": self.analytic_kl}
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the ELBO of ``num_particles`` draws, of one where that is left open, in nats; nothing learns."""
@@ -232,7 +210,7 @@ class TraceBackpropQ_ELBO(Objective):
         ready = time.perf_counter()
         loss, number = seen.loss, self.num_particles
         loss = loss / number if number > 1 else loss
-        result = seen.step(loss, self.critics, self.learning(mode), mode.learning)
+        result = self.step_on(seen, loss, mode)
         if self.analytic_kl:
             result = replace(result, paths=analytic_paths(seen))
         self._note(ms={"runs": 1e3 * (ready - start), "signals": 1e3 * (time.perf_counter() - ready)})
@@ -266,42 +244,6 @@ class TraceBackpropQ_ELBO(Objective):
         trial._rules.apply(candidate, self._rules)
         return StillTrial(trial, learns=True)
 
-    # More ways to learn.
-
-    def loss_and_signals(self, program: Program) -> tuple[float, LocalObjective]:
-        """Like ``loss_and_grads``; also returns the local objective of the rollout."""
-        self.trainer.keep_staged()
-        mark = self.mark()
-        model, guide, args, kwargs = program
-        loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        self.trainer.register()
-        try:
-            objective = LocalObjective(self.staged.items, self.num_particles)
-        except BaseException:
-            self.go_back(mark)
-            raise
-        self._backward(loss, mark)
-        return float(loss.item()), objective
-
-    def replay(self, sites: Collection[str] | None = None, updates: int = 1) -> int:
-        """Updates critics from stored rollouts, at any time; an update that is interrupted changes nothing.
-
-        Args:
-            sites: The sites whose critics learn, one or several; ``None`` for all.
-            updates: Number of updates.
-
-        Returns:
-            The number of updates that found something to learn from.
-
-        Raises:
-            OptionError: If nothing is stored by choice: ``CriticLearner(replay=None)``.
-            BusyError: If another thread takes a step or replays.
-        """
-        if self.trainer.replayer is None:
-            raise OptionError("replay(...) needs stored rollouts: learner=CriticLearner(replay=Replay(capacity=...)).")
-        with self._turn:
-            return self.trainer.replay(self, sites, updates)
-
     def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:
         r"""A loss that takes critics for costs: it calls the function of no cost statement, and nothing learns from it.
 
@@ -325,97 +267,18 @@ class TraceBackpropQ_ELBO(Objective):
         Raises:
             UnsupportedSiteError: If a site has no critic by choice.
         """
-        self.particles.close()
-        seed = int(torch.randint(1 << 31, (), generator=self.runner.noise()))
-        with isolated(seed, hides_params=False), SkipCosts():
-            programs = programs_of(self._prepared(Program(model, guide, args, kwargs)), self.particles.now)
-            runs = [self.run_program(program) for program in programs]
-            members = stacked(runs, self.runner.structure.is_dynamic(runs[0]))
-            signals = [self.stage([runs[i] for i in ids], [programs[i] for i in ids]).signals for ids in members]
+        signals = self.without_costs(Program(model, guide, args, kwargs))
         return bootstrapped_surrogate(signals, entropy, self.learning().gamma) / self.num_particles
-
-    # What can be looked at.
-
-    @property
-    def planner(self) -> Planner:
-        """The options that decide what is done on a structure."""
-        return self.runner.plans.planner
-
-    @planner.setter
-    def planner(self, planner: Planner) -> None:
-        self.runner.plans.use(planner)
-
-    @property
-    def plan(self) -> Plan | None:
-        """What the last step did on the program's structure; ``None`` before the first one."""
-        return None if self.runner.plans.last is None else self.runner.plans.last.plan
-
-    @property
-    def graph(self) -> StochasticComputationGraph:
-        """The stochastic computation graph of the last step."""
-        if self.plan is None:
-            raise BPQError("There is no graph yet: take a step first, e.g. svi.step(...).")
-        return self.plan.graph
-
-    @property
-    def network(self) -> BackpropQNetwork:
-        """The Backprop-Q network of the last step, and what its critics read; false, with a reason, without any."""
-        if self.plan is None:
-            return BackpropQNetwork(StochasticComputationGraph.from_parents({}, {}), ())
-        return described(self.plan.layout) or BackpropQNetwork(self.plan.graph, ())
-
-    @property
-    def num_noises(self) -> int:
-        """Number of generators that estimators have drawn from."""
-        return self.runner.noise.number
-
-    @num_noises.setter
-    def num_noises(self, number: int) -> None:
-        self.runner.noise.go_to(number)
-
-    @property
-    def replay_buffer(self) -> ReplayBuffer | None:
-        """The stored rollouts; ``state_dict()``, copies and pickles leave them out."""
-        return None if self.trainer.replayer is None else self.trainer.replayer.buffer
-
-    def run_program(self, program: Program) -> TracedRun:
-        """Runs guide and model as a step does, tracked only where sampled values steer them."""
-        track = self.runner.structure.always_tracks
-        return self.runner.trace(program, self.particles.drawn, self.num_steps, track)
-
-    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
-        """Prepares runs of a known structure as a step does; nothing learns."""
-        return self.runner.stage(traced, programs, self.particles.drawn, replace(self.mode(learning=False), shows=True))
-
-    def observe(self, program: Program, shows: bool = True) -> Observation:
-        """The runs of a step, and what their sites are told; nothing learns. For diagnostics.
-
-        With ``shows`` sites are told what the graph tells, also where a step goes in program order.
-        """
-        mode = replace(self.mode(learning=False), shows=shows)
-        return self.particles.observe(self.runner, self._prepared(program), mode)
-
-    def tracked_runs(self, program: Program) -> list[TracedRun]:
-        """The same runs, tracked: they show what leaves torch. For diagnostics."""
-        particles = self.particles.drawn
-        programs = programs_of(self._prepared(program), particles)
-        return [self.runner.trace(each, particles, self.num_steps, True) for each in programs]
-
-    @property
-    def settled(self) -> tuple[str, ...]:
-        """What was settled or given up, and why: particles, the extra run, tracking. ``print(elbo)`` shows it."""
-        return tuple(filter(None, (self.particles.said, *self.runner.said)))
 
     # State.
 
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
-        return {**super().get_extra_state(), "num_noises": self.num_noises, "choice": self.choice.state_dict()}
+        return {**super().get_extra_state(), "choice": self.choice.state_dict()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
         super().set_extra_state(state)
-        self.num_noises = state["num_noises"]
         # Older states measure anew.
         if "choice" in state and self.choice.is_measured:
             self.choice.load_state_dict(state["choice"], self.num_steps)

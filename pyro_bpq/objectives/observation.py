@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.step.exact_sum import ExactSum, sum_step
-from pyro_bpq.step.program_order import RunInOrder, order_step
-from pyro_bpq.step.surrogate import step
-from pyro_bpq.step.values import Learning, Step
+from pyro_bpq.step.exact_sum import ExactSum
+from pyro_bpq.step.program_order import RunInOrder
 from pyro_bpq.tracing.traced_run import TracedRun
 
 
@@ -36,14 +33,6 @@ class Observation:
             return self.summed.loss.detach()
         losses = [run.loss for run in self.ordered] or [traced.run.loss for traced in self.runs]
         return sum(losses[1:], losses[0])
-
-    def step(self, loss: Tensor, bank: CriticBank, learning: Learning, is_learning: bool = False) -> Step:
-        """The step on these runs: with the graph, in program order, or summed over all values."""
-        if self.summed is not None:
-            return sum_step(self.summed, is_learning)
-        if self.ordered:
-            return order_step(self.ordered, loss, bank, learning, is_learning)
-        return step([item.signals for item in self.items], loss, bank, learning, is_learning)
 
 
 class NoiseSource:

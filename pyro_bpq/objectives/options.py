@@ -1,18 +1,21 @@
-r"""Checks the options of an objective."""
+r"""Checks the options of an objective, and makes its planner from them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from pyro_bpq.critics.learner import CriticLearner
-from pyro_bpq.critics.nets import Critic
+from pyro_bpq.critics.nets import Critic, MLPCritic
 from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.estimators.baselines import Baseline
-from pyro_bpq.graph.network import check_discounted
+from pyro_bpq.graph.network import Reduction, check_discounted
+from pyro_bpq.graph.scg import Form
+from pyro_bpq.plan.planner import Planner
+from pyro_bpq.rollout.schedule import Schedule
 
 _CHOICES = MappingProxyType(
     {
@@ -52,6 +55,35 @@ def check_options(
         raise OptionError(f"learner={learner!r} is not a learner; write CriticLearner(lr=...) or None.")
     for option, value in choices.items():
         check_choice(option, value, _CHOICES[option])
+
+
+def planner_of(
+    estimator: Estimator | None,
+    critic: Critic | None,
+    reduction: Reduction,
+    lam: Schedule,
+    gamma: Schedule,
+    learner: CriticLearner | None,
+    window: int,
+    *,
+    immediate: Literal["exact", "learned"],
+    form: Form,
+    enumeration: str,
+    only_costs: bool,
+) -> Planner:
+    """The planner of a :class:`~pyro_bpq.TraceBackpropQ_ELBO` with these options, which are checked."""
+    choices = {"immediate": immediate, "form": form, "enumeration": enumeration}
+    check_options(estimator, critic, reduction, lam, gamma, learner, **choices)
+    chosen = (reduction, lam, gamma, learner, window) != ("chain", 0.97, 1.0, CriticLearner(), 4)
+    return Planner(
+        *(estimator, critic, reduction),
+        asks_for_critics=chosen or critic not in (None, MLPCritic()) or (immediate, form) != ("exact", "ancestor"),
+        window=window,
+        immediate=immediate,
+        form=form,
+        discounted=callable(gamma) or gamma != 1.0,
+        is_elbo=not only_costs and enumeration == "sample",
+    )
 
 
 def _instead_of(given: Any) -> str:

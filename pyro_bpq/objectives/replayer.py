@@ -31,8 +31,8 @@ from pyro_bpq.reruns.redraw import (
 )
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
+from pyro_bpq.step.critic_loss import critic_loss, expected_critic_loss
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.surrogate import critic_loss, expected_critic_loss
 from pyro_bpq.step.values import Learning
 from pyro_bpq.tracing.cost_statement import GiveCosts, SkipCosts, given_costs
 from pyro_bpq.tracing.traced_run import TracedRun

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +17,7 @@ from pyro_bpq.critics.block import Block, Selection, Write
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, initial_statistics
 from pyro_bpq.rollout.distributed import average_writes
+from pyro_bpq.step.values import Learning
 
 
 def estimate(
@@ -90,3 +94,20 @@ def statistics_of(
         return torch.cat([value.to(like.dtype) for value in values])
 
     return None, {name: read(name) for name in (*initial, "count")}
+
+
+def may_learn(loss: Tensor, learning: Learning, told: Iterable[str] = ()) -> bool:
+    """Whether the loss is finite, on all ranks; ``told`` are texts that have to be the same on all of them."""
+    if learning.is_recorded:
+        return True
+    if learning.ranks is None:
+        return math.isfinite(loss.item())
+    return learning.ranks.agree([f"step {learning.num_steps}", *told], torch.isfinite(loss.detach()))
+
+
+def add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: float) -> None:
+    """Adds the time since ``start`` to the sites of a batched call, in equal shares."""
+    ms = 1e3 * (time.perf_counter() - start) / len(names)
+    for name in names:
+        entry = info.setdefault(name, {})
+        entry["ms"] = entry.get("ms", 0.0) + ms

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_bpq.batching.classes import Relation
 from pyro_bpq.batching.cost_to_go import crossed_costs
-from pyro_bpq.errors import OptionError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.lambda_return import ParentAdvantage
 from pyro_bpq.estimators.reparameterise import base_distribution, reparameterise
 from pyro_bpq.rollout.runs import SiteRecord, sum_to_plates
@@ -136,15 +136,3 @@ SIGNALS: Mapping[str, Callable[[Signals, int], Any]] = MappingProxyType(
         "advantage": parent_advantage,
     }
 )
-
-
-def asked_for(signals: Signals, c: int) -> dict[str, Any]:
-    """The signals that the estimator of a class needs, by name."""
-    estimator = signals.layout.classes[c].spec.estimator
-    unknown = sorted(estimator.needs - SIGNALS.keys() - OTHER_NEEDS)
-    if unknown:
-        raise OptionError(
-            f"{estimator} needs {', '.join(map(repr, unknown))}, which is no signal. Write one of "
-            f"{sorted({*SIGNALS, *OTHER_NEEDS})}, or add a row to pyro_bpq.step.signal_table."
-        )
-    return {name: SIGNALS[name](signals, c) for name in sorted(estimator.needs & SIGNALS.keys())}

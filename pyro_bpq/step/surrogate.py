@@ -7,7 +7,7 @@ different sites; then there is one call per site, for the particles that have it
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,20 +17,17 @@ from torch import Tensor
 from pyro_bpq.batching.classes import SiteClass
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.block import Write, average_writes
+from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.rollout.distributed import Ranks
-from pyro_bpq.rollout.distributed import average_writes as average_over_ranks
 from pyro_bpq.rollout.features import Standardised
-from pyro_bpq.step.estimate import estimate
+from pyro_bpq.step.critic_loss import critic_loss
+from pyro_bpq.step.estimate import add_time, estimate, may_learn
 from pyro_bpq.step.first_order import first_order_loss
-from pyro_bpq.step.regression import CriticRows, regression
-from pyro_bpq.step.signal_table import asked_for
+from pyro_bpq.step.signal_table import OTHER_NEEDS, SIGNALS
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.sweep import sweep
-from pyro_bpq.step.values import Learning, Step, may_learn
-
-# Value and target of the Q-nodes of each group.
-Pairs = Mapping[int, tuple[Tensor, Tensor]]
+from pyro_bpq.step.values import Learning, Step
 
 
 def step(
@@ -60,10 +57,10 @@ def step(
         term = estimate(cls, cls.spec.estimator.at(learning.num_steps), context, bank, build, writes, info)
         terms.append((context.names, term))
         if build:
-            _add_time(info, context.names, start)
+            add_time(info, context.names, start)
     taught = None
     if build and learning.sweep is None:
-        taught = _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, writes, info)
+        taught = critic_loss(signals, bank, learning, writes=writes, info=info)
     for site, own in swept.items():
         info.setdefault(site, {}).update(own)
     if build and learning.first_order > 0.0:
@@ -86,14 +83,6 @@ def _told(signals: Sequence[Signals]) -> Iterator[str]:
         yield from (f"critics {critic.keys}" for critic in one.critics.values())
 
 
-def _add_time(info: dict[str, dict[str, Any]], names: Sequence[str], start: float) -> None:
-    """Adds the time since ``start`` to the sites of a batched call, in equal shares."""
-    ms = 1e3 * (time.perf_counter() - start) / len(names)
-    for name in names:
-        entry = info.setdefault(name, {})
-        entry["ms"] = entry.get("ms", 0.0) + ms
-
-
 def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> list[tuple[SiteClass, SiteContext]]:
     """The input of each estimator call: a class of sites, or one site of the particles that have it."""
     if len(signals) == 1:
@@ -111,7 +100,19 @@ def _contexts(signals: Sequence[Signals], gamma: float, ranks: Ranks | None) -> 
 def _context(signals: Signals, c: int, gamma: float, ranks: Ranks | None) -> SiteContext:
     """The input of the estimator of a class of sites, with what it asks for itself."""
     context = signals.context(c, gamma)
-    return replace(context, signals=asked_for(signals, c), ranks=ranks)
+    return replace(context, signals=_asked_for(signals, c), ranks=ranks)
+
+
+def _asked_for(signals: Signals, c: int) -> dict[str, Any]:
+    """The signals that the estimator of a class needs, by name."""
+    estimator = signals.layout.classes[c].spec.estimator
+    unknown = sorted(estimator.needs - SIGNALS.keys() - OTHER_NEEDS)
+    if unknown:
+        raise OptionError(
+            f"{estimator} needs {', '.join(map(repr, unknown))}, which is no signal. Write one of "
+            f"{sorted({*SIGNALS, *OTHER_NEEDS})}, or add a row to pyro_bpq.step.signal_table."
+        )
+    return {name: SIGNALS[name](signals, c) for name in sorted(estimator.needs & SIGNALS.keys())}
 
 
 def _tensors(context: SiteContext) -> dict[str, Tensor]:
@@ -150,89 +151,3 @@ def _joined(tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         like = next(found[name] for found in tensors if name in found)
         joined[name] = torch.cat([found.get(name, torch.zeros_like(like)) for found in tensors], 1)
     return joined
-
-
-def critic_loss(
-    signals: Sequence[Signals], bank: CriticBank, learning: Learning, chosen: Container[str] | None = None
-) -> Tensor | None:
-    """Regression loss of the ``chosen`` Q-nodes' critics (``None``: of all); ``None`` if none learns.
-
-    Nothing is built or written. There is one of ``signals`` for all particles, or one for each in steered programs.
-    """
-    return _regress([(one, _pairs(one, learning)) for one in signals], bank, learning, [], {}, chosen)
-
-
-def expected_critic_loss(
-    weighted: Sequence[tuple[Signals, Tensor]], bank: CriticBank, learning: Learning, chosen: Container[str]
-) -> Tensor | None:
-    r"""Regression loss of critics on a weighted sum of the targets of several rollouts.
-
-        L = |q - Σ_k w_k target_k|²
-
-    The rollouts have one structure, and the learning critics see the same values in all of them. The weights ``w_k``
-    broadcast to ``(M, plates)``. Nothing is built or written.
-    """
-    first = weighted[0][0]
-    found = [(_pairs(one, learning), weight) for one, weight in weighted]
-    learners = [g for g in found[0][0] if any(node.name in chosen for node in first.critics[g].group.nodes)]
-    pairs = {}
-    for g in learners:
-        terms = [weight * own[g][1] for own, weight in found]
-        pairs[g] = found[0][0][g][0], sum(terms[1:], terms[0])
-    return _regress([(first, pairs)], bank, learning, [], {}, chosen)
-
-
-def critic_targets(signals: Signals, learning: Learning) -> dict[str, tuple[Tensor, Tensor]]:
-    """Value and target of each learned Q-node, by name, ``(M, plates)`` each, in nats, detached."""
-    return {
-        node.name: (value[i].detach(), target[i])
-        for g, (value, target) in _pairs(signals, learning).items()
-        for i, node in enumerate(signals.critics[g].group.nodes)
-    }
-
-
-def _pairs(signals: Signals, learning: Learning) -> Pairs:
-    return signals.values_and_targets(learning.lam, learning.gamma, learning.slow)
-
-
-def _regress(
-    rollouts: Sequence[tuple[Signals, Pairs]],
-    bank: CriticBank,
-    learning: Learning,
-    writes: list[Write],
-    info: dict[str, dict[str, Any]],
-    chosen: Container[str] | None = None,
-) -> Tensor | None:
-    """Regression loss of critics on their lambda-returns; ``None`` if no critic learns."""
-    found: dict[Any, list[tuple[CriticRows, Tensor, Tensor]]] = {}
-    learners: dict[Any, list[bool]] = {}
-    for one, pairs in rollouts:
-        for g, (value, target) in pairs.items():
-            critic = one.critics[g]
-            writes += average_over_ranks(learning.ranks, critic.writes, value[0].numel())
-            weight = learning.level_weight if one.layout.classes[critic.group.c].spec.has_params else 1.0
-            learns = [chosen is None or node.name in chosen for node in critic.group.nodes]
-            if len(rollouts) == 1:
-                found[g, weight] = [(critic.rows(), value, target)]
-                learners[g, weight] = learns
-                continue
-            for i, node in enumerate(critic.group.nodes):
-                key = (node.name, critic.kind, value.shape[2:], weight)
-                found.setdefault(key, []).append((critic.row(i, bank), value[i : i + 1], target[i : i + 1]))
-                learners[key] = learns[i : i + 1]
-    losses = []
-    for key, parts in found.items():
-        learns, weight = learners[key], key[-1]
-        if not any(learns):
-            continue
-        start = time.perf_counter()
-        rows = parts[0][0] if len(parts) == 1 else CriticRows.join([part[0] for part in parts])
-        value, target = (torch.cat([part[k] for part in parts], 1) for k in (1, 2))  # type: ignore[misc]
-        mask = None if all(learns) else value.new_tensor(learns)
-        loss, wrote, diagnostics = regression(rows, value, target, weight, chosen=mask, ranks=learning.ranks)
-        losses.append(loss)
-        writes += wrote
-        for i, site in enumerate(rows.sites):
-            info.setdefault(site, {}).update({k: v[i] for k, v in diagnostics.items()})
-        _add_time(info, rows.sites, start)
-    return sum(losses[1:], losses[0]) if losses else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,12 +44,3 @@ class Step:
     paths: Tensor = field(default_factory=lambda: torch.zeros(()))
     # Sampled values that are leaves of the costs; nobody needs the gradient of the loss in them
     leaves: tuple[Tensor, ...] = ()
-
-
-def may_learn(loss: Tensor, learning: Learning, told: Iterable[str] = ()) -> bool:
-    """Whether the loss is finite, on all ranks; ``told`` are texts that have to be the same on all of them."""
-    if learning.is_recorded:
-        return True
-    if learning.ranks is None:
-        return math.isfinite(loss.item())
-    return learning.ranks.agree([f"step {learning.num_steps}", *told], torch.isfinite(loss.detach()))

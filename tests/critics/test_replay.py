@@ -25,7 +25,7 @@ from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.staged import Staged
 from pyro_bpq.reruns.redraw import coparents, held_sites, trainable
-from pyro_bpq.step.surrogate import critic_targets
+from pyro_bpq.step.critic_loss import critic_targets
 from pyro_bpq.step.values import Learning
 
 # Worked case 7: A -> X, A -> Y2; X, B1 -> Y1 -> f1; X, A, B2 -> Y2 -> f2.

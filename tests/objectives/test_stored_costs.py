@@ -32,7 +32,7 @@ from pyro_bpq import (
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.replay_plan import OffPolicyPlan, off_policy_plan
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.step.surrogate import critic_targets
+from pyro_bpq.step.critic_loss import critic_targets
 from pyro_bpq.step.values import Learning
 from pyro_bpq.tracing.cost_statement import GiveCosts, given_costs
 

@@ -1,0 +1,198 @@
+r"""What objectives share whose steps follow a plan: a step on some runs, ways to learn, and what can be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.batching.reads import described
+from pyro_bpq.critics.replay_buffer import ReplayBuffer
+from pyro_bpq.errors import BPQError, OptionError
+from pyro_bpq.graph.network import BackpropQNetwork
+from pyro_bpq.graph.scg import StochasticComputationGraph
+from pyro_bpq.objectives.local_objective import LocalObjective
+from pyro_bpq.objectives.objective import Objective
+from pyro_bpq.objectives.observation import Observation
+from pyro_bpq.objectives.programs import programs_of
+from pyro_bpq.objectives.runner import StepRunner, stacked
+from pyro_bpq.objectives.staged import Mode, Staged
+from pyro_bpq.plan.plan import Plan
+from pyro_bpq.plan.planner import Planner
+from pyro_bpq.reruns.redraw import isolated
+from pyro_bpq.rollout.runs import Program
+from pyro_bpq.step.exact_sum import sum_step
+from pyro_bpq.step.program_order import order_step
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.surrogate import step
+from pyro_bpq.step.values import Step
+from pyro_bpq.tracing.cost_statement import SkipCosts
+from pyro_bpq.tracing.traced_run import TracedRun
+
+
+class PlannedObjective(Objective):
+    """An objective whose runner follows dependencies, and plans what is done on them; subclasses make the runner.
+
+    Attributes:
+        runner: Runs the programs.
+    """
+
+    runner: StepRunner
+
+    # A step.
+
+    def step_on(self, seen: Observation, loss: Tensor, mode: Mode | None = None) -> Step:
+        """The step on some runs: with the graph, in program order, or summed over all values.
+
+        Args:
+            seen: The runs.
+            loss: The loss, a scalar in nats.
+            mode: What the step is for; ``None`` to learn nothing.
+        """
+        learning, learns = self.learning(mode), mode is not None and mode.learning
+        if seen.summed is not None:
+            return sum_step(seen.summed, learns)
+        if seen.ordered:
+            return order_step(seen.ordered, loss, self.critics, learning, learns)
+        return step([item.signals for item in seen.items], loss, self.critics, learning, learns)
+
+    def recorded_options(self) -> dict[str, Any]:
+        """Further options that a recording depends on, by name."""
+        return {"planner": self.planner, "graphs": self.runner.structure.known_graphs}
+
+    @property
+    def _needs_nesting(self) -> bool:
+        # Dimensions of enumerated values lie to the left of all plates, too.
+        return self.vectorize_particles or self.runner.enumerates
+
+    # More ways to learn.
+
+    def loss_and_signals(self, program: Program) -> tuple[float, LocalObjective]:
+        """Like ``loss_and_grads``; also returns the local objective of the rollout."""
+        self.trainer.keep_staged()
+        mark = self.mark()
+        model, guide, args, kwargs = program
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        self.trainer.register()
+        try:
+            objective = LocalObjective(self.staged.items, self.num_particles)
+        except BaseException:
+            self.go_back(mark)
+            raise
+        self._backward(loss, mark)
+        return float(loss.item()), objective
+
+    def replay(self, sites: Collection[str] | None = None, updates: int = 1) -> int:
+        """Updates critics from stored rollouts, at any time; an update that is interrupted changes nothing.
+
+        Args:
+            sites: The sites whose critics learn, one or several; ``None`` for all.
+            updates: Number of updates.
+
+        Returns:
+            The number of updates that found something to learn from.
+
+        Raises:
+            OptionError: If nothing is stored by choice: ``CriticLearner(replay=None)``.
+            BusyError: If another thread takes a step or replays.
+        """
+        if self.trainer.replayer is None:
+            raise OptionError("replay(...) needs stored rollouts: learner=CriticLearner(replay=Replay(capacity=...)).")
+        with self._turn:
+            return self.trainer.replay(self, sites, updates)
+
+    def without_costs(self, program: Program) -> list[Signals]:
+        """What sites are told of a new rollout that calls the function of no cost statement; nothing learns."""
+        self.particles.close()
+        seed = int(torch.randint(1 << 31, (), generator=self.runner.noise()))
+        with isolated(seed, hides_params=False), SkipCosts():
+            programs = programs_of(self._prepared(program), self.particles.now)
+            runs = [self.run_program(each) for each in programs]
+            members = stacked(runs, self.runner.structure.is_dynamic(runs[0]))
+            return [self.stage([runs[i] for i in ids], [programs[i] for i in ids]).signals for ids in members]
+
+    # What can be looked at.
+
+    @property
+    def planner(self) -> Planner:
+        """The options that decide what is done on a structure."""
+        return self.runner.plans.planner
+
+    @planner.setter
+    def planner(self, planner: Planner) -> None:
+        self.runner.plans.use(planner)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the last step did on the program's structure; ``None`` before the first one."""
+        return None if self.runner.plans.last is None else self.runner.plans.last.plan
+
+    @property
+    def graph(self) -> StochasticComputationGraph:
+        """The stochastic computation graph of the last step."""
+        if self.plan is None:
+            raise BPQError("There is no graph yet: take a step first, e.g. svi.step(...).")
+        return self.plan.graph
+
+    @property
+    def network(self) -> BackpropQNetwork:
+        """The Backprop-Q network of the last step, and what its critics read; false, with a reason, without any."""
+        if self.plan is None:
+            return BackpropQNetwork(StochasticComputationGraph.from_parents({}, {}), ())
+        return described(self.plan.layout) or BackpropQNetwork(self.plan.graph, ())
+
+    @property
+    def num_noises(self) -> int:
+        """Number of generators that estimators have drawn from."""
+        return self.runner.noise.number
+
+    @num_noises.setter
+    def num_noises(self, number: int) -> None:
+        self.runner.noise.go_to(number)
+
+    @property
+    def replay_buffer(self) -> ReplayBuffer | None:
+        """The stored rollouts; ``state_dict()``, copies and pickles leave them out."""
+        return None if self.trainer.replayer is None else self.trainer.replayer.buffer
+
+    def run_program(self, program: Program) -> TracedRun:
+        """Runs guide and model as a step does, tracked only where sampled values steer them."""
+        track = self.runner.structure.always_tracks
+        return self.runner.trace(program, self.particles.drawn, self.num_steps, track)
+
+    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
+        """Prepares runs of a known structure as a step does; nothing learns."""
+        return self.runner.stage(traced, programs, self.particles.drawn, replace(self.mode(learning=False), shows=True))
+
+    def observe(self, program: Program, shows: bool = True) -> Observation:
+        """The runs of a step, and what their sites are told; nothing learns. For diagnostics.
+
+        With ``shows`` sites are told what the graph tells, also where a step goes in program order.
+        """
+        mode = replace(self.mode(learning=False), shows=shows)
+        return self.particles.observe(self.runner, self._prepared(program), mode)
+
+    def tracked_runs(self, program: Program) -> list[TracedRun]:
+        """The same runs, tracked: they show what leaves torch. For diagnostics."""
+        particles = self.particles.drawn
+        programs = programs_of(self._prepared(program), particles)
+        return [self.runner.trace(each, particles, self.num_steps, True) for each in programs]
+
+    @property
+    def settled(self) -> tuple[str, ...]:
+        """What was settled or given up, and why: particles, the extra run, tracking. ``print(elbo)`` shows it."""
+        return tuple(filter(None, (self.particles.said, *self.runner.said)))
+
+    # State.
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
+        return {**super().get_extra_state(), "num_noises": self.num_noises}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`get_extra_state`."""
+        super().set_extra_state(state)
+        self.num_noises = state["num_noises"]
