@@ -216,14 +216,12 @@ class Means(NamedTuple):
 
 
 def _means(log_q: Tensor, changes: Changes, has_bits: bool, is_predicted: bool = False) -> Means:
-    """The laws of the values and the costs; impossible values cost nothing. Predictions are numbers, or infinite."""
+    """The laws of the values and the costs; impossible values cost nothing. Predictions are numbers."""
     weights = (log_q + changes.law).sigmoid() if has_bits else _softmax(log_q + changes.law)
     chance = log_q.sigmoid() if has_bits else log_q.exp()
-    most = torch.finfo(weights.dtype).max
 
     def weighted(weights: Tensor, cost: Tensor) -> Tensor:
-        # A mask takes ten times as long.
-        return weights * (cost.clamp(-most, most) if is_predicted else cost.masked_fill(weights == 0.0, 0.0))
+        return weights * (cost if is_predicted else cost.masked_fill(weights == 0.0, 0.0))
 
     later, immediate = changes.later, changes.immediate
     return Means(weights, chance, weighted(weights, later), weighted(weights, immediate), weighted(chance, immediate))

@@ -65,7 +65,7 @@ def _curvatures(
     pairs = [(read, slope) for read, slope in pairs if slope.requires_grad]
     if not pairs:
         return {}
-    signs = [_signs(slope, generator) for _, slope in pairs]
+    signs = _signs([slope for _, slope in pairs], generator)
     outputs, slopes = [read.output for read, _ in pairs], [slope for _, slope in pairs]
     probes = [sign.expand_as(slope) for sign, slope in zip(signs, slopes, strict=True)]
     second = torch.autograd.grad(slopes, outputs, probes, allow_unused=True, retain_graph=True)
@@ -86,11 +86,16 @@ def _curvatures(
     return found
 
 
-def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Random signs, the same for all rows."""
+def _signs(slopes: Sequence[Tensor], generator: torch.Generator | None) -> list[Tensor]:
+    """Random signs for each slope, the same for all of its rows."""
     assert generator is not None
-    one = like.detach().new_ones(like.shape[-1:] if like.dim() else ())
-    return torch.where(uniform(one, generator) < 0.5, -one, one)
+    shapes = [slope.shape[-1:] for slope in slopes]
+    like = slopes[0].detach()
+    drawn = uniform(like.new_empty(sum(shape.numel() for shape in shapes)), generator)
+    signs = torch.sign(drawn - 0.5)
+    signs = signs + (signs == 0.0)
+    parts = signs.split([shape.numel() for shape in shapes])
+    return [part.reshape(shape).to(slope.dtype) for part, shape, slope in zip(parts, shapes, slopes, strict=True)]
 
 
 def _in_leaf(read: LinearRead, curved: Tensor, leaf: Tensor, block: int | None) -> Tensor | None:
@@ -102,7 +107,7 @@ def _in_leaf(read: LinearRead, curved: Tensor, leaf: Tensor, block: int | None) 
         mixed = (weight.unsqueeze(-1) * weight.unsqueeze(-2)).flatten(1)
         return _shaped(curved @ mixed, (*leaf.shape, block))
     if read.scale is not None:
-        return _shaped(curved @ (read.scale * read.weight).square(), leaf.shape)
+        return _shaped((curved @ read.weight.square()) * read.scale.square(), leaf.shape)
     squared = curved @ read.weight.square()
     # Each entry of the source reads at most one entry of the leaf, with a slope that enters squared.
     outer = torch.zeros_like(read.source, requires_grad=True)

@@ -20,7 +20,7 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.held import HeldPlan, HeldSite
 from pyro_bpq.reruns.apart import particle_of, value_alone
 from pyro_bpq.reruns.flipped_costs import flipped, table
-from pyro_bpq.reruns.held_run import HeldRun, law_name, law_of, unmasked
+from pyro_bpq.reruns.held_run import HeldRun, joined, law_name, law_of, unmasked
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Way
 from pyro_bpq.rollout.runs import Program, Rollout, sum_to_plates
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
@@ -72,7 +72,7 @@ def held_costs(
             shape = rollout.batch_shape(run.graph.node(name).plates)
             shape = shape if rollout.is_vectorized and particle is None else (1, *shape[1:])
             parts[name].append(_tables(run, one, name, site, shape, rows, mine.get(name), part, group is not None))
-    return {name: Changes(*map(torch.cat, zip(*found, strict=True))) for name, found in parts.items()}
+    return {name: joined(found) for name, found in parts.items()}
 
 
 def sums_of_costs(

@@ -2,11 +2,14 @@ r"""What an extra run with held values needs to know, and how the laws of childr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from pyro.distributions import MaskedDistribution
 
+from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.reruns.row_runs import RowRuns
@@ -54,3 +57,8 @@ def law_name(traced: TracedRun, child: str) -> str:
     record, cost = traced.run.sites[child], cost_of_guide(child)
     is_plain = isinstance(record.scale, float) and record.scale == 1.0 and record.mask is None
     return cost if is_plain and cost in traced.run.costs and not traced.only_costs else law_of(child)
+
+
+def joined(parts: Sequence[Changes]) -> Changes:
+    """The changes of all particles, from those of each run."""
+    return parts[0] if len(parts) == 1 else Changes(*map(torch.cat, zip(*parts, strict=True)))

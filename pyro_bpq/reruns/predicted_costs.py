@@ -23,7 +23,7 @@ from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.plan.held import has_slopes
 from pyro_bpq.reruns.expansions import expansions
-from pyro_bpq.reruns.held_run import HeldRun, law_name, law_of, unmasked
+from pyro_bpq.reruns.held_run import HeldRun, joined, law_name, law_of, unmasked
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Program, Rollout
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
@@ -67,11 +67,15 @@ def predicted_costs(
             shape = rollout.batch_shape(run.graph.node(name).plates)
             shape = shape if rollout.is_vectorized else (1, *shape[1:])
             split, record = run.plan.sites[name].components, one.run.sites[name]
-            index = split.index(record.value.detach(), record.fn)
-            step = _step(split, index, record.value) if split.kind == "bernoulli" else None
-            tables = (_table(split, index, step, found.get(name), shape) for found in expansions)
+            value = record.value.detach()
+            if split.kind == "bernoulli":
+                step = _step(split, value)
+                tables = [_table_of_bits(step, found.get(name), shape) for found in expansions]
+            else:
+                index = split.index(value, record.fn)
+                tables = [_table(split, index, found.get(name), shape) for found in expansions]
             parts[name].append(Changes(*tables))
-    return {name: Changes(*map(torch.cat, zip(*found, strict=True))) for name, found in parts.items()}
+    return {name: joined(found) for name, found in parts.items()}
 
 
 def _expansions(
@@ -201,33 +205,40 @@ def _total(terms: Sequence[Tensor]) -> Tensor | None:
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def _step(split: Components, index: Tensor, value: Tensor) -> Tensor:
+def _step(split: Components, value: Tensor) -> Tensor:
     """The step of each bit to its other value, ``(batch, D)``."""
-    return torch.add(1.0, index, alpha=-2.0).to(value.dtype)
+    return (1.0 - 2.0 * value).reshape(*value.shape[: value.dim() - split.value_ndim], split.size)
 
 
-def _table(
-    split: Components, index: Tensor, step: Tensor | None, found: Expansion | None, shape: tuple[int, ...]
-) -> Tensor:
-    """Changes ``(M, plates, D, K)`` from an expansion at the drawn values; of bits ``(M, plates, D)``."""
-    size, cardinality, batch = split.size, split.cardinality, index.shape[:-1]
-    last = (size, cardinality) if step is None else (size,)
+def _table_of_bits(step: Tensor, found: Expansion | None, shape: tuple[int, ...]) -> Tensor:
+    """Changes ``(M, plates, D)`` of the other values from an expansion at the drawn ones."""
     if found is None:
-        return torch.zeros((), device=index.device).expand(*shape, *last)
+        return _spread(step.new_zeros(()).expand_as(step), shape, 1)
     slope, bent = found
-    if step is not None:
-        tables = slope.reshape(*batch, size) * step
-        if bent is not None:
-            lead = batch if bent.shape == slope.shape else (1, *batch[1:])
-            tables = tables.add_(bent.reshape(*lead, size), alpha=0.5)
-    else:
-        at = index.unsqueeze(-1)
-        tables = slope.reshape(*batch, size, cardinality)
-        tables = tables - tables.gather(-1, at)
-        if bent is not None:
-            mixed = bent.expand(*slope.shape, cardinality).reshape(*batch, size, cardinality, cardinality)
-            own = mixed.diagonal(dim1=-2, dim2=-1)
-            across = mixed.gather(-1, at.unsqueeze(-2).expand(*mixed.shape[:-1], 1)).squeeze(-1)
-            tables = tables + 0.5 * (own + own.gather(-1, at) - 2.0 * across)
-    tables = tables.nan_to_num_(0.0, 0.0, 0.0)
-    return tables.reshape(*(1,) * (len(shape) - len(batch)), *tables.shape).expand(*shape, *last)
+    table = slope.reshape(step.shape) * step
+    if bent is not None:
+        lead = step.shape if bent.shape == slope.shape else (1, *step.shape[1:])
+        table = table.add_(bent.reshape(lead), alpha=0.5)
+    return _spread(table.nan_to_num_(0.0, 0.0, 0.0), shape, 1)
+
+
+def _table(split: Components, index: Tensor, found: Expansion | None, shape: tuple[int, ...]) -> Tensor:
+    """Changes ``(M, plates, D, K)`` from an expansion at the drawn values."""
+    size, cardinality, batch, at = split.size, split.cardinality, index.shape[:-1], index.unsqueeze(-1)
+    if found is None:
+        return torch.zeros((), device=index.device).expand(*shape, size, cardinality)
+    slope, bent = found
+    table = slope.reshape(*batch, size, cardinality)
+    table = table - table.gather(-1, at)
+    if bent is not None:
+        mixed = bent.expand(*slope.shape, cardinality).reshape(*batch, size, cardinality, cardinality)
+        own = mixed.diagonal(dim1=-2, dim2=-1)
+        across = mixed.gather(-1, at.unsqueeze(-2).expand(*mixed.shape[:-1], 1)).squeeze(-1)
+        table = table + 0.5 * (own + own.gather(-1, at) - 2.0 * across)
+    return _spread(table.nan_to_num_(0.0, 0.0, 0.0), shape, 2)
+
+
+def _spread(table: Tensor, shape: tuple[int, ...], ndim: int) -> Tensor:
+    """A table with ``ndim`` last dimensions at all places of ``shape``."""
+    missing = len(shape) + ndim - table.dim()
+    return table.reshape(*(1,) * missing, *table.shape).expand(*shape, *table.shape[-ndim:])

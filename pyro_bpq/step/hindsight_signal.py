@@ -48,14 +48,16 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
         _row(log_q[g].detach(), value[g], name, drawn[c][0][g] if is_drawn else None, found, predicted)
         for g, name in enumerate(cls.names)
     ]
-    changes = Changes(*map(torch.stack, zip(*(row[0] for row in rows), strict=True)))
+    inexact = [row[0] for row in rows]
+    if is_drawn:
+        inexact = _with_own(signals, c, inexact, log_q.detach(), value, has_bits)
+    changes = Changes(*map(torch.stack, zip(*inexact, strict=True)))
     plan: HeldPlan | None = None if found is None else signals.rerun.held_plan()
     sites = {} if plan is None else {name: plan.sites[name] for name in cls.names if name in plan.sites}
     settled = _sums(signals, c, {name: site.immediate for name, site in sites.items()})
     rest = _sums(signals, c, {name: site.rest for name, site in sites.items()})
     if not is_drawn:
         return HeldCosts(cls.names, log_q, value, changes, settled, rest)
-    changes = _with_own(signals, c, changes, log_q.detach(), value, has_bits)
     index, share = drawn[c]
     exact = Changes(*map(torch.stack, zip(*(row[1] for row in rows), strict=True)))
     return HeldCosts(cls.names, log_q, value, changes, settled, rest, particle, index, share, exact)
@@ -165,48 +167,46 @@ def _row(
     return Changes(*(table.to(log_q) for table in predicted[name])), exact
 
 
-def _with_own(signals: Signals, c: int, changes: Changes, log_q: Tensor, value: Tensor, has_bits: bool) -> Changes:
-    """Changes of costs, and those of the sites' own log-probabilities, which are sums over components."""
-    batch, sites = signals.batches[c], signals.rerun.held_plan().sites
-    own = [sites.get(name) for name in signals.layout.classes[c].names]
-    of_guide, of_model = (all(site is not None and site.is_own_known[i] for site in own) for i in range(2))
+def _with_own(
+    signals: Signals, c: int, rows: Sequence[Changes], log_q: Tensor, value: Tensor, has_bits: bool
+) -> list[Changes]:
+    """Changes of each site, and those of its own log-probabilities, which are sums over components. All are finite."""
+    cls, batch = signals.layout.classes[c], signals.batches[c]
+    sites = [signals.rerun.held_plan().sites.get(name) for name in cls.names]
+    of_guide, of_model = (all(site is not None and site.is_own_known[i] for site in sites) for i in range(2))
+    now, later = [row.immediate for row in rows], [row.later for row in rows]
     # The prior of some sites reads sites downstream.
-    later, now = changes.later, changes.immediate
     is_now = [
         site is not None and cost_of_model(name) in site.immediate
-        for name, site in zip(signals.layout.classes[c].names, own, strict=True)
+        for name, site in zip(cls.names, sites, strict=True)
     ]
+    sides = [now if own else later for own in is_now]
     if has_bits:
+        # Of the other value, relative to the drawn one.
         sign = 1.0 - 2.0 * value
         if of_guide:
-            now = torch.addcmul(now, sign * batch.weights_of_bits(False), log_q)
+            weights = sign * batch.weights_of_bits(False)
+            now[:] = [torch.addcmul(one, weights[g], log_q[g]) for g, one in enumerate(now)]
         if of_model:
-            split = batch.components
-            odds = batch.stack(lambda site: split.parameters(site.prior).detach(), split.event_ndim)
-            change = -sign * batch.weights_of_bits(True) * batch.flat(odds)
-            later, now = _added(change, is_now, later, now)
-        return Changes(changes.law, later, now)
-
-    def relative(own: Tensor) -> Tensor:
-        # An impossible value weighs nothing, but may have infinite costs.
-        own = own.masked_fill(batch.probs == 0, 0.0)
-        return own - own.gather(-1, value.unsqueeze(-1))
-
-    if of_guide:
-        now = now + relative(batch.own_q)
-    if of_model:
-        later, now = _added(relative(batch.own_p), is_now, later, now)
-    return Changes(changes.law, later, now)
+            weights, odds = sign * batch.weights_of_bits(True), batch.prior_log_odds
+            for g, side in enumerate(sides):
+                side[g] = torch.addcmul(side[g], weights[g], odds[g], value=-1.0)
+    else:
+        if of_guide:
+            for g, change in enumerate(_relative(batch.own_q, batch.probs, value)):
+                now[g] = now[g] + change
+        if of_model:
+            for g, change in enumerate(_relative(batch.own_p, batch.probs, value)):
+                sides[g][g] = sides[g][g] + change
+    return [Changes(row.law, *own) for row, *own in zip(rows, later, now, strict=True)]
 
 
-def _added(change: Tensor, is_now: Sequence[bool], later: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds the change of each site to its immediate or to its later costs."""
-    if all(is_now):
-        return later, now + change
-    if not any(is_now):
-        return later + change, now
-    mask = torch.tensor(is_now, device=change.device).reshape(-1, *(1,) * (change.dim() - 1))
-    return torch.where(mask, later, later + change), torch.where(mask, now + change, now)
+def _relative(own: Tensor, probs: Tensor, value: Tensor) -> Tensor:
+    """Costs ``(..., K)`` relative to those of the drawn values, numbers all of them."""
+    # An impossible value weighs nothing, but may have infinite costs.
+    most = torch.finfo(own.dtype).max / 4.0
+    own = own.masked_fill(probs == 0, 0.0).clamp(-most, most)
+    return own - own.gather(-1, value.unsqueeze(-1))
 
 
 def _shape(drawn: Tensor, log_q: Tensor, has_bits: bool) -> torch.Size:

@@ -26,6 +26,8 @@ _SHIFTED = frozenset(
     for name in "Add Clone Neg ReshapeAlias Rsub Squeeze Sub UnsafeView Unsqueeze View".split()
     for i in range(3)
 )
+_PRODUCTS = frozenset((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm))
+_LINEAR = _PRODUCTS | {torch.nn.functional.linear, torch.addmm}
 _SCALED = MappingProxyType({"MulBackward0": False, "DivBackward0": True})
 
 
@@ -68,10 +70,11 @@ class LinearReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Carries the operator out."""
-        output = func(*args, **(kwargs or {}))
-        pair = _linear(func, args, kwargs or {})
-        if pair is not None and isinstance(output, Tensor) and output.requires_grad:
-            self._note(*pair, output)
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        if func in _LINEAR and isinstance(output, Tensor) and output.requires_grad:
+            pair = _linear(func, args, kwargs or {})
+            if pair is not None:
+                self._note(*pair, output)
         return output
 
     def _note(self, source: Tensor, weight: Tensor, output: Tensor) -> None:
@@ -123,7 +126,7 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     if func is torch.nn.functional.linear:
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         return (args[0] if args else kwargs["input"]), weight
-    if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm):
+    if func in _PRODUCTS:
         if len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
             return None
         left, right = args

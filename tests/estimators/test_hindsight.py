@@ -221,7 +221,7 @@ def with_choices(monkeypatch: pytest.MonkeyPatch) -> ChoiceNoise:
         return torch.stack([noise.draw_choice(chance) for _ in range(number)], -1)
 
     monkeypatch.setattr(module, "_draw", draw)
-    monkeypatch.setattr(expansions, "_signs", lambda like, generator: torch.ones_like(like))
+    monkeypatch.setattr(expansions, "_signs", lambda slopes, generator: [torch.ones_like(one) for one in slopes])
     return noise
 
 

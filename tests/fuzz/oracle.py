@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -266,8 +266,8 @@ def _enumerable_noise(noise: ChoiceNoise) -> Iterator[None]:
     def component(chance: Tensor, number: int, generator: torch.Generator) -> Tensor:
         return torch.stack([noise.draw_choice(chance) for _ in range(number)], -1)
 
-    def signs(like: Tensor, generator: torch.Generator) -> Tensor:
-        return torch.ones_like(like)
+    def signs(slopes: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+        return [torch.ones_like(slope) for slope in slopes]
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(hindsight_signal, "_draw", component))
