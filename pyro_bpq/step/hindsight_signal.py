@@ -177,8 +177,7 @@ def _with_own(
     now, later = [row.immediate for row in rows], [row.later for row in rows]
     # The prior of some sites reads sites downstream.
     is_now = [
-        site is not None and cost_of_model(name) in site.immediate
-        for name, site in zip(cls.names, sites, strict=True)
+        site is not None and cost_of_model(name) in site.immediate for name, site in zip(cls.names, sites, strict=True)
     ]
     sides = [now if own else later for own in is_now]
     if has_bits:
