@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pyro_bpq import CriticLearner, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.testing import exact_gradient, expected_gradient
-from pyro_bpq.testing.choices import ChoiceMessenger, walk
+from pyro_bpq.testing.choices import ChoiceMessenger, ChoiceNoise, walk
 
 CHAIN = BY_NAME["chain"]
 Objective = TypeVar("Objective", bound=Any)
@@ -198,3 +198,14 @@ def benchmark(name: str) -> ModuleType:
         return importlib.import_module(name)
     finally:
         sys.path.remove(folder)
+
+
+def chosen_entries(noise: ChoiceNoise) -> Callable[[Tensor, torch.Generator], Tensor]:
+    """Draws one entry of each row as ``DebiasedStraightThrough`` does, from noise that can be enumerated."""
+
+    def draw(chance: Tensor, generator: torch.Generator) -> Tensor:
+        flat = chance.flatten(-2)
+        index = noise.draw_choice(flat / flat.sum(-1, keepdim=True))
+        return torch.zeros_like(flat).scatter_(-1, index.unsqueeze(-1), 1.0).reshape(chance.shape)
+
+    return draw

@@ -12,7 +12,7 @@ from typing import Any
 import pyro
 import pytest
 import torch
-from steps import CHAIN
+from steps import CHAIN, trained
 
 import pyro_bpq
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -56,10 +56,7 @@ def is_readable(text: str) -> bool:
 
 
 def objects() -> Iterator[Any]:
-    CHAIN.params()
-    elbo = TraceBackpropQ_ELBO(num_particles=2)
-    for _ in range(3):
-        elbo.loss_and_grads(CHAIN.model, CHAIN.guide)
+    elbo = trained(TraceBackpropQ_ELBO(num_particles=2), *CHAIN.programs, params=CHAIN.params, steps=3)
     history = History()
     history.record(elbo)
     items = elbo.observe(Program(CHAIN.model, CHAIN.guide, (), {})).items

@@ -33,10 +33,10 @@ from pyro_bpq import (
     TabularCritic,
     TraceBackpropQ_ELBO,
 )
-from pyro_bpq.batching import layout
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.rollout import sums
+from pyro_bpq.step import returns
 from pyro_bpq.targets.lambda_return import network_rules
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
@@ -181,7 +181,7 @@ def test_small_programs_as_large_ones(name: str, monkeypatch: pytest.MonkeyPatch
     # No matrices, sums along runs of rows, rules in blocks.
     for limit in ("DENSE", "FULL", "FEW"):
         monkeypatch.setattr(sums, limit, 0)
-    monkeypatch.setattr(layout, "network_rules", functools.partial(network_rules, block=2))
+    monkeypatch.setattr(returns, "network_rules", functools.partial(network_rules, block=2))
     case, elbo = BY_NAME[name], TraceBackpropQ_ELBO()
     train(elbo, case, 30)
     assert error(elbo, case) < ATOL

@@ -14,8 +14,8 @@ import torch
 
 from pyro_bpq.diagnostics.figures import CriticFit
 from pyro_bpq.diagnostics.sampling import untouched
-from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.observation import Observation
+from pyro_bpq.objectives.planned import PlannedObjective
 from pyro_bpq.plan.plan_cache import Planned
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signals import Signals
@@ -27,7 +27,7 @@ from pyro_bpq.tracing.traced_run import TracedRun
 class Look:
     """The inputs of all checks."""
 
-    elbo: TraceBackpropQ_ELBO  # the ELBO
+    elbo: PlannedObjective  # the ELBO
     program: Program  # model, guide and their arguments
     seed: int  # seed of further runs
     tracked: Sequence[TracedRun]  # runs that were tracked: only they show which values leave torch

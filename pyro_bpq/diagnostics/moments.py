@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.diagnostics.figures import GradientMoments
 from pyro_bpq.diagnostics.sampling import Accumulated, accumulate, num_outcomes_of, untouched
-from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
+from pyro_bpq.objectives.planned import PlannedObjective
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import Moments
 from pyro_bpq.testing.expected import backward
@@ -63,7 +63,7 @@ def gradient_moments(
         BPQError: If ``exact=True`` and the outcomes cannot be enumerated.
     """
     particles = getattr(elbo, "num_particles", 1)
-    program, split = Program(model, guide, args, kwargs), by_site and isinstance(elbo, TraceBackpropQ_ELBO)
+    program, split = Program(model, guide, args, kwargs), by_site and isinstance(elbo, PlannedObjective)
     with untouched(elbo, seed), torch.enable_grad():
         count = math.inf if exact is False else num_outcomes_of(guide, args, kwargs, particles)
         with GradientReader(model, guide, parameters) as reader:
@@ -103,7 +103,7 @@ def named_moments(found: Accumulated, reader: GradientReader) -> GradientMoments
 
 
 def site_gradients(
-    elbo: TraceBackpropQ_ELBO,
+    elbo: PlannedObjective,
     reader: GradientReader,
     program: Program,
     more: Callable[[Any], Mapping[Any, Tensor]] = lambda signals: {},

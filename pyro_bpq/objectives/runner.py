@@ -19,10 +19,11 @@ from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.objectives.staging import Staging
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
-from pyro_bpq.plan.plan import Plan, StructureFacts
+from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.plan_cache import PlanCache
 from pyro_bpq.plan.planner import Planner, check_gradients
 from pyro_bpq.plan.rules import plain_score
+from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
 from pyro_bpq.reruns.row_runs import RowRuns

@@ -11,7 +11,8 @@ from torch import Tensor
 from pyro_bpq.errors import BPQError
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.staged import Mode, Staged
-from pyro_bpq.plan.plan import Plan, StructureFacts
+from pyro_bpq.plan.plan import Plan
+from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.flipped_costs import flipped_costs
 from pyro_bpq.reruns.held_costs import is_refused

@@ -11,7 +11,7 @@ from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.flips import FlipPlan, flip_plan, immediate_model_costs
-from pyro_bpq.plan.plan import Structure, StructureFacts
+from pyro_bpq.plan.structure import Structure, StructureFacts
 from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.tracing.cost_statement import CostOptions
 from pyro_bpq.tracing.traced_run import TracedRun

@@ -10,7 +10,7 @@ from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.flips import flip_plan
 from pyro_bpq.plan.held import HeldPlan, HeldSite, SlopedCosts, has_slopes
-from pyro_bpq.plan.plan import StructureFacts
+from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples

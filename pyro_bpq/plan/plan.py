@@ -1,4 +1,4 @@
-r"""What a step does on a structure, and what is known of the structure besides its graph."""
+r"""What a step does on a structure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from functools import cached_property
 
 from pyro_bpq.batching.layout import Layout
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.plan.flips import FlipPlan, immediate_costs
+from pyro_bpq.plan.flips import FlipPlan
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.short import short
-from pyro_bpq.tracing.component_costs import Pattern, Patterns
-from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.work import Work
+from pyro_bpq.tracing.component_costs import Pattern
 
 # Stand for a site's own name, and for its number in the names of other sites.
 _OWN, _NUMBER = "\0", "\1"
@@ -132,46 +130,6 @@ class Plan:
         kinds = {name: cls.spec.estimator for cls in self.layout.classes for name in cls.names}
         held = frozenset() if self.held is None else self.held.sloped
         return tuple(name for name, kind in kinds.items() if kind.relies_on_slopes or name in held)
-
-
-@dataclass(frozen=True)
-class StructureFacts:
-    """What is known of a structure besides its graph."""
-
-    is_dynamic: bool = False  # whether sampled values may steer the program
-    cuts_plates: bool = True  # whether rows of a plate stay apart
-    patterns: Patterns = frozenset()  # which component of a site each element of a cost reads, by site and cost
-    # Costs of the model that read values of the guide itself: what the model alone costs at other values does not show
-    # them.
-    handed: frozenset[str] = frozenset()
-    has_buffers: bool = True  # whether the programs may call modules with buffers
-    num_particles: int = 1  # number of particles
-    is_ordered: bool = False  # whether steps on the structure are to go in program order
-    sums: bool = False  # whether the loss is to be summed over all values
-    # What guide and model of a run compute, if that was counted. It never tells structures apart.
-    work: tuple[Work, Work] | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, eq=False)
-class Structure:
-    """What a plan is made for."""
-
-    traced: TracedRun  # a run
-    graph: StochasticComputationGraph  # its graph
-    facts: StructureFacts  # what else is known of its structure
-    is_exact: bool = True  # whether immediate costs are known at other values than the sampled one
-
-    @cached_property
-    def immediate(self) -> dict[str, tuple[str, ...]]:
-        """The immediate costs of each site that are known at other values, where the model alone gets these."""
-        handed, is_known = self.facts.handed, self.is_exact and not self.facts.is_dynamic
-        found = immediate_costs(self.graph)
-        return {n: tuple(c for c in costs if is_known and c not in handed) for n, costs in found.items()}
-
-    @cached_property
-    def patterns(self) -> dict[tuple[str, str], Pattern]:
-        """What components of sites read, by site and cost, in an order that is the same in every process."""
-        return dict(sorted(self.facts.patterns, key=lambda pair: pair[0]))
 
 
 def _number(name: str) -> str:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.plan.plan import Plan, StructureFacts
+from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.planner import Planner
+from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.tracing.traced_run import TracedRun
 
 _PLANS, _STRUCTURES = 64, 256

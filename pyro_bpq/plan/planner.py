@@ -24,9 +24,10 @@ from pyro_bpq.graph.scg import Form, StochasticComputationGraph, cost_of_guide, 
 from pyro_bpq.plan.critic_options import checked_critic, default_critic
 from pyro_bpq.plan.extra_run import ExtraRun, is_complete, known_costs, plan_extra_run
 from pyro_bpq.plan.holding import held_plan
-from pyro_bpq.plan.plan import Plan, Structure, StructureFacts, SumPlan
+from pyro_bpq.plan.plan import Plan, SumPlan
 from pyro_bpq.plan.revisions import charged_costs, crossable, in_rows, open_sites, pays_to_compare, revise, untold
 from pyro_bpq.plan.rules import BY_OPTIONS, SUMMED, Choice, SiteFacts, decide, has_many_components, with_baseline
+from pyro_bpq.plan.structure import Structure, StructureFacts
 from pyro_bpq.plan.sum_plan import sum_plan
 from pyro_bpq.tracing.config import SiteOptions
 from pyro_bpq.tracing.traced_run import TracedRun

@@ -9,8 +9,8 @@ from typing import Any
 
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
-from pyro_bpq.plan.plan import Structure
 from pyro_bpq.plan.rules import BY_STRUCTURE, Choice, SiteFacts, decide
+from pyro_bpq.plan.structure import Structure
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.traced_run import TracedRun

@@ -55,6 +55,20 @@ def run(elbo: Any, model: Any, guide: Any, *args: Any, steps: int = STEPS) -> li
     return found + [float(value.double().nan_to_num().sum()) for value in state if isinstance(value, Tensor)]
 
 
+def coin_guide() -> None:
+    pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+
+
+def runs_eagerly(model: Any, match: str) -> TraceBackpropQ_ELBO:
+    """An objective that says why it does not compile the steps of a model."""
+    elbo = TraceBackpropQ_ELBO(compile="eager")
+    with pytest.warns(BPQWarning, match=match):
+        for _ in range(10):
+            elbo.loss_and_grads(model, coin_guide)
+    assert not entries(elbo)
+    return elbo
+
+
 def both(make: Callable[..., Any], start: Callable[[], None], *program: Any, steps: int = STEPS) -> Any:
     """The compiled objective, after it was compared with an eager one."""
     found = []
@@ -222,11 +236,8 @@ def test_temperatures_are_not_frozen(make: Any) -> None:
         z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
         pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.3))
 
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
     estimator = make(temperature=lambda n: 2.0 / (1 + n))
-    both(functools.partial(TraceBackpropQ_ELBO, estimator=estimator), lambda: None, model, guide)
+    both(functools.partial(TraceBackpropQ_ELBO, estimator=estimator), lambda: None, model, coin_guide)
     assert case
 
 
@@ -235,14 +246,7 @@ def test_a_program_that_branches_runs_eagerly_and_says_why() -> None:
         z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
         pyro.sample("x", dist.Normal(2.0 if z.item() else 0.0, 1.0), obs=torch.tensor(0.3))
 
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-    elbo = TraceBackpropQ_ELBO(compile="eager")
-    with pytest.warns(BPQWarning, match="steps run eagerly, because sampled values of z"):
-        for _ in range(10):
-            elbo.loss_and_grads(model, guide)
-    assert not entries(elbo)
+    elbo = runs_eagerly(model, "steps run eagerly, because sampled values of z")
     assert "sampled values of z" in compile_report(elbo)
 
 
@@ -253,14 +257,7 @@ def test_a_number_read_from_a_closure_runs_eagerly() -> None:
         z = pyro.sample("z", dist.Bernoulli(torch.tensor(rate.item())))
         pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.3))
 
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-    elbo = TraceBackpropQ_ELBO(compile="eager")
-    with pytest.warns(BPQWarning, match=r"reads a number of a tensor, in model: .*rate\.item\(\)"):
-        for _ in range(10):
-            elbo.loss_and_grads(model, guide)
-    assert not entries(elbo)
+    runs_eagerly(model, r"reads a number of a tensor, in model: .*rate\.item\(\)")
 
 
 @pytest.mark.parametrize("is_function", [False, True])
@@ -270,13 +267,10 @@ def test_initial_values_that_every_run_draws_run_eagerly_and_functions_do_not(is
         z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
         pyro.sample("x", dist.Normal(w * z, 1.0), obs=torch.tensor(0.3))
 
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
     elbo = TraceBackpropQ_ELBO(compile="eager")
     with contextlib.nullcontext() if is_function else pytest.warns(BPQWarning, match=r"lambda: torch\.randn\(2\)"):
         for _ in range(20):
-            elbo.loss_and_grads(model, guide)
+            elbo.loss_and_grads(model, coin_guide)
     assert bool(entries(elbo)) == is_function
 
 
@@ -286,14 +280,7 @@ def test_draws_of_python_run_eagerly(draw: Callable[[], float]) -> None:
         z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
         pyro.sample("x", dist.Normal(z, 1.0 + draw()), obs=torch.tensor(0.3))
 
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
-    elbo = TraceBackpropQ_ELBO(compile="eager")
-    with pytest.warns(BPQWarning, match=r"because it draws from random or numpy\.random"):
-        for _ in range(10):
-            elbo.loss_and_grads(model, guide)
-    assert not entries(elbo)
+    runs_eagerly(model, r"because it draws from random or numpy\.random")
 
 
 class Box:
@@ -312,17 +299,14 @@ def test_a_hidden_number_that_changes_is_told_at_the_next_check() -> None:
         z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
         pyro.sample("x", dist.Normal(box.number * z, 1.0), obs=torch.tensor(0.3))
 
-    def guide() -> None:
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
-
     elbo = TraceBackpropQ_ELBO(compile="eager")
     for _ in range(12):
-        elbo.loss_and_grads(model, guide)
+        elbo.loss_and_grads(model, coin_guide)
     assert entries(elbo)
     box.number = 3.0
     with pytest.warns(BPQWarning, match="no longer does what its programs do"):
         for _ in range(12):
-            elbo.loss_and_grads(model, guide)
+            elbo.loss_and_grads(model, coin_guide)
 
 
 def test_numbers_of_a_closure_and_a_new_closure_tensor_are_seen_at_once() -> None:
@@ -332,7 +316,7 @@ def test_numbers_of_a_closure_and_a_new_closure_tensor_are_seen_at_once() -> Non
             pyro.sample("x", dist.Normal(factor * z, 1.0), obs=torch.tensor(0.3))
 
         def guide() -> None:
-            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+            coin_guide()
 
         return model, guide
 

@@ -250,11 +250,7 @@ def test_baselines_of_pyros_are_those_of_the_guide_or_averages() -> None:
     for given in ({}, {"baseline_value": torch.tensor(-5.0)}):
         own.update(given)
         for has in (False, True):
-            pyro.clear_param_store()
-            pyro.set_rng_seed(0)
-            elbo = GraphELBO(has)
-            for _ in range(3):
-                elbo.loss_and_grads(model, guide)
+            trained(GraphELBO(has), model, guide, steps=3)
             seen.append(float(pyro.get_param_store()._params["q"].grad))
             assert list(pyro.get_param_store().keys()) == ["q"]
     without, averaged, still_without, valued = seen

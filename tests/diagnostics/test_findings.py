@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyro.distributions.testing.fakes import NonreparameterizedNormal
 from pyro.distributions.testing.rejection_gamma import ShapeAugmentedGamma
-from steps import CHAIN, settled
+from steps import CHAIN, settled, trained
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, CriticLearner, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
@@ -266,10 +266,7 @@ def test_extra_run_that_is_quick_beside_the_rest_of_a_step_is_not() -> None:
 
 def test_timing_leaves_the_elbo_as_it_is() -> None:
     model, guide = wide(200)
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO(num_particles=1, estimator=AllAction(exact=True))
-    for _ in range(3):
-        elbo.loss_and_grads(model, guide)
+    elbo = trained(TraceBackpropQ_ELBO(num_particles=1, estimator=AllAction(exact=True)), model, guide, steps=3)
     ms, info, rng, noises = elbo.ms, elbo.info, torch.get_rng_state(), elbo.num_noises
     particles, nesting = elbo.particles.now, elbo.max_plate_nesting
     gradient = pyro.get_param_store()._params["q"].grad.clone()

@@ -11,8 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import real
-from steps import trained
-from torch import Tensor
+from steps import chosen_entries, trained
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.estimators import DebiasedStraightThrough, DisARM, MuProp
@@ -77,12 +76,7 @@ def largest_error(name: str, monkeypatch: pytest.MonkeyPatch) -> float:
     elbo, model, guide = train(name, DebiasedStraightThrough())
     noise = ChoiceNoise()
 
-    def draw(chance: Tensor, generator: torch.Generator) -> Tensor:
-        flat = chance.flatten(-2)
-        index = noise.draw_choice(flat / flat.sum(-1, keepdim=True))
-        return torch.zeros_like(flat).scatter_(-1, index.unsqueeze(-1), 1.0).reshape(chance.shape)
-
-    monkeypatch.setattr(module, "_draw", draw)
+    monkeypatch.setattr(module, "_draw", chosen_entries(noise))
     truth, found = exact_gradient(model, guide), expected_gradient(elbo, model, guide, noise=noise)
     return max(float((found[key] - truth[key]).abs().max()) for key in truth)
 

@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -60,11 +61,9 @@ def exact(kind: str) -> Tensor:
 
 def worst_z(kind: str, estimator: Any, steps: int = 100, gate: float = 0.02) -> float:
     model, guide = program(kind, estimator)
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(num_particles=10_000, vectorize_particles=True, max_plate_nesting=1)
-    for _ in range(5):
-        elbo.loss_and_grads(model, guide)
+    elbo = trained(
+        TraceBackpropQ_ELBO(num_particles=10_000, vectorize_particles=True, max_plate_nesting=1), model, guide, steps=5
+    )
     elbo.eval()
     found = []
     for _ in range(steps):

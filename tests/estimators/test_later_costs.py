@@ -16,7 +16,7 @@ from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.graph.scg import cost_of_model
 from pyro_bpq.plan import planner
 from pyro_bpq.plan.extra_run import told_share
-from pyro_bpq.plan.plan import Structure
+from pyro_bpq.plan.structure import Structure
 from pyro_bpq.step.signals import Signals
 
 STATES, END = 3, cost_of_model("end")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import BY_NAME, Case
 from quadrature import NodeNormal
+from steps import trained
 from test_continuous_q import largest_error, program
 
 from pyro_bpq import AllAction, CriticLearner, ExpectedCost, MomentCritic, TabularCritic, TraceBackpropQ_ELBO
@@ -20,11 +21,7 @@ from pyro_bpq.testing import assert_unbiased, expected_moments
 
 def scrambled(case: Case, steps: int = 5, **options: Any) -> TraceBackpropQ_ELBO:
     """A frozen ELBO whose critics are far from right."""
-    case.params()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(**options)
-    for _ in range(steps):
-        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    elbo = trained(TraceBackpropQ_ELBO(**options), *case.programs, params=case.params, steps=steps)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in elbo.critics.weights().values():
@@ -63,11 +60,11 @@ def test_a_baseline_that_reads_the_value_is_seen(monkeypatch: pytest.MonkeyPatch
 def test_with_critics_that_are_right_nothing_is_off(lam: float) -> None:
     """The sum over values with the same critics has their bias alone; so has the advantage, whatever the baseline."""
     case = BY_NAME["chain"]
-    case.params()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(estimator=ParentAdvantage(lam), critic=TabularCritic(), lam=0.0)
-    for _ in range(20):
-        elbo.loss_and_grads(case.model, case.guide)
+    elbo = trained(
+        TraceBackpropQ_ELBO(estimator=ParentAdvantage(lam), critic=TabularCritic(), lam=0.0),
+        *case.programs,
+        params=case.params,
+    )
     elbo.eval()
     found = expected_moments(elbo, case.model, case.guide).mean
     for block in elbo.critics.blocks.values():
@@ -85,11 +82,7 @@ def test_with_critics_that_are_right_nothing_is_off(lam: float) -> None:
 def test_the_baseline_lowers_the_variance() -> None:
     case, variance = BY_NAME["chain"], {}
     for estimator in (ParentAdvantage(1.0), ScoreFunction(), AllAction()):
-        case.params()
-        pyro.set_rng_seed(0)
-        elbo = TraceBackpropQ_ELBO(estimator=estimator)
-        for _ in range(30):
-            elbo.loss_and_grads(case.model, case.guide)
+        elbo = trained(TraceBackpropQ_ELBO(estimator=estimator), *case.programs, params=case.params, steps=30)
         case.params()
         moments = expected_moments(elbo.eval(), case.model, case.guide)
         variance[type(estimator)] = sum(float(moments.variance[name].sum()) for name in ("qa", "qb", "qc"))

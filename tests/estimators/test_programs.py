@@ -225,11 +225,7 @@ LOOKED: list[tuple[float, float]] = []
 
 def looked(mean_field: bool) -> list[tuple[float, float]]:
     LOOKED.clear()
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(12):
-        elbo.loss_and_grads(layers_model, lambda: layers_guide(Looking(mean_field=mean_field)))
+    trained(TraceBackpropQ_ELBO(), layers_model, lambda: layers_guide(Looking(mean_field=mean_field)), steps=12)
     return LOOKED
 
 

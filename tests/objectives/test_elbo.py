@@ -10,7 +10,7 @@ import torch
 from models import BY_NAME
 from pyro.infer import ELBO, SVI
 from pyro.optim import SGD, Adam
-from steps import CHAIN, DATA, OPTIONS, assert_equal, is_equal, module, run, state_of, step
+from steps import CHAIN, DATA, assert_equal, is_equal, module, run, state_of, step
 from torch import Tensor
 
 from pyro_bpq import (
@@ -21,12 +21,6 @@ from pyro_bpq import (
     TraceBackpropQ_ELBO,
 )
 from pyro_bpq.errors import OptionError
-
-
-@pytest.fixture(params=list(OPTIONS))
-def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return OPTIONS[request.param]
-
 
 # One computation behind both interfaces
 

@@ -15,7 +15,7 @@ import torch
 from models import BY_NAME, Case
 from pyro.infer import ELBO, SVI, Trace_ELBO
 from pyro.optim import SGD, Adam
-from steps import CHAIN, DATA, OPTIONS, assert_equal, module, run, state_of, step
+from steps import CHAIN, DATA, assert_equal, module, run, state_of, step
 from torch import Tensor
 
 from pyro_bpq import (
@@ -24,12 +24,6 @@ from pyro_bpq import (
     ScoreFunction,
     TraceBackpropQ_ELBO,
 )
-
-
-@pytest.fixture(params=list(OPTIONS))
-def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return OPTIONS[request.param]
-
 
 # Saving and loading
 
@@ -171,7 +165,7 @@ def test_exception_leaves_everything_as_before(where: str, is_first: bool, monke
     if where == "backward":
         monkeypatch.setattr(Tensor, "backward", fail)
     if where == "critic":
-        monkeypatch.setattr("pyro_bpq.step.surrogate.regression", fail)
+        monkeypatch.setattr("pyro_bpq.step.critic_loss.regression", fail)
     before, rest = state_of(elbo), elbo.num_steps
     with pytest.raises(Stop):
         elbo.loss_and_grads(model, guide)

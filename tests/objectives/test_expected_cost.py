@@ -369,10 +369,7 @@ def test_given_values_rule_the_extra_run_out() -> None:
     def guide() -> None:
         pyro.sample("a", dist.Bernoulli(logits=param("qa")))
 
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(5):
-        elbo.loss_and_grads(model, guide)
+    trained(TraceBackpropQ_ELBO(), model, guide, steps=5)
     assert box.calls == 5
     with pytest.raises(UnsupportedSiteError, match=r"'a' asks for an extra run.*cost\(box\)"):
         TraceBackpropQ_ELBO(estimator=AllAction(exact=True)).loss_and_grads(model, guide)

@@ -531,10 +531,7 @@ def test_sites_of_the_guide_follow_the_marks_of_the_guide() -> None:
 
 
 def graph_of(program: Case, **options: Any) -> Any:
-    program.params()
-    elbo = exactly(**options)
-    for _ in range(5):
-        elbo.loss_and_grads(program.model, program.guide)
+    elbo = trained(exactly(**options), program.model, program.guide, params=program.params, steps=5)
     return elbo
 
 
@@ -831,10 +828,7 @@ def test_a_mean_whose_weights_read_all_rows_is_charged_to_each() -> None:
         with pyro.plate("rows", 2, dim=-1):
             pyro.sample("z", dist.Bernoulli(logits=y.exp()))
 
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO(enumeration="exact")
-    for _ in range(5):
-        elbo.loss_and_grads(model, guide)
+    elbo = trained(TraceBackpropQ_ELBO(enumeration="exact"), model, guide, steps=5)
     assert_unbiased(elbo.eval(), model, guide)
 
 
@@ -849,8 +843,5 @@ def test_a_scale_of_the_guide_keeps_its_gradient_beside_sums() -> None:
             pyro.sample(name, dist.Bernoulli(logits=torch.tensor(0.1)))
         pyro.sample("n", dist.Bernoulli(logits=torch.tensor(-0.69)), infer={"enumerate": "parallel"})
 
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO(enumeration="exact")
-    for _ in range(5):
-        elbo.loss_and_grads(model, guide)
+    elbo = trained(TraceBackpropQ_ELBO(enumeration="exact"), model, guide, steps=5)
     assert_unbiased(elbo.eval(), model, guide)

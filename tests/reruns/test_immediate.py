@@ -13,6 +13,7 @@ import pytest
 import torch
 from models import BY_NAME, Case, coin, each_case
 from pyro import poutine
+from steps import trained
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -235,10 +236,7 @@ def test_models_that_do_not_broadcast_stay_unbiased(model: Callable[[], None], e
     ],
 )
 def test_rows_are_hidden_from_programs_that_do_not_broadcast(model: Callable[[], None], way: Way, spy: Spy) -> None:
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=True))
-    for _ in range(5):
-        elbo.loss_and_grads(model, guide)
+    elbo = trained(TraceBackpropQ_ELBO(estimator=AllAction(exact=True)), model, guide, steps=5)
     assert len(spy.calls) == 5 and all(found is not None for found, _ in spy.calls)
     assert [found for found, _ in elbo.runner.row_runs._ways.values()] == [way]
 
@@ -309,10 +307,7 @@ def test_dropout_is_noticed(p: float, spy: Spy) -> None:
     # With p = 1e-9 all runs agree on all costs, and only the generator tells.
     torch.manual_seed(0)
     model, guide = make(Net(nn.Dropout(p)).train(), False)
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO(estimator=AllAction(exact=True))
-    for _ in range(3):
-        elbo.loss_and_grads(model, guide, DATA)
+    elbo = trained(TraceBackpropQ_ELBO(estimator=AllAction(exact=True)), model, guide, DATA, steps=3)
     # In every row of the extra run the same noise is drawn as in the sampled run.
     assert all(found is not None for found, _ in spy.calls)
     assert Way.BROADCAST not in {way for way, _ in elbo.runner.row_runs._ways.values()}

@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from steps import trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -188,10 +189,7 @@ ALL = (chain, kinds, independent, reversed_guide, subsampled, impossible)
 
 def summing(model: Any, guide: Any, steps: int = 3) -> TraceBackpropQ_ELBO:
     """An objective after some steps, which sums."""
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO()
-    for _ in range(steps):
-        elbo.loss_and_grads(model, guide)
+    elbo = trained(TraceBackpropQ_ELBO(), model, guide, steps=steps)
     assert elbo.particles.now.sums, elbo.settled
     return elbo
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyro
@@ -67,6 +67,14 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "schedule": lambda: ExponentialLR({"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.8}),
     "RMSprop": lambda: RMSprop({"lr": 0.01}),
 }
+
+
+def both_kinds() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Pyro's loop and the compiled one, with options, each from the start."""
+    for kind, options in ((SVI, {}), (CompiledSVI, {"compile": "eager"})):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(1)
+        yield kind, options
 
 
 def train(
@@ -192,9 +200,7 @@ def of_shift(shift: Tensor) -> None:
 
 def test_a_tensor_that_no_optimiser_moves_collects_its_gradient() -> None:
     found = []
-    for kind, options in ((SVI, {}), (CompiledSVI, {"compile": "eager"})):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
+    for kind, options in both_kinds():
         shift = torch.zeros((), requires_grad=True)
         svi = kind(functools.partial(of_shift, shift), lambda: guide(ROWS), Adam({"lr": 0.02}), plain(), **options)
         for _ in range(12):
@@ -207,9 +213,7 @@ def test_a_tensor_that_no_optimiser_moves_collects_its_gradient() -> None:
 
 def test_a_parameter_that_has_lost_its_gradient_still_moves_by_its_momentum() -> None:
     found = []
-    for kind, options in ((SVI, {}), (CompiledSVI, {"compile": "eager"})):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
+    for kind, options in both_kinds():
 
         def switched(weight: float) -> None:
             extra = pyro.param("extra", torch.tensor(0.5))
@@ -267,9 +271,7 @@ def test_an_optimiser_of_torch_is_refused() -> None:
 
 def test_new_parameters_and_a_cleared_store_start_anew() -> None:
     found = []
-    for kind, options in ((SVI, {}), (CompiledSVI, {"compile": "eager"})):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
+    for kind, options in both_kinds():
         wants = {"more": False}
 
         def grown(x: Tensor = ROWS, wants: dict[str, bool] = wants) -> None:

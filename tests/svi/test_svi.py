@@ -15,6 +15,7 @@ import torch
 from models import BY_NAME, CASES, Case
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import SGD, Adam
+from steps import trained
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -50,11 +51,7 @@ def particles(case: Case, number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_local_objective_has_the_gradient_of_the_step_at_the_guide_of_the_rollout(case: Case, number: int) -> None:
-    case.params()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(**particles(case, number))
-    for _ in range(3):
-        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    elbo = trained(TraceBackpropQ_ELBO(**particles(case, number)), *case.programs, params=case.params, steps=3)
     elbo.eval().trainer.keep_staged()
     loss = elbo.differentiable_loss(case.model, case.guide, *case.args)
     objective = LocalObjective(elbo.staged.items, elbo.num_particles)

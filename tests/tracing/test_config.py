@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from steps import trained
 
 from pyro_bpq import (
     AllAction,
@@ -137,10 +138,7 @@ def test_shared_critics_have_one_row() -> None:
 
         return model, guide
 
-    pyro.clear_param_store()
-    elbo = TraceBackpropQ_ELBO(critic=TabularCritic())
-    for _ in range(5):
-        elbo.loss_and_grads(*chain(6))
+    elbo = trained(TraceBackpropQ_ELBO(critic=TabularCritic()), *chain(6), steps=5)
     keys = [block.keys for block in elbo.critics.blocks.values() if block.critic is not None]
     assert keys == [("z",)]
 

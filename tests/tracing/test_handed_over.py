@@ -11,6 +11,7 @@ import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.optim import Adam
+from steps import chosen_entries
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
@@ -134,12 +135,7 @@ def test_gradients_are_exact_with_trained_critics(kind: type[Whole], options: st
 def test_many_components_over_values_and_draws(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     noise, programs = ChoiceNoise(), Bits()
 
-    def draw(chance: Tensor, generator: torch.Generator) -> Tensor:
-        flat = chance.flatten(-2)
-        index = noise.draw_choice(flat / flat.sum(-1, keepdim=True))
-        return torch.zeros_like(flat).scatter_(-1, index.unsqueeze(-1), 1.0).reshape(chance.shape)
-
-    monkeypatch.setattr(debiased_straight_through, "_draw", draw)
+    monkeypatch.setattr(debiased_straight_through, "_draw", chosen_entries(noise))
     exact = exact_gradient(programs.model, programs.guide)
     elbo = TraceBackpropQ_ELBO(estimator=None if options == "default" else DebiasedStraightThrough())
     for _ in range(20):

@@ -97,28 +97,26 @@ def two_costs(kind: type[Branches]) -> tuple[Program, Program]:
     return model, guide
 
 
-def later() -> tuple[Program, Program]:
-    def guide() -> None:
-        coin("z", pyro.param("q")[0])
+def one_coin() -> None:
+    coin("z", pyro.param("q")[0])
 
+
+def later() -> tuple[Program, Program]:
     def model() -> None:
         z = coin("z", pyro.param("p")[0])
         keeps = Keeps()
         pyro.sample("x", keeps, obs=DATA[0])
         keeps.z = int(z)
 
-    return model, guide
+    return model, one_coin
 
 
 def wrapped() -> tuple[Program, Program]:
-    def guide() -> None:
-        coin("z", pyro.param("q")[0])
-
     def model() -> None:
         z = coin("z", pyro.param("p")[0])
         pyro.sample("x", Numbers(z).mask(True), obs=DATA[0])
 
-    return model, guide
+    return model, one_coin
 
 
 def chain() -> tuple[Program, Program]:

@@ -20,7 +20,7 @@ from pyro_bpq import AllAction, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.estimators import LeaveOneOut, SecondRun
 from pyro_bpq.plan import planner
-from pyro_bpq.plan.plan import Structure
+from pyro_bpq.plan.structure import Structure
 from pyro_bpq.testing import assert_unbiased
 
 Program = Callable[[], None]

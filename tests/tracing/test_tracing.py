@@ -9,16 +9,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import BY_NAME, Case, each_case
+from steps import trained
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
 
 
 def graph_of(case: Case, structure: str = "auto", steps: int = 1) -> Any:
-    case.params()
-    elbo = TraceBackpropQ_ELBO(structure=structure)
-    for _ in range(steps):
-        elbo.loss_and_grads(case.model, case.guide, *case.args)
+    elbo = trained(TraceBackpropQ_ELBO(structure=structure), *case.programs, params=case.params, steps=steps)
     return elbo.graph
 
 

@@ -50,42 +50,37 @@ def weight(kind: str, z: Tensor) -> Any:
 KINDS = ("mask", "flipped_mask", "scale", "scales")
 
 
-def flat(kind: str) -> tuple[Program, Program]:
-    def guide() -> None:
-        coins("z", pyro.param("q"))
+def one_guide() -> None:
+    coins("z", pyro.param("q"))
 
+
+def flat(kind: str) -> tuple[Program, Program]:
     def model() -> None:
         z = coins("z", pyro.param("p"))
         with weight(kind, z):
             observed(2.0 * z)
 
-    return model, guide
+    return model, one_guide
 
 
 def masked_distribution() -> tuple[Program, Program]:
-    def guide() -> None:
-        coins("z", pyro.param("q"))
-
     def model() -> None:
         z = coins("z", pyro.param("p"))
         with pyro.plate("pixels", SIZE):
             pyro.sample("x", dist.Normal(2.0 * z, 0.8).mask(z.flip(-1) > 0), obs=DATA)
 
-    return model, guide
+    return model, one_guide
 
 
 def event() -> tuple[Program, Program]:
     """A scale of an event whose elements read one component each."""
-
-    def guide() -> None:
-        coins("z", pyro.param("q"))
 
     def model() -> None:
         z = coins("z", pyro.param("p"))
         with poutine.scale(scale=0.3 + z[..., 1]):
             pyro.sample("x", dist.Normal(2.0 * z, 0.8).to_event(1), obs=DATA)
 
-    return model, guide
+    return model, one_guide
 
 
 def layers(kind: str) -> tuple[Program, Program]:
