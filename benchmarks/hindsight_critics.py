@@ -5,6 +5,7 @@ cost ``c(s, x)``, and a critic ``V`` of the state that follows. With ``δ_u(s) =
 left of the costs-to-go once the critics' graph-wise control variates are taken off is ``R_t = Σ_{u > t} δ_u(s_u)``:
 
 - *critics*: ``Σ_v ∇q(v) (c + V)(v) + (R_t - b) ∇ log q(x)``, all-action with graph-wise corrections;
+- *futures*: the same with critics from the futures of the other particles of the step, nothing learned;
 - *hindsight*: values weighted by their law ``w`` given all other values, their costs re-evaluated;
 - *both*: ``Σ_v ∇q(v) (c + V)(v) + Σ_v w(v) (R_t(v) - b) ∇ log q(v)``, the expectation of the first given all other
   values. It asks for the mean of a child's critic at all values of the site.
@@ -31,6 +32,18 @@ from typing import NamedTuple
 
 import pyro
 import torch
+from chain_tables import (
+    CountProblem,
+    CoupledProblem,
+    MarkovProblem,
+    Problem,
+    Runs,
+    Tables,
+    exact_gradient,
+    exact_values,
+    gradient_of,
+    sampled,
+)
 from chains import HIDDEN, LEARNING_RATE, Count, Markov
 from common import Row, arguments, flat, median, progress, table, write_csv, write_markdown
 from hindsight import Chain as Coupled
@@ -44,148 +57,23 @@ from pyro_bpq.estimators import Hindsight
 TRACE, LEARNING = 0.97, 10
 
 
-class Tables(NamedTuple):
-    """A chain as tables over the time ``T``, states ``S`` and values ``K``.
-
-    Args:
-        log_q: Log-probabilities of the values, ``(T, S, K)``, with gradient.
-        cost: Immediate costs in nats, ``(T, S, K)``, detached.
-        following: The next state, ``(S, K)``.
-        end: Cost of the last state, ``(S,)``.
-        features: What nets see of the states, ``(T, S, F)``.
-    """
-
-    log_q: Tensor
-    cost: Tensor
-    following: Tensor
-    end: Tensor
-    features: Tensor
-
-
-class Problem:
-    """A chain.
-
-    Args:
-        chain: Its model and guide.
-        trains: Whether the guide is trained.
-    """
-
-    # Whether the next state is the value alone.
-    forgets = False
-
-    def __init__(self, chain: nn.Module, trains: bool = True) -> None:
-        self.chain, self.trains = chain, trains
-        self.parameters = [p for name, p in chain.named_parameters() if not name.startswith("baseline")]
-
-    def tables(self) -> Tables:
-        """The tables at the present parameters."""
-        raise NotImplementedError
-
-
-class MarkovProblem(Problem):
-    """``markov`` of ``chains.py``."""
-
-    forgets = True
-
-    def tables(self) -> Tables:
-        """The tables at the present parameters."""
-        chain = self.chain
-        states = torch.arange(-1, chain.states)
-        features = torch.stack([chain.inputs(states, t) for t in range(chain.steps)])
-        log_q = chain.net(features).log_softmax(-1)
-        following = torch.arange(1, chain.states + 1).expand(chain.states + 1, -1)
-        return Tables(log_q, log_q.detach(), following, torch.cat((torch.zeros(1), chain.cost)), features)
-
-
-class CountProblem(Problem):
-    """``count`` of ``chains.py``."""
-
-    def tables(self) -> Tables:
-        """The tables at the present parameters."""
-        chain, counts = self.chain, torch.arange(self.chain.steps + 1)
-        features = torch.stack([chain.inputs(counts.clamp(max=t), t) for t in range(chain.steps)])
-        log_odds = chain.net(features)
-        log_q = -nn.functional.softplus(torch.cat((log_odds, -log_odds), -1))
-        following = torch.stack((counts, (counts + 1).clamp(max=chain.steps)), -1)
-        return Tables(log_q, log_q.detach(), following, chain.end_cost(counts.float()), features)
-
-
-class CoupledProblem(Problem):
-    """A chain of random transitions of ``hindsight.py``, whose logits are the parameters; it is not trained."""
-
-    forgets = True
-
-    def tables(self) -> Tables:
-        """The tables; the chain starts in the first state."""
-        steps, states, _ = self.chain.q.shape
-        log_q = self.chain.q.log_softmax(-1)
-        cost = log_q.detach() - self.chain.p.log_softmax(-1) + self.chain.cost.unsqueeze(1)
-        following = torch.arange(states).expand(states, -1)
-        features = torch.zeros(steps, states, 0)
-        return Tables(log_q, cost, following, torch.zeros(states), features)
-
-
-class Runs(NamedTuple):
-    """Samples of a chain, time first.
-
-    Args:
-        state: States ahead of each site, ``(T + 1, n)``; the last one is the end.
-        value: Values, ``(T, n)``.
-    """
-
-    state: Tensor
-    value: Tensor
-
-
-def sampled(of: Tables, particles: int) -> Runs:
-    """Draws values."""
-    states, values, q = [torch.zeros(particles, dtype=torch.long)], [], of.log_q.detach().exp()
-    for now in q:
-        values.append(torch.multinomial(now[states[-1]], 1)[:, 0])
-        states.append(of.following[states[-1], values[-1]])
-    return Runs(torch.stack(states), torch.stack(values))
-
-
-def exact_values(of: Tables) -> Tensor:
-    """Expected costs from each state on, ``(T + 1, S)``."""
-    found, q = [of.end], of.log_q.detach().exp()
-    for now, cost in zip(reversed(q), reversed(of.cost), strict=True):
-        found.append((now * (cost + found[-1][of.following])).sum(-1))
-    return torch.stack(found[::-1])
-
-
-def exact_gradient(problem: Problem) -> Tensor:
-    """The gradient, from the law of the states."""
-    of = problem.tables()
-    q, ahead = of.log_q.detach().exp(), exact_values(of)
-    law, coefficients = torch.zeros(len(of.end)), []
-    law[0] = 1.0
-    for now, cost, value in zip(q, of.cost, ahead[1:], strict=True):
-        joint = law.unsqueeze(-1) * now
-        coefficients.append(joint * (cost + value[of.following]))
-        law = torch.zeros_like(law).index_add(0, of.following.reshape(-1), joint.reshape(-1))
-    return gradient_of(problem, of, torch.stack(coefficients))
-
-
-def gradient_of(problem: Problem, of: Tables, coefficients: Tensor) -> Tensor:
-    """The gradient of the sum of log-probabilities times coefficients."""
-    found = torch.autograd.grad(of.log_q, problem.parameters, coefficients, retain_graph=True)
-    return flat(found)
-
-
 class Parts(NamedTuple):
     """What estimators multiply log-probabilities by, ``(T, n, K)`` each, costs in nats.
 
     ``table`` is known at all values and multiplies their probabilities ``q``. ``law`` is the law of the value given
-    others; ``rest`` are costs at all values that it weights.
+    others; ``rest`` are costs at all values that it weights. They are centred by the other particles, unless those
+    know of this one.
     """
 
     table: Tensor
     law: Tensor
     rest: Tensor
+    is_centred: bool = True
 
     def coefficients(self, q: Tensor) -> Tensor:
         """``q table + law (rest - b)``."""
+        if not self.is_centred:
+            return q * self.table + self.law * self.rest
         mean = (self.law * self.rest).sum(-1)
         baseline = (mean.sum(1, keepdim=True) - mean) / (mean.shape[1] - 1)
         return q * self.table + self.law * (self.rest - baseline.unsqueeze(-1))
@@ -224,6 +112,36 @@ def errors(of: Tables, value: Tensor) -> tuple[Tensor, Tensor]:
     """``c + V`` at all values, ``(T, S, K)``, and ``δ``, ``(T, S)``."""
     ahead = of.cost + value[1:][:, of.following]
     return ahead, (of.log_q.detach().exp() * ahead).sum(-1) - value[:-1]
+
+
+def futures(of: Tables, runs: Runs) -> Tensor:
+    r"""A critic for each particle from the others' futures, ``(T + 1, n, S)``, where the next state is the value.
+
+        V_u(s) = Σ_k w_k(s) (c(s, x_k) + V_{u+1}(x_k)),   w_k(s) ∝ q(x_k | s) / Σ_l q(x_k | s_l)
+
+    over the other particles ``k`` and ``l``: a stochastic mesh (Broadie and Glasserman, 2004). It reads the costs and
+    laws of the others' values at all states, and nothing of the particle itself.
+    """
+    particles, found = runs.value.shape[1], [of.end.expand(runs.value.shape[1], -1)]
+    others = ~torch.eye(particles, dtype=torch.bool)
+    steps = zip(of.log_q.detach().exp(), of.cost, runs.state[:-1], runs.value, strict=True)
+    for q, cost, state, drawn in reversed(list(steps)):
+        chance = q[:, drawn]
+        at_all = chance[state].sum(0) - chance[state]
+        weights = chance / at_all.clamp(min=1e-30).unsqueeze(1) * others.unsqueeze(1)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+        ahead = cost[:, drawn] + found[-1][:, of.following[0, drawn]].unsqueeze(1)
+        found.append((weights * ahead).sum(-1))
+    return torch.stack(found[::-1])
+
+
+def critics_inside(of: Tables, runs: Runs, value: Tensor) -> Parts:
+    """The same as :func:`critics` with critics of each particle's own, ``(T + 1, n, S)``."""
+    q, times = of.log_q.detach().exp(), torch.arange(len(runs.value)).unsqueeze(-1)
+    table = at_states(of.cost, runs) + value[1:][..., of.following[0]]
+    here = value[:-1].gather(-1, runs.state[:-1].unsqueeze(-1))[..., 0]
+    left = later_sums((q[times, runs.state[:-1]] * table).sum(-1) - here)
+    return Parts(table, drawn_law(runs, table), left.unsqueeze(-1).expand_as(table), False)
 
 
 def leave_one_out(of: Tables, runs: Runs) -> Parts:
@@ -382,6 +300,15 @@ def methods(problem: Problem, steps_on: Sequence[int]) -> dict[str, Candidates]:
         "critics": lambda of, runs, value: [leave_one_out(of, runs), immediate(of, runs), critics(of, runs, value)],
         "exact Q": lambda of, runs, value: [critics(of, runs, exact_values(of))],
     }
+    if problem.forgets:
+        found["futures"] = lambda of, runs, value: [
+            *(leave_one_out(of, runs), immediate(of, runs)),
+            critics_inside(of, runs, futures(of, runs)),
+        ]
+        found["critics and futures"] = lambda of, runs, value: [
+            *found["critics"](of, runs, value),
+            critics_inside(of, runs, futures(of, runs)),
+        ]
     for k in steps_on if problem.forgets else (1,):
         text = f"held {k} steps on" if k > 1 else "hindsight"
         found[text] = lambda of, runs, value, k=k: hindsight(of, runs, k)
