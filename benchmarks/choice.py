@@ -1,23 +1,26 @@
 """The default against its own options and Pyro's ELBOs, at equal CPU time, on programs of many kinds.
 
 Methods: the rules (``choice="fixed"``), the choice by measurement (``choice="auto"``), a candidate pinned from the
-first step, ``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO``. The loss is minus the ELBO of
-fresh samples from the trained guide, in nats per row of digits or per program, with two standard errors. The first
-seed picks each method's learning rate. Rows that the result file has are kept: ``--only`` measures programs anew. The
-programs that ``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``. A candidate that refuses a
-program has no row.
+first step, ``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO`` with decaying averages. The
+loss is minus the ELBO of fresh samples from the trained guide, in nats per row of digits or per program, with two
+standard errors. The first seed picks each method's learning rate; ``--rates FILE`` takes those of an earlier result.
+The rules are trained half as long again, for the time that they take to the loss at which another method ends: *time*,
+over the other's. Rows that the result file has are kept: ``--only`` measures programs anew. The programs that
+``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``. A candidate that refuses a program has
+no row.
 
     python benchmarks/choice.py [--seconds 12] [--seeds 2] [--only NAME;NAME] [--held-out] [--all] [--methods NAME;NAME]
-        [--output DIRECTORY]
+        [--rates FILE] [--output DIRECTORY]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +28,7 @@ import pyro
 import torch
 from common import RESULTS, Row, read_csv, table, write_csv, write_markdown
 from programs import Program, selected
+from pyro import poutine
 from pyro.infer import ELBO, SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.optim import Adam
 from torch import Tensor
@@ -36,6 +40,9 @@ from pyro_bpq.errors import BPQError
 
 STEERED = ("program order, 4 particles",)
 PLAIN = ("leave-one-out, 4 particles", "leave-one-out, 8 particles", "no critics")
+AVERAGE = {"use_decaying_avg_baseline": True}
+# Where the rules' loss is looked at, in parts of a run of the others.
+MARKS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0, 1.15, 1.3, 1.5)
 # Learning rates: with rows of data, and without.
 RATES = {True: (1e-3, 3e-3, 1e-2), False: (1e-2, 3e-2, 1e-1)}
 
@@ -67,44 +74,64 @@ def methods(program: Program, everything: bool, chosen: str = "") -> dict[str, C
     return found | {name: pinned(BY_NAME[name]) for name in (names if everything else names[:1])}
 
 
-def train(program: Program, elbo: ELBO, data: Tensor, rate: float, seconds: float, seed: int) -> tuple[float, float]:
-    """Trains for some seconds of CPU time; the loss afterwards and milliseconds of a step."""
+def train(
+    program: Program, elbo: ELBO, data: Tensor, rate: float, marks: Sequence[float], seed: int
+) -> tuple[list[float], float]:
+    """Trains for some seconds of CPU time; the loss at each of the marks, and milliseconds of a step."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     module = program.make()
-    svi = SVI(module.model, module.guide, Adam({"lr": rate}), elbo)
+    guide = module.guide
+    if isinstance(elbo, TraceGraph_ELBO):
+        guide = poutine.infer_config(guide, lambda site: {**site["infer"], "baseline": AVERAGE})
+    svi = SVI(module.model, guide, Adam({"lr": rate}), elbo)
     generator, used, steps = torch.Generator().manual_seed(seed), 0.0, 0
 
     def batch(rows: int) -> tuple[Tensor, ...]:
         return (data[torch.randint(len(data), (rows,), generator=generator)],) if rows else ()
 
-    while used < seconds:
-        args = batch(program.rows)
-        start = time.process_time()
-        svi.step(*args)
-        used, steps = used + time.process_time() - start, steps + 1
-    with torch.no_grad():
-        rows = len(data) if program.rows else 1
-        args = (data,) if program.rows else ()
-        losses = [Trace_ELBO().loss(module.model, module.guide, *args) for _ in range(5 if program.rows else 500)]
-    return statistics.fmean(losses) / rows, 1e3 * used / steps
+    def loss(number: int) -> float:
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            args = (data,) if program.rows else ()
+            losses = [Trace_ELBO().loss(module.model, module.guide, *args) for _ in range(number)]
+        torch.set_rng_state(state)
+        return statistics.fmean(losses) / (len(data) if program.rows else 1)
+
+    found = []
+    for mark in marks:
+        while used < mark:
+            args = batch(program.rows)
+            start = time.process_time()
+            svi.step(*args)
+            used, steps = used + time.process_time() - start, steps + 1
+        few, many = (2, 5) if program.rows else (100, 500)
+        found.append(loss(many if len(marks) == 1 or mark == marks[MARKS.index(1.0)] else few))
+    return found, 1e3 * used / steps
 
 
-def race(program: Program, options: argparse.Namespace, data: Tensor) -> list[Row]:
-    """The rows of a program."""
+def race(
+    program: Program, options: argparse.Namespace, data: Tensor, known: Mapping[tuple[str, str], float]
+) -> list[Row]:
+    """The rows of a program; ``known`` are learning rates by program and method."""
     found: list[Row] = []
     for name, make in methods(program, options.all, options.methods).items():
+        parts = MARKS if name == "fixed" else (1.0,)
+        marks, end = [options.seconds * part for part in parts], parts.index(1.0)
+        rates = RATES[bool(program.rows)]
+        rates = (known[program.name, name],) if (program.name, name) in known else rates
         try:
-            first = {rate: train(program, make(), data, rate, options.seconds, 0) for rate in RATES[bool(program.rows)]}
-            rate = min(first, key=lambda one: first[one][0])
-            others = [train(program, make(), data, rate, options.seconds, seed) for seed in range(1, options.seeds)]
+            first = {rate: train(program, make(), data, rate, marks, 0) for rate in rates}
+            rate = min(first, key=lambda one: first[one][0][end])
+            others = [train(program, make(), data, rate, marks, seed) for seed in range(1, options.seeds)]
         except (BPQError, RuntimeError, ValueError) as error:
             if name not in BY_NAME:
                 raise
             # A pinned candidate may not serve a program.
             print(f"{program.name}, {name}: {error}", flush=True)
             continue
-        losses = [loss for loss, _ in (first[rate], *others)]
+        curves = [curve for curve, _ in (first[rate], *others)]
+        losses = [curve[end] for curve in curves]
         error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else float("nan")
         found.append(
             {
@@ -116,6 +143,7 @@ def race(program: Program, options: argparse.Namespace, data: Tensor) -> list[Ro
                 "ms a step": statistics.fmean(ms for _, ms in (first[rate], *others)),
                 "seconds": options.seconds,
                 "seeds": options.seeds,
+                "curve": " ".join(f"{statistics.fmean(at):.6g}" for at in zip(*curves, strict=True)),
             }
         )
         print(table(found[-1:]), flush=True)
@@ -130,6 +158,7 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true", help="the programs that rules were not made on")
     parser.add_argument("--all", action="store_true", help="every candidate, and TraceGraph_ELBO")
     parser.add_argument("--methods", default="", help="names of methods, separated by semicolons")
+    parser.add_argument("--rates", type=Path, help="a result file, whose learning rates serve again")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -138,10 +167,36 @@ def main() -> None:
     if options.only:
         rows = [row for row in rows if row["program"] not in {program.name for program in chosen}]
     data = digits()
+    earlier = [] if options.rates is None else read_csv(options.rates)
+    known = {(row["program"], row["method"]): row["learning rate"] for row in earlier}
+    # The first step in a process makes torch and Pyro ready.
+    train(chosen[0], Trace_ELBO(), data, 1e-3, (1e-3,), 0)
     for program in chosen:
         if all(row["program"] != program.name for row in rows):
-            rows += race(program, options, data)
+            rows += race(program, options, data, known)
             write(options.output, rows)
+
+
+def time_to(curve: str, loss: float) -> float:
+    """When a curve first reaches a loss, in parts of a run of the others; infinite if it does not."""
+    losses = [float(one) for one in str(curve).split()]
+    before, at = losses[0], 0.0
+    for part, now in zip(MARKS, losses, strict=True):
+        if now <= loss:
+            return part if now == before or at == 0.0 else at + (part - at) * (before - loss) / (before - now)
+        before, at = now, part
+    return math.inf
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """The rows with the time of the rules to each method's loss over that method's own."""
+    curves = {row["program"]: row.get("curve", "") for row in rows if row["method"] == "fixed"}
+    found = []
+    for row in rows:
+        curve = curves.get(row["program"], "")
+        ratio = time_to(curve, row["loss"]) if curve and row["method"] != "fixed" else ""
+        found.append({**{k: v for k, v in row.items() if k != "curve"}, "time": ratio})
+    return found
 
 
 def write(output: Path, rows: list[Row]) -> None:
@@ -151,9 +206,11 @@ def write(output: Path, rows: list[Row]) -> None:
         "Loss in nats, minus the ELBO of fresh samples from the trained guide, per row of digits or per program; less "
         "is better. CPU seconds of a run, number of seeds and the learning rate, the best of three for the first "
         "seed, stand beside it. *fixed* and *auto* are `TraceBackpropQ_ELBO(choice=...)`; the others are candidates "
-        "pinned from the first step, and Pyro's ELBO. One thread; other programs ran on the machine meanwhile."
+        "pinned from the first step, and Pyro's ELBOs. *time*: when the mean loss of *fixed* first reaches that at "
+        "which the method ends, over the method's time; *inf* if not in one and a half times that. One thread; other "
+        "programs ran on the machine meanwhile."
     )
-    write_markdown(output / "choice.md", "The choice of an estimator at equal time", [text, table(rows)])
+    write_markdown(output / "choice.md", "The choice of an estimator at equal time", [text, table(compared(rows))])
 
 
 if __name__ == "__main__":
