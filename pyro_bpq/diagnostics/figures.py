@@ -56,8 +56,15 @@ class GradientMoments:
     @property
     def signal_to_noise(self) -> float:
         r"""Squared norm of the mean, less its sampling noise, over the total variance."""
-        signal = sum(float(mean.square().sum()) for mean in self.mean.values())
-        noise = self.total_variance
+        return self._ratio(self.mean, self.total_variance)
+
+    def site_ratios(self) -> dict[str, float]:
+        """The same of each site's summand, where that varies."""
+        found = {site: (part.mean, part.total_variance) for site, part in self.sites.items()}
+        return {site: self._ratio(mean, noise) for site, (mean, noise) in found.items() if noise > 0}
+
+    def _ratio(self, mean: dict[str, Tensor], noise: float) -> float:
+        signal = sum(float(part.square().sum()) for part in mean.values())
         if not self.is_exact:
             signal = max(0.0, signal - noise / self.num_samples)
         return signal / noise if noise > 0 else math.inf

@@ -100,14 +100,7 @@ class History:
     ) -> None:
         """Measures the gradient's signal-to-noise ratio at the present parameters, in total and by site."""
         moments = gradient_moments(elbo, model, guide, *args, **{"num_samples": 20, **options})
-        sites = {}
-        for site, part in moments.sites.items():
-            signal = sum(float(mean.square().sum()) for mean in part.mean.values())
-            noise = part.total_variance
-            if not moments.is_exact:
-                signal = max(0.0, signal - noise / moments.num_samples)
-            if noise > 0 and site != COSTS:
-                sites[site] = signal / noise
+        sites = {site: ratio for site, ratio in moments.site_ratios().items() if site != COSTS}
         self.measured.append((self._calls, moments.signal_to_noise, sites))
 
     @property

@@ -308,11 +308,7 @@ def sequence_network(graph: StochasticComputationGraph, immediate: Mapping[str, 
     What was sampled before a site must determine whether it has a critic, and the critic's inputs. So each Q-function
     conditions on the history, predicts every cost that is not settled yet, and backs up from the next site.
     """
-    settled: dict[str, list[str]] = {node.name: [] for node in graph.nodes}
-    for cost in graph.costs:
-        last = graph.last_variable(cost.name)
-        if last is not None:
-            settled[last].append(cost.name)
+    settled = graph.last_costs
     names = [node.name for node in graph.nodes]
     nodes: list[QNode] = []
     sources = 0

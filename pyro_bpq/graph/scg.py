@@ -280,6 +280,16 @@ class StochasticComputationGraph:
         bits = self.cost_set_bits([cost])
         return self.nodes[bits.bit_length() - 1].name if bits else None
 
+    @property
+    def last_costs(self) -> dict[str, tuple[str, ...]]:
+        """For each stochastic node the costs that read nothing sampled later: those immediate in history form."""
+        found: dict[str, list[str]] = {node.name: [] for node in self.nodes}
+        for cost in self.costs:
+            last = self.last_variable(cost.name)
+            if last is not None:
+                found[last].append(cost.name)
+        return {name: tuple(costs) for name, costs in found.items()}
+
     def frontier(self, names: Iterable[str], costs: Iterable[str]) -> frozenset[str]:
         """The part of ``names`` from which one of ``costs`` is reachable through nodes outside ``names``.
 

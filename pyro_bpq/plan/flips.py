@@ -38,16 +38,6 @@ class FlipPlan:
         return self._steps[key]
 
 
-def immediate_costs(graph: StochasticComputationGraph) -> dict[str, tuple[str, ...]]:
-    """For each stochastic node the costs that read nothing sampled later, in history form."""
-    found: dict[str, list[str]] = {node.name: [] for node in graph.nodes}
-    for cost in graph.costs:
-        last = graph.last_variable(cost.name)
-        if last is not None:
-            found[last].append(cost.name)
-    return {name: tuple(costs) for name, costs in found.items()}
-
-
 def immediate_model_costs(graph: StochasticComputationGraph) -> dict[str, tuple[str, ...]]:
     """For each stochastic node its immediate costs of the model that can be read off row by row.
 
@@ -55,7 +45,7 @@ def immediate_model_costs(graph: StochasticComputationGraph) -> dict[str, tuple[
     all its plate rows at once then leaves each row's cost its own.
     """
     found = {}
-    for name, costs in immediate_costs(graph).items():
+    for name, costs in graph.last_costs.items():
         plates = set(graph.node(name).plates)
         own = (cost_of_guide(name), cost_of_model(name))
         found[name] = tuple(

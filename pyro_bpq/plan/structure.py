@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.plan.flips import immediate_costs
 from pyro_bpq.tracing.component_costs import Pattern, Patterns
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.work import Work
@@ -43,8 +42,9 @@ class Structure:
     def immediate(self) -> dict[str, tuple[str, ...]]:
         """The immediate costs of each site that are known at other values, where the model alone gets these."""
         handed, is_known = self.facts.handed, self.is_exact and not self.facts.is_dynamic
-        found = immediate_costs(self.graph)
-        return {n: tuple(c for c in costs if is_known and c not in handed) for n, costs in found.items()}
+        return {
+            n: tuple(c for c in costs if is_known and c not in handed) for n, costs in self.graph.last_costs.items()
+        }
 
     @cached_property
     def patterns(self) -> dict[tuple[str, str], Pattern]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import Plate, StochasticComputationGraph
-from pyro_bpq.plan.flips import flip_plan, immediate_costs, immediate_model_costs
+from pyro_bpq.plan.flips import flip_plan, immediate_model_costs
 from pyro_bpq.reruns import flipped_costs as module
 from pyro_bpq.reruns.row_runs import REFEREES, Way
 from pyro_bpq.rollout.features import finite_components
@@ -344,7 +344,7 @@ def test_extra_run_warns_of_nothing_and_leaves_no_hook() -> None:
 
 def test_immediate_costs_go_to_the_node_that_is_sampled_last() -> None:
     graph = Graph.from_parents({"x": [], "y": ["x"], "z": []}, {"f": ["x"], "g": ["x", "z"], "h": [], "k": ["y", "x"]})
-    assert immediate_costs(graph) == {"x": ("f",), "y": ("k",), "z": ("g",)}
+    assert graph.last_costs == {"x": ("f",), "y": ("k",), "z": ("g",)}
 
 
 def test_immediate_model_costs_need_the_plates_of_the_node() -> None:
