@@ -264,14 +264,15 @@ class ParticleCount:
         Where the program has made parameters there is no reason: one particle runs in this step alone.
         """
         before, first, settled, draws = self._found, self.now, Transient(program[:2]), Draws()
-        hidden = Particles(first.number, False, True, self._given_nesting)
+        other = [] if first.is_hidden or first.sums else [Particles(first.number, False, True, self._given_nesting)]
+        other = [replace(first, is_compact=False)] if first.is_compact else other
         if before.is_new and not first.sums:
             # Copied or loaded, maybe in a new process: one particle makes the parameters that Pyro's store lacks.
             with Sandbox(torch.get_rng_state(), runner.has_buffers), torch.no_grad():
                 runner.trace(program, self._one, mode.num_steps)
             draws.again()
         reason, refused = "", list[str]()
-        for way in [first] if first.is_hidden or first.sums else [first, hidden]:
+        for way in [first, *other]:
             self.now = way
             is_known = way is first and before.is_proved and not before.is_new
             found, reason = self._one_way(runner, program, mode, is_first, is_known)
@@ -290,6 +291,8 @@ class ParticleCount:
                 self.now = self._one
                 self._note(programs=settled, is_proved=False, next=way)
                 return None, ""
+            if way.is_compact:
+                continue
             text = reason.split("\n")[0].rstrip(".")
             refused.append(f"{way.number} do not run in {'hiding' if way.is_hidden else 'a plate'}: {text}.")
         self.now = before.unsummed or self._one if first.sums else self._one
@@ -344,7 +347,10 @@ class ParticleCount:
         rows = runner.rows_for(traced, now.number)
         self._note(may_sum=rows > 0)
         if rows and is_time:
-            self._note(unsummed=now, next=Particles(rows, True, False, self._nesting_beside(traced), sums=True))
+            self._note(
+                unsummed=now,
+                next=Particles(rows, True, False, self._nesting_beside(traced), sums=True, is_compact=True),
+            )
 
     def _lower(self, runner: Runner, traced: TracedRun) -> None:
         """To fewer particles, where plates have grown or values steer the program."""
@@ -380,5 +386,5 @@ class ParticleCount:
         now, (together,) = self.now, programs_of(program, self.now)
         return Comparison(
             lambda part, put: runner.trace(part, now, mode.num_steps, put=put),
-            *(program, together, many, now.number, int(now.nesting), runner.has_buffers),
+            *(program, together, many, now.number, int(now.nesting), runner.has_buffers, now.is_compact),
         )

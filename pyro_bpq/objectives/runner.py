@@ -243,7 +243,8 @@ class StepRunner(Runner):
         draws, nesting = Draws(), int(particles.nesting)
 
         def run(track: bool) -> TracedRun:
-            put = AllValues(particles.number, nesting)
+            # Dependencies are followed row by row.
+            put = AllValues(particles.number, nesting, particles.is_compact and not track)
             return self.trace(together, particles, mode.num_steps, track, warns=False, put=put)
 
         traced = run(self.structure.wants_tracking())

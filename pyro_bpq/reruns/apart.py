@@ -40,6 +40,8 @@ class Comparison:
     number: int  # number of particles
     nesting: int  # bound on the number of nested plates, the plate of the particles included
     has_buffers: bool  # whether the programs may call modules with buffers
+    # Whether values of finite sites have size one in plates where all particles run together
+    is_compact: bool = False
 
 
 def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
@@ -60,11 +62,13 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     }
     runs, generator = _Runs(compared), probe_generator(seed)
     sampled = {name: site["value"].detach() for name, site in sites.items()}
+    if compared.is_compact:
+        sampled = {name: _compact(sites[name], value) for name, value in sampled.items()}
     is_long = len(sites) >= LONG
     wanted = (FIRST_OF_LONG if is_long else FIRST) if is_first else (LATER_OF_LONG if is_long else LATER)
 
     def is_same(values: Mapping[str, Tensor], index: int, among: Mapping[str, Tensor]) -> bool | None:
-        own = {name: value_alone(sites[name], values[name], index, nesting) for name in sites}
+        own = {name: _whole(sites[name], value_alone(sites[name], values[name], index, nesting)) for name in sites}
         alone = runs.costs(compared.one, own)
         return None if alone is None else _is_same(among, alone, index, nesting)
 
@@ -163,6 +167,30 @@ class _Runs:
             return None
         self.has_drawn |= any(not torch.equal(*pair) for pair in zip(sandbox.before, sandbox.after, strict=True))
         return {name: cost.detach() for name, cost in run.costs.items()}
+
+
+def _plates(site: Any, value: Tensor) -> dict[int, int]:
+    """Sizes of the plates of a site by dimension of its value, from the left; those that the value has."""
+    ndim = value.dim() - len(site["fn"].event_shape)
+    frames = [f for f in site["cond_indep_stack"] if f.vectorized and f.name != PARTICLES]
+    return {ndim + f.dim: f.size for f in frames if ndim + f.dim >= 0}
+
+
+def _compact(site: Any, value: Tensor) -> Tensor:
+    """The value of a finite site in the first row of each plate."""
+    if getattr(site["fn"], "has_rsample", False) or finite_components(site["fn"]) is None:
+        return value
+    for dim in _plates(site, value):
+        value = value.narrow(dim, 0, 1)
+    return value
+
+
+def _whole(site: Any, value: Tensor) -> Tensor:
+    """A value in the whole size of the plates of its site, where it has size one."""
+    shape = list(value.shape)
+    for dim, size in _plates(site, value).items():
+        shape[dim] = size if shape[dim] == 1 else shape[dim]
+    return value.expand(shape)
 
 
 def _contrasted(site: Any, value: Tensor, last: int, index: int, nesting: int, generator: torch.Generator) -> Tensor:

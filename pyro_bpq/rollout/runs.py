@@ -174,6 +174,8 @@ class Particles:
     nesting: float = float("inf")  # bound on the number of nested plates, including the plate of the particles
     # Whether they are no draws, but the values of all sites, one in each, over which the loss is summed
     sums: bool = False
+    # Whether these values have size one in plates: nets that read nothing else then run once for all rows of data
+    is_compact: bool = False
 
     @property
     def draws(self) -> int:

@@ -97,11 +97,16 @@ class AllValues(Messenger):
 
     A site of fewer values than rows begins again with its first one. All other sites are drawn as usual. An object
     serves one run of guide and model.
+
+    Args:
+        rows: Number of rows.
+        nesting: Number of batch dimensions, that of the rows included.
+        is_compact: Whether values have size one in plates.
     """
 
-    def __init__(self, rows: int, nesting: int) -> None:
+    def __init__(self, rows: int, nesting: int, is_compact: bool = False) -> None:
         super().__init__()
-        self.rows, self.nesting = rows, nesting
+        self.rows, self.nesting, self.is_compact = rows, nesting, is_compact
         self._drawn: dict[str, Tensor] = {}
         self._index: dict[Any, Tensor] = {}
 
@@ -126,9 +131,10 @@ class AllValues(Messenger):
 
     def _values(self, fn: Any, split: Components) -> Tensor:
         parameters = split.parameters(fn)
-        key = (split.cardinality, split.size, fn.batch_shape, parameters.device)
+        batch = torch.Size([self.rows, *(1,) * (self.nesting - 1)]) if self.is_compact else fn.batch_shape
+        key = (split.cardinality, split.size, batch, parameters.device)
         if key not in self._index:
             index = torch.arange(self.rows, device=parameters.device) % split.cardinality
-            self._index[key] = index.reshape(-1, *(1,) * self.nesting).expand(*fn.batch_shape, split.size)
+            self._index[key] = index.reshape(-1, *(1,) * self.nesting).expand(*batch, split.size)
         value = split.value(self._index[key], fn)
         return value.to(parameters.dtype) if split.kind in ("bernoulli", "one_hot") else value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
 from torch import Tensor
@@ -150,6 +153,37 @@ def test_programs_that_draw(programs: Chain) -> None:
     elbo = trained(programs)
     assert not elbo.particles.now.sums
     assert elbo.num_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("read", "is_compact"),
+    [
+        (lambda z, _: z, True),
+        (lambda z, _: 0.5 * z * z.shape[-1], False),
+        (lambda z, _: z.narrow(-1, 0, ROWS) if z.dim() else z, False),
+    ],
+    ids=["plain", "reads its size", "needs its size"],
+)
+def test_values_that_are_alike_in_all_rows_of_data_run_once(
+    read: Callable[[Tensor, Tensor], Tensor], is_compact: bool
+) -> None:
+    programs = Chain(read=read)
+    elbo = trained(programs)
+    assert elbo.particles.now.sums and elbo.particles.now.is_compact is is_compact
+    expected = sum(
+        math.exp(float(log_q)) * loss
+        for log_q, loss in (each_loss(programs, values) for values in itertools.product((0.0, 1.0), repeat=2 * ROWS))
+    )
+    assert loss_of(elbo, programs) == pytest.approx(expected, abs=1e-12)
+
+
+def each_loss(programs: Chain, values: tuple[float, ...]) -> tuple[Tensor, float]:
+    """``log q`` and the loss at some values of the states, those of all rows one after the other."""
+    own = {f"z_{t}": torch.tensor(values[t * ROWS : (t + 1) * ROWS], dtype=torch.float64) for t in range(2)}
+    guide = poutine.trace(poutine.condition(programs.guide, own)).get_trace()
+    model = poutine.trace(poutine.condition(programs.model, own)).get_trace()
+    log_q = guide.log_prob_sum()
+    return log_q.detach(), float((log_q - model.log_prob_sum()).detach())
 
 
 def test_large_programs_draw(monkeypatch: pytest.MonkeyPatch) -> None:
