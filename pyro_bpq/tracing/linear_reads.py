@@ -26,9 +26,10 @@ _SHIFTED = frozenset(
     for name in "Add Clone Neg ReshapeAlias Rsub Squeeze Sub UnsafeView Unsqueeze View".split()
     for i in range(3)
 )
-_PRODUCTS = frozenset((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm))
-_LINEAR = _PRODUCTS | {torch.nn.functional.linear, torch.addmm}
 _SCALED = MappingProxyType({"MulBackward0": False, "DivBackward0": True})
+# Functions that are linear in one argument, and those of them that are products of two.
+_PRODUCTS = frozenset((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm))
+_LINEAR = frozenset((*_PRODUCTS, torch.nn.functional.linear, torch.addmm))
 
 
 @dataclass(frozen=True, eq=False)
