@@ -264,15 +264,13 @@ class ParticleCount:
         Where the program has made parameters there is no reason: one particle runs in this step alone.
         """
         before, first, settled, draws = self._found, self.now, Transient(program[:2]), Draws()
-        other = [] if first.is_hidden or first.sums else [Particles(first.number, False, True, self._given_nesting)]
-        other = [replace(first, is_compact=False)] if first.is_compact else other
         if before.is_new and not first.sums:
             # Copied or loaded, maybe in a new process: one particle makes the parameters that Pyro's store lacks.
             with Sandbox(torch.get_rng_state(), runner.has_buffers), torch.no_grad():
                 runner.trace(program, self._one, mode.num_steps)
             draws.again()
         reason, refused = "", list[str]()
-        for way in [first, *other]:
+        for way in self._ways(first):
             self.now = way
             is_known = way is first and before.is_proved and not before.is_new
             found, reason = self._one_way(runner, program, mode, is_first, is_known)
@@ -303,6 +301,14 @@ class ParticleCount:
         self._say("The loss is not summed over all values.", refused)
         self._note(is_proved=False, may_sum=False)
         return self._first_way(runner, program, mode, is_first) if self.now.number > 1 else (None, "")
+
+    def _ways(self, first: Particles) -> list[Particles]:
+        """In which ways many particles may run: the present one, then what asks less of the program."""
+        if first.is_compact:
+            return [first, replace(first, is_compact=False)]
+        if first.is_hidden or first.sums:
+            return [first]
+        return [first, Particles(first.number, False, True, self._given_nesting)]
 
     def _one_way(
         self, runner: Runner, program: Program, mode: Mode, is_first: bool, is_known: bool

@@ -169,11 +169,15 @@ class _Runs:
         return {name: cost.detach() for name, cost in run.costs.items()}
 
 
+def _frames(site: Any) -> list[Any]:
+    """The vectorised plates of a site, but for that of the particles."""
+    return [f for f in site["cond_indep_stack"] if f.vectorized and f.name != PARTICLES]
+
+
 def _plates(site: Any, value: Tensor) -> dict[int, int]:
     """Sizes of the plates of a site by dimension of its value, from the left; those that the value has."""
     ndim = value.dim() - len(site["fn"].event_shape)
-    frames = [f for f in site["cond_indep_stack"] if f.vectorized and f.name != PARTICLES]
-    return {ndim + f.dim: f.size for f in frames if ndim + f.dim >= 0}
+    return {ndim + f.dim: f.size for f in _frames(site) if ndim + f.dim >= 0}
 
 
 def _compact(site: Any, value: Tensor) -> Tensor:
@@ -243,7 +247,7 @@ def value_alone(site: Any, value: Tensor, index: int | Tensor, nesting: int) -> 
     """The value of a site in one particle, in the shape of a run of that particle alone."""
     event_ndim = len(site["fn"].event_shape)
     value = particle_of(value, index, nesting, event_ndim)
-    plates = max((-f.dim for f in site["cond_indep_stack"] if f.vectorized and f.name != PARTICLES), default=0)
+    plates = max((-f.dim for f in _frames(site)), default=0)
     while value.dim() - event_ndim > plates and value.shape[0] == 1:
         value = value[0]
     return value
