@@ -150,9 +150,9 @@ class Hindsight(Estimator):
             for known in (held.settled, held.rest):
                 later = later if known is None else later - known
             log_q = held.log_q.detach()
-            if held.has_bits:
-                # Of the other value, relative to the drawn one.
-                log_q = log_q * (1.0 - 2.0 * held.value)
+            # Of the other values of bits, relative to the drawn ones.
+            sign = 1.0 - 2.0 * held.value if held.has_bits else None
+            log_q = log_q if sign is None else log_q * sign
             means = _means(log_q, held.changes, held.has_bits, held.drawn is not None)
             level, kept, statistics = self._level(context, held, later, means)
             table = _coefficients(means, level, kept, held.has_bits)
@@ -161,8 +161,7 @@ class Hindsight(Estimator):
             if held.rest is not None:
                 rest, own = _centred(held.rest, context, "rest")
                 table, statistics = table + _of_drawn(rest, log_q, held), {**statistics, **own}
-            if held.has_bits:
-                table = table * (1.0 - 2.0 * held.value)
+            table = table if sign is None else table.mul_(sign)
         return SiteTerm(table * held.log_q, statistics)
 
     def _level(
@@ -217,7 +216,7 @@ class Means(NamedTuple):
 
 def _means(log_q: Tensor, changes: Changes, has_bits: bool, is_predicted: bool = False) -> Means:
     """The laws of the values and the costs; impossible values cost nothing. Predictions are numbers."""
-    weights = (log_q + changes.law).sigmoid() if has_bits else _softmax(log_q + changes.law)
+    weights = (log_q + changes.law).sigmoid_() if has_bits else _softmax(log_q + changes.law)
     chance = log_q.sigmoid() if has_bits else log_q.exp()
 
     def weighted(weights: Tensor, cost: Tensor) -> Tensor:
@@ -238,11 +237,11 @@ def _softmax(logits: Tensor) -> Tensor:
 def _coefficients(means: Means, level: Tensor, kept: Tensor, has_bits: bool) -> Tensor:
     """What multiplies the gradients of the log-probabilities or, of bits, of the log-odds of the other value."""
     kept = kept if has_bits else kept.unsqueeze(-1)
-    costs = means.later + torch.lerp(means.immediate, means.held, kept)
+    costs = torch.lerp(means.immediate, means.held, kept).add_(means.later)
     if not has_bits:
         return costs + means.weights * level.unsqueeze(-1)
     # The gradient of log q is 1 - q of the log-odds' at the other value, and -q at the drawn one.
-    return torch.addcmul(costs - costs * means.chance, level, means.weights - means.chance)
+    return costs.addcmul_(costs, means.chance, value=-1.0).addcmul_(level, means.weights - means.chance)
 
 
 def _of_drawn(rest: Tensor, log_q: Tensor, held: HeldCosts) -> Tensor:

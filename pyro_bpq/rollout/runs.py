@@ -136,7 +136,7 @@ def _stack(tensors: list[Tensor], batch: tuple[int, ...], event_ndim: int) -> Te
     if len(shapes) > 1:
         tensors = [_align(t.unsqueeze(0), batch, event_ndim)[0] for t in tensors]
         return torch.stack(tensors)
-    return _align(torch.stack(tensors), batch, event_ndim)
+    return _align(tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors), batch, event_ndim)
 
 
 def _align(stacked: Tensor, batch: tuple[int, ...], event_ndim: int) -> Tensor:
