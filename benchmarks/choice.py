@@ -105,7 +105,7 @@ def train(
             start = time.process_time()
             svi.step(*args)
             used, steps = used + time.process_time() - start, steps + 1
-        few, many = (2, 5) if program.rows else (100, 500)
+        few, many = (2, 5) if program.rows else (200, 1000) if program.steered else (100, 500)
         found.append(loss(many if len(marks) == 1 or mark == marks[MARKS.index(1.0)] else few))
     return found, 1e3 * used / steps
 

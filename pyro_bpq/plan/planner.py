@@ -288,7 +288,7 @@ class Planner:
             if critics[name] is None:
                 kinds[name] = set()
                 is_alone = len(many) == 1 and not charged_costs(structure.graph, name, SecondRun(), (), patterns)
-                found = untold(sites[name], structure, is_alone, is_layer=len(many) > 1)
+                found = untold(sites[name], structure, is_alone, len(many))
                 revise(choices, found)
                 layers |= {name} if found.may_hold else set()
         return frozenset(layers)

@@ -27,7 +27,7 @@ def revise(choices: dict[str, Choice], facts: SiteFacts) -> None:
         choices[facts.info.name] = found
 
 
-def untold(site: SiteFacts, structure: Structure, is_alone: bool, is_layer: bool) -> SiteFacts:
+def untold(site: SiteFacts, structure: Structure, is_alone: bool, layers: int) -> SiteFacts:
     """The facts of a site of many components of whose costs nothing is told."""
     name, traced, graph = site.info.name, structure.traced, structure.graph
     keeps_rows = structure.facts.cuts_plates or not graph.node(name).plates
@@ -38,7 +38,7 @@ def untold(site: SiteFacts, structure: Structure, is_alone: bool, is_layer: bool
         is_untold=True,
         can_compare=is_plain and not structure.facts.is_dynamic,
         is_alone=is_alone and keeps_rows and is_last,
-        is_layer=is_layer and keeps_rows and is_plain and site.options.is_open,
+        layers=layers if keeps_rows and is_plain and site.options.is_open else 0,
         reads=num_reads(traced, name),
     )
 

@@ -32,8 +32,8 @@ FEW_PARTICLES = 4
 MANY_READS = 10_000
 # The same where there are several such sites: a step is longer then.
 MANY_READS_OF_LAYERS = 100_000
-
-
+# With fewer layers, and fewer reads, the costs beside a particle's own past are not worth their time.
+FEW_LAYERS = 3
 # Elements that the largest values in all rows of a sum over all values may have.
 MOST_SUMMED = 1 << 19
 # Steps that draw before such a sum, where the model learns nothing and where it learns.
@@ -69,7 +69,7 @@ class SiteFacts:
             tells what it costs at its other values.
         can_compare: Whether other runs of the program may serve it.
         is_alone: Whether it is the last and the only site of its kind, with plates whose rows stay apart.
-        is_layer: Whether other such sites are sampled too, and rows of plates stay apart.
+        layers: Number of such sites; 0 if rows of plates do not stay apart.
         reads: The values of its components times the observed elements of a row.
         has_slopes: Whether costs may have gradients to its values.
         can_hold: Whether guide and model have not failed to run at its other values with all other sites held.
@@ -85,7 +85,7 @@ class SiteFacts:
     is_untold: bool = False
     can_compare: bool = False
     is_alone: bool = False
-    is_layer: bool = False
+    layers: int = 0
     reads: float = math.inf
     has_slopes: bool = True
     can_hold: bool = True
@@ -108,16 +108,21 @@ class SiteFacts:
         return may and DebiasedStraightThrough().unsupported(self.info) is None
 
     @property
+    def is_large(self) -> bool:
+        """Whether it is one of several layers that much is read of."""
+        return self.layers > 1 and self.reads >= MANY_READS_OF_LAYERS
+
+    @property
     def may_cross(self) -> bool:
         """Whether it is one of several layers, whose costs may be those of other particles' later layers."""
-        return self.is_untold and self.is_layer and self.info.num_particles >= FEW_PARTICLES
+        is_worth_it = self.is_large or self.layers >= FEW_LAYERS
+        return self.is_untold and is_worth_it and self.info.num_particles >= FEW_PARTICLES
 
     @property
     def may_hold(self) -> bool:
         """Whether it is one of several layers, and slopes and curvatures may tell what its components cost."""
         predicts = self.info.components is not None and has_slopes(self.info.components) and self.has_slopes
-        is_large = self.reads >= MANY_READS_OF_LAYERS
-        return self.is_layer and is_large and self.can_compare and self.can_hold and predicts
+        return self.is_large and self.can_compare and self.can_hold and predicts
 
     @property
     def has_few_values(self) -> bool:

@@ -71,6 +71,26 @@ def stack() -> tuple[Callable[[], None], Callable[[], None]]:
     return model, guide
 
 
+def tall() -> tuple[Callable[[], None], Callable[[], None]]:
+    """Three layers."""
+    model, guide = stack()
+
+    def top() -> Tensor:
+        return bits("top", torch.zeros(2, 2))
+
+    def tall_guide() -> None:
+        guide()
+        with pyro.plate("more rows", 2):
+            top()
+
+    def tall_model() -> None:
+        with pyro.plate("more rows", 2):
+            top()
+        model()
+
+    return tall_model, tall_guide
+
+
 def charged() -> tuple[Callable[[], None], Callable[[], None]]:
     model, guide = flat()
 
@@ -103,7 +123,8 @@ def chosen(
         (stack(), "z", {}, SecondRun()),
         (stack(), "y", {}, SecondRun()),
         (stack(), "y", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
-        (stack(), "y", {"num_particles": 4}, CrossedLeaveOneOut()),
+        (stack(), "y", {"num_particles": 4}, ScoreFunction(LeaveOneOut())),
+        (tall(), "y", {"num_particles": 4}, CrossedLeaveOneOut()),
         # Its values may be dear: a cost statement is passed once.
         (charged(), "z", {}, MEAN),
         (flat(), "z", {"estimator": AllAction()}, AllAction()),
@@ -119,6 +140,7 @@ def chosen(
         "top",
         "stack of particles",
         "stack of more particles",
+        "taller stack",
         "cost statement",
         "own choice",
     ],
@@ -156,7 +178,7 @@ def coarse() -> tuple[Callable[[], None], Callable[[], None]]:
     ("program", "is_wide", "expected"),
     [
         (stack(), True, Hindsight(draws=1, crossed=True)),
-        (stack(), False, CrossedLeaveOneOut()),
+        (stack(), False, ScoreFunction(LeaveOneOut())),
         (coarse(), True, CrossedLeaveOneOut()),
         (noisy(), True, CrossedLeaveOneOut()),
     ],
