@@ -9,8 +9,11 @@ over the other's. Rows that the result file has are kept: ``--only`` measures pr
 ``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``. A candidate that refuses a program has
 no row.
 
+``--compile`` races our own methods with compiled steps, into ``choice_compiled.csv``; what it takes to make these, by
+the clock, is told apart.
+
     python benchmarks/choice.py [--seconds 12] [--seeds 2] [--only NAME;NAME] [--held-out] [--all] [--methods NAME;NAME]
-        [--rates FILE] [--output DIRECTORY]
+        [--rates FILE] [--compile] [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyro
@@ -43,6 +47,8 @@ PLAIN = ("leave-one-out, 4 particles", "leave-one-out, 8 particles", "no critics
 AVERAGE = {"use_decaying_avg_baseline": True}
 # Where the rules' loss is looked at, in parts of a run of the others.
 MARKS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0, 1.15, 1.3, 1.5)
+# A step that takes longer, in seconds, records and compiles.
+MAKING = 0.3
 # Learning rates: with rows of data, and without.
 RATES = {True: (1e-3, 3e-3, 1e-2), False: (1e-2, 3e-2, 1e-1)}
 
@@ -53,21 +59,32 @@ def digits() -> Tensor:
     return torch.tensor(np.load(path)["x_train"]).float().flatten(1) / 16.0
 
 
-def pinned(candidate: Candidate) -> Callable[[], ELBO]:
-    """Makes the ELBO of a candidate."""
-    return lambda: TraceBackpropQ_ELBO(choice=candidate)
+def pinned(candidate: Candidate, compile: bool = False) -> Callable[[], ELBO]:
+    """Makes the ELBO of a candidate; with compiled steps it gets what the candidate stands for by hand."""
+    if not compile:
+        return lambda: TraceBackpropQ_ELBO(choice=candidate)
+    options: dict[str, Any] = {"estimator": candidate.estimator} if candidate.estimator is not None else {}
+    options |= {} if candidate.critics else {"critic": None}
+    if candidate.num_particles is not None:
+        options |= {"num_particles": candidate.num_particles, "vectorize_particles": candidate.vectorized}
+    return lambda: TraceBackpropQ_ELBO(compile=True, **options)
 
 
-def methods(program: Program, everything: bool, chosen: str = "") -> dict[str, Callable[[], ELBO]]:
+def methods(
+    program: Program, everything: bool, chosen: str = "", compile: bool = False
+) -> dict[str, Callable[[], ELBO]]:
     """The rivals on a program."""
     names = STEERED if program.steered else PLAIN
     found: dict[str, Callable[[], ELBO]] = {
-        "fixed": lambda: TraceBackpropQ_ELBO(choice="fixed"),
-        "auto": lambda: TraceBackpropQ_ELBO(choice="auto"),
+        "fixed": lambda: TraceBackpropQ_ELBO(choice="fixed", compile=compile),
+        "auto": lambda: TraceBackpropQ_ELBO(choice="auto", compile=compile),
         "Trace_ELBO": Trace_ELBO,
     }
+    if compile:
+        # Of Pyro's ELBOs the step of none is compiled.
+        chosen = chosen or ";".join(("fixed", *names))
     if chosen:
-        found |= {"TraceGraph_ELBO": TraceGraph_ELBO} | {name: pinned(one) for name, one in BY_NAME.items()}
+        found |= {"TraceGraph_ELBO": TraceGraph_ELBO} | {name: pinned(one, compile) for name, one in BY_NAME.items()}
         return {name: found[name] for name in chosen.split(";") if name in names or name not in BY_NAME}
     if everything:
         found["TraceGraph_ELBO"] = TraceGraph_ELBO
@@ -76,8 +93,8 @@ def methods(program: Program, everything: bool, chosen: str = "") -> dict[str, C
 
 def train(
     program: Program, elbo: ELBO, data: Tensor, rate: float, marks: Sequence[float], seed: int
-) -> tuple[list[float], float]:
-    """Trains for some seconds of CPU time; the loss at each of the marks, and milliseconds of a step."""
+) -> tuple[list[float], float, float]:
+    """Trains for some seconds of CPU time; the loss at each of the marks, milliseconds of a step, seconds of making."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     module = program.make()
@@ -85,7 +102,7 @@ def train(
     if isinstance(elbo, TraceGraph_ELBO):
         guide = poutine.infer_config(guide, lambda site: {**site["infer"], "baseline": AVERAGE})
     svi = SVI(module.model, guide, Adam({"lr": rate}), elbo)
-    generator, used, steps = torch.Generator().manual_seed(seed), 0.0, 0
+    generator, used, making, steps = torch.Generator().manual_seed(seed), 0.0, 0.0, 0
 
     def batch(rows: int) -> tuple[Tensor, ...]:
         return (data[torch.randint(len(data), (rows,), generator=generator)],) if rows else ()
@@ -102,12 +119,16 @@ def train(
     for mark in marks:
         while used < mark:
             args = batch(program.rows)
-            start = time.process_time()
+            start, begun = time.process_time(), time.perf_counter()
             svi.step(*args)
-            used, steps = used + time.process_time() - start, steps + 1
+            taken, steps = time.process_time() - start, steps + 1
+            if taken > MAKING and getattr(elbo, "compiled", None) is not None:
+                making += time.perf_counter() - begun
+            else:
+                used += taken
         few, many = (2, 5) if program.rows else (200, 1000) if program.steered else (100, 500)
         found.append(loss(many if len(marks) == 1 or mark == marks[MARKS.index(1.0)] else few))
-    return found, 1e3 * used / steps
+    return found, 1e3 * used / steps, making
 
 
 def race(
@@ -115,7 +136,7 @@ def race(
 ) -> list[Row]:
     """The rows of a program; ``known`` are learning rates by program and method."""
     found: list[Row] = []
-    for name, make in methods(program, options.all, options.methods).items():
+    for name, make in methods(program, options.all, options.methods, options.compile).items():
         parts = MARKS if name == "fixed" else (1.0,)
         marks, end = [options.seconds * part for part in parts], parts.index(1.0)
         rates = RATES[bool(program.rows)]
@@ -130,7 +151,7 @@ def race(
             # A pinned candidate may not serve a program.
             print(f"{program.name}, {name}: {error}", flush=True)
             continue
-        curves = [curve for curve, _ in (first[rate], *others)]
+        curves = [curve for curve, _, _ in (first[rate], *others)]
         losses = [curve[end] for curve in curves]
         error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else float("nan")
         found.append(
@@ -140,7 +161,8 @@ def race(
                 "loss": statistics.fmean(losses),
                 "two standard errors": 2.0 * error,
                 "learning rate": rate,
-                "ms a step": statistics.fmean(ms for _, ms in (first[rate], *others)),
+                "ms a step": statistics.fmean(ms for _, ms, _ in (first[rate], *others)),
+                **({"seconds to make": first[rate][2]} if options.compile else {}),
                 "seconds": options.seconds,
                 "seeds": options.seeds,
                 "curve": " ".join(f"{statistics.fmean(at):.6g}" for at in zip(*curves, strict=True)),
@@ -159,10 +181,12 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every candidate, and TraceGraph_ELBO")
     parser.add_argument("--methods", default="", help="names of methods, separated by semicolons")
     parser.add_argument("--rates", type=Path, help="a result file, whose learning rates serve again")
+    parser.add_argument("--compile", action="store_true", help="compiled steps of our own methods")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = read_csv(options.output / "choice.csv")
+    stem = "choice_compiled" if options.compile else "choice"
+    rows = read_csv(options.output / f"{stem}.csv")
     chosen = selected(options.only, options.held_out)
     if options.only:
         rows = [row for row in rows if row["program"] not in {program.name for program in chosen}]
@@ -174,7 +198,7 @@ def main() -> None:
     for program in chosen:
         if all(row["program"] != program.name for row in rows):
             rows += race(program, options, data, known)
-            write(options.output, rows)
+            write(options.output, stem, rows)
 
 
 def time_to(curve: str, loss: float) -> float:
@@ -199,9 +223,9 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def write(output: Path, rows: list[Row]) -> None:
+def write(output: Path, stem: str, rows: list[Row]) -> None:
     """Writes CSV and Markdown."""
-    write_csv(output / "choice.csv", rows)
+    write_csv(output / f"{stem}.csv", rows)
     text = (
         "Loss in nats, minus the ELBO of fresh samples from the trained guide, per row of digits or per program; less "
         "is better. CPU seconds of a run, number of seeds and the learning rate, the best of three for the first "
@@ -210,7 +234,12 @@ def write(output: Path, rows: list[Row]) -> None:
         "which the method ends, over the method's time; *inf* if not in one and a half times that. One thread; other "
         "programs ran on the machine meanwhile."
     )
-    write_markdown(output / "choice.md", "The choice of an estimator at equal time", [text, table(compared(rows))])
+    if stem == "choice_compiled":
+        text += (
+            " Steps are compiled. *seconds to make*: what this took in the run of the first seed, by the clock, and is "
+            "not among the seconds."
+        )
+    write_markdown(output / f"{stem}.md", "The choice of an estimator at equal time", [text, table(compared(rows))])
 
 
 if __name__ == "__main__":

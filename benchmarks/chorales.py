@@ -36,7 +36,8 @@ from pyro_bpq.estimators import DisARMTree, Hindsight, LeaveOneOut, ReinMax, Sco
 
 KEYS, HIDDEN, BATCH = 88, 64, 20
 QUICK = Size(rates=(1e-2, 3e-2), seeds=1, seconds=10.0, slices=10)
-LONG = Size(rates=(3e-3, 1e-2, 3e-2), seeds=3, seconds=60.0, slices=30)
+# All seeds end in optima of their own, further apart than neighbouring rates.
+LONG = Size(rates=(3e-3, 1e-2, 3e-2), seeds=3, seconds=60.0, slices=30, tuning=3)
 FULL = Size(rates=(3e-3, 1e-2, 3e-2), seeds=3, seconds=300.0, slices=40)
 COMPILED = Size(rates=(1e-2, 3e-2), seeds=3, seconds=60.0, slices=30)
 SMOKE = Size(rates=(3e-3, 1e-2), seeds=1, seconds=0.01, slices=1, samples=3)

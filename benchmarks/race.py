@@ -82,11 +82,12 @@ class Size:
     """How long a race is.
 
     Args:
-        rates: Learning rates that are tried, on the first seed.
+        rates: Learning rates that are tried, on the first seeds.
         seeds: Number of seeds.
         seconds: CPU seconds of training of each run.
         slices: Number of turns, each followed by a measurement.
         samples: Samples of the importance bound.
+        tuning: Number of seeds on which rates are tried. One does where seeds differ less than rates.
     """
 
     rates: tuple[float, ...]
@@ -94,6 +95,7 @@ class Size:
     seconds: float
     slices: int
     samples: int = 100
+    tuning: int = 1
 
 
 @torch.no_grad()
@@ -245,23 +247,35 @@ class Race:
 
 
 def run_race(task: Task, methods: Sequence[Method], size: Size) -> Race:
-    """Runs all methods with all rates on the first seed, and with the best one on the others."""
+    """Runs all methods with all rates on the first seeds, and with the best one on the others."""
     warnings.filterwarnings("ignore", module="pyro")
     for method in methods:
         # Nobody pays for loading code.
         Runner(task, method, size.rates[0], 0).train(1e-9)
     race = Race(task, size)
+    tuning = min(size.tuning, size.seeds)
     for seed in range(size.seeds):
-        rates = {m.name: [race.runs[m.name][0].rate] if seed else size.rates for m in methods}
+        rates = {m.name: size.rates if seed < tuning else [race.runs[m.name][0].rate] for m in methods}
         lanes = [Runner(task, m, rate, seed) for m in methods for rate in rates[m.name]]
         turns(lanes, size, f"{task.name}, seed {seed}")
         race.tried += lanes
-        for method in methods:
-            mine = [lane for lane in lanes if lane.method.name == method.name]
-            if len(mine) > 1:
-                mine = [max(mine, key=lambda lane: lane.figures("valid", size.samples)[1])]
-            race.runs.setdefault(method.name, []).extend(mine)
+        for method in methods if seed >= tuning - 1 else ():
+            mine = [run for run in race.tried if run.method.name == method.name]
+            if method.name in race.runs:
+                race.runs[method.name].append(mine[-1])
+            else:
+                race.runs[method.name] = of_best_rate(mine, size.samples)
     return race
+
+
+def of_best_rate(runs: Sequence[Runner], samples: int) -> list[Runner]:
+    """The runs of a method with the rate whose median validation bound over seeds is best."""
+    by_rate: dict[float, list[Runner]] = {}
+    for run in runs:
+        by_rate.setdefault(run.rate, []).append(run)
+    if len(by_rate) == 1:
+        return list(runs)
+    return max(by_rate.values(), key=lambda mine: median(run.figures("valid", samples)[1] for run in mine))
 
 
 def turns(lanes: Sequence[Runner], size: Size, text: str) -> None:
@@ -410,8 +424,9 @@ def report(
         f"Held-out figures in nats per {races[0].task.unit}: ELBO with one sample and importance bound with "
         f"{size.samples} samples, on fixed data; medians over {size.seeds} seed(s), lowest and highest bound beside. "
         f"{size.seconds:g} s of CPU time a run, in {size.slices} turns; Adam with the rate of {size.rates} that does "
-        "best on validation data with the first seed. Times to a bound are read off the curve, whose points are "
-        "averaged over three turns. *default* is `TraceBackpropQ_ELBO()` as it comes."
+        f"best on validation data with the first {'seed' if size.tuning == 1 else f'{size.tuning} seeds'}. Times to a "
+        "bound are read off the curve, whose points are averaged over three turns. *default* is "
+        "`TraceBackpropQ_ELBO()` as it comes."
     )
     parts = [about, how]
     for race in races:

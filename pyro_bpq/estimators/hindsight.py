@@ -44,6 +44,7 @@ class HeldCosts(NamedTuple):
         log_q: Log-probabilities of all values, ``(G, M, plates, D, K)``, or log-odds of bits, ``(G, M, plates, D)``.
         value: Indices of the drawn values, ``(G, M, plates, D)``; of bits in the type of ``log_q``.
         changes: The changes at all values, or predictions of them.
+        sign: Of bits the sign of the step to the other value, 1 or -1, ``(G, M, plates, D)``; else ``None``.
         settled: Sum ``(G, M, plates)``, in nats, of the immediate costs at the drawn values; ``None`` if there
             are none.
         rest: The same of the costs that read the site and are not known at other values.
@@ -58,6 +59,7 @@ class HeldCosts(NamedTuple):
     log_q: Tensor
     value: Tensor
     changes: Changes
+    sign: Tensor | None = None
     settled: Tensor | None = None
     rest: Tensor | None = None
     particle: Tensor | None = None
@@ -151,8 +153,7 @@ class Hindsight(Estimator):
                 later = later if known is None else later - known
             log_q = held.log_q.detach()
             # Of the other values of bits, relative to the drawn ones.
-            sign = 1.0 - 2.0 * held.value if held.has_bits else None
-            log_q = log_q if sign is None else log_q * sign
+            log_q = log_q if held.sign is None else log_q * held.sign
             means = _means(log_q, held.changes, held.has_bits, held.drawn is not None)
             level, kept, statistics = self._level(context, held, later, means)
             table = _coefficients(means, level, kept, held.has_bits)
@@ -161,7 +162,7 @@ class Hindsight(Estimator):
             if held.rest is not None:
                 rest, own = _centred(held.rest, context, "rest")
                 table, statistics = table + _of_drawn(rest, log_q, held), {**statistics, **own}
-            table = table if sign is None else table.mul_(sign)
+            table = table if held.sign is None else table.mul_(held.sign)
         return SiteTerm(table * held.log_q, statistics)
 
     def _level(
@@ -285,7 +286,7 @@ def _corrected(table: Tensor, log_q: Tensor, level: Tensor, kept: Tensor, held: 
     own, values = pick(table), pick(log_q).gather(dim, at)
     exact = _coefficients(_means(values, held.exact, held.has_bits), pick(level), kept, held.has_bits)
     own = own.scatter_add(dim, at, (exact - own.gather(dim, at)) * share)
-    return own if held.particle is None else table.index_copy(1, held.particle, own)
+    return own if held.particle is None else table.index_copy_(1, held.particle, own)
 
 
 def _centred(cost: Tensor, context: SiteContext, name: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,11 @@ def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
     noise = torch.rand(like.shape, generator=generator, dtype=torch.float64, device="cpu")
     tiny = torch.finfo(like.dtype).eps
     return noise.clamp(tiny, 1.0 - tiny).to(like.device, like.dtype)
+
+
+def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Random signs, 1 or -1 with equal chances, on the CPU."""
+    return 2 * torch.randint(2, tuple(shape), generator=generator, device="cpu") - 1
 
 
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyro_bpq.estimators.noise import uniform
+from pyro_bpq.estimators.noise import signs
 from pyro_bpq.tracing.linear_reads import LinearRead
 
 
@@ -65,12 +65,12 @@ def _curvatures(
     pairs = [(read, slope) for read, slope in pairs if slope.requires_grad]
     if not pairs:
         return {}
-    signs = _signs([slope for _, slope in pairs], generator)
+    drawn = _signs([slope for _, slope in pairs], generator)
     outputs, slopes = [read.output for read, _ in pairs], [slope for _, slope in pairs]
-    probes = [sign.expand_as(slope) for sign, slope in zip(signs, slopes, strict=True)]
+    probes = [sign.expand_as(slope) for sign, slope in zip(drawn, slopes, strict=True)]
     second = torch.autograd.grad(slopes, outputs, probes, allow_unused=True, retain_graph=True)
     found: dict[str, Tensor] = {}
-    for (read, _), sign, bent in zip(pairs, signs, second, strict=True):
+    for (read, _), sign, bent in zip(pairs, drawn, second, strict=True):
         if bent is None:
             continue
         curved = bent.detach()
@@ -89,13 +89,9 @@ def _curvatures(
 def _signs(slopes: Sequence[Tensor], generator: torch.Generator | None) -> list[Tensor]:
     """Random signs for each slope, the same for all of its rows."""
     assert generator is not None
-    shapes = [slope.shape[-1:] for slope in slopes]
-    like = slopes[0].detach()
-    drawn = uniform(like.new_empty(sum(shape.numel() for shape in shapes)), generator)
-    signs = torch.sign(drawn - 0.5)
-    signs = signs + (signs == 0.0)
-    parts = signs.split([shape.numel() for shape in shapes])
-    return [part.reshape(shape).to(slope.dtype) for part, shape, slope in zip(parts, shapes, slopes, strict=True)]
+    sizes = [slope.shape[-1] if slope.dim() else 1 for slope in slopes]
+    parts = signs((sum(sizes),), generator).to(slopes[0]).split(sizes)
+    return [part.reshape(slope.shape[-1:]).to(slope.dtype) for part, slope in zip(parts, slopes, strict=True)]
 
 
 def _in_leaf(read: LinearRead, curved: Tensor, leaf: Tensor, block: int | None) -> Tensor | None:

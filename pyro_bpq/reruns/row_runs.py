@@ -164,9 +164,9 @@ class RowRuns:
     """Chooses the way in which the rows of a program run, for each structure of the program.
 
     Rows are broadcast if the program was proved to keep them apart. The proof draws the values of all sites evenly. All
-    rows must cost the same as in hidden runs, and some rows the same as in single runs. After 1, 2, 4, ... uses and then
-    every 128, fewer rows are compared with single runs again; if they differ, all is proved anew. Otherwise rows are
-    hidden. If the program cannot run hidden rows, a few rows run singly.
+    rows must cost the same as in hidden runs, and some rows the same as in single runs. After 1, 2, 4, ... uses and
+    then every 128, fewer rows are compared with single runs again; if they differ, all is proved anew. Otherwise rows
+    are hidden. If the program cannot run hidden rows, a few rows run singly.
 
     Attributes:
         said: What was found last; empty before.

@@ -44,23 +44,24 @@ def of_class(signals: Signals, c: int) -> HeldCosts:
     has_bits = is_drawn and batch.components.kind == "bernoulli"
     log_q = batch.log_odds if has_bits else batch.log_probs
     value = batch.flat(batch.value).to(log_q.dtype) if has_bits else batch.index
+    sign = 1.0 - 2.0 * value if has_bits else None
     rows = [
         _row(log_q[g].detach(), value[g], name, drawn[c][0][g] if is_drawn else None, found, predicted)
         for g, name in enumerate(cls.names)
     ]
     inexact = [row[0] for row in rows]
     if is_drawn:
-        inexact = _with_own(signals, c, inexact, log_q.detach(), value, has_bits)
+        inexact = _with_own(signals, c, inexact, log_q.detach(), value, sign)
     changes = Changes(*map(torch.stack, zip(*inexact, strict=True)))
     plan: HeldPlan | None = None if found is None else signals.rerun.held_plan()
     sites = {} if plan is None else {name: plan.sites[name] for name in cls.names if name in plan.sites}
     settled = _sums(signals, c, {name: site.immediate for name, site in sites.items()})
     rest = _sums(signals, c, {name: site.rest for name, site in sites.items()})
     if not is_drawn:
-        return HeldCosts(cls.names, log_q, value, changes, settled, rest)
+        return HeldCosts(cls.names, log_q, value, changes, sign, settled, rest)
     index, share = drawn[c]
     exact = Changes(*map(torch.stack, zip(*(row[1] for row in rows), strict=True)))
-    return HeldCosts(cls.names, log_q, value, changes, settled, rest, particle, index, share, exact)
+    return HeldCosts(cls.names, log_q, value, changes, sign, settled, rest, particle, index, share, exact)
 
 
 def _sums(signals: Signals, c: int, costs: Mapping[str, tuple[str, ...]]) -> Tensor | None:
@@ -168,7 +169,7 @@ def _row(
 
 
 def _with_own(
-    signals: Signals, c: int, rows: Sequence[Changes], log_q: Tensor, value: Tensor, has_bits: bool
+    signals: Signals, c: int, rows: Sequence[Changes], log_q: Tensor, value: Tensor, sign: Tensor | None
 ) -> list[Changes]:
     """Changes of each site, and those of its own log-probabilities, which are sums over components. All are finite."""
     cls, batch = signals.layout.classes[c], signals.batches[c]
@@ -180,9 +181,8 @@ def _with_own(
         site is not None and cost_of_model(name) in site.immediate for name, site in zip(cls.names, sites, strict=True)
     ]
     sides = [now if own else later for own in is_now]
-    if has_bits:
+    if sign is not None:
         # Of the other value, relative to the drawn one.
-        sign = 1.0 - 2.0 * value
         if of_guide:
             weights = sign * batch.weights_of_bits(False)
             now[:] = [torch.addcmul(one, weights[g], log_q[g]) for g, one in enumerate(now)]

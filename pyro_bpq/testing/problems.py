@@ -174,7 +174,9 @@ class Problem:
         # All costs read the site, and no other site does. Half of them count as costs that read a site downstream.
         sampled = self.cost(value).detach()
         change = 0.5 * (table - sampled[..., None, None])
-        held = HeldCosts(names, log_probs, index, Changes(torch.zeros_like(change), change, change), 0.5 * sampled)
+        held = HeldCosts(
+            names, log_probs, index, Changes(torch.zeros_like(change), change, change), settled=0.5 * sampled
+        )
         score = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).sum(-1)
         # Far from right, as the critics are, but no function of the value.
         learned, level, correction = nonsense(self.size, self.cardinality), nonsense(), nonsense()
