@@ -4,10 +4,10 @@ Methods: the rules (``choice="fixed"``), the choice by measurement (``choice="au
 first step, ``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO`` with decaying averages. The
 loss is minus the ELBO of fresh samples from the trained guide, in nats per row of digits or per program, with two
 standard errors. The first seed picks each method's learning rate; ``--rates FILE`` takes those of an earlier result.
-The rules are trained half as long again, for the time that they take to the loss at which another method ends: *time*,
-over the other's. Rows that the result file has are kept: ``--only`` measures programs anew. The programs that
-``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``. A candidate that refuses a program has
-no row.
+All runs of a seed take turns. The rules are trained half as long again, for the time that they take to the loss at
+which another method ends: *time*, over the other's. Rows that the result file has are kept: ``--only`` measures
+programs anew. The programs that ``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``. A
+candidate that refuses a program has no row.
 
 ``--compile`` races our own methods with compiled steps, into ``choice_compiled.csv``; what it takes to make these, by
 the clock, is told apart.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -91,85 +92,121 @@ def methods(
     return found | {name: pinned(BY_NAME[name]) for name in (names if everything else names[:1])}
 
 
-def train(
-    program: Program, elbo: ELBO, data: Tensor, rate: float, marks: Sequence[float], seed: int
-) -> tuple[list[float], float, float]:
-    """Trains for some seconds of CPU time; the loss at each of the marks, milliseconds of a step, seconds of making."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(seed)
-    module = program.make()
-    guide = module.guide
-    if isinstance(elbo, TraceGraph_ELBO):
-        guide = poutine.infer_config(guide, lambda site: {**site["infer"], "baseline": AVERAGE})
-    svi = SVI(module.model, guide, Adam({"lr": rate}), elbo)
-    generator, used, making, steps = torch.Generator().manual_seed(seed), 0.0, 0.0, 0
+class Run:
+    """A training run, which takes turns with others; parameters and random numbers are its own.
 
-    def batch(rows: int) -> tuple[Tensor, ...]:
-        return (data[torch.randint(len(data), (rows,), generator=generator)],) if rows else ()
+    Args:
+        program: What is trained.
+        method: Name of the method.
+        elbo: Its ELBO.
+        rate: Learning rate of Adam.
+        seed: Seed of weights, batches and draws.
+    """
 
-    def loss(number: int) -> float:
-        state = torch.get_rng_state()
-        with torch.no_grad():
-            args = (data,) if program.rows else ()
-            losses = [Trace_ELBO().loss(module.model, module.guide, *args) for _ in range(number)]
-        torch.set_rng_state(state)
-        return statistics.fmean(losses) / (len(data) if program.rows else 1)
+    def __init__(self, program: Program, method: str, elbo: ELBO, rate: float, seed: int) -> None:
+        self.program, self.method, self.elbo, self.rate = program, method, elbo, rate
+        self.used, self.making, self.steps = 0.0, 0.0, 0
+        self.losses: dict[float, float] = {}
+        self.generator = torch.Generator().manual_seed(seed)
+        with pyro.get_param_store().scope() as self.state:
+            pyro.set_rng_seed(seed)
+            self.module = program.make()
+            guide = self.module.guide
+            if isinstance(elbo, TraceGraph_ELBO):
+                guide = poutine.infer_config(guide, lambda site: {**site["infer"], "baseline": AVERAGE})
+            self.svi = SVI(self.module.model, guide, Adam({"lr": rate}), elbo)
+            self.draws = torch.get_rng_state()
 
-    found = []
-    for mark in marks:
-        while used < mark:
-            args = batch(program.rows)
-            start, begun = time.process_time(), time.perf_counter()
-            svi.step(*args)
-            taken, steps = time.process_time() - start, steps + 1
-            if taken > MAKING and getattr(elbo, "compiled", None) is not None:
-                making += time.perf_counter() - begun
-            else:
-                used += taken
+    def train(self, until: float, data: Tensor) -> None:
+        """Trains until so many seconds of CPU time are spent in all."""
+        with pyro.get_param_store().scope(self.state) as self.state:
+            torch.set_rng_state(self.draws)
+            while self.used < until:
+                self.step(data)
+            self.draws = torch.get_rng_state()
+
+    def step(self, data: Tensor) -> None:
+        """One step; the making of a compiled one is told apart, by the clock."""
+        rows = self.program.rows
+        args = (data[torch.randint(len(data), (rows,), generator=self.generator)],) if rows else ()
+        start, begun = time.process_time(), time.perf_counter()
+        self.svi.step(*args)
+        taken, self.steps = time.process_time() - start, self.steps + 1
+        if taken > MAKING and getattr(self.elbo, "compiled", None) is not None:
+            self.making += time.perf_counter() - begun
+        else:
+            self.used += taken
+
+    def measure(self, mark: float, data: Tensor) -> None:
+        """Notes the loss, more exactly at the end."""
+        program = self.program
         few, many = (2, 5) if program.rows else (200, 1000) if program.steered else (100, 500)
-        found.append(loss(many if len(marks) == 1 or mark == marks[MARKS.index(1.0)] else few))
-    return found, 1e3 * used / steps, making
+        args = (data,) if program.rows else ()
+        with pyro.get_param_store().scope(self.state) as self.state, torch.no_grad():
+            number = many if mark == 1.0 else few
+            losses = [Trace_ELBO().loss(self.module.model, self.module.guide, *args) for _ in range(number)]
+        self.losses[mark] = statistics.fmean(losses) / (len(data) if program.rows else 1)
+
+
+def turns(runs: Sequence[Run], seconds: float, data: Tensor) -> dict[Run, Exception]:
+    """Lets runs take turns, in changing order; those that fail drop out."""
+    shuffle, failed = random.Random(0), dict[Run, Exception]()
+    for mark in MARKS:
+        for run in shuffle.sample(runs, len(runs)):
+            if run in failed or (mark > 1.0 and run.method != "fixed"):
+                continue
+            try:
+                run.train(seconds * mark, data)
+                if mark == 1.0 or run.method == "fixed":
+                    run.measure(mark, data)
+            except (BPQError, RuntimeError, ValueError) as error:
+                if run.method not in BY_NAME:
+                    raise
+                # A pinned candidate may not serve a program.
+                failed[run] = error
+    return failed
 
 
 def race(
     program: Program, options: argparse.Namespace, data: Tensor, known: Mapping[tuple[str, str], float]
 ) -> list[Row]:
     """The rows of a program; ``known`` are learning rates by program and method."""
-    found: list[Row] = []
-    for name, make in methods(program, options.all, options.methods, options.compile).items():
-        parts = MARKS if name == "fixed" else (1.0,)
-        marks, end = [options.seconds * part for part in parts], parts.index(1.0)
-        rates = RATES[bool(program.rows)]
-        rates = (known[program.name, name],) if (program.name, name) in known else rates
-        try:
-            first = {rate: train(program, make(), data, rate, marks, 0) for rate in rates}
-            rate = min(first, key=lambda one: first[one][0][end])
-            others = [train(program, make(), data, rate, marks, seed) for seed in range(1, options.seeds)]
-        except (BPQError, RuntimeError, ValueError) as error:
-            if name not in BY_NAME:
-                raise
-            # A pinned candidate may not serve a program.
-            print(f"{program.name}, {name}: {error}", flush=True)
-            continue
-        curves = [curve for curve, _, _ in (first[rate], *others)]
-        losses = [curve[end] for curve in curves]
-        error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else float("nan")
-        found.append(
-            {
-                "program": program.name,
-                "method": name,
-                "loss": statistics.fmean(losses),
-                "two standard errors": 2.0 * error,
-                "learning rate": rate,
-                "ms a step": statistics.fmean(ms for _, ms, _ in (first[rate], *others)),
-                **({"seconds to make": first[rate][2]} if options.compile else {}),
-                "seconds": options.seconds,
-                "seeds": options.seeds,
-                "curve": " ".join(f"{statistics.fmean(at):.6g}" for at in zip(*curves, strict=True)),
-            }
-        )
-        print(table(found[-1:]), flush=True)
+    rivals = methods(program, options.all, options.methods, options.compile)
+    runs: dict[str, list[Run]] = {}
+    for seed in range(options.seeds):
+        lanes = []
+        for name, make in rivals.items():
+            rates = (known[program.name, name],) if (program.name, name) in known else RATES[bool(program.rows)]
+            rates = (runs[name][0].rate,) if name in runs else rates
+            lanes += [Run(program, name, make(), rate, seed) for rate in rates]
+        failed = turns(lanes, options.seconds, data)
+        for run, error in failed.items():
+            print(f"{program.name}, {run.method}: {error}", flush=True)
+        rivals = {name: make for name, make in rivals.items() if name not in {run.method for run in failed}}
+        for name in rivals:
+            mine = [run for run in lanes if run.method == name]
+            runs.setdefault(name, []).append(min(mine, key=lambda run: run.losses[1.0]))
+    found = [row_of(program, runs[name], options) for name in rivals]
+    print(table(found), flush=True)
     return found
+
+
+def row_of(program: Program, runs: Sequence[Run], options: argparse.Namespace) -> Row:
+    """The row of a method, from its runs."""
+    losses = [run.losses[1.0] for run in runs]
+    error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else math.nan
+    return {
+        "program": program.name,
+        "method": runs[0].method,
+        "loss": statistics.fmean(losses),
+        "two standard errors": 2.0 * error,
+        "learning rate": runs[0].rate,
+        "ms a step": statistics.fmean(1e3 * run.used / run.steps for run in runs),
+        **({"seconds to make": runs[0].making} if options.compile else {}),
+        "seconds": options.seconds,
+        "seeds": len(runs),
+        "curve": " ".join(f"{statistics.fmean(run.losses[at] for run in runs):.6g}" for at in runs[0].losses),
+    }
 
 
 def main() -> None:
@@ -194,7 +231,7 @@ def main() -> None:
     earlier = [] if options.rates is None else read_csv(options.rates)
     known = {(row["program"], row["method"]): row["learning rate"] for row in earlier}
     # The first step in a process makes torch and Pyro ready.
-    train(chosen[0], Trace_ELBO(), data, 1e-3, (1e-3,), 0)
+    Run(chosen[0], "", Trace_ELBO(), 1e-3, 0).train(1e-3, data)
     for program in chosen:
         if all(row["program"] != program.name for row in rows):
             rows += race(program, options, data, known)
@@ -231,8 +268,8 @@ def write(output: Path, stem: str, rows: list[Row]) -> None:
         "is better. CPU seconds of a run, number of seeds and the learning rate, the best of three for the first "
         "seed, stand beside it. *fixed* and *auto* are `TraceBackpropQ_ELBO(choice=...)`; the others are candidates "
         "pinned from the first step, and Pyro's ELBOs. *time*: when the mean loss of *fixed* first reaches that at "
-        "which the method ends, over the method's time; *inf* if not in one and a half times that. One thread; other "
-        "programs ran on the machine meanwhile."
+        "which the method ends, over the method's time; *inf* if not in one and a half times that. One thread; where "
+        "the seeds are five, all runs of a seed took turns."
     )
     if stem == "choice_compiled":
         text += (
