@@ -255,7 +255,9 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     found = []
     for row in rows:
         curve = curves.get(row["program"], "")
-        ratio = time_to(curve, row["loss"]) if curve and row["method"] != "fixed" else ""
+        # As exact as the curve is written.
+        loss = float(f"{row['loss']:.6g}")
+        ratio = time_to(curve, loss) if curve and row["method"] != "fixed" else ""
         found.append({**{k: v for k, v in row.items() if k != "curve"}, "time": ratio})
     return found
 
