@@ -17,7 +17,9 @@ def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
 
 def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Random signs, 1 or -1 with equal chances, on the CPU."""
-    return 2 * torch.randint(2, tuple(shape), generator=generator, device="cpu") - 1
+    # Uniform noise is what recorded steps know how to draw.
+    noise = torch.rand(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
+    return 2.0 * (noise < 0.5) - 1.0
 
 
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:
