@@ -205,6 +205,7 @@ def row_of(program: Program, runs: Sequence[Run], options: argparse.Namespace) -
         **({"seconds to make": runs[0].making} if options.compile else {}),
         "seconds": options.seconds,
         "seeds": len(runs),
+        "in turns": "yes",
         "curve": " ".join(f"{statistics.fmean(run.losses[at] for run in runs):.6g}" for at in runs[0].losses),
     }
 
@@ -270,8 +271,8 @@ def write(output: Path, stem: str, rows: list[Row]) -> None:
         "is better. CPU seconds of a run, number of seeds and the learning rate, the best of three for the first "
         "seed, stand beside it. *fixed* and *auto* are `TraceBackpropQ_ELBO(choice=...)`; the others are candidates "
         "pinned from the first step, and Pyro's ELBOs. *time*: when the mean loss of *fixed* first reaches that at "
-        "which the method ends, over the method's time; *inf* if not in one and a half times that. One thread; where "
-        "the seeds are five, all runs of a seed took turns."
+        "which the method ends, over the method's time; *inf* if not in one and a half times that. *in turns*: "
+        "whether the runs of a seed took turns; in older rows each method ran in a block. One thread."
     )
     if stem == "choice_compiled":
         text += (

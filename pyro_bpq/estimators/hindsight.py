@@ -70,7 +70,7 @@ class HeldCosts(NamedTuple):
     @property
     def has_bits(self) -> bool:
         """Whether the changes are those of the other value of a bit."""
-        return self.changes.law.dim() == self.value.dim()
+        return self.sign is not None
 
 
 @dataclass(frozen=True)

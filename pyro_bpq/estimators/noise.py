@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -15,11 +13,11 @@ def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
     return noise.clamp(tiny, 1.0 - tiny).to(like.device, like.dtype)
 
 
-def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Random signs, 1 or -1 with equal chances, on the CPU."""
+def signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random signs, 1 or -1 with equal chances, of the shape, dtype and device of ``like``."""
     # Uniform noise is what recorded steps know how to draw.
-    noise = torch.rand(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
-    return 2.0 * (noise < 0.5) - 1.0
+    noise = torch.rand(like.shape, generator=generator, dtype=torch.float64, device="cpu")
+    return (2.0 * (noise < 0.5) - 1.0).to(like.device, like.dtype)
 
 
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:

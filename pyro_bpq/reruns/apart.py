@@ -23,7 +23,7 @@ from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, samples
 
 # Smallest number of particles that are run alone, in the first comparison and in later ones.
-FIRST, LATER = 16, 2
+FIRST, LATER = 16, 4
 # The same from so many sites on: a run takes long, so that each shows more.
 LONG, FIRST_OF_LONG, LATER_OF_LONG = 100, 4, 1
 

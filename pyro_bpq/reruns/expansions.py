@@ -90,7 +90,7 @@ def _signs(slopes: Sequence[Tensor], generator: torch.Generator | None) -> list[
     """Random signs for each slope, the same for all of its rows."""
     assert generator is not None
     sizes = [slope.shape[-1] if slope.dim() else 1 for slope in slopes]
-    parts = signs((sum(sizes),), generator).to(slopes[0]).split(sizes)
+    parts = signs(slopes[0].new_empty(sum(sizes)), generator).split(sizes)
     return [part.reshape(slope.shape[-1:]).to(slope.dtype) for part, slope in zip(parts, slopes, strict=True)]
 
 

@@ -34,8 +34,8 @@ LOG = logging.getLogger("pyro_bpq")
 MOST_SINGLES = 16
 # Largest number of cost elements in hidden rows that run at once.
 MOST_ELEMENTS = 1 << 21
-# Number of rows at which ways are compared, the same in later checks, and number of these that single runs check.
-PROBES, LATER_PROBES, REFEREES = 8, 4, 2
+# Number of rows at which ways are compared, and number of these rows that single runs check.
+PROBES, REFEREES = 8, 2
 # A way is compared with the others again after 1, 2, 4, ... uses, and then every ``LONGEST`` uses.
 LONGEST = 128
 _CAPACITY = 256
@@ -164,9 +164,9 @@ class RowRuns:
     """Chooses the way in which the rows of a program run, for each structure of the program.
 
     Rows are broadcast if the program was proved to keep them apart. The proof draws the values of all sites evenly. All
-    rows must cost the same as in hidden runs, and some rows the same as in single runs. After 1, 2, 4, ... uses and
-    then every 128, fewer rows are compared with single runs again; if they differ, all is proved anew. Otherwise rows
-    are hidden. If the program cannot run hidden rows, a few rows run singly.
+    rows must cost the same as in hidden runs, and some rows the same as in single runs. The proof is repeated after 1,
+    2, 4, ... uses and then every 128. Otherwise rows are hidden. If the program cannot run hidden rows, a few rows run
+    singly.
 
     Attributes:
         said: What was found last; empty before.
@@ -237,8 +237,7 @@ class RowRuns:
         way, uses = self._ways.get(key, (None, 0))
         wanted = Rows(fixed, rows, _event_ndims(sites))
         is_proved = False
-        is_due_again = way is Way.BROADCAST and learning and is_due(uses)
-        if way is None or (is_due_again and not _still_broadcasts(program, sites, wanted, uses)):
+        if way is None or (way is Way.BROADCAST and learning and is_due(uses)):
             is_proved, way = True, _prove(program, sites, wanted, uses)
         found = _as_sampled(way, program, wanted, sampled)
         if found is None and not is_proved:
@@ -275,41 +274,17 @@ def _as_sampled(way: Way, program: RowProgram, rows: Rows, sampled: Mapping[str,
 def _prove(program: RowProgram, sites: Mapping[str, Any], rows: Rows, seed: int) -> Way:
     """Finds the fastest way that gives the costs of single runs."""
     generator = probe_generator(seed)
-    drawn = _probes(sites, rows, PROBES, generator)
+    drawn = {name: probe(fn, value, PROBES, generator) for name, (fn, value) in sites.items()}
+    rest = {name: value for name, value in rows.fixed.items() if name not in drawn}
     # The program may fail at some values. The rows themselves then serve for the comparison.
-    for compared, is_strict in ((drawn, True), (rows, False)):
+    for compared, is_strict in ((replace(rows, fixed=rest, varied=drawn), True), (rows, False)):
         program = replace(program, is_strict=is_strict)
-        picked, truth = _truth(program, compared, generator)
+        picked = torch.randperm(compared.number, generator=generator)[:REFEREES]
+        some = {name: value[picked.to(value.device)] for name, value in compared.varied.items()}
+        truth = program.run(Way.SINGLE, replace(compared, varied=some))
         if truth is not None:
-            return _fastest(program, compared, picked, truth)
+            return _fastest(program, compared, picked, list(truth.values()))
     return Way.NONE
-
-
-def _still_broadcasts(program: RowProgram, sites: Mapping[str, Any], rows: Rows, seed: int) -> bool:
-    """Whether some rows of a broadcast still cost the same as single runs."""
-    generator = probe_generator(seed)
-    drawn, program = _probes(sites, rows, LATER_PROBES, generator), replace(program, is_strict=True)
-    picked, truth = _truth(program, drawn, generator)
-    spread = None if truth is None else program.run(Way.BROADCAST, drawn)
-    return spread is not None and truth is not None and agree(_rows_of(spread, picked), truth)
-
-
-def _probes(sites: Mapping[str, Any], rows: Rows, number: int, generator: torch.Generator) -> Rows:
-    """Rows in which the values of all sites are drawn."""
-    drawn = {name: probe(fn, value, number, generator) for name, (fn, value) in sites.items()}
-    return replace(rows, fixed={n: value for n, value in rows.fixed.items() if n not in drawn}, varied=drawn)
-
-
-def _truth(program: RowProgram, rows: Rows, generator: torch.Generator) -> tuple[Tensor, list[Tensor] | None]:
-    """The numbers of some rows, and their costs in single runs; ``None`` if these fail."""
-    picked = torch.randperm(rows.number, generator=generator)[:REFEREES]
-    some = {name: value[picked.to(value.device)] for name, value in rows.varied.items()}
-    found = program.run(Way.SINGLE, replace(rows, varied=some))
-    return picked, None if found is None else list(found.values())
-
-
-def _rows_of(costs: Mapping[str, Tensor], picked: Tensor) -> list[Tensor]:
-    return [cost[picked.to(cost.device)] for cost in costs.values()]
 
 
 def _fastest(program: RowProgram, rows: Rows, picked: Tensor, truth: Sequence[Tensor]) -> Way:
@@ -318,10 +293,10 @@ def _fastest(program: RowProgram, rows: Rows, picked: Tensor, truth: Sequence[Te
     Single runs check the picked rows. Hidden rows, or else single runs, check all rows of a broadcast.
     """
     hidden = program.run(Way.HIDDEN, rows)
-    if hidden is not None and not agree(_rows_of(hidden, picked), truth):
+    if hidden is not None and not agree([cost[picked.to(cost.device)] for cost in hidden.values()], truth):
         hidden = None
     spread = program.run(Way.BROADCAST, rows)
-    if spread is not None and agree(_rows_of(spread, picked), truth):
+    if spread is not None and agree([cost[picked.to(cost.device)] for cost in spread.values()], truth):
         expected = program.run(Way.SINGLE, rows) if hidden is None else hidden
         if expected is not None and agree(list(spread.values()), list(expected.values())):
             return Way.BROADCAST

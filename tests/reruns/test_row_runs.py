@@ -299,6 +299,23 @@ def test_a_program_that_starts_to_mix_is_proved_anew() -> None:
         mixes[0] = use >= 4
 
 
+def test_mixing_that_the_sampled_row_does_not_tell_is_found_where_a_look_is_due() -> None:
+    mixes = [False]
+
+    def model() -> None:
+        z = coins()
+        # The first row reads itself.
+        observed(z.sum(-1) + (z.reshape(-1, 3)[0, 1] - z[..., 1] if mixes[0] else 0.0))
+
+    program, sites, sampled = program_of(model)
+    runs = RowRuns()
+    for use in range(9):
+        mixes[0] = use >= 5
+        found = runs.run("key", program, sites, {}, {"z": ROWS}, sampled, True)
+        assert runs.way("key") is (Way.HIDDEN if is_due(use) and mixes[0] else Way.BROADCAST)
+    torch.testing.assert_close(found, program.run(Way.SINGLE, AT))
+
+
 def test_what_is_due() -> None:
     assert [n for n in range(300) if is_due(n)] == [0, 1, 2, 4, 8, 16, 32, 64, LONGEST, 2 * LONGEST]
 
