@@ -22,8 +22,12 @@ from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.critic_loss import critic_loss
+from pyro_bpq.step.recent_costs import RecentCosts
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Learning, Step
+
+# What a step adds to recent costs.
+Seen = tuple[tuple[str, ...], float] | None
 
 
 class CriticTrainer:
@@ -38,6 +42,7 @@ class CriticTrainer:
         num_steps: Number of steps that were learned from.
         keeps_staged: Whether something learns later from what a step worked on.
         staged: What the last step worked on, where it is kept.
+        recent: Recent costs of the sites of steered programs.
         waiting: What the last step taught.
         late: Of what was loaded the part for blocks that are yet to be built.
     """
@@ -51,7 +56,8 @@ class CriticTrainer:
         self.replayer = None if learner is None or replay is None else Replayer(learner, replay, seed)
         self.num_steps, self.staged = 0, Transient()
         self.keeps_staged = self.replayer is not None or (learner is not None and learner.steps > 1)
-        self.waiting: tuple[list[Write], dict[str, Tensor]] | None = None
+        self.recent = RecentCosts(kept)
+        self.waiting: tuple[list[Write], dict[str, Tensor], Seen] | None = None
         self.late: tuple[list[Write], dict[str, Tensor]] = ([], {})
         # Blocks that have changed since the last point to go back to, as they were then; ``None`` where there is none.
         self._changed: dict[str, Any] | None = None
@@ -106,7 +112,7 @@ class CriticTrainer:
             surrogate = surrogate + result.critic_loss
         elif result.critic_loss is not None:
             gradients = self._gradients(result.critic_loss)
-        self.waiting = (result.writes, gradients)
+        self.waiting = (result.writes, gradients, result.seen)
         return surrogate
 
     def learn(self, owner: Owner) -> None:
@@ -120,8 +126,10 @@ class CriticTrainer:
 
     def _apply_waiting(self, owner: Owner) -> None:
         assert self.waiting is not None
-        (writes, gradients), self.waiting = self.waiting, None
+        (writes, gradients, seen), self.waiting = self.waiting, None
         self.num_steps += 1
+        if seen is not None:
+            self.recent.add(*seen)
         self._keep_changed(write[0] for write in writes)
         self.critics.commit(writes)
         if self.optimizer is not None:
@@ -258,6 +266,7 @@ class CriticTrainer:
             "optimizer": {} if self.optimizer is None else self.optimizer.state_dict(),
             "waiting": self.waiting,
             "late": self.late,
+            "recent": self.recent.state_dict(),
             "replay": None if self.replayer is None else self.replayer.state_dict(),
         }
 
@@ -265,6 +274,7 @@ class CriticTrainer:
         """Inverse of :meth:`state_dict`."""
         self.num_steps = state["num_steps"]
         self.waiting, self.late = copy.deepcopy((state["waiting"], state["late"]))
+        self.recent.load_state_dict(state["recent"])
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         if self.replayer is not None and state["replay"] is not None:

@@ -24,6 +24,7 @@ class Observation:
     runs: tuple[TracedRun, ...]  # one for each particle, or a single one of all; none in program order
     items: tuple[Staged, ...] = ()  # one for all particles; or one for each, where sampled values steer the program
     ordered: tuple[RunInOrder, ...] = ()  # in place of items, what each run tells in program order
+    is_lone: bool = False  # whether a single run in program order has baselines of recent costs
     summed: ExactSum | None = None  # in place of items, the loss summed over all values
 
     @property

@@ -25,7 +25,7 @@ from pyro_bpq.plan.planner import Planner
 from pyro_bpq.reruns.redraw import isolated
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.exact_sum import sum_step
-from pyro_bpq.step.program_order import order_step
+from pyro_bpq.step.program_order import lone_step, order_step
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.surrogate import step
 from pyro_bpq.step.values import Step
@@ -55,6 +55,8 @@ class PlannedObjective(Objective):
         learning, learns = self.learning(mode), mode is not None and mode.learning
         if seen.summed is not None:
             return sum_step(seen.summed, learns)
+        if seen.is_lone:
+            return lone_step(seen.ordered[0], self.trainer.recent, learning, learns)
         if seen.ordered:
             return order_step(seen.ordered, loss, self.critics, learning, learns)
         return step([item.signals for item in seen.items], loss, self.critics, learning, learns)

@@ -278,7 +278,8 @@ class StepRunner(Runner):
         runs = [run_in_order(*program, options) for _ in range(particles.number)]
         if mode.learning:
             self.structure.settle_order(all(isinstance(run, PlainRun) or planner.fits_order(run) for run in runs))
-        return Observation((), (), tuple(served_alike(run, plain_score(particles.number)) for run in runs))
+        ordered = tuple(served_alike(run, plain_score(particles.number)) for run in runs)
+        return Observation((), (), ordered, is_lone=len(runs) == 1)
 
     def _ordered(self, runs: Sequence[TracedRun]) -> tuple[RunInOrder, ...] | None:
         """What runs of a steered program tell in program order; ``None`` where more is asked for."""

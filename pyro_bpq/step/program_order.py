@@ -22,6 +22,7 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.block import Write
 from pyro_bpq.estimators.base import Estimator, SiteContext, initial_statistics
 from pyro_bpq.step.estimate import may_learn, statistics_of, term_of
+from pyro_bpq.step.recent_costs import RecentCosts
 from pyro_bpq.step.values import Learning, Step
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 
@@ -60,6 +61,28 @@ def served_alike(run: PlainRun | TracedRun, estimator: Estimator) -> RunInOrder:
         return RunInOrder(dict.fromkeys(run.names, estimator), run.scores, run.loss, run.differentiable)
     scored = (name for name, record in run.run.sites.items() if record.score is not None)
     return in_order(run, dict.fromkeys(scored, estimator))
+
+
+def lone_step(run: RunInOrder, recent: RecentCosts, learning: Learning, is_learning: bool) -> Step:
+    """A step of one particle whose sites all have the baseline of their recent costs.
+
+    Args:
+        run: The run.
+        recent: These costs.
+        learning: Whether several processes learn together, and other things that serve no site here.
+        is_learning: Whether something is learned, unless the loss is not finite.
+
+    Returns:
+        The step.
+    """
+    names, loss = tuple(run.estimators), run.loss
+    build = is_learning and may_learn(loss, learning)
+    baselines = torch.tensor(recent.baselines(names), dtype=loss.dtype, device=loss.device)
+    term = (loss - baselines) * run.scores
+    told = zip(run.estimators.items(), baselines, strict=True)
+    info = {name: {"estimator": own, "baseline": b, "cost_to_go": loss} for (name, own), b in told} if build else {}
+    seen = (names, loss.item()) if build else None
+    return Step(loss, term.sum(), None, [], info, ((names, term),), build, run.differentiable, seen=seen)
 
 
 def order_step(

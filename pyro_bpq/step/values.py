@@ -44,3 +44,5 @@ class Step:
     paths: Tensor = field(default_factory=lambda: torch.zeros(()))
     # Sampled values that are leaves of the costs; nobody needs the gradient of the loss in them
     leaves: tuple[Tensor, ...] = ()
+    # Sites whose recent costs are known as numbers, and the cost that the step adds to all of them, in nats
+    seen: tuple[tuple[str, ...], float] | None = None

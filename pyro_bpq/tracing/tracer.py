@@ -20,6 +20,7 @@ from torch.distributions import Distribution, Transform
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
+from pyro_bpq.tracing.bit_checks import score_bits_unchecked
 from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.cost_statement import cost_options
 from pyro_bpq.tracing.ledger import Ledger
@@ -149,7 +150,12 @@ def importance_traces(
 def _score(trace: Trace, compute: Callable[[Trace], None], is_guide: bool, ledger: Ledger | None) -> Heard:
     """Computes the log-probabilities of a trace; with a ledger, site by site, to record the reads of each."""
     if ledger is None:
-        compute(trace)
+        checked = score_bits_unchecked(trace)
+        try:
+            compute(trace)
+        finally:
+            for name, fn in checked.items():
+                trace.nodes[name]["fn"] = fn
         return {}
     heard = {}
     for name, site in samples(trace).items():
