@@ -31,7 +31,7 @@ from torch import Tensor
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.choice.candidates import FIXED
 from pyro_bpq.choice.criterion import better_than, normalised, products
-from pyro_bpq.choice.measured import HOPELESS, ROUNDS, STEP
+from pyro_bpq.choice.measured import HOPELESS, ROUNDS
 from pyro_bpq.tracing.work import WorkMode
 
 LOOKS, TEACHING, COUNTED = 60, 40, 9
@@ -62,7 +62,7 @@ class Gradients:
         """Counts the work of a step."""
         with WorkMode() as mode:
             self.draw(args, False)
-        self.counted.append(mode.total.seconds() + STEP)
+        self.counted.append(mode.total.step_seconds())
 
 
 def look(found: dict[str, Gradients], seconds: dict[str, float], draws: random.Random) -> str:

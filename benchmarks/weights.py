@@ -6,20 +6,37 @@ prints the machine and the number of threads. The weights in the library were fi
 to the CPU times of steps of candidates on seven programs of ``programs.py``, one thread of an Intel Xeon that others
 used meanwhile. Its byte is dearer than what this shows, as elementwise operators do more than copy.
 
-    python benchmarks/weights.py
+``--compiled`` fits the weights of compiled steps, by least squares of relative errors: to the times in
+``choice_compiled.csv`` of the rules and of candidates, from what the same steps call when they run eagerly. The seconds
+of an operator's compilation are those of all operators that were compiled, caches of the compiler warm or not.
+
+    python benchmarks/weights.py [--compiled]
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
 
+import numpy as np
+import pyro
 import torch
-from common import machine
+from choice import digits
+from common import RESULTS, machine, read_csv
 from overhead import chain
+from programs import PROGRAMS
 from pyro.infer import Trace_ELBO
+from torch import Tensor
 
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.choice.candidates import BY_NAME, FIXED
 from pyro_bpq.tracing.work import Work, WorkMode
+
+# Eager steps before some are counted, and how many are.
+SETTLING, COUNTED = 10, 6
 
 
 def measured(function: Callable[[], object], rounds: int = 30) -> tuple[float, Work]:
@@ -34,8 +51,57 @@ def measured(function: Callable[[], object], rounds: int = 30) -> tuple[float, W
     return min(times), mode.total
 
 
+def counted(name: str, method: str, data: Tensor) -> Work:
+    """Least work of an eager step of a candidate on a program."""
+    program = next(one for one in PROGRAMS if one.name == name)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    module, elbo = program.make(), TraceBackpropQ_ELBO(choice=BY_NAME.get(method, FIXED))
+    found = []
+    for _ in range(SETTLING + COUNTED):
+        args = (data[torch.randint(len(data), (program.rows,))],) if program.rows else ()
+        module.zero_grad()
+        with WorkMode() as mode:
+            elbo.loss_and_grads(module.model, module.guide, *args)
+        found.append(mode.total)
+    return min(found[SETTLING:], key=lambda work: work.operators)
+
+
+def fitted(work: Sequence[Work], seconds: Sequence[float]) -> dict[str, float]:
+    """Weights, none of them negative, with the least relative errors; and these errors."""
+    names = ("operator", "flop", "convolved", "byte", "step")
+    times = np.array(seconds)
+    table = np.array([(*astuple(one), 1.0) for one in work]) / times[:, None]
+    tried = [list(some) for size in range(1, 6) for some in itertools.combinations(range(5), size)]
+    fits = [(some, np.linalg.lstsq(table[:, some], np.ones(len(times)), rcond=None)[0]) for some in tried]
+    errors = {
+        i: np.mean((table[:, some] @ found - 1.0) ** 2) for i, (some, found) in enumerate(fits) if min(found) >= 0
+    }
+    best = min(errors, key=errors.__getitem__)
+    some, found = fits[best]
+    weights = dict.fromkeys(names, 0.0) | {names[i]: float(weight) for i, weight in zip(some, found, strict=True)}
+    return weights | {"relative error": float(errors[best] ** 0.5)}
+
+
+def compiled() -> None:
+    """Prints the weights of compiled steps."""
+    data = digits()
+    rows = [row for row in read_csv(RESULTS / "choice_compiled.csv") if row["method"] in ("fixed", *BY_NAME)]
+    work = [counted(str(row["program"]), str(row["method"]), data) for row in rows]
+    for name, weight in fitted(work, [1e-3 * float(row["ms a step"]) for row in rows]).items():
+        print(f"{name}: {weight:.2g}")
+    making = sum(float(row["seconds to make"]) for row in rows) / sum(one.operators for one in work)
+    print(f"making: {making:.2g} s for an operator")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compiled", action="store_true", help="the weights of compiled steps")
     torch.set_num_threads(1)
+    if parser.parse_args().compiled:
+        compiled()
+        print(machine())
+        return
     left, images, large = torch.randn(600, 600), torch.randn(1000, 32, 4, 4), torch.randn(2_000_000)
     layer = torch.nn.ConvTranspose2d(32, 32, 4, 2, 1)
     model, guide = chain(20, True)

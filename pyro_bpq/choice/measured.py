@@ -17,7 +17,7 @@ from pyro_bpq.choice.candidates import BY_NAME, FIXED, Candidate, ProgramFacts, 
 from pyro_bpq.choice.criterion import better_than, median_of_means, normalised, products
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.tracing.sandbox import Sandbox
-from pyro_bpq.tracing.work import STEP, Work, WorkMode
+from pyro_bpq.tracing.work import EAGER, Weights, Work, WorkMode
 
 _WARM_UP, _FIRST_STEP, _SHARE = 1, 20, 0.05
 # Numbers of rounds after which candidates are compared; where it stays in doubt, the present choice goes on.
@@ -43,14 +43,20 @@ class Trial(Protocol):
 class Measurement:
     """What is known of a candidate."""
 
-    taken: list[float] = field(default_factory=list)  # counted seconds of each step
+    taken: list[Work] = field(default_factory=list)  # counted work of each step
     tries: int = 0  # number of trials
     # Squared norms of the gradient of each tensor, by trial, without the first ones.
     squares: list[list[float]] = field(default_factory=list)
 
-    def seconds(self, is_steered: bool) -> float:
+    def seconds(self, is_steered: bool, weights: Weights) -> float:
         """Counted seconds of a step: the least, since steps that find things out take longer."""
-        return median(self.taken[_WARM_UP:] or self.taken) if is_steered else min(self.taken)
+        found = [work.step_seconds(weights) for work in self.taken]
+        return median(found[_WARM_UP:] or found) if is_steered else min(found)
+
+    @property
+    def making(self) -> int:
+        """Number of operators that a compiled step would be made of."""
+        return min(work.operators for work in self.taken)
 
     @property
     def is_warm(self) -> bool:
@@ -63,7 +69,9 @@ class MeasuredChoice:
 
     A trial takes a step of the candidate on the arguments of the present step and asks for its gradients alone: nothing
     is added to ``.grad``, parameters stay as they are, generators and buffers of modules are put back. Time is counted
-    and not read from a clock, so the same seed chooses the same. Trials take at most 5 % of the time so far.
+    and not read from a clock, so the same seed chooses the same. Trials take at most 5 % of the time so far. They run
+    eagerly also where training steps are compiled; a change then has to win back its compilation in as many steps as
+    were taken so far.
 
     Args:
         make: Makes an objective for a candidate.
@@ -80,6 +88,7 @@ class MeasuredChoice:
         hopeless: What is left out of the further rounds of this look, by name.
         report: What the last look found, a line for each candidate, by name.
         share: Largest share of the time so far that trials take.
+        weights: Seconds that the work of a training step takes: :data:`~pyro_bpq.tracing.work.EAGER` or ``COMPILED``.
     """
 
     def __init__(self, make: Callable[[Candidate], Trial], seed: int, pinned: Candidate | None) -> None:
@@ -92,7 +101,7 @@ class MeasuredChoice:
         self.known: dict[str, Measurement] = {}
         self.hopeless: set[str] = set()
         self.report: dict[str, str] = {}
-        self.share = _SHARE
+        self.share, self.weights = _SHARE, EAGER
         self._start, self._since, self._spent, self._tries = _FIRST_STEP, 0, 0.0, 0
         self._trials: dict[str, Trial] = {}
         self._is_steered = False
@@ -128,9 +137,10 @@ class MeasuredChoice:
             return False
         if not self._of(self.chosen).taken:
             return True
-        own = self._seconds(self.chosen.name)
+        own = self._seconds(self.chosen.name, EAGER)
         cost = sum(self._guess(candidate, own) for candidate in self._next())
-        return self._spent + cost <= self.share * own * (num_steps - self._since)
+        so_far = self._seconds(self.chosen.name, self.weights) * (num_steps - self._since)
+        return self._spent + cost <= self.share * so_far
 
     def counting(self, candidate: Candidate | None = None) -> WorkMode | contextlib.nullcontext[None]:
         """Counts the work of a step: that of the first trials of a candidate, for ``None`` the present one."""
@@ -144,7 +154,7 @@ class MeasuredChoice:
         if len(self._tried()) == 1:
             return None
         if work is not None:
-            self.known.setdefault(self.chosen.name, Measurement()).taken.append(work.seconds() + STEP)
+            self.known.setdefault(self.chosen.name, Measurement()).taken.append(work)
         for candidate in self._next():
             self._try(candidate, present, model, guide, args, kwargs)
         tried = self._tried()
@@ -152,11 +162,15 @@ class MeasuredChoice:
         if rounds not in ROUNDS:
             return None
         before, moments = self.chosen, self._moments(rounds)
-        seconds = {name: self._seconds(name) for name in moments}
+        seconds = {name: self._seconds(name, self.weights) for name in moments}
         self.report |= _lines(seconds, moments)
         best, found = better_than(seconds, moments, before.name), products(seconds, moments)
         limit = HOPELESS * min(found.values())
         self.hopeless |= {name for name, value in found.items() if value > limit and name != before.name}
+        saved = num_steps * seconds[before.name] * (1.0 - found[best] / found[before.name])
+        if best != before.name and saved < self.weights.making * self.known[best].making:
+            self.report[best] += ", would not win back its compilation"
+            best = before.name
         if best == before.name and rounds < ROUNDS[-1] and len(self._tried()) > 1:
             return None
         self.chosen = next(candidate for candidate in tried if candidate.name == best)
@@ -174,8 +188,8 @@ class MeasuredChoice:
     def _of(self, candidate: Candidate) -> Measurement:
         return self.known.get(candidate.name, Measurement())
 
-    def _seconds(self, name: str) -> float:
-        return self.known[name].seconds(self._is_steered)
+    def _seconds(self, name: str, weights: Weights) -> float:
+        return self.known[name].seconds(self._is_steered, weights)
 
     def _tried(self) -> list[Candidate]:
         """What is tried, the present choice first."""
@@ -193,7 +207,7 @@ class MeasuredChoice:
         known = self._of(candidate)
         # The first step also finds out in which way particles run.
         factor = _COUNTING if len(known.taken) < _COUNTED else 1.0
-        return factor * (self._seconds(candidate.name) if known.is_warm else _GUESS * own)
+        return factor * (self._seconds(candidate.name, EAGER) if known.is_warm else _GUESS * own)
 
     def _moments(self, rounds: int) -> dict[str, list[float]]:
         size = len(self._leaves)
@@ -230,13 +244,12 @@ class MeasuredChoice:
         for created in set(pyro.get_param_store().keys()) - store:
             del pyro.get_param_store()[created]
         if mode is None:
-            self._spent += self._seconds(name)
+            self._spent += self._seconds(name, EAGER)
         else:
-            seconds = mode.total.seconds() + STEP
-            self._spent += _COUNTING * seconds
-            if candidate != self.chosen:
-                # What the present choice takes, its learning included, is counted in steps of training.
-                own.taken.append(seconds)
+            self._spent += _COUNTING * mode.total.step_seconds()
+            if candidate != self.chosen or self.weights is not EAGER:
+                # What the present choice takes, its learning included, is counted in eager steps of training.
+                own.taken.append(mode.total)
         own.tries += 1
         if own.is_warm:
             own.squares.append(self._squares(leaves, gradients))

@@ -2,10 +2,11 @@ r"""``TraceBackpropQ_ELBO``."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pyro.util import warn_if_nan
@@ -15,7 +16,6 @@ from pyro_bpq.choice import Candidate, MeasuredChoice
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
-from pyro_bpq.errors import OptionError
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.graph.network import Reduction
 from pyro_bpq.graph.scg import Form
@@ -29,6 +29,10 @@ from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.values import Step
+from pyro_bpq.tracing.work import COMPILED, EAGER, Work
+
+if TYPE_CHECKING:
+    from pyro_bpq.compiled.updates import Updates
 
 
 class TraceBackpropQ_ELBO(PlannedObjective):
@@ -149,8 +153,6 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         choice: Literal["fixed", "auto"] | Candidate = "fixed",
     ) -> None:
         check_counts(num_particles, window)
-        if compile and choice != "fixed":
-            raise OptionError("choice measures eager steps: leave compile out, or write choice='fixed'.")
         planner = planner_of(
             *(estimator, critic, reduction, lam, gamma, learner, window),
             immediate=immediate,
@@ -225,15 +227,36 @@ class TraceBackpropQ_ELBO(PlannedObjective):
 
         With ``choice="auto"`` candidates may be tried afterwards.
         """
-        # What is exact needs no choice.
-        if self.particles.now.sums or not (self._is_learning and self.choice.is_due(self.num_steps)):
+        if not self._is_look_due():
             return super().loss_and_grads(model, guide, *args, **kwargs)
-        with self.choice.counting() as mode:
+        with self.choice.counting() if self.choice.weights is EAGER else contextlib.nullcontext() as mode:
             loss = super().loss_and_grads(model, guide, *args, **kwargs)
-        program, work = Program(model, guide, args, kwargs), None if mode is None else mode.total
+        self._look(Program(model, guide, args, kwargs), None if mode is None else mode.total)
+        return loss
+
+    def compiled_update(self, updates: Updates, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Takes a compiled step that ends with the update of an optimiser; see :class:`Objective`.
+
+        With ``choice="auto"`` candidates may be tried afterwards.
+        """
+        is_due = self._is_look_due()
+        loss = super().compiled_update(updates, model, guide, *args, **kwargs)
+        if is_due and loss is not None:
+            self._look(Program(model, guide, args, kwargs), None)
+        return loss
+
+    def _is_look_due(self) -> bool:
+        # What is exact needs no choice.
+        if self.particles.now.sums or not (self._is_learning and self.choice.is_measured):
+            return False
+        is_compiled = self.compiled is not None and bool(self.compiled.entries)
+        self.choice.weights = COMPILED if is_compiled else EAGER
+        return self.choice.is_due(self.num_steps)
+
+    def _look(self, program: Program, work: Work | None) -> None:
+        """Tries what is due after a step that took so much work, where that was counted."""
         has_ranks = self.trainer.ranks is not None
         self._rules.look(StillTrial(self), self.choice, work, program, self.num_steps, has_ranks)
-        return loss
 
     def _trial(self, candidate: Candidate) -> StillTrial:
         """An objective of its own for a candidate: it learns while it is tried."""

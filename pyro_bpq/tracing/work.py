@@ -1,7 +1,8 @@
 r"""What a computation costs, counted instead of timed: calls of operators, floating-point operations, bytes written.
 
-A count is the same in every run and on every machine; a clock is not. Weights turn counts into seconds. They are those
-of one CPU and one thread, see ``benchmarks/weights.py``; only ratios of such seconds are used.
+A count is the same in every run and on every machine; a clock is not. Weights turn counts into seconds, of steps that
+run eagerly or compiled. They are those of one CPU and one thread, see ``benchmarks/weights.py``; only ratios of such
+seconds are used.
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ from torch import Tensor
 
 from pyro_bpq.tracing.ledger import OperatorMode
 
-# Seconds of a step's Python that no operator is called for; fitted together with the weights.
-STEP = 1.5e-3
-
 
 @dataclass(frozen=True)
 class Weights:
@@ -29,6 +27,14 @@ class Weights:
     flop: float = 1.6e-11  # A floating-point operation of a matrix product or of attention
     convolved: float = 2.2e-11  # one of a convolution
     byte: float = 6.5e-10  # A byte of a result
+    step: float = 1.5e-3  # A step's Python that no operator is called for
+    making: float = 0.0  # What it takes to make a compiled step, for each operator
+
+
+EAGER = Weights()
+"""Seconds of steps that run eagerly."""
+COMPILED = Weights(operator=7.4e-8, flop=1.9e-11, convolved=2.3e-11, byte=1.3e-10, step=7.5e-4, making=8.5e-3)
+"""Seconds of compiled steps, from the work of the same steps when they run eagerly."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +61,14 @@ class Work:
         """The cost of so many computations, one after the other."""
         return Work(*(number * a for a in astuple(self)))
 
-    def seconds(self, weights: Weights = Weights()) -> float:
+    def seconds(self, weights: Weights = EAGER) -> float:
         """Estimated seconds."""
-        return sum(a * b for a, b in zip(astuple(self), astuple(weights), strict=True))
+        calls, products = weights.operator * self.operators, weights.flop * self.flops
+        return calls + products + weights.convolved * self.convolved + weights.byte * self.bytes
+
+    def step_seconds(self, weights: Weights = EAGER) -> float:
+        """Estimated seconds of a step that does this work."""
+        return self.seconds(weights) + weights.step
 
 
 class WorkMode(OperatorMode):

@@ -7,6 +7,7 @@ import functools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -16,11 +17,12 @@ import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
 
-from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import CompiledSVI, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.choice import FIXED, Candidate
 from pyro_bpq.choice.candidates import BY_NAME
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.testing import assert_unbiased
+from pyro_bpq.tracing.work import COMPILED, EAGER
 
 DEAR = Candidate("dear", ScoreFunction(), 16, critics=False, in_order=True)
 """Many particles without a baseline: it is not chosen for long."""
@@ -102,7 +104,7 @@ def test_a_pinned_candidate_is_unbiased(name: str) -> None:
 
 
 @functools.cache
-def chain() -> tuple[Any, Any]:
+def chain(seen: float = 1.0) -> tuple[Any, Any]:
     """Two coins, the second of which leans on the first, and a cost that reads both."""
 
     def coins(q: torch.Tensor) -> torch.Tensor:
@@ -111,7 +113,7 @@ def chain() -> tuple[Any, Any]:
 
     def model() -> None:
         pyro.sample(
-            "x", dist.Normal(coins(torch.zeros(2)) * pyro.param("w", torch.tensor(0.6)), 0.8), obs=torch.ones(())
+            "x", dist.Normal(coins(torch.zeros(2)) * pyro.param("w", torch.tensor(0.6)), 0.8), obs=torch.tensor(seen)
         )
 
     def guide() -> None:
@@ -200,3 +202,39 @@ def test_options_of_the_user_stay() -> None:
         TraceBackpropQ_ELBO(choice=Candidate("mine", in_order=True), num_particles=2)
     with pytest.raises(OptionError, match="choice='best' is unknown"):
         TraceBackpropQ_ELBO(choice="best")  # type: ignore[arg-type]
+
+
+NOISY = Candidate("noisy", ScoreFunction(), 1, critics=False)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("making", [0.0, COMPILED.making])
+def test_compiled_steps_are_measured_too(making: float, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyro_bpq.objectives.elbo.COMPILED", replace(COMPILED, making=making))
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(choice="auto", compile="eager")
+    elbo.choice.share, elbo.choice.candidates = 1e6, (FIXED, NOISY)
+    elbo.choice.chosen = NOISY
+    elbo._rules.apply(NOISY)
+    # The level of the costs is high.
+    svi = (CompiledSVI if is_whole else SVI)(*chain(6.0), SGD({"lr": 1e-4}), elbo)
+    for _ in range(40):
+        svi.step()
+    assert elbo.choice.weights.making == making and elbo.choice.dropped == {}
+    if making == 0.0:
+        assert elbo.choice.chosen == FIXED, str(elbo.choice)
+    else:
+        # Some hundred operators take more to compile than forty steps.
+        assert elbo.choice.chosen == NOISY
+        assert "would not win back its compilation" in str(elbo.choice)
+    # Steps were compiled before and after the change.
+    assert len(elbo.compiled.entries) == (2 if making == 0.0 else 1)
+    assert all(entry.steps > 5 for entry in elbo.compiled.entries)
+    assert_unbiased(elbo.eval(), *chain(6.0))
+
+
+def test_compiled_steps_of_steered_programs_count_as_eager() -> None:
+    with pytest.warns(BPQWarning, match="steps run eagerly"):
+        elbo, _ = trained(24, compile="eager")
+    assert elbo.choice.weights is EAGER and elbo.choice.known
