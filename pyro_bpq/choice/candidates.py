@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.estimators.baselines import LeaveOneOut
+from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough
 from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.estimators.score_function import CrossedLeaveOneOut, ScoreFunction
 
@@ -52,6 +54,9 @@ class ProgramFacts:
     num_sites: int = 0  # number of sites with a score
     many_components: int = 0  # number of those with many components
     num_particles: int = 1  # number of particles that the default runs
+    flips: bool = False  # whether the default runs the model at other values
+    is_alike: bool = False  # whether the default sums over the values of all sites
+    has_slopes: bool = False  # whether the default corrects slopes of the costs
 
 
 @functools.cache
@@ -61,18 +66,23 @@ def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]
     def several(text: str, number: int, **options: bool) -> Candidate:
         return Candidate(f"{text}, {number} particles", ScoreFunction(LeaveOneOut()), number, critics=False, **options)
 
-    four, eight = (several("leave-one-out", number, vectorized=True) for number in (4, 8))
+    two, four, eight = (several("leave-one-out", number, vectorized=True) for number in (2, 4, 8))
     # In one call they take little longer than one particle, where values are small.
     more = Candidate("the rules, 8 particles", None, 8, vectorized=True)
     crossed = Candidate("crossed costs, 8 particles", CrossedLeaveOneOut(), 8, vectorized=True, critics=False)
     # A step takes twice as long, so that it pays late, when noise is most of what is left.
     hindsight = Candidate("hindsight, 4 particles", Hindsight(crossed=True, draws=1), 4, vectorized=True, critics=False)
+    # Its extra run takes as long as more particles do.
+    no_run = Candidate("no extra run", AllAction(exact=False))
+    slopes = Candidate("corrected slopes, 2 particles", DebiasedStraightThrough(), 2, vectorized=True, critics=False)
     return (
         (lambda p: p.is_steered, (several("program order", 4, in_order=True),)),
-        (lambda p: not p.is_steered and p.num_particles > 1, (four,)),
+        (lambda p: not p.is_steered and p.num_particles > 1, (two, four)),
         (lambda p: not p.is_steered, (eight,)),
         (lambda p: not p.is_steered and p.num_particles == 1, (more,)),
         (lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
+        (lambda p: not p.is_steered and p.flips and p.is_alike, (no_run,)),
+        (lambda p: not p.is_steered and p.num_sites == p.many_components == 1 and not p.has_slopes, (slopes,)),
         (lambda p: not p.is_steered and p.num_sites > 1 and p.many_components > 1, (crossed, hindsight)),
     )
 

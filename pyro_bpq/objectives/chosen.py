@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_bpq.choice import MeasuredChoice
 from pyro_bpq.choice.candidates import FIXED, Candidate, ProgramFacts
 from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators import AllAction, DebiasedStraightThrough
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.rollout.runs import Program
@@ -88,6 +89,9 @@ class Rules:
             num_sites=len(specs),
             many_components=sum(size > 1 for size in sizes),
             num_particles=self.particles.now.number,
+            flips=last.plan.flips is not None,
+            is_alike=all(spec.estimator == AllAction() for spec in specs),
+            has_slopes=any(spec.estimator == DebiasedStraightThrough() for spec in specs),
         )
 
 

@@ -50,7 +50,13 @@ def test_candidates_follow_from_the_program() -> None:
     assert not any(candidate.in_order for candidate in plain)
     assert "the rules, 8 particles" in {candidate.name for candidate in plain}
     rows = candidates_for(ProgramFacts(num_sites=1, num_particles=2))
-    assert [candidate.num_particles for candidate in rows] == [None, 4, 8]
+    assert [candidate.num_particles for candidate in rows] == [None, 2, 4, 8]
+    single = {
+        one.name for one in candidates_for(ProgramFacts(num_sites=1, many_components=1, flips=True, is_alike=True))
+    }
+    assert {"no extra run", "corrected slopes, 2 particles"} <= single
+    sloped = candidates_for(ProgramFacts(num_sites=1, many_components=1, has_slopes=True, flips=True))
+    assert not {"no extra run", "corrected slopes, 2 particles"} & {one.name for one in sloped}
     assert {"no critics", "crossed costs, 8 particles", "hindsight, 4 particles"} <= {
         candidate.name for candidate in plain
     }

@@ -16,12 +16,14 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
+from steps import chosen_entries
 
 from pyro_bpq import CompiledSVI, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.choice import FIXED, Candidate
 from pyro_bpq.choice.candidates import BY_NAME
 from pyro_bpq.errors import BPQWarning, OptionError
-from pyro_bpq.testing import assert_unbiased
+from pyro_bpq.estimators import debiased_straight_through
+from pyro_bpq.testing import ChoiceNoise, assert_unbiased
 from pyro_bpq.tracing.work import COMPILED, EAGER
 
 DEAR = Candidate("dear", ScoreFunction(), 16, critics=False, in_order=True)
@@ -142,6 +144,52 @@ def test_a_change_of_choice_is_unbiased(before: str, after: str) -> None:
         for _ in range(4):
             svi.step()
     assert_unbiased(elbo.eval(), *chain())
+
+
+@functools.cache
+def bits() -> tuple[Any, Any]:
+    """A single site of three coins, and a cost that reads all of them."""
+
+    def coins(q: torch.Tensor) -> torch.Tensor:
+        return pyro.sample("z", dist.Bernoulli(logits=q).to_event(1))
+
+    def model() -> None:
+        w = pyro.param("w", torch.tensor([0.6, -0.4, 1.1], dtype=torch.float64))
+        mean = (coins(torch.zeros(3, dtype=torch.float64)) * w).sum(-1)
+        pyro.sample("x", dist.Normal(mean.square(), 0.8), obs=torch.tensor(1.0, dtype=torch.float64))
+
+    def guide() -> None:
+        coins(pyro.param("q", torch.tensor([0.3, -0.4, 0.2], dtype=torch.float64)))
+
+    return model, guide
+
+
+@pytest.mark.parametrize("name", ["no extra run", "corrected slopes, 2 particles", "leave-one-out, 2 particles"])
+def test_candidates_of_a_single_site_are_unbiased(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = ChoiceNoise()
+    monkeypatch.setattr(debiased_straight_through, "_draw", chosen_entries(noise))
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(choice="auto")
+    svi = SVI(*bits(), SGD({"lr": 1e-3}), elbo)
+    svi.step()
+    elbo._rules.apply(BY_NAME[name])
+    for _ in range(4):
+        svi.step()
+    assert elbo.info["z"]["estimator"] == BY_NAME[name].estimator
+    assert elbo.num_particles == (BY_NAME[name].num_particles or 1)
+    assert_unbiased(elbo.eval(), *bits(), noise=noise)
+
+
+def test_what_is_tried_follows_from_the_plan() -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(choice="auto")
+    svi = SVI(*bits(), SGD({"lr": 1e-3}), elbo)
+    for _ in range(22):
+        svi.step()
+    names = {candidate.name for candidate in elbo.choice.candidates}
+    assert {"no extra run", "corrected slopes, 2 particles"} <= names, str(elbo.plan)
 
 
 PROGRAM = """
