@@ -6,12 +6,17 @@ and critics and baselines are taught before. ``J`` is the median CPU time of a s
 gradients, and counted time. *regret*: mean over looks of the ``J`` of the pick over the best. Rows that the result file
 has are kept. The programs that ``programs.HELD_OUT`` names are left out unless asked for.
 
+Progress under Adam, with its momentum, is that of the race of ``choice.py``, whose losses at equal time stand in
+``choice.csv``: pairs of candidates whose ``J`` differ by a tenth or more are compared with it.
+
     python benchmarks/criterion.py [--steps 300] [--draws 60] [--only NAME;NAME] [--held-out] [--output DIRECTORY]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import random
 import statistics
 import time
@@ -130,6 +135,32 @@ def measure(program: Program, options: argparse.Namespace, data: Tensor) -> list
     ]
 
 
+def under_adam(rows: list[Row], raced: list[Row]) -> list[Row]:
+    """For each program how many pairs of candidates the race under Adam orders as ``J`` does."""
+    ends = {(row["program"], str(row["method"]).replace("fixed", FIXED.name)): row for row in raced}
+    found = []
+    for program in dict.fromkeys(row["program"] for row in rows):
+        own = [row for row in rows if row["program"] == program and (program, row["candidate"]) in ends]
+        verdicts = []
+        for one, other in itertools.combinations(sorted(own, key=lambda row: float(row["J over the best"])), 2):
+            if 1.1 * float(one["J over the best"]) <= float(other["J over the best"]):
+                better, worse = (ends[program, row["candidate"]] for row in (one, other))
+                gain = float(worse["loss"]) - float(better["loss"])
+                noise = math.hypot(float(worse["two standard errors"]), float(better["two standard errors"]))
+                verdicts.append("noise" if abs(gain) <= noise else "same" if gain > 0.0 else "other")
+        if verdicts:
+            found.append(
+                {
+                    "program": program,
+                    "pairs": len(verdicts),
+                    "the same order": verdicts.count("same"),
+                    "within noise": verdicts.count("noise"),
+                    "the other order": verdicts.count("other"),
+                }
+            )
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
@@ -147,12 +178,14 @@ def main() -> None:
         if all(row["program"] != program.name for row in rows):
             rows += measure(program, options, data)
             write_csv(options.output / "criterion.csv", rows)
-            text = (
-                f"{options.draws} gradients of each candidate after {options.steps} steps of the default, one thread; "
-                f"candidates took turns. {LOOKS} simulated looks of each program."
-            )
-            write_markdown(options.output / "criterion.md", "Regret of the choice by measurement", [text, table(rows)])
             print(program.name, f"regret {rows[-1]['regret']:.3g}", flush=True)
+    text = (
+        f"{options.draws} gradients of each candidate after {options.steps} steps of the default, one thread; "
+        f"candidates took turns. {LOOKS} simulated looks of each program."
+    )
+    order = "## Pairs of candidates, `J` against the loss of the race under Adam"
+    parts = [text, table(rows), order, table(under_adam(rows, read_csv(RESULTS / "choice.csv")))]
+    write_markdown(options.output / "criterion.md", "Regret of the choice by measurement", parts)
 
 
 if __name__ == "__main__":
