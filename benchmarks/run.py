@@ -23,6 +23,7 @@ SCRIPTS = (
     "vae_variance.py",
     "gradients.py",
     "hindsight.py",
+    "hindsight_ceiling.py",
     "hindsight_critics.py",
     "end_costs.py",
     "layer_critics.py",
