@@ -79,8 +79,10 @@ def lone_step(run: RunInOrder, recent: RecentCosts, learning: Learning, is_learn
     build = is_learning and may_learn(loss, learning)
     baselines = torch.tensor(recent.baselines(names), dtype=loss.dtype, device=loss.device)
     term = (loss - baselines) * run.scores
-    told = zip(run.estimators.items(), baselines, strict=True)
-    info = {name: {"estimator": own, "baseline": b, "cost_to_go": loss} for (name, own), b in told} if build else {}
+    info: dict[str, dict[str, Any]] = {}
+    if build:
+        told, cost = zip(run.estimators.items(), baselines, strict=True), loss.expand(1)
+        info = {name: {"estimator": own, "baseline": b, "cost_to_go": cost} for (name, own), b in told}
     seen = (names, loss.item()) if build else None
     return Step(loss, term.sum(), None, [], info, ((names, term),), build, run.differentiable, seen=seen)
 

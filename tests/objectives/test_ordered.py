@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pyro
@@ -91,6 +92,40 @@ def test_what_is_chosen_stays(options: dict[str, Any]) -> None:
     elbo = after(3, **options)
     assert not elbo.runner.structure.is_ordered and elbo.runner.structure.tracked_runs == 3
     assert isinstance(elbo.info["a"]["estimator"], AllAction)
+
+
+def test_baselines_are_those_of_recent_costs_of_a_site() -> None:
+    elbo = after(12)
+    recent = elbo.trainer.recent.state_dict()
+    assert len(recent["a"]) > len(recent["d"]) > 0
+    pyro.set_rng_seed(3)
+    elbo.loss_and_grads(model, guide)
+    for name, told in elbo.info.items():
+        costs = sorted(recent[name])
+        assert told["baseline"].item() == pytest.approx(costs[(len(costs) - 1) // 2])
+        assert told["cost_to_go"].shape == (1,)
+    # The step's own cost waits until after it.
+    assert elbo.trainer.recent.state_dict()["a"] == [*recent["a"], elbo.info["a"]["cost_to_go"].item()]
+
+
+def test_a_state_goes_on_as_before() -> None:
+    def steps(elbo: TraceBackpropQ_ELBO) -> torch.Tensor:
+        pyro.get_param_store().get_param("q").grad = None
+        pyro.set_rng_seed(7)
+        for _ in range(5):
+            elbo.loss_and_grads(model, guide)
+        return pyro.param("q").grad.clone()
+
+    elbo, other = after(6), TraceBackpropQ_ELBO()
+    other.loss_and_grads(model, guide)
+    for _ in range(3):
+        other.loss_and_grads(model, guide)
+    other.load_state_dict(elbo.state_dict())
+    assert torch.equal(steps(copy.deepcopy(elbo)), steps(other))
+    fresh = TraceBackpropQ_ELBO()
+    for _ in range(4):
+        fresh.loss_and_grads(model, guide)
+    assert not torch.equal(steps(elbo), steps(fresh))
 
 
 def test_what_sites_are_told_can_be_asked_for() -> None:
