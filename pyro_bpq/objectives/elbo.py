@@ -95,9 +95,10 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             far, ``"history"``. Where sampled values steer the program it is always the history.
         choice: ``"fixed"``, the rules of :mod:`pyro_bpq.plan.rules` without any measurement; ``"auto"``, other
             estimators, particles and structures are measured beside training, and take over where they are better; or a
-            :class:`~pyro_bpq.choice.Candidate`. Measured are steps of ``loss_and_grads``, as SVI takes them, of
-            programs without costs of their own, in one process. ``estimator``, ``num_particles``, ``structure`` or
-            options about critics leave nothing to choose. ``print(elbo.choice)`` shows what was tried.
+            :class:`~pyro_bpq.choice.Candidate`. Measured are steps of ``loss_and_grads``, as SVI takes them, and of
+            :class:`~pyro_bpq.CompiledSVI`, of programs without costs of their own, in one process. ``estimator``,
+            ``num_particles``, ``structure`` or options about critics leave nothing to choose. ``print(elbo.choice)``
+            shows what was tried.
 
     Attributes:
         choice: What was tried, what it measured and what was chosen.

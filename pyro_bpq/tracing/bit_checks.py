@@ -34,12 +34,13 @@ def _is_validated(fn: Any, value: Any) -> bool:
     """Whether torch would check the entries of a large value of Bernoulli components, whose shape fits."""
     if not isinstance(value, Tensor) or value.numel() < _LARGE or not value.is_floating_point():
         return False
-    shape = fn.batch_shape + fn.event_shape
-    if value.dim() < len(fn.event_shape) or value.shape != shape[len(shape) - value.dim() :]:
+    base = fn
+    while isinstance(base, Independent) and _is_of_library(base):
+        base = base.base_dist
+    if not (isinstance(base, Bernoulli) and _is_of_library(base) and base._validate_args):
         return False
-    while isinstance(fn, Independent) and _is_of_library(fn):
-        fn = fn.base_dist
-    return isinstance(fn, Bernoulli) and _is_of_library(fn) and fn._validate_args
+    shape = fn.batch_shape + fn.event_shape
+    return value.dim() >= len(fn.event_shape) and value.shape == shape[len(shape) - value.dim() :]
 
 
 def _is_of_library(fn: Any) -> bool:

@@ -65,6 +65,17 @@ def test_what_is_no_bit_is_told_by_pyro(wrong):
         scored(value, dist.Bernoulli(torch.tensor(0.5)).expand([LARGE]).to_event(1))
 
 
+def test_distributions_of_other_kinds_are_left_alone():
+    class Bare:
+        """All that Pyro asks of a distribution."""
+
+        def log_prob(self, value):
+            return value.sum()
+
+    trace = traced(torch.zeros(LARGE), Bare())
+    assert score_bits_unchecked(trace) == {}
+
+
 def test_what_torch_may_check_otherwise_is_left_to_it():
     large, fair = torch.zeros(LARGE), torch.full((LARGE,), 0.5)
     assert scored(large[:9], dist.Bernoulli(fair[:9]))[1]
