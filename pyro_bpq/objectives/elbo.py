@@ -189,8 +189,8 @@ class TraceBackpropQ_ELBO(PlannedObjective):
     def mode(self, learning: bool, goes_back: bool = False) -> Mode:
         """What a step is for."""
         # Nothing may learn later from a step in program order, and nothing but its costs may matter.
-        may_order = not (self.trainer.keeps_staged or self.analytic_kl or self.trainer.ranks is not None)
-        return replace(super().mode(learning, goes_back and not self.analytic_kl), may_order=may_order)
+        mode = super().mode(learning, goes_back and not self.analytic_kl)
+        return replace(mode, may_order=not (self.trainer.keeps_staged or self.analytic_kl or mode.has_ranks))
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Independent
 
-from pyro_bpq.tracing.watch import samples
-
 # Smallest number of entries for which copying a distribution takes less time than its check.
 _LARGE = 1 << 14
 
@@ -24,15 +22,17 @@ def score_bits_unchecked(trace: Any) -> dict[str, Any]:
         The distributions that were there, by name of the site; put them back after the scoring.
     """
     own = {}
-    for name, site in samples(trace).items():
-        if _is_validated(site["fn"], site["value"]) and _are_bits(site["value"].detach()):
-            own[name], site["fn"] = site["fn"], _unvalidated(site["fn"])
+    for name, site in trace.nodes.items():
+        if site["type"] == "sample" and isinstance(site["value"], Tensor) and site["value"].numel() >= _LARGE:
+            value = site["value"].detach()
+            if _is_validated(site["fn"], value) and _are_bits(value):
+                own[name], site["fn"] = site["fn"], _unvalidated(site["fn"])
     return own
 
 
-def _is_validated(fn: Any, value: Any) -> bool:
-    """Whether torch would check the entries of a large value of Bernoulli components, whose shape fits."""
-    if not isinstance(value, Tensor) or value.numel() < _LARGE or not value.is_floating_point():
+def _is_validated(fn: Any, value: Tensor) -> bool:
+    """Whether torch would check the entries of a value of Bernoulli components, whose shape fits."""
+    if not value.is_floating_point():
         return False
     base = fn
     while isinstance(base, Independent) and _is_of_library(base):
