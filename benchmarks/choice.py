@@ -3,7 +3,8 @@
 Methods: the rules (``choice="fixed"``), the choice by measurement (``choice="auto"``), a candidate pinned from the
 first step, ``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO`` with decaying averages. The
 loss is minus the ELBO of fresh samples from the trained guide, in nats per row of digits or per program, with two
-standard errors. The first seed picks each method's learning rate; ``--rates FILE`` takes those of an earlier result.
+standard errors. The first seeds, ``--tuning`` of them, pick each method's learning rate; ``--rates FILE`` takes those
+of an earlier result.
 All runs of a seed take turns. The rules are trained half as long again, for the time that they take to the loss at
 which another method ends: *time*, over the other's. Rows that the result file has are kept: ``--only`` measures
 programs anew. The programs that ``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``. A
@@ -12,8 +13,8 @@ candidate that refuses a program has no row.
 ``--compile`` races our own methods with compiled steps, into ``choice_compiled.csv``; what it takes to make these, by
 the clock, is told apart.
 
-    python benchmarks/choice.py [--seconds 12] [--seeds 2] [--only NAME;NAME] [--held-out] [--all] [--methods NAME;NAME]
-        [--rates FILE] [--compile] [--output DIRECTORY]
+    python benchmarks/choice.py [--seconds 12] [--seeds 2] [--tuning 1] [--only NAME;NAME] [--held-out] [--all]
+        [--methods NAME;NAME] [--rates FILE] [--compile] [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -172,23 +173,30 @@ def race(
 ) -> list[Row]:
     """The rows of a program; ``known`` are learning rates by program and method."""
     rivals = methods(program, options.all, options.methods, options.compile)
-    runs: dict[str, list[Run]] = {}
+    runs: dict[str, dict[float, list[Run]]] = {name: {} for name in rivals}
     for seed in range(options.seeds):
         lanes = []
         for name, make in rivals.items():
             rates = (known[program.name, name],) if (program.name, name) in known else RATES[bool(program.rows)]
-            rates = (runs[name][0].rate,) if name in runs else rates
+            rates = (best_rate(runs[name]),) if seed >= options.tuning else rates
             lanes += [Run(program, name, make(), rate, seed) for rate in rates]
         failed = turns(lanes, options.seconds, data)
         for run, error in failed.items():
             print(f"{program.name}, {run.method}: {error}", flush=True)
         rivals = {name: make for name, make in rivals.items() if name not in {run.method for run in failed}}
-        for name in rivals:
-            mine = [run for run in lanes if run.method == name]
-            runs.setdefault(name, []).append(min(mine, key=lambda run: run.losses[1.0]))
-    found = [row_of(program, runs[name], options) for name in rivals]
+        for run in lanes:
+            if run.method in rivals:
+                runs[run.method].setdefault(run.rate, []).append(run)
+    found = [row_of(program, runs[name][best_rate(runs[name])], options) for name in rivals]
     print(table(found), flush=True)
     return found
+
+
+def best_rate(runs: Mapping[float, Sequence[Run]]) -> float:
+    """The learning rate whose mean loss is least, of those that ran on most seeds."""
+    most = max(map(len, runs.values()))
+    means = {rate: statistics.fmean(run.losses[1.0] for run in own) for rate, own in runs.items() if len(own) == most}
+    return min(means, key=means.__getitem__)
 
 
 def row_of(program: Program, runs: Sequence[Run], options: argparse.Namespace) -> Row:
@@ -206,6 +214,7 @@ def row_of(program: Program, runs: Sequence[Run], options: argparse.Namespace) -
         "seconds": options.seconds,
         "seeds": len(runs),
         "in turns": "yes",
+        "tuning": options.tuning,
         "curve": " ".join(f"{statistics.fmean(run.losses[at] for run in runs):.6g}" for at in runs[0].losses),
     }
 
@@ -214,6 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--tuning", type=int, default=1, help="number of seeds that learning rates are picked on")
     parser.add_argument("--only", default="", help="names of programs, separated by semicolons")
     parser.add_argument("--held-out", action="store_true", help="the programs that rules were not made on")
     parser.add_argument("--all", action="store_true", help="every candidate, and TraceGraph_ELBO")
@@ -269,7 +279,7 @@ def write(output: Path, stem: str, rows: list[Row]) -> None:
     text = (
         "Loss in nats, minus the ELBO of fresh samples from the trained guide, per row of digits or per program; less "
         "is better. CPU seconds of a run, number of seeds and the learning rate, the best of three for the first "
-        "seed, stand beside it. *fixed* and *auto* are `TraceBackpropQ_ELBO(choice=...)`; the others are candidates "
+        "seed (or for more, *tuning*), stand beside it. *fixed* and *auto* are `TraceBackpropQ_ELBO(choice=...)`; the others are candidates "
         "pinned from the first step, and Pyro's ELBOs. *time*: when the mean loss of *fixed* first reaches that at "
         "which the method ends, over the method's time; *inf* if not in one and a half times that. *in turns*: "
         "whether the runs of a seed took turns; in older rows each method ran in a block. One thread."
