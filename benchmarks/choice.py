@@ -279,10 +279,11 @@ def write(output: Path, stem: str, rows: list[Row]) -> None:
     text = (
         "Loss in nats, minus the ELBO of fresh samples from the trained guide, per row of digits or per program; less "
         "is better. CPU seconds of a run, number of seeds and the learning rate, the best of three for the first "
-        "seed (or for more, *tuning*), stand beside it. *fixed* and *auto* are `TraceBackpropQ_ELBO(choice=...)`; the others are candidates "
-        "pinned from the first step, and Pyro's ELBOs. *time*: when the mean loss of *fixed* first reaches that at "
-        "which the method ends, over the method's time; *inf* if not in one and a half times that. *in turns*: "
-        "whether the runs of a seed took turns; in older rows each method ran in a block. One thread."
+        "seed (or for so many as *tuning* says), stand beside it. *fixed* and *auto* are "
+        "`TraceBackpropQ_ELBO(choice=...)`; the others are candidates pinned from the first step, and Pyro's ELBOs. "
+        "*time*: when the mean loss of *fixed* first reaches that at which the method ends, over the method's time; "
+        "*inf* if not in one and a half times that. *in turns*: whether the runs of a seed took turns; in older rows "
+        "each method ran in a block. One thread."
     )
     if stem == "choice_compiled":
         text += (
