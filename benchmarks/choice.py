@@ -261,15 +261,18 @@ def time_to(curve: str, loss: float) -> float:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """The rows with the time of the rules to each method's loss over that method's own."""
-    curves = {row["program"]: row.get("curve", "") for row in rows if row["method"] == "fixed"}
+    """The rows with the time of the rules to each method's loss over that method's own, exactly and within noise."""
+    rules = {row["program"]: row for row in rows if row["method"] == "fixed" and row.get("curve")}
     found = []
     for row in rows:
-        curve = curves.get(row["program"], "")
-        # As exact as the curve is written.
-        loss = float(f"{row['loss']:.6g}")
-        ratio = time_to(curve, loss) if curve and row["method"] != "fixed" else ""
-        found.append({**{k: v for k, v in row.items() if k != "curve"}, "time": ratio})
+        own, times = rules.get(row["program"]), ("", "")
+        if own is not None and row["method"] != "fixed":
+            noise = math.hypot(float(row["two standard errors"]), float(own["two standard errors"]))
+            # As exact as the curve is written.
+            goals = (float(f"{row['loss'] + more:.6g}") for more in (0.0, noise))
+            times = tuple(time_to(own["curve"], goal) for goal in goals)
+        shown = {k: v for k, v in row.items() if k != "curve"}
+        found.append({**shown, "time": times[0], "within noise": times[1]})
     return found
 
 
@@ -282,8 +285,9 @@ def write(output: Path, stem: str, rows: list[Row]) -> None:
         "seed (or for so many as *tuning* says), stand beside it. *fixed* and *auto* are "
         "`TraceBackpropQ_ELBO(choice=...)`; the others are candidates pinned from the first step, and Pyro's ELBOs. "
         "*time*: when the mean loss of *fixed* first reaches that at which the method ends, over the method's time; "
-        "*inf* if not in one and a half times that. *in turns*: whether the runs of a seed took turns; in older rows "
-        "each method ran in a block. One thread."
+        "*inf* if not in one and a half times that. *within noise*: the same to that loss and noise, the root of the "
+        "sum of both squared, doubled standard errors. *in turns*: whether the runs of a seed took turns; in older "
+        "rows each method ran in a block. One thread."
     )
     if stem == "choice_compiled":
         text += (
