@@ -82,7 +82,8 @@ def _runs(signals: Signals) -> tuple[Any, Any, Any, Any]:
     number, particle, group = signals.rollout.num_particles, None, None
     groups = 1 + max(plan.group_of.values())
     if plan.all_drawn:
-        like = signals.batches[0].score.detach()
+        # The first sites may be reparameterised, and have no score.
+        like = signals.rollout.runs[0].loss.detach()
         if number > 1 and signals.rerun.runs_apart:
             particle = _draw(like.new_full((number,), 1.0 / number), 1, signals.generator)
         if groups > 1:

@@ -298,6 +298,28 @@ def test_components_of_one_particle_are_exact(
     assert seen == {(2,), (1 if is_small else 2, 1, 1, 2)}
 
 
+@pytest.mark.parametrize("options", [TOGETHER, {}], ids=["together", "one by one"])
+def test_a_reparameterised_site_may_come_first(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, guide = pair()
+
+    def with_point(program: Callable[[], None], law: Any) -> Callable[[], None]:
+        def run() -> None:
+            pyro.sample("point", law())
+            program()
+
+        return run
+
+    # A point has a gradient of its own, and a single value, which can be enumerated.
+    program = (
+        with_point(model, lambda: dist.Normal(real(0.2)[0], 1.0)),
+        with_point(guide, lambda: dist.Delta(pyro.param("at", real(0.3))[0])),
+    )
+    pyro.clear_param_store()
+    elbo = trained(program, 2, steps=3, estimator=Hindsight(draws=1), **options)
+    assert elbo.plan.layout.specs["point"].estimator.is_pathwise
+    assert largest_error(elbo, program, with_choices(monkeypatch)) < 1e-10
+
+
 def test_small_layers_are_drawn_along_with_large_ones() -> None:
     def guide() -> None:
         large = pyro.sample("large", dist.Bernoulli(logits=pyro.param("q", real(*range(5)))).to_event(1))
