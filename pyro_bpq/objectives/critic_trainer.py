@@ -24,10 +24,7 @@ from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.critic_loss import critic_loss
 from pyro_bpq.step.recent_costs import RecentCosts
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.values import Learning, Step
-
-# What a step adds to recent costs.
-Seen = tuple[tuple[str, ...], float] | None
+from pyro_bpq.step.values import Learning, Seen, Step
 
 
 class CriticTrainer:

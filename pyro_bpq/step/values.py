@@ -11,6 +11,9 @@ from torch import Tensor
 from pyro_bpq.critics.block import Write
 from pyro_bpq.rollout.distributed import Ranks
 
+# Sites, and the cost in nats that a step in program order adds to the recent ones of each; ``None`` if it adds none.
+Seen = tuple[tuple[str, ...], float] | None
+
 
 @dataclass(frozen=True)
 class Learning:
@@ -44,5 +47,5 @@ class Step:
     paths: Tensor = field(default_factory=lambda: torch.zeros(()))
     # Sampled values that are leaves of the costs; nobody needs the gradient of the loss in them
     leaves: tuple[Tensor, ...] = ()
-    # Sites whose recent costs are known as numbers, and the cost that the step adds to all of them, in nats
-    seen: tuple[tuple[str, ...], float] | None = None
+    # What recent costs learn
+    seen: Seen = None

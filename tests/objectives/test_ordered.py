@@ -102,7 +102,7 @@ def test_baselines_are_those_of_recent_costs_of_a_site() -> None:
     elbo.loss_and_grads(model, guide)
     for name, told in elbo.info.items():
         costs = sorted(recent[name])
-        assert told["baseline"].item() == pytest.approx(costs[(len(costs) - 1) // 2])
+        assert told["baseline"].item() == costs[(len(costs) - 1) // 2]
         assert told["cost_to_go"].shape == (1,)
     # The step's own cost waits until after it.
     assert elbo.trainer.recent.state_dict()["a"] == [*recent["a"], elbo.info["a"]["cost_to_go"].item()]

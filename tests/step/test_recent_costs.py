@@ -12,6 +12,7 @@ from pyro_bpq.step.recent_costs import RecentCosts
 def test_baselines_are_those_of_tensors():
     recent, baseline, draws = RecentCosts(8), TrimmedBaseline(), random.Random(0)
     statistics = {"baseline": torch.zeros(1, dtype=torch.float64), "recent": torch.zeros(1, 32, dtype=torch.float64)}
+    # Both add the same numbers in another order.
     for step in range(80):
         assert recent.baselines(["a"]) == pytest.approx([statistics["baseline"].item()], rel=1e-12)
         # Single outliers are far away.
