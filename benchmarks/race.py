@@ -199,9 +199,9 @@ class Runner:
             found = self.task.measure(self.programs, self.task.held_out(split), samples)
         return tuple(value if math.isfinite(value) else -math.inf for value in found)
 
-    def smooth(self) -> list[float]:
-        """Mean bound of each point and up to two before it; the untrained one stands alone."""
-        values = [row["bound"] for row in self.curve]
+    def smooth(self, column: str = "bound") -> list[float]:
+        """A column of the curve, each point averaged with up to two before it; the untrained one stands alone."""
+        values = [row[column] for row in self.curve]
         return values[:1] + [
             sum(part) / len(part) for part in (values[max(i - 2, 1) : i + 1] for i in range(1, len(values)))
         ]
@@ -213,8 +213,11 @@ class Runner:
         return values[at], self.reach(values[at])
 
     def reach(self, goal: float) -> float:
-        """Seconds until the smoothed bound is at the goal, between points along a line; infinite if it never is."""
-        values, times = self.smooth(), [row["seconds"] for row in self.curve]
+        """Seconds until the smoothed bound is at the goal, between points along a line; infinite if it never is.
+
+        Seconds are averaged over the same points as bounds: a mean of three points belongs to their middle.
+        """
+        values, times = self.smooth(), self.smooth("seconds")
         for i, value in enumerate(values):
             if value >= goal:
                 if i == 0 or not math.isfinite(values[i - 1]):
@@ -322,7 +325,7 @@ def ratios(race: Race, chaser: str, leader: str) -> str:
     if any(math.isnan(value) for value in found):
         return "-"
     if not math.isfinite(median(found)):
-        least = median(race.size.seconds / run.best()[1] for _, run in pairs)
+        least = median(late.smooth("seconds")[-1] / early.best()[1] for late, early in pairs)
         return f"not reached, > {least:.2f}"
     text = f"{median(found):.2f}"
     return text if len(found) == 1 else f"{text} ({min(found):.2f} to {max(found):.2f})"
@@ -397,7 +400,7 @@ def plot(races: Sequence[Race], path: Any) -> None:
         for number, (name, runs) in enumerate(race.runs.items()):
             points = list(zip(*(run.smooth() for run in runs), strict=True))
             values = [median(point) for point in points]
-            times = [median(row["seconds"] for row in rows) for rows in zip(*(run.curve for run in runs), strict=True)]
+            times = [median(point) for point in zip(*(run.smooth("seconds") for run in runs), strict=True)]
             is_ours = runs[0].method.group == "ours"
             style = {"biased": ":", "exact": "--"}.get(runs[0].method.group, "-")
             axis.plot(times, values, style, label=name, color=f"C{number % 10}", linewidth=2.5 if is_ours else 1.2)
@@ -425,7 +428,7 @@ def report(
         f"{size.samples} samples, on fixed data; medians over {size.seeds} seed(s), lowest and highest bound beside. "
         f"{size.seconds:g} s of CPU time a run, in {size.slices} turns; Adam with the rate of {size.rates} that does "
         f"best on validation data with the first {'seed' if size.tuning == 1 else f'{size.tuning} seeds'}. Times to a "
-        "bound are read off the curve, whose points are averaged over three turns. *default* is "
+        "bound are read off the curve, whose points are averaged over three turns, seconds and bounds alike. *default* is "
         "`TraceBackpropQ_ELBO()` as it comes."
     )
     parts = [about, how]

@@ -22,7 +22,7 @@ from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, LeaveOneOut, Scor
 
 QUICK = Size(rates=(3e-3, 1e-2), seeds=1, seconds=8.0, slices=16)
 FULL = Size(rates=(1e-3, 3e-3, 1e-2), seeds=3, seconds=120.0, slices=40)
-LONG = Size(rates=(1e-3, 3e-3), seeds=3, seconds=60.0, slices=20)
+LONG = Size(rates=(1e-3, 2e-3, 3e-3, 4e-3), seeds=5, seconds=60.0, slices=20)
 COMPILED = Size(rates=(1e-3, 3e-3), seeds=3, seconds=40.0, slices=20)
 SMOKE = Size(rates=(1e-3, 3e-3), seeds=2, seconds=0.01, slices=2, samples=3)
 

@@ -42,7 +42,7 @@ def quiet() -> Method:
 def steps_to(run: Runner, goal: float) -> float:
     """Steps until the smoothed bound of a run is at the goal; infinite if it never is."""
     at = next((i for i, value in enumerate(run.smooth()) if value >= goal), None)
-    return inf if at is None else run.curve[at]["steps"]
+    return inf if at is None else run.smooth("steps")[at]
 
 
 def trained(task: Digits, steps: int, samples: int, seed: int) -> list[Runner]:

@@ -127,16 +127,18 @@ def runner(scripts: dict[str, ModuleType], values: list[float], name: str = "a",
 def test_times_to_a_bound_by_hand(scripts: dict[str, ModuleType]) -> None:
     slow, fast = runner(scripts, [-9.0, -8.0, -6.0, -4.0, -2.0]), runner(scripts, [-9.0, -4.0, -2.0, -2.0, -2.0])
     assert slow.smooth() == [-9.0, -8.0, -7.0, -6.0, -4.0]
-    assert slow.best() == (-4.0, 4.0)
-    assert slow.reach(-6.5) == 2.5
+    # The last mean is that of the points at 2, 3 and 4 seconds, and the first that of the one at 1 second.
+    assert slow.smooth("seconds") == [0.0, 1.0, 1.5, 2.0, 3.0]
+    assert slow.best() == (-4.0, 3.0)
+    assert slow.reach(-6.5) == 1.75
     assert fast.reach(-4.0) == 1.0
     race = scripts["race"]
-    assert race.ratio(fast, slow) == 0.25
+    assert race.ratio(fast, slow) == pytest.approx(1.0 / 3.0)
     assert race.ratio(slow, fast) == math.inf
     size = race.Size((0.1,), 1, 4.0, 4)
     finished = race.Race(Line(), size, {"default": [slow], "b": [fast]}, [slow, fast])
-    assert race.ratios(finished, "b", "default") == "0.25"
-    # Best after 2 s (averaged over three points: 4 s): within our 4 s we were not there.
+    assert race.ratios(finished, "b", "default") == "0.33"
+    # Best at 3 s, the mean of its last three points; so late we were not there.
     assert race.ratios(finished, "default", "b") == "not reached, > 1.00"
     assert runner(scripts, [-1.0, -2.0]).best() == (-1.0, 0.0)
     assert math.isnan(race.ratio(fast, runner(scripts, [-1.0, -2.0])))

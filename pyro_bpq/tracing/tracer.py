@@ -20,7 +20,7 @@ from torch.distributions import Distribution, Transform
 
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.bitsets import Reads
-from pyro_bpq.tracing.bit_checks import score_bits_unchecked
+from pyro_bpq.tracing.bits import score_bits_unchecked
 from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.cost_statement import cost_options
 from pyro_bpq.tracing.ledger import Ledger

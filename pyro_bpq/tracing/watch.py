@@ -20,6 +20,7 @@ from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.rollout.features import finite_components
+from pyro_bpq.tracing.bits import draw_bits
 from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.config import SiteOptions, site_options
 from pyro_bpq.tracing.cost_statement import Given, cost_options
@@ -141,6 +142,8 @@ class Watch(Messenger):
         self.has_model |= not self.is_guide
         if self.is_guide and not msg["is_observed"] and _has_rsample(msg) and not self._is_pathwise(msg):
             msg["fn"] = _without_rsample(msg["fn"])
+        if self.is_guide and not (msg["done"] or msg["is_observed"]) and msg["value"] is None:
+            msg["value"] = draw_bits(msg)
 
     def _pyro_post_sample(self, msg: Any) -> None:
         self._note(msg)

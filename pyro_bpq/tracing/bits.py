@@ -1,4 +1,4 @@
-r"""Checks large Bernoulli values in a fraction of the time of Pyro's validation."""
+r"""Draws and checks large Bernoulli values in a fraction of the time that torch and Pyro take."""
 
 from __future__ import annotations
 
@@ -9,8 +9,28 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Independent
 
-# Smallest number of entries for which copying a distribution takes less time than its check.
+# Smallest number of entries for which this takes less time than it saves.
 _LARGE = 1 << 14
+
+
+def draw_bits(msg: Any) -> Tensor | None:
+    """Draws the value of a sample statement on a CPU, if it is large and all Bernoulli; else ``None``.
+
+    An entry is 1 with its probability, rounded to the resolution of torch's uniform numbers: 2^-24 in single precision.
+    Torch draws each entry by itself, with twice as many random numbers.
+    """
+    fn = msg["fn"]
+    if msg["args"] or msg["kwargs"] or not _is_library_bernoulli(fn, "sample"):
+        return None
+    base = _base(fn)
+    shape, dtype = base.batch_shape, base.probs.dtype
+    is_served = base.probs.device.type == "cpu" and dtype in (torch.float32, torch.float64)
+    if not is_served or shape.numel() < _LARGE:
+        return None
+    # Half the distance of two of torch's uniform numbers.
+    half_step = torch.finfo(dtype).eps / 4.0
+    with torch.no_grad():
+        return (torch.rand(shape, dtype=dtype) < base.probs - half_step).to(dtype)
 
 
 def score_bits_unchecked(trace: Any) -> dict[str, Any]:
@@ -32,19 +52,27 @@ def score_bits_unchecked(trace: Any) -> dict[str, Any]:
 
 def _is_validated(fn: Any, value: Tensor) -> bool:
     """Whether torch would check the entries of a value of Bernoulli components, whose shape fits."""
-    if not value.is_floating_point():
-        return False
-    base = fn
-    while isinstance(base, Independent) and _is_of_library(base):
-        base = base.base_dist
-    if not (isinstance(base, Bernoulli) and _is_of_library(base) and base._validate_args):
+    if not (value.is_floating_point() and _is_library_bernoulli(fn, "log_prob") and _base(fn)._validate_args):
         return False
     shape = fn.batch_shape + fn.event_shape
     return value.dim() >= len(fn.event_shape) and value.shape == shape[len(shape) - value.dim() :]
 
 
-def _is_of_library(fn: Any) -> bool:
-    return bool(type(fn).log_prob.__module__.startswith(("torch.", "pyro.")))
+def _base(fn: Any) -> Any:
+    while isinstance(fn, Independent):
+        fn = fn.base_dist
+    return fn
+
+
+def _is_library_bernoulli(fn: Any, method: str) -> bool:
+    """Whether independent Bernoulli components are all of a distribution, and a method is that of torch or Pyro."""
+    while isinstance(fn, Independent) and _is_of_library(fn, method):
+        fn = fn.base_dist
+    return isinstance(fn, Bernoulli) and _is_of_library(fn, method)
+
+
+def _is_of_library(fn: Any, method: str) -> bool:
+    return bool(getattr(type(fn), method).__module__.startswith(("torch.", "pyro.")))
 
 
 def _are_bits(value: Tensor) -> bool:
