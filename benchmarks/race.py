@@ -428,7 +428,7 @@ def report(
         f"{size.samples} samples, on fixed data; medians over {size.seeds} seed(s), lowest and highest bound beside. "
         f"{size.seconds:g} s of CPU time a run, in {size.slices} turns; Adam with the rate of {size.rates} that does "
         f"best on validation data with the first {'seed' if size.tuning == 1 else f'{size.tuning} seeds'}. Times to a "
-        "bound are read off the curve, whose points are averaged over three turns, seconds and bounds alike. *default* is "
+        "bound are read off the curve, whose points are means over three turns, of seconds and of bounds. *default* is "
         "`TraceBackpropQ_ELBO()` as it comes."
     )
     parts = [about, how]
