@@ -24,7 +24,6 @@ import math
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import RESULTS, Row, read_csv, table, write_csv, write_markdown
+from common import RESULTS, Row, read_csv, table, timed_step, write_csv, write_markdown
 from programs import Program, selected
 from pyro import poutine
 from pyro.infer import ELBO, SVI, Trace_ELBO, TraceGraph_ELBO
@@ -127,16 +126,11 @@ class Run:
             self.draws = torch.get_rng_state()
 
     def step(self, data: Tensor) -> None:
-        """One step; the making of a compiled one is told apart, by the clock."""
+        """One step; only the part after the batch is timed."""
         rows = self.program.rows
         args = (data[torch.randint(len(data), (rows,), generator=self.generator)],) if rows else ()
-        start, begun = time.process_time(), time.perf_counter()
-        self.svi.step(*args)
-        taken, self.steps = time.process_time() - start, self.steps + 1
-        if taken > MAKING and getattr(self.elbo, "compiled", None) is not None:
-            self.making += time.perf_counter() - begun
-        else:
-            self.used += taken
+        seconds, making = timed_step(lambda: self.svi.step(*args), self.elbo, MAKING)
+        self.used, self.making, self.steps = self.used + seconds, self.making + making, self.steps + 1
 
     def measure(self, mark: float, data: Tensor) -> None:
         """Notes the loss, more exactly at the end."""

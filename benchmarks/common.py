@@ -94,6 +94,21 @@ def interleaved(
     return {name: median(taken) for name, taken in seconds.items()}
 
 
+def timed_step(step: Callable[[], object], elbo: object, longest: float) -> tuple[float, float]:
+    """CPU seconds of a training step, and apart from them, by the clock, what it takes to make a compiled one.
+
+    Args:
+        step: Takes the step.
+        elbo: Its loss, ours or another.
+        longest: A step of a compiled loss that takes more seconds records and compiles.
+    """
+    start, begun = time.process_time(), time.perf_counter()
+    step()
+    taken = time.process_time() - start
+    is_making = taken > longest and getattr(elbo, "compiled", None) is not None
+    return (0.0, time.perf_counter() - begun) if is_making else (taken, 0.0)
+
+
 def median(values: Iterable[float]) -> float:
     """The median."""
     return float(torch.tensor(list(values), dtype=torch.float64).quantile(0.5))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 import pyro
 import torch
-from common import Row, median, progress, table, write_csv, write_markdown
+from common import Row, median, progress, table, timed_step, write_csv, write_markdown
 from pyro import poutine
 from pyro.infer import ELBO
 from pyro.infer.enum import get_importance_trace
@@ -170,17 +169,16 @@ class Runner:
         self.optimizer = torch.optim.Adam(groups)
 
     def step(self) -> None:
-        """One step; only the part after the batch is timed, and the making of a compiled step apart, by the clock."""
+        """One step; only the part after the batch is timed."""
         batch = self.task.batch(self.generator)
-        start, begun = time.process_time(), time.perf_counter()
-        self.optimizer.zero_grad()
-        self.elbo.loss_and_grads(self.programs.model, self.programs.guide, *batch)
-        self.optimizer.step()
-        taken, self.steps = time.process_time() - start, self.steps + 1
-        if taken > MAKING and getattr(self.elbo, "compiled", None) is not None:
-            self.making += time.perf_counter() - begun
-        else:
-            self.seconds += taken
+
+        def update() -> None:
+            self.optimizer.zero_grad()
+            self.elbo.loss_and_grads(self.programs.model, self.programs.guide, *batch)
+            self.optimizer.step()
+
+        seconds, making = timed_step(update, self.elbo, MAKING)
+        self.seconds, self.making, self.steps = self.seconds + seconds, self.making + making, self.steps + 1
 
     def train(self, until: float) -> None:
         """Trains until so many seconds are spent in all; parameters and baselines have a store of their own."""
