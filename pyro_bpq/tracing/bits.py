@@ -20,7 +20,8 @@ def draw_bits(msg: Any) -> Tensor | None:
     Torch draws each entry by itself, with twice as many random numbers.
     """
     fn = msg["fn"]
-    if msg["args"] or msg["kwargs"] or not _is_library_bernoulli(fn, "sample"):
+    is_library = _is_library_bernoulli(fn, "sample") and _is_library_bernoulli(fn, "__call__")
+    if msg["args"] or msg["kwargs"] or not is_library:
         return None
     base = _base(fn)
     shape, dtype = base.batch_shape, base.probs.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import torch
 from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.util import is_identically_zero
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.subsample_messenger import _Subsample
+from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
@@ -142,8 +145,16 @@ class Watch(Messenger):
         self.has_model |= not self.is_guide
         if self.is_guide and not msg["is_observed"] and _has_rsample(msg) and not self._is_pathwise(msg):
             msg["fn"] = _without_rsample(msg["fn"])
-        if self.is_guide and not (msg["done"] or msg["is_observed"]) and msg["value"] is None:
+        if self._draws_alone(msg):
             msg["value"] = draw_bits(msg)
+
+    def _draws_alone(self, msg: Any) -> bool:
+        """Whether the guide draws a value now, and no handler outside has a say in it."""
+        if not self.is_guide or msg["done"] or msg["is_observed"] or msg["value"] is not None:
+            return False
+        outside = itertools.takewhile(lambda handler: handler is not self, _PYRO_STACK)
+        # The handler of SVI sees parameters only.
+        return all(isinstance(handler, TraceMessenger) and handler.param_only for handler in outside)
 
     def _pyro_post_sample(self, msg: Any) -> None:
         self._note(msg)

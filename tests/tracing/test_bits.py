@@ -5,6 +5,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer import SVI
+from pyro.optim import Adam
+from pyro.poutine.messenger import Messenger
 from torch.distributions import Distribution
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -138,8 +141,8 @@ def test_other_draws_are_left_to_torch():
     assert draw_bits(statement(dist.Bernoulli(fair), (2,))) is None
 
 
-def test_a_step_draws_them_from_the_global_generator():
-    seen = []
+def coins(seen):
+    """Model and guide of many coins; the model keeps their values."""
 
     def model():
         seen.append(pyro.sample("z", dist.Bernoulli(torch.full((LARGE,), 0.5)).to_event(1)))
@@ -149,11 +152,35 @@ def test_a_step_draws_them_from_the_global_generator():
         pyro.sample("z", dist.Bernoulli(logits=odds).to_event(1))
 
     pyro.clear_param_store()
+    return model, guide
+
+
+def test_a_handler_outside_gives_the_value():
+    class Ones(Messenger):
+        def _pyro_sample(self, msg):
+            if msg["value"] is None:
+                msg["value"] = torch.ones(LARGE)
+
+    seen = []
+    svi = SVI(*coins(seen), Adam({"lr": 1e-3}), TraceBackpropQ_ELBO(num_particles=1))
+    with Ones():
+        svi.evaluate_loss()
+    assert seen[-1].all()
+    svi.evaluate_loss()
+    assert not seen[-1].all()
+
+
+def test_a_step_draws_them_from_the_global_generator():
+    seen = []
+    model, guide = coins(seen)
     elbo = TraceBackpropQ_ELBO(num_particles=1)
     for _ in range(2):
         torch.manual_seed(3)
         elbo.loss(model, guide)
     assert seen[-1].any()
+    assert torch.equal(*seen[-2:])
+    torch.manual_seed(3)
+    SVI(model, guide, Adam({"lr": 1e-3}), elbo).evaluate_loss()
     assert torch.equal(*seen[-2:])
     torch.manual_seed(3)
     assert torch.equal(seen[-1], (torch.rand(LARGE) < torch.full((LARGE,), 0.2).sigmoid()).float())
