@@ -58,7 +58,7 @@ class CompiledSVI(SVI):
         if not isinstance(loss, Objective):
             raise OptionError(
                 f"CompiledSVI(loss={loss!r}): write loss=TraceBackpropQ_ELBO(), or another objective of pyro_bpq; "
-                "TraceBackpropQ_ELBO(ScoreFunction(), critic=None) is the estimator of Trace_ELBO."
+                "TraceBackpropQ_ELBO(estimator=ScoreFunction(), critic=None) is the estimator of TraceGraph_ELBO."
             )
         if not isinstance(optim, PyroOptim):
             raise OptionError(
