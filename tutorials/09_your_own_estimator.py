@@ -57,7 +57,7 @@ class WeightedBaseline(Estimator):
     def unsupported(self, site: SiteInfo) -> str | None:
         return None if site.components is not None else "WeightedBaseline() needs a finite support"
 
-    def statistics(self, num_particles: int) -> dict[str, float]:
+    def statistics(self) -> dict[str, float]:
         return {"weighted_cost": 0.0, "weight": 0.0}
 
     def __call__(self, context: SiteContext) -> SiteTerm:

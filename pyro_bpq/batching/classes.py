@@ -26,7 +26,7 @@ class Relation(Enum):
     DOWNSTREAM = auto()  # costs downstream of a site, row by row of the plates
     CROSSING = auto()  # costs downstream of a site that one row of its plates may affect in other rows
     TABLED = auto()  # immediate costs that are known at every value of a site
-    CROSSED = auto()  # the two halves of crossed_costs
+    CROSSED = auto()  # costs downstream given another particle's past: under the own law, and at the own value
     LATER = auto()  # later sites whose whole control variate counts for a site
     LATER_OWN = auto()  # later sites whose control variate counts in the part of their own log-probabilities
     LATER_MODEL = auto()  # later sites whose control variate counts in the part of the model's costs

@@ -74,7 +74,7 @@ class SiteBatch:
 
     @cached_property
     def prior_log_odds(self) -> Tensor:
-        """The same in the model, detached."""
+        """Log-odds of Bernoulli sites in the model, ``(G, M, plates, D)``, detached."""
         split = self.components
         stacked = self.stack(lambda site: split.parameters(site.prior).detach(), split.event_ndim)
         # A sum with other costs stays a number in half precision, too.
@@ -152,7 +152,10 @@ class SiteBatch:
 
     @cached_property
     def encoded(self) -> Tensor:
-        """Sampled values as critic inputs, ``(G, M, plates, width)``, detached and centred."""
+        """Sampled values as critic inputs, ``(G, M, plates, width)``, detached.
+
+        Finite components are centred: -1 and 1, or one-hot minus ``1 / K``. Other values are compressed by ``asinh``.
+        """
         if self.cls.spec.components is None:
             lead = self.value.shape[: self.value.dim() - self.cls.value_ndim]
             return encode_real(self.value.reshape(*lead, self.cls.width))
@@ -165,7 +168,11 @@ class SiteBatch:
 
     @cached_property
     def parameters(self) -> Tensor:
-        """Log-odds, or mean and log standard deviation, as critic inputs, ``(G, M, plates, width)``, detached."""
+        """Parameters of the distributions as critic inputs, detached.
+
+        ``(G, M, plates, width)``: half the log-odds of binary components or the centred log-probabilities, clipped.
+        Without finite components ``(G, M, plates, 2 width)``: ``asinh`` of the mean, then the log standard deviation.
+        """
         if self.cls.spec.components is None:
             mean, spread = self.moments.mean, self.moments.spread
             return torch.cat((encode_real(mean), spread.log().clamp(-6.0, 6.0)), -1)

@@ -1,7 +1,8 @@
 r"""Compares unbiased gradient estimators of the same gradient by progress per second.
 
-With a well-chosen step size progress per second is proportional to ``1 / (t (1 + v))``: ``t`` seconds of a step, ``v``
-the variance of the gradient over its squared norm. The expected gradient is that of all candidates, so what counts is
+With a well-chosen step size, progress per second is proportional to ``1 / (t (1 + v))``. A step takes ``t`` seconds.
+``v`` is the variance of the gradient over the squared norm of its mean. All candidates have the same mean, so the best
+one has the least
 
     J = t Σ_p E|g_p|² / s_p
 
@@ -46,13 +47,17 @@ def products(seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]
     return {name: seconds[name] * median_of_means(rounds) for name, rounds in moments.items()}
 
 
-def better_than(
-    seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]], present: str, gain: float = GAIN
-) -> str:
-    """The candidate to go on with."""
+def better_than(seconds: Mapping[str, float], moments: Mapping[str, Sequence[float]], present: str) -> str:
+    """Name of the candidate with the least ``J``, or ``present`` if the gain is below :data:`GAIN` or not significant.
+
+    Args:
+        seconds: Seconds of a step, by name of the candidate.
+        moments: ``Σ_p |g_p|² / s_p`` of each round, by name.
+        present: Name of the present choice.
+    """
     values = products(seconds, moments)
     best = min(values, key=lambda name: values[name])
-    if not values[best] < (1.0 - gain) * values[present]:
+    if not values[best] < (1.0 - GAIN) * values[present]:
         return present
     pairs = zip(moments[present], moments[best], strict=True)
     gains = [seconds[present] * old - seconds[best] * new for old, new in pairs]

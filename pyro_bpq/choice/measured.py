@@ -22,11 +22,11 @@ from pyro_bpq.tracing.work import EAGER, Weights, Work, WorkMode
 _WARM_UP, _FIRST_STEP, _SHARE = 1, 20, 0.05
 # Numbers of rounds after which candidates are compared; where it stays in doubt, the present choice goes on.
 ROUNDS = (8, 16, 32, 64)
-# The next look comes when so many times as many steps have been taken.
+# Factor between the numbers of steps at two looks.
 _LATER = 10
 # Number of trials of a candidate whose work is counted, and how many times as long these take.
 _COUNTED, _COUNTING = 8, 2.0
-# How many times the best product a candidate may have before it is left out of further rounds.
+# A candidate is left out of further rounds if its ``J`` is more than so many times the best one.
 HOPELESS = 2.0
 # What a candidate is taken to cost before it was tried, in steps.
 _GUESS = 3.0
@@ -49,7 +49,10 @@ class Measurement:
     squares: list[list[float]] = field(default_factory=list)
 
     def seconds(self, is_steered: bool, weights: Weights) -> float:
-        """Counted seconds of a step: the least, since steps that find things out take longer."""
+        """Counted seconds of a step: the median in steered programs, whose steps differ; else the least.
+
+        Some steps track or compare runs, and take longer. The least leaves these out.
+        """
         found = [work.step_seconds(weights) for work in self.taken]
         return median(found[_WARM_UP:] or found) if is_steered else min(found)
 
@@ -241,8 +244,9 @@ class MeasuredChoice:
             self.dropped[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             self._trials.pop(name, None)
             return
-        for created in set(pyro.get_param_store().keys()) - store:
-            del pyro.get_param_store()[created]
+        finally:
+            for created in set(pyro.get_param_store().keys()) - store:
+                del pyro.get_param_store()[created]
         if mode is None:
             self._spent += self._seconds(name, EAGER)
         else:

@@ -48,8 +48,9 @@ class AttentionCritic:
         o_i = Σ_j softmax_j(q_i · K_i h_j / √d) U_i h_j                                  for every head i
         Q   = perceptron(context, o, Σ_j h_j / √n)
 
-    ``v_j`` is the ``j``-th latest member of its kind, a class of like-shaped sites. ``W``, ``R`` and ``b`` belong to a
-    kind; ``q_i`` is linear in the context. A shared critic serves scopes of different lengths, also of new lengths.
+    ``v_j`` is the encoded value of the ``j``-th latest member of its kind, a class of like-shaped sites. ``r_j``
+    encodes ``j``, and ``n`` is the number of members. ``W``, ``R`` and ``b`` belong to a kind, ``K_i`` and ``U_i`` to a
+    head. The query ``q_i``, of size ``d``, is linear in the context. A shared critic serves scopes of any length.
 
     Args:
         width: Number of features ``h_j`` of a member.

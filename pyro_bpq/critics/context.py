@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from pyro_bpq.critics.nets import CriticShape, Perceptron
+from pyro_bpq.critics.nets import CriticShape, Perceptron, check_hidden
 from pyro_bpq.errors import OptionError
 
 
@@ -41,12 +41,8 @@ class ContextCritic:
     uses_cells: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "advantage"):
-            sizes = getattr(self, name)
-            if not isinstance(sizes, tuple) or not all(isinstance(h, int) and h > 0 for h in sizes):
-                raise OptionError(
-                    f"ContextCritic({name}={sizes!r}): write a tuple of positive layer sizes, e.g. (32,)."
-                )
+        check_hidden(self)
+        check_hidden(self, name="advantage")
 
     def build(self, shape: CriticShape, generator: torch.Generator) -> nn.Module:
         """Builds the perceptrons.

@@ -33,7 +33,9 @@ class CriticShape:
     features: int  # Number of context features `F`
     components: int  # Number of finite components `D` of the site, 0 if it has none
     cardinality: int  # Values `K` of a component
-    cells: int = 0  # Number of joint states of the rest of the scope, 0 if it is not finite
+    # Number of joint states of the scope without the site. 0 if there are infinitely many or more than 2^30, or if the
+    # critic does not read them (`uses_cells = False`)
+    cells: int = 0
     context: int = 0  # Number of features that the user supplies; they are the last features
     # Width of an encoded scope member of each kind, for a MemberCritic; `features` then leaves them out
     members: tuple[int, ...] = ()
@@ -122,12 +124,14 @@ class TabularCritic:
         return _Table(shape, self.dueling)
 
 
-def check_hidden(critic: Any, least: int = 0) -> None:
-    """Turns a number in the field ``hidden`` into a tuple, and checks that it holds at least ``least`` layer sizes."""
-    if isinstance(critic.hidden, int):
-        object.__setattr__(critic, "hidden", (critic.hidden,))
-    is_valid = len(critic.hidden) >= least and all(isinstance(h, int) and h > 0 for h in critic.hidden)
-    check_option(critic, "hidden", is_valid, "positive layer sizes, e.g. (32,)")
+def check_hidden(owner: Any, least: int = 0, name: str = "hidden") -> None:
+    """Turns a number in a field into a tuple, and checks that it holds at least ``least`` layer sizes."""
+    if isinstance(getattr(owner, name), int):
+        object.__setattr__(owner, name, (getattr(owner, name),))
+    sizes = getattr(owner, name)
+    # A list has no hash, which a critic needs.
+    is_valid = isinstance(sizes, tuple) and len(sizes) >= least and all(isinstance(h, int) and h > 0 for h in sizes)
+    check_option(owner, name, is_valid, "a tuple of positive layer sizes, e.g. (32,)")
 
 
 def layers(sites: int, sizes: Sequence[int], generator: torch.Generator) -> tuple[nn.ParameterList, nn.ParameterList]:

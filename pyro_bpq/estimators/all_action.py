@@ -58,11 +58,15 @@ class AllAction(Estimator):
 
     is_unbiased: ClassVar[bool] = True
     uses_critic: ClassVar[bool] = True
-    by_component = True
 
     def __post_init__(self) -> None:
         check_option(self, "exact", self.exact in (True, False, "auto"), 'True, False or "auto"')
         check_scales(self)
+
+    @property
+    def by_component(self) -> bool:
+        """Whether components may get their own costs-to-go. A second run predicts only those of whole sites."""
+        return not self.second_run
 
     @property
     def needs(self) -> frozenset[str]:
@@ -86,7 +90,7 @@ class AllAction(Estimator):
         other = "Pathwise()" if site.has_rsample else "ScoreFunction()"
         return f"AllAction() needs a finite support, which {site.distribution} lacks; use {other}"
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Moments of control variates and plain gradient, means, and scales."""
         return initial_statistics()
 

@@ -33,11 +33,11 @@ class SiteInfo:
 
 
 class SiteProgram(Protocol):
-    """Further runs of the program, which give costs at other values. All results are detached.
+    """Further runs of the program, which give costs at other values. All results but :meth:`stack` are detached.
 
-    Every call of :meth:`cost` or :meth:`gradient` runs guide and model again, once per site of the class and
-    sequential particle. The site takes the given value at all components and plate rows at once. The sites
-    downstream are drawn afresh and independently. All other sites keep their values.
+    Every call of :meth:`cost` or :meth:`gradient` runs guide and model again for each site of the class. If particles
+    run one after the other, it does so for each particle. The site takes the given value at all components and plate
+    rows at once. The sites downstream are drawn afresh and independently. All other sites keep their values.
 
     Attributes:
         generator: Generator for the noise that the estimator itself draws; on the CPU.
@@ -68,7 +68,7 @@ class SiteProgram(Protocol):
         ...
 
     def independent(self) -> Tensor:
-        """Costs-to-go ``(G, M, plates)`` in nats of one run that draws every site afresh."""
+        """Costs-to-go in nats of one run that draws every site afresh, in the shape of ``SiteContext.cost``."""
         ...
 
     def remaining(self) -> Tensor:
@@ -99,7 +99,8 @@ class SiteProgram(Protocol):
 class SiteContext:
     """Tensors of ``G`` like-shaped sites: batch shape ``(G, M, plate dims...)``, costs in nats.
 
-    All tensors except ``score``, ``log_probs`` and the user's own baseline are detached.
+    All tensors are detached but ``score``, ``log_probs``, ``moments.expected``, and of the signals ``"baseline"``,
+    ``"moved_value"`` and ``log_q`` in ``"hindsight"``.
 
     Args:
         names: Names of the sites.
@@ -290,7 +291,7 @@ class Estimator:
         """Reason why the site cannot be served, and what to write instead; ``None`` if it can be served."""
         return None
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Names and initial values of the running statistics that it keeps per site."""
         return {}
 
@@ -321,9 +322,9 @@ class Estimator:
         return SiteTerm(context.score.new_zeros(()))
 
 
-def initial_statistics(estimator: Estimator, num_particles: int, width: int) -> Statistics:
+def initial_statistics(estimator: Estimator, width: int) -> Statistics:
     """All running statistics of an estimator, by name, with their initial values per site."""
-    return {**estimator.statistics(num_particles), **estimator.sized_statistics(width)}
+    return {**estimator.statistics(), **estimator.sized_statistics(width)}
 
 
 def check_decay(owner: Any) -> None:

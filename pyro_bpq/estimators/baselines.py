@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import SiteInfo, Statistics, check_decay, site_mean, update_mean
+from pyro_bpq.estimators.base import Estimator, SiteInfo, Statistics, check_decay, site_mean, update_mean
 
 # The centred cost, and new running statistics.
 Centred = tuple[Tensor, Mapping[str, Tensor]]
@@ -36,8 +36,9 @@ class Baseline(Protocol):
 def check_baseline(owner: Any) -> None:
     """Raises an OptionError if the field ``baseline`` is neither ``None`` nor a baseline."""
     given = owner.baseline
-    is_valid = given is None or (isinstance(given, Baseline) and not isinstance(given, type))
-    check_option(owner, "baseline", is_valid, "LeaveOneOut(), RunningBaseline() or None")
+    # Estimators have the methods of a baseline too.
+    is_valid = given is None or (isinstance(given, Baseline) and not isinstance(given, (type, Estimator)))
+    check_option(owner, "baseline", is_valid, "a baseline, e.g. LeaveOneOut() or RunningBaseline(), or None")
 
 
 def leave_one_out(cost: Tensor) -> Tensor:

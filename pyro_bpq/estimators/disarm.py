@@ -20,7 +20,8 @@ class ARM(Estimator):
 
         g_d = (f(b̃) - f(b)) (u_d - ½) ∇α_d,    b_d = 1[u_d < σ(α_d)],  b̃_d = 1[1 - u_d < σ(α_d)]
 
-    ``α`` are the logits and ``f`` is the cost-to-go in nats. Unbiased. :class:`DisARM` is the expectation of this
+    ``α`` are the logits, ``σ`` is the logistic function, ``u`` is uniform noise given the sample ``b``, ``b̃`` is the
+    antithetic sample, and ``f`` is the cost-to-go in nats. Unbiased. :class:`DisARM` is the expectation of this
     estimator given the pair: it costs the same and never has more variance. ARM is here for reference.
 
     References:

@@ -15,7 +15,7 @@ from pyro_bpq.estimators.substitution import event_sum, mean_value, to_table
 
 
 class _OnSlopes(Estimator):
-    """Base of both."""
+    """Base of :class:`DoubleCV` and :class:`RODEO`, which both read slopes of the costs."""
 
     decay: float
 
@@ -37,8 +37,11 @@ class DoubleCV(_OnSlopes):
         g_k = (f_k - a_1 c_k·(x_k - μ_k) - b_k) ∇ log q(x_k) + a_1 c_k·∇μ_k,
         c_k = 1/(M-1) Σ_{j≠k} f'(x_j),   b_k = 1/(M-1) Σ_{j≠k} (f_j - a_2 f'(x_j)·(x_j - μ_j))
 
-    ``f`` is the cost-to-go in nats. Neither ``c_k`` nor ``b_k`` reads particle ``k``. Unbiased. If costs have no slope,
-    it is leave-one-out. It needs two particles and a backward pass to their values. If sites are sampled downstream,
+    ``x_k`` is the value of particle ``k`` of ``M``, and ``μ_k`` the mean of its distribution. ``f_k = f(x_k)`` is its
+    cost-to-go in nats, and ``f'`` the slope. Neither ``c_k`` nor ``b_k`` reads particle ``k``. Unbiased. If costs have
+    no slope, it is leave-one-out.
+
+    It needs two particles and a backward pass to their values. If sites are sampled downstream,
     the backward pass needs another run of guide and model for every site and particle. For Bernoulli and
     OneHotCategorical, also in ``to_event``.
 
@@ -54,7 +57,7 @@ class DoubleCV(_OnSlopes):
     scale: float | None = None
     decay: float = 0.98
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Products of the control variates, and the scales."""
         return {} if self.scale is not None else _initial(2)
 
@@ -87,7 +90,7 @@ class RODEO(_OnSlopes):
 
     decay: float = 0.98
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Products of the control variates, and the scales."""
         return _initial(3)
 

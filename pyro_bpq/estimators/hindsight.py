@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError, UnsupportedProgramError
+from pyro_bpq.errors import UnsupportedProgramError, check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, unit_scale, update_mean
 from pyro_bpq.estimators.baselines import RunningBaseline, leave_one_out
 from pyro_bpq.estimators.requirements import needs_finite
@@ -127,8 +127,7 @@ class Hindsight(Estimator):
     is_unbiased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.draws < 1:
-            raise OptionError(f"Hindsight(draws={self.draws!r}): write a positive number.")
+        check_option(self, "draws", self.draws >= 1, "a positive number")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -140,7 +139,7 @@ class Hindsight(Estimator):
         """Needs finite components."""
         return needs_finite(self, site)
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Running means of the costs, for a single particle, and the moments that fit the scales."""
         return {"baseline": 0.0, "rest": 0.0, "settled": 0.0, "moments": (0.0,) * 6}
 
@@ -191,8 +190,8 @@ def _of_sites(context: SiteContext) -> HeldCosts:
     held: HeldCosts = context.signals["hindsight"]
     if held.names != context.names or held.value.shape[:-1] != context.cost.shape:
         raise UnsupportedProgramError(
-            "Hindsight() cannot serve a program whose particles have different sites: write AllAction() or "
-            "ScoreFunction(RunningBaseline())."
+            f"Sites {', '.join(map(repr, context.names))}: Hindsight() cannot serve a program whose particles have "
+            "different sites; use AllAction() or ScoreFunction(RunningBaseline()) there."
         )
     return held
 

@@ -18,6 +18,10 @@ class LambdaReturn(Estimator):
         g_X = (γ I_X(x) + G_X - b - Q-terms of AllAction) ∇ log q(x) + all-action term
         G_X = γ (roots + avg_Y [ E_Y[Q_Y] + λ (G_Y - q_Y(y)) ])
 
+    ``I_X`` are the immediate costs that are known, ``b`` is a baseline, and ``λ`` is ``lam``. ``roots`` are the costs
+    that ``Q_X`` predicts directly. ``Y`` runs over the sites whose critics it backs up from, and ``avg`` averages over
+    those that predict the same costs.
+
     Critics replace the costs that lie far ahead, so their errors bias the gradient. With ``lam=1`` there is no bias:
     ``G_X`` is then the cost-to-go minus the graph-wise control variates. ``γ`` is the ELBO's ``gamma``, with which the
     critics learn; below 1 it is a bias of its own. Finite sites apply :class:`AllAction` to ``G_X``. Other sites apply
@@ -40,9 +44,9 @@ class LambdaReturn(Estimator):
     def __post_init__(self) -> None:
         check_option(self, "lam", 0.0 <= self.lam <= 1.0, "a number in [0, 1]")
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Running statistics of :class:`AllAction` and of a running baseline."""
-        return {**AllAction().statistics(num_particles), **RunningBaseline().statistics()}
+        return {**AllAction().statistics(), **RunningBaseline().statistics()}
 
     @property
     def return_weight(self) -> float:

@@ -50,7 +50,7 @@ class MuProp(Estimator):
         """Needs values that can be set to their mean, and the requirements of the baseline."""
         return needs_float_value(self, site) or (None if self.baseline is None else self.baseline.unsupported(site))
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Running statistics of the baseline."""
         return {} if self.baseline is None else self.baseline.statistics()
 

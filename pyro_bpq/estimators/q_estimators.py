@@ -201,7 +201,7 @@ class QRelaxation(_LocalCost):
     def __post_init__(self) -> None:
         relaxation.check_temperature(self)
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """A dummy statistic if the temperature is annealed: steps are counted only if there are statistics."""
         return {"steps": 0.0} if isinstance(self.temperature, Annealed) else {}
 

@@ -61,7 +61,7 @@ class QProp(Estimator):
         other = alternative(site)
         return f"QProp() is for values without finite support, and {site.distribution} has one; use {other}"
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Moments of control variates and plain gradient, means, and scales."""
         return initial_statistics()
 

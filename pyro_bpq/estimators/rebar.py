@@ -88,11 +88,11 @@ class REBAR(Scaled):
         """Needs values that can be relaxed."""
         return needs_float_value(self, site, RELAXES_ALL)
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Running means, products for the scale, and the temperature."""
         learned: Statistics = {"log_temperature": 0.0, "moments": (0.0, 0.0)}
         own = learned if isinstance(self.temperature, LearnedTemperature) else {}
-        return {**super().statistics(num_particles), **own}
+        return {**super().statistics(), **own}
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Attaches the gradient to the parameters of the relaxation."""

@@ -145,7 +145,7 @@ class Scaled(Estimator):
         check_scale(type(self).__name__, self.scale)
         check_decay(self)
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Running means and products for the scale."""
         return {**means_statistics(), **scale_statistics(self.scale)}
 

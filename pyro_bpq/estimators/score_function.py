@@ -39,8 +39,8 @@ class ScoreFunction(Estimator):
     ``C_X`` is the cost-to-go of this run. Without a baseline this is the estimator of ``TraceGraph_ELBO``.
 
     Args:
-        baseline: ``None``, :class:`ConstantBaseline`, :class:`LeaveOneOut` or :class:`RunningBaseline`. For a baseline
-            that depends on the data see :class:`CriticBaseline`.
+        baseline: ``None``, :class:`ConstantBaseline`, :class:`LeaveOneOut`, :class:`RunningBaseline` or
+            :class:`TrimmedBaseline`. For a baseline that depends on the data see :class:`CriticBaseline`.
 
     References:
         | Simple statistical gradient-following algorithms (Williams, 1992)
@@ -70,7 +70,7 @@ class ScoreFunction(Estimator):
         """Serves every site that its baseline serves."""
         return None if self.baseline is None else self.baseline.unsupported(site)
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Running statistics of the baseline."""
         return {} if self.baseline is None else self.baseline.statistics()
 
@@ -101,7 +101,7 @@ class PyroBaseline(Estimator):
         if self.decay is not None:
             RunningBaseline(self.decay)
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """The running mean, if any."""
         return {} if self.decay is None else RunningBaseline(self.decay).statistics()
 
@@ -142,7 +142,7 @@ class SecondRun(Estimator):
     def __post_init__(self) -> None:
         check_decay(self)
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Running mean, and second moments of a pair of runs."""
         return {"mean": 0.0, "square": 1.0, "product": 1.0}
 
@@ -201,7 +201,7 @@ class CrossedLeaveOneOut(Estimator):
         refused = needs_particles(self, site)
         return refused and f"{refused} or ScoreFunction(baseline=RunningBaseline())"
 
-    def statistics(self, num_particles: int) -> Statistics:
+    def statistics(self) -> Statistics:
         """Moments of the change, and those of leave-one-out."""
         return {**LeaveOneOut().statistics(), "moments": (0.0, 0.0, 0.0)}
 

@@ -36,7 +36,7 @@ def temperature_at(temperature: Temperature, step: int) -> float | Tensor:
 def _checked(temperature: Callable[[int], float], step: int) -> float:
     value = float(temperature(step))
     if not value > 0.0:
-        raise OptionError(f"The temperature at step {step} is {value!r}; it must be positive at every step.")
+        raise OptionError(f"The temperature at step {step} is {value!r}: it must be positive. Change the function.")
     return value
 
 

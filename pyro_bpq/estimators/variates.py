@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_bpq.critics.nets import check_hidden
 from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import SiteContext, Statistics, check_decay, site_mean
 from pyro_bpq.estimators.scaled import means_statistics, running_means
@@ -41,8 +42,7 @@ class NetworkVariate:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        is_valid = isinstance(self.hidden, tuple) and all(isinstance(h, int) and h > 0 for h in self.hidden)
-        check_option(self, "hidden", is_valid, "positive layer sizes, e.g. (32,)")
+        check_hidden(self)
         check_option(self, "lr", self.lr >= 0.0, "a number that is not negative")
         check_decay(self)
 

@@ -27,9 +27,9 @@ def differentiable_cost(traced: TracedRun, graph: StochasticComputationGraph) ->
         log q(z) - log p(z)  →  KL(q, p)      where torch registers it and p does not depend on later sites
         log q(z)             →  -H(q)         else, where q has an entropy
 
-    Only sites whose value carries all of their gradient. What is replaced has the expectation of what replaces
-    it, given all that was sampled before the site, so that the gradient keeps its expectation. The costs that
-    score functions of earlier sites are weighted by stay those of the sample.
+    This replaces terms only of sites whose value carries all of their gradient. Given all earlier sites, the closed
+    form is the expectation of the terms that it replaces. So the gradient keeps its expectation. The costs-to-go that
+    multiply the scores of earlier sites stay those of the sample.
     """
     total = traced.run.differentiable
     for name, record in traced.run.sites.items():

@@ -1,4 +1,4 @@
-r"""Carries a choice out: sets what an objective does to a candidate, and lets trials run."""
+r"""Applies a choice: gives an objective the options of a candidate, and takes trial steps of candidates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def checked_choice(choice: Any, is_open: bool) -> Candidate | None:
 
 
 class Rules:
-    """What an objective does where nothing is measured, and how a candidate changes that."""
+    """Gives the runner and the particle count of an objective the options of a candidate."""
 
     def __init__(self, runner: StepRunner, particles: ParticleCount, are_open: bool) -> None:
         self.runner, self.particles, self.are_open = runner, particles, are_open
@@ -112,7 +112,7 @@ class Undoable(Protocol):
 
 
 class StillTrial:
-    """Takes steps of an objective."""
+    """Takes trial steps of an objective. Unless ``learns``, nothing learns from a step, and its traces are undone."""
 
     def __init__(self, elbo: Undoable, learns: bool = False) -> None:
         self.elbo, self.learns = elbo, learns

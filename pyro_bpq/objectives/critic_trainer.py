@@ -41,7 +41,7 @@ class CriticTrainer:
         staged: What the last step worked on, where it is kept.
         recent: Recent costs of the sites of steered programs.
         waiting: What the last step taught.
-        late: Of what was loaded the part for blocks that are yet to be built.
+        late: Writes and gradients for blocks that do not exist yet, as after loading. A new block gets its own.
     """
 
     def __init__(self, learner: CriticLearner | None, seed: int) -> None:
@@ -281,10 +281,10 @@ class CriticTrainer:
 def register_critics(critics: nn.Module) -> None:
     """Puts the parameters of some critics into Pyro's param store, as :func:`pyro.module` does.
 
-    The first of ``bpq_critics``, ``bpq_critics_1``, ... serves whose entries are none of another module's: it stays
-    the same from step to step, and is the same again when a program is run anew. Entries that were loaded into the
-    store (``ParamStoreDict.load``) together with the critics' ``state_dict`` hold equal values; the critics take their
-    place, so that an optimiser finds its saved state by name.
+    The name of the module is the first of ``bpq_critics``, ``bpq_critics_1``, ... under which the store holds no
+    entries of another module. It is the same in every step, and again when a program is run anew. Entries that were
+    loaded into the store (``ParamStoreDict.load``) together with the critics' ``state_dict`` have equal values. The
+    critics replace them, so that an optimiser finds its saved state by name.
     """
     named = dict(critics.named_parameters())
     if not named:
@@ -308,7 +308,7 @@ def are_registered(critics: nn.Module) -> bool:
 
 
 def _is_ours(module: str, named: Mapping[str, Tensor], store: ParamStoreDict) -> bool:
-    """Whether the store holds nothing under this name, or these weights, whatever else of theirs it holds."""
+    """Whether the store has no entries under this name, or only entries that equal these weights by name."""
     start = f"{module}$$$"
     stored = {key.removeprefix(start): value for key, value in store.named_parameters() if key.startswith(start)}
     known = stored.keys() & named.keys()

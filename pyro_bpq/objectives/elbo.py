@@ -52,13 +52,13 @@ class TraceBackpropQ_ELBO(PlannedObjective):
     the model runs once more where that pays.
 
     Args:
-        num_particles: Number of particles ``M``. ``None``: up to eight in one vectorised call, where
-            :func:`~pyro_bpq.plan.particles.num_particles_for` says so and a particle among others has the same costs as
-            one alone; to find that out the program runs some twenty times more in the first step, and six times after
-            1, 2, 4, 8, ... steps and then every 128. One where an estimator or an option about critics is chosen, with
-            ``vectorize_particles=True``, cost statements, summed-out sites and several processes, and where sampled
-            values steer the program. Where all values can be summed (:mod:`pyro_bpq.step.exact_sum`) nothing is drawn
-            from some step on.
+        num_particles: Number of particles ``M``. ``None`` leaves it open: up to eight run in one vectorised call if
+            :func:`~pyro_bpq.plan.particles.num_particles_for` asks for several, and if a particle among others has the
+            same costs as one alone. This check runs the program some twenty times more in the first step, and six times
+            after 1, 2, 4, 8, ... steps and then every 128. One particle runs if you choose an estimator or an option
+            about critics, with ``vectorize_particles=True``, cost statements, summed-out sites or several processes,
+            and if sampled values steer the program. If the loss can be summed over all values
+            (:mod:`pyro_bpq.step.exact_sum`), nothing is drawn after the first steps.
         max_plate_nesting: As in Pyro's ELBOs.
         max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
         vectorize_particles: Whether particles run in one vectorised call.
@@ -93,24 +93,25 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             paper's form, leaves all costs to the critics; there is no extra run of the model.
         form: What a Q-function conditions on: the site and its ancestors, ``"ancestor"``, or all that was sampled so
             far, ``"history"``. Where sampled values steer the program it is always the history.
-        choice: ``"fixed"``, the rules of :mod:`pyro_bpq.plan.rules` without any measurement; ``"auto"``, other
-            estimators, particles and structures are measured beside training, and take over where they are better; or a
-            :class:`~pyro_bpq.choice.Candidate`. Measured are steps of ``loss_and_grads``, as SVI takes them, and of
-            :class:`~pyro_bpq.CompiledSVI`, of programs without costs of their own, in one process. ``estimator``,
-            ``num_particles``, ``structure`` or options about critics leave nothing to choose. ``print(elbo.choice)``
-            shows what was tried.
+        choice: ``"fixed"`` follows the rules of :mod:`pyro_bpq.plan.rules` and measures nothing. ``"auto"`` measures
+            other estimators, numbers of particles and structures beside training, and changes to one that is better. A
+            :class:`~pyro_bpq.choice.Candidate` is used as it is. Only steps of ``loss_and_grads``, as SVI takes them,
+            and of :class:`~pyro_bpq.CompiledSVI` are measured, in one process, for programs without cost statements. If
+            you choose an ``estimator``, ``num_particles``, a ``structure`` or an option about critics, nothing is
+            measured. ``print(elbo.choice)`` shows what was tried.
 
     Attributes:
         choice: What was tried, what it measured and what was chosen.
-        info: After each training step what is known of each site, by name; tensors are detached and on their device.
-            ``estimator``: its gradient estimator. ``cost_to_go``: ``(M, plates)``, in nats; ``(M, plates, D)`` where
-            each component has one of its own. ``baseline``: the running mean of ``RunningBaseline``, in nats.
-            ``scales``: those of ``AllAction``, ``(5,)`` for exact costs, level and differences of the critic, later
-            sites, and the exact costs of these alone. ``td_loss``: squared error of the critic in units of its targets'
-            spread. ``explained``: share of the targets' variance that the critic explains, between particles of a data
-            point; with one particle between data points. ``ms``: milliseconds of the host in the estimator and the
-            critic's regression, a batched call shared out among its sites. Of a site that is summed over all values
-            only ``estimator`` is known.
+        info: After each training step a dictionary for each site, by name; tensors are detached and on their device.
+            ``estimator``: the site's gradient estimator. ``cost_to_go``: ``(M, plates)`` in nats, or ``(M, plates, D)``
+            if each component has its own. ``baseline``: the running or trimmed mean of earlier costs, in nats, if the
+            estimator keeps one. ``scales``: the scales of its control variates, ``(n,)``. ``AllAction`` has five: for
+            exact costs, level and differences of the critic, later sites, and exact costs of later sites. ``td_loss``:
+            squared error of the critic in units of its targets' spread, with ``sweep`` in squared nats. ``explained``:
+            share of the targets' variance that the critic explains, between the particles of a data point or, with one
+            particle, between data points; absent with ``sweep``. ``ms``: milliseconds of the host in the estimator and
+            the critic's regression. The time of a batched call is shared equally among its sites. A site that is summed
+            over all values has only ``estimator``.
         ms: Milliseconds of the host in the last step but for ``backward``: ``runs``, those of the programs, the graph
             and the critics; ``signals``, estimators and regression.
 
@@ -269,7 +270,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         return StillTrial(trial, learns=True)
 
     def bootstrapped_loss(self, model: Any, guide: Any, *args: Any, entropy: float = 0.0, **kwargs: Any) -> Tensor:
-        r"""A loss that takes critics for costs: it calls the function of no cost statement, and nothing learns from it.
+        r"""A loss in which critics stand for the costs. It calls no cost function, and no critic learns from it.
 
             S = Σ_X Σ_x q_X(x) (I_X(x) + Q_X(x) + α log q_X(x)),   new values of all sites from the present guide
 
@@ -281,8 +282,8 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             model: The model.
             guide: The guide.
             *args: Their arguments, not necessarily those of a rollout.
-            entropy: Weight ``α`` of the sites' negative entropies, in nats of cost per nat. A guide that is nearly
-                deterministic tells critics nothing more of other values.
+            entropy: Weight ``α`` of the sites' negative entropies, in nats of cost per nat. It keeps the guide random:
+                from a nearly deterministic guide critics learn nothing about other values.
             **kwargs: Their keyword arguments.
 
         Returns:

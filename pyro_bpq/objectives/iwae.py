@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -105,8 +106,9 @@ class TraceBackpropQ_IWAE(Objective):
         seed: int = 0,
         compile: bool | Backend | Compile = False,
     ) -> None:
-        if num_particles < 1 or num_outer < 1:
-            raise OptionError(f"num_particles={num_particles!r}, num_outer={num_outer!r}: write positive numbers.")
+        for name, number in (("num_particles", num_particles), ("num_outer", num_outer)):
+            if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+                raise OptionError(f"{name}={number!r}: write a positive integer.")
         if baseline not in MEANS:
             raise OptionError(f'baseline={baseline!r}: write "geometric", "arithmetic" or None.')
         check_options(None, critic, "single", lam, 1.0, learner)
@@ -157,7 +159,7 @@ class TraceBackpropQ_IWAE(Objective):
         raise NotImplementedError("Critics of a bound learn from their own steps only.")
 
     def _evaluate(self, program: Program, mode: Mode) -> Step:
-        """The loss, and the sums over bounds of what has its gradient."""
+        """Takes a step: the loss is the mean over bounds; the surrogates with its gradient are sums over bounds."""
         start = time.perf_counter()
         runs = self.particles.observe(self.runner, program, mode).runs
         found = [self.runner.layout(run, self.plate) for run in runs]

@@ -1,4 +1,4 @@
-r"""The objective near the guide that made a rollout: signals times probability ratios, and the KL divergence taken.
+r"""An objective near the guide that made a rollout: signals times probability ratios, plus a KL divergence.
 
 A step's surrogate is a function of the ``log q`` of its sites. Its derivative there is the signal ``W``, whatever
 the estimator: a cost-to-go minus baselines, critics and control variates for the sample, or a summand for every

@@ -166,16 +166,16 @@ def _unsupported(estimator: Estimator, has_critic: bool, chose_critic: bool) -> 
             "TraceBackpropQ_IWAE(critic=MLPCritic()), or ScoreFunction()"
         )
     if isinstance(estimator, AllAction) and estimator.exact is True:
-        return "no costs are known that one more run of the model could tell; write AllAction()"
+        return "exact=True needs costs that a run at other values gives, and a bound has none; write AllAction()"
     if isinstance(estimator, AllAction) and estimator.second_run:
-        return "the samples of a bound are no runs to compare with another one; write AllAction()"
+        return "second_run=True needs a cost for each run, and the samples of a bound share one; write AllAction()"
     if isinstance(estimator, ScoreFunction) and chose_critic:
         return "ScoreFunction() reads no critic; leave out the estimator or the critic"
     return None
 
 
 def is_plain(layout: Any) -> bool:
-    """Whether nothing is subtracted from what sites see."""
+    """Whether no site has a critic, and each is pathwise or has the plain score function."""
     specs = layout.specs.values()
     return all(s.critic is None and (s.estimator.is_pathwise or s.estimator == ScoreFunction()) for s in specs)
 

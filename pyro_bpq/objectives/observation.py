@@ -104,7 +104,7 @@ class Runner(ABC):
         return 0
 
     def good_for(self, traced: TracedRun, particles: int = 1) -> int:
-        """Number of particles that a program is good for, from a run of so many; 1 where values steer it."""
+        """The number of particles to take for a program, from a run of ``particles``; 1 if values steer the program."""
         return 1
 
     @abstractmethod

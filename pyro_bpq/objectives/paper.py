@@ -36,9 +36,10 @@ def paper_settings(
         reduction: Reduction of the Backprop-Q network.
         lam: Weight of the lambda-return against the critic in targets; 0 is the one-step target of Algorithm 1.
         gamma: Discount of targets per edge of the longest way.
-        estimator: How the Q-function becomes a gradient: any estimator that takes critics. Those whose name begins with
-            ``Q`` take it for the cost, and need sites with finite values; :class:`~pyro_bpq.AllAction` and
-            :class:`~pyro_bpq.estimators.QControlVariate` take it as a control variate.
+        estimator: How the Q-function becomes a gradient: any estimator that uses critics.
+            :class:`~pyro_bpq.estimators.QScoreFunction`, for any site, and other estimators with ``replaces_costs`` put
+            it in place of the costs. :class:`~pyro_bpq.AllAction` and
+            :class:`~pyro_bpq.estimators.QControlVariate`, for finite values, use it as a control variate.
         critic: The approximators. Tables serve small finite scopes; else ``MLPCritic()`` with a small ``rate``.
         rate: Step size ``α`` of the critics, or a function of the step.
 

@@ -334,8 +334,8 @@ class ParticleCount:
         number = 1 if mode.has_ranks or found.ordered else runner.good_for(found.runs[0])
         if number == 1:
             self.said = (
-                "One particle runs: more are taken only where ten sites, or ten rows of data, or more have costs that "
-                "are not known at other values, and no value steers the program."
+                "One particle runs. Several run only if no sampled value steers the program, and if ten or more sites, "
+                "or sites in plates of ten or more rows, have costs that are not known at their other values."
             )
         else:
             self._note(next=Particles(number, True, False, self._nesting_beside(found.runs[0])))
@@ -383,9 +383,11 @@ class ParticleCount:
         self, runner: Runner, program: Program, many: TracedRun, mode: Mode, lent: LentBuffers | None
     ) -> str:
         """What tells a particle among others from one on its own; empty where nothing does."""
-        compared = self._comparison(runner, program, many, mode)
-        if not keeps_apart(compared, mode.num_steps, not self._found.is_proved):
-            return "the costs of a particle depend on those it runs with"
+        keeps = keeps_apart(self._comparison(runner, program, many, mode), mode.num_steps, not self._found.is_proved)
+        if keeps is None:
+            return "the programs draw noise besides their sites, so particles cannot be compared"
+        if not keeps:
+            return "the costs of a particle depend on the particles that it runs with"
         return "" if lent is None or lent.fit else "a buffer of a module takes the shape of the particles"
 
     def _comparison(self, runner: Runner, program: Program, many: TracedRun, mode: Mode) -> Comparison:

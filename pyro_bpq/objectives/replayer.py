@@ -205,7 +205,7 @@ class Replayer:
         return loss
 
     def _form(self, is_steered: bool) -> str:
-        """How co-parents are treated: where values steer, what comes after a site has to follow from its value."""
+        """How co-parents are treated. Steered programs redraw them: what follows a site depends on its value."""
         return "redrawn" if is_steered else self.replay.coparents
 
     def _expected(
@@ -275,7 +275,7 @@ def _kept(values: Mapping[str, Tensor], stored: StoredRollout, held: Collection[
 
 
 def _reaches(staged: Staged, site: str, held: Collection[str]) -> bool:
-    """Whether a run still comes to a site by what was held; else its critic would learn from another history."""
+    """Whether a rerun of a steered program reaches a site, with exactly the held sites among those before it."""
     layout = staged.signals.layout
     if not layout.is_steered:
         return True

@@ -116,7 +116,7 @@ class StepRunner(Runner):
         self.plans.forget_last()
 
     def good_for(self, traced: TracedRun, particles: int = 1) -> int:
-        """Number of particles that a program is good for, from a run of so many; 1 where values steer it."""
+        """The number of particles to take for a program, from a run of ``particles``; 1 if values steer the program."""
         plan = self._static_plan(traced)
         return 1 if plan is None else num_particles_for(plan, traced, particles, self.structure.work_of(traced))
 
@@ -312,8 +312,9 @@ class StepRunner(Runner):
             # It runs with plain values: torch refuses something that the program does with values that carry gradients.
             self.plans.know_slopes(last.key, False)
             warnings.warn(
-                f"The program failed while the values of the sites {sorted(last.plan.led_back)} carried gradients, for "
-                f"slopes of costs: {error} It does without from now on. Where a value leaves torch write z.detach().",
+                f"Sites {sorted(last.plan.led_back)}: the program failed while their values carried gradients, which "
+                f"slopes of costs need: {error} From now on estimators do without slopes there. To keep them, write "
+                "z.detach() where a value leaves torch.",
                 BPQWarning,
                 stacklevel=2,
             )
@@ -365,7 +366,7 @@ def _with_values(values: Mapping[str, Any], part: Any) -> Any:
 
 
 def stacked(runs: Sequence[TracedRun], is_dynamic: bool) -> list[list[int]]:
-    """The numbers of the runs that are stacked: of all together, or of each on its own.
+    """Groups of run numbers whose tensors are stacked: all runs in one group, or each run in a group of its own.
 
     A baseline from those particles that happen to have the same structure would depend on the value of the site that
     it is for.

@@ -16,9 +16,9 @@ from pyro_bpq.rollout.features import Components, finite_components
 from pyro_bpq.tracing.cost_statement import CostOptions
 from pyro_bpq.tracing.traced_run import TracedRun
 
-# An extra run that takes so many times as long as the step without it wins less than other particles in that time.
+# Longest time of an extra run, in units of the step without it. In a longer time more particles win more.
 DEAR = 1.0
-# Nor does one that tells less of the noise, as the share is but estimated.
+# Smallest share of the noise of unknown costs that an extra run has to remove. The share is only estimated.
 SHARE = 0.5
 
 
@@ -100,8 +100,9 @@ def told_share(
 ) -> float:
     """The share of the noise of otherwise unknown costs that an extra run takes off, on average over sites.
 
-    A cost that is told of the last site that it reads corrects all earlier sites, too. Of its noise that is taken to be
-    one part in ``k``, where it reads ``k`` sites from the corrected one on. All costs count alike.
+    The run gives a cost at all values of the last site that the cost reads. This also removes noise at earlier sites.
+    If the cost reads ``k`` sites from a site on, ``1 / k`` of its noise at that site is taken to be removed. All costs
+    have the same weight.
 
     Args:
         structure: The structure.

@@ -19,12 +19,12 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: t
 
         M = min(8, max(4, 1 + a / b), max(2, 524288 / n)),   n elements of the largest value of a particle
 
-    where costs after a site of the default's choice are known of the sampled value alone, and differ from row to row
-    of its plates, or where there are ten such sites or more; else one. Of the counted seconds of a step ``a`` are those
-    that the particles of one call share, calls of operators, and ``b`` those that each particle adds. Baselines from
-    other particles know the row, those from other steps do not. Two, where
-    :class:`~pyro_bpq.estimators.DebiasedStraightThrough` is to serve all such sites of rows, which needs no baseline;
-    four, where :class:`~pyro_bpq.estimators.Hindsight` is. The table is
+    Several particles serve sites for which nothing is chosen and whose later costs are known at the sampled value only.
+    They run if such a site lies in plates of ten rows or more, or if there are ten such sites or more; else one runs.
+    ``a`` are the counted seconds of a step that the particles of one call share, its calls of operators. ``b`` are the
+    seconds that each particle adds. Several particles help because their mean is a baseline for each row, unlike means
+    of earlier steps. If :class:`~pyro_bpq.estimators.DebiasedStraightThrough`, which needs no baseline, serves all such
+    sites in rows, ``M`` is 2. If :class:`~pyro_bpq.estimators.Hindsight` does, it is at most 4. The table is
     ``PARTICLES`` in ``plan/rules.py``.
     """
     facts = ProgramFacts(

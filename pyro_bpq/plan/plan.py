@@ -116,7 +116,7 @@ class Plan:
 
     def _held(self, name: str) -> str:
         if self.held is None or name not in self.held.sites:
-            return "nothing, since the law of a child is not: leave-one-out"
+            return "nothing: a child's law is unknown at other values, so the site gets leave-one-out"
         return f"{', '.join(self.held.sites[name].costs) or 'nothing'}, by {self.held.rows} rows of an extra run"
 
     @cached_property

@@ -228,7 +228,11 @@ class Planner:
         return plan_extra_run(structure, estimators, self.max_elements) if can_flip else ExtraRun()
 
     def _by_row(self, structure: Structure, extra: ExtraRun) -> tuple[frozenset[str], frozenset[str], Collection[str]]:
-        """Sites whose cost-to-go is not known at other values; those in rows of data; those that particles serve."""
+        """Finds sites for which nothing is chosen and whose cost-to-go is not known at other values.
+
+        Returns:
+            These sites; those of them in rows of data; and the names of sites that get leave-one-out over particles.
+        """
         traced = structure.traced
         # Costs of a user's own may be dear: critics save calls.
         is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)

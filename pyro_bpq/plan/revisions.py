@@ -28,7 +28,7 @@ def revise(choices: dict[str, Choice], facts: SiteFacts) -> None:
 
 
 def untold(site: SiteFacts, structure: Structure, is_alone: bool, layers: int) -> SiteFacts:
-    """The facts of a site of many components of whose costs nothing is told."""
+    """The facts of a site of many components that has no critic, and whose costs no extra run gives."""
     name, traced, graph = site.info.name, structure.traced, structure.graph
     keeps_rows = structure.facts.cuts_plates or not graph.node(name).plates
     is_last = not graph.descendants(name) and not graph.leaves_plates(name) and traced.elimination is None
@@ -46,8 +46,8 @@ def untold(site: SiteFacts, structure: Structure, is_alone: bool, layers: int) -
 def num_reads(traced: TracedRun, name: str) -> int:
     """The values of all components of a site times the observed elements of a row.
 
-    Other particles tell what all components cost together. Their noise grows with the number of components, and with
-    what they explain together; that of slopes, which tell of each component, hardly does.
+    Leave-one-out compares the costs of whole values. Its noise grows with the number of components, and with the data
+    that they explain. Slopes compare the costs of single components, so their noise hardly grows.
     """
     components = traced.infos[name].components
     own = {frame.name for frame in traced.guide_trace.nodes[name]["cond_indep_stack"]}

@@ -170,19 +170,19 @@ BY_STRUCTURE = (
         lambda s: s.is_ordered and s.options.is_open and not s.info.has_rsample,
         lambda s: s.plain_score,
     ),
-    Rule("rows of data: other particles know the row", lambda s: s.is_by_row, lambda s: s.score_function),
+    Rule("rows of data: the row's other particles are the baseline", lambda s: s.is_by_row, lambda s: s.score_function),
     Rule(
-        "many components, and no other run may serve",
+        "many components, in a program that is not run again at other values",
         lambda s: s.is_untold and not s.can_compare,
         lambda s: s.score_function,
     ),
     Rule(
-        "many components of the only site: slopes of the costs, corrected exactly",
+        "the only site of many components: slopes of the costs, corrected by a true difference",
         lambda s: s.is_sloped and (s.reads >= MANY_READS or s.info.num_particles < FEW_PARTICLES),
         lambda s: DebiasedStraightThrough(),
     ),
     Rule(
-        "many binary components of the only site, no slopes: one other value",
+        "the only site of many binary components, and no slopes: an antithetic sample",
         lambda s: s.is_untold and s.is_alone and s.info.num_particles == 1 and DisARM().unsupported(s.info) is None,
         lambda s: DisARM(),
     ),
@@ -192,16 +192,16 @@ BY_STRUCTURE = (
         lambda s: SecondRun(),
     ),
     Rule(
-        "layers of many components that much is read of: their law given what was drawn after them",
+        "several large layers: the law of each value given the sites that were drawn after it",
         lambda s: s.may_cross and s.may_hold,
         lambda s: Hindsight(draws=1, crossed=True),
     ),
     Rule(
-        "layers of many components: other particles, beside this particle's own past",
+        "several layers of many components: costs of other particles' values given this particle's past",
         lambda s: s.may_cross,
         lambda s: CrossedLeaveOneOut(),
     ),
-    Rule("many components: other particles", lambda s: s.is_untold, lambda s: s.score_function),
+    Rule("many components: other particles are the baseline", lambda s: s.is_untold, lambda s: s.score_function),
 )
 
 

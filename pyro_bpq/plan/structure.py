@@ -18,8 +18,8 @@ class StructureFacts:
     is_dynamic: bool = False  # whether sampled values may steer the program
     cuts_plates: bool = True  # whether rows of a plate stay apart
     patterns: Patterns = frozenset()  # which component of a site each element of a cost reads, by site and cost
-    # Costs of the model that read values of the guide itself: what the model alone costs at other values does not show
-    # them.
+    # Costs of the model that read tensors of the guide besides the replayed values. A run of the model alone does not
+    # give them at other values.
     handed: frozenset[str] = frozenset()
     has_buffers: bool = True  # whether the programs may call modules with buffers
     num_particles: int = 1  # number of particles

@@ -56,7 +56,6 @@ class Reruns:
         self.trace, self.programs, self.traced = trace, programs, traced
         self.plan, self.generator, self.share = plan, generator, share
         self.held = held
-        self.num_runs = 0
         self._fresh: tuple[Run, ...] | None = None
         self._led: dict[int, SharedBackward] = {}
 
@@ -196,13 +195,11 @@ class Reruns:
             group: Number of the only group of sites that takes other values; ``None`` for all.
         """
         assert self.held is not None
-        self.num_runs += len(self.traced)
         return held_costs(self.held, self.traced, self.programs, rollout, drawn, particle, group)
 
     def predicted(self, rollout: Rollout, generator: torch.Generator | None) -> dict[str, Changes]:
         """Predicted changes, see :func:`~pyro_bpq.reruns.predicted_costs.predicted_costs`."""
         assert self.held is not None
-        self.num_runs += len(self.traced)
         return predicted_costs(self.held, self.traced, self.programs, rollout, generator)
 
     def sums(self, name: str, costs: Sequence[str], rollout: Rollout) -> Tensor:
@@ -210,7 +207,6 @@ class Reruns:
         return sums_of_costs(self.plan.graph, self.traced, rollout, name, costs)
 
     def _seed(self) -> int:
-        self.num_runs += 1
         return int(torch.randint(1 << 62, (), generator=self._seeds, device="cpu"))
 
     @cached_property

@@ -11,9 +11,7 @@ from pyro.poutine.enum_messenger import EnumMessenger
 from pyro.poutine.messenger import Messenger
 
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
-
-# Parts of the errors that torch raises when Python asks a tensor with several elements for one value.
-_ONE_VALUE_ONLY = ("is ambiguous", "converted to Scalar", "converted to Python scalar", "converted to an index")
+from pyro_bpq.tracing.plate_errors import asks_for_one_value
 
 
 class _Enumerate(EnumMessenger):
@@ -66,7 +64,7 @@ def enumerated_programs(
     try:
         yield _Enumerate(None, seen)(model), _Enumerate(-1 - nesting, seen)(guide)
     except (RuntimeError, TypeError, ValueError) as error:
-        if not seen or not any(words in str(error) for words in _ONE_VALUE_ONLY):
+        if not seen or not asks_for_one_value(error):
             raise
         raise UnsupportedProgramError(
             f"The program asks for one value ({error}) where all values of the enumerated sites {sorted(set(seen))} "

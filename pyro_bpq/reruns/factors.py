@@ -92,7 +92,8 @@ def pack(name: str, tensor: Tensor, symbols: Mapping[int, str]) -> Packed:
         return packed.pack(tensor, symbols)
     except ValueError as error:
         raise PlateError(
-            f"Site {name!r} has a dimension that belongs to no plate and no enumerated site. {error}"
+            f"Site {name!r} has a dimension that belongs to no plate and no enumerated site. Put it into a pyro.plate, "
+            f"or into the event with .to_event(). {error}"
         ) from error
 
 

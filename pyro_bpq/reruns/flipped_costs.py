@@ -72,20 +72,15 @@ def _run_flipped(
     is_checked: bool,
 ) -> dict[str, Tensor] | None:
     """The costs ``(rows, batch)`` of the extra run, by name."""
-    latents = {
-        name: site
-        for trace in (traced.guide_trace, traced.model_trace)
-        for name, site in samples(trace).items()
-        if not site["is_observed"]
-    }
+    latents = latents_of(traced)
     records = traced.run.sites
     moved = {
         name: flipped(records[name].value, records[name].fn, split, flips, name)
         for name, split in plan.components.items()
     }
-    sites = {name: (site["fn"], site["value"].detach()) for name, site in latents.items() if _is_varied(site)}
+    sites = {name: (site["fn"], site["value"].detach()) for name, site in latents.items() if is_varied(site)}
     fixed = {name: value for name, (_, value) in sites.items() if name not in moved}
-    fixed |= {name: site["value"] for name, site in latents.items() if not _is_varied(site)}
+    fixed |= {name: site["value"] for name, site in latents.items() if not is_varied(site)}
     wanted = tuple(dict.fromkeys(cost for costs in flips.costs.values() for cost in costs))
     sampled = {name: traced.run.costs[name].detach() for name in wanted}
 
@@ -108,7 +103,17 @@ def _run_flipped(
     return runs.run(key, program, sites, {**fixed, **traced.subsamples}, moved, sampled, learning, is_checked)
 
 
-def _is_varied(site: Any) -> bool:
+def latents_of(traced: TracedRun) -> dict[str, Any]:
+    """The latent sites of guide and model, by name."""
+    return {
+        name: site
+        for trace in (traced.guide_trace, traced.model_trace)
+        for name, site in samples(trace).items()
+        if not site["is_observed"]
+    }
+
+
+def is_varied(site: Any) -> bool:
     """Whether comparisons of runs also change the value of a latent site."""
     return isinstance(site["value"], Tensor) and not is_enumerated(site)
 

@@ -19,14 +19,14 @@ from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.held import HeldPlan, HeldSite
 from pyro_bpq.reruns.apart import particle_of, value_alone
-from pyro_bpq.reruns.flipped_costs import flipped, table
+from pyro_bpq.reruns.flipped_costs import flipped, is_varied, latents_of, table
 from pyro_bpq.reruns.held_run import HeldRun, joined, law_name, law_of, unmasked
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Way
 from pyro_bpq.rollout.runs import Program, Rollout, sum_to_plates
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
-from pyro_bpq.tracing.watch import is_enumerated, samples
+from pyro_bpq.tracing.watch import samples
 
 
 @torch.no_grad()
@@ -186,16 +186,11 @@ def _rows(
 ) -> dict[str, Tensor] | None:
     """How costs and laws change ``(rows, batch)`` in the extra run, by name."""
     model, guide, args, kwargs = program
-    latents = {
-        name: site
-        for trace in (traced.guide_trace, traced.model_trace)
-        for name, site in samples(trace).items()
-        if not site["is_observed"]
-    }
-    sites = {n: (s["fn"], part.value(s)) for n, s in latents.items() if _is_varied(s)}
+    latents = latents_of(traced)
+    sites = {n: (s["fn"], part.value(s)) for n, s in latents.items() if is_varied(s)}
     moved = {n: _moved(run, *sites[n], n, site, drawn.get(n), group) for n, site in run.plan.sites.items()}
     fixed = {name: value for name, (_, value) in sites.items() if name not in moved}
-    fixed |= {name: site["value"] for name, site in latents.items() if not _is_varied(site)}
+    fixed |= {name: site["value"] for name, site in latents.items() if not is_varied(site)}
     children = dict.fromkeys(child for site in run.plan.sites.values() for child in site.children)
     laws = [child for child in children if law_name(traced, child) == law_of(child)]
     costs = dict.fromkeys(cost for site in run.plan.sites.values() for cost in site.costs)
@@ -243,11 +238,6 @@ def _add_costs(found: dict[str, Tensor], trace: Any, is_guide: bool, wanted: Map
             sign = 1.0 if is_guide and cost_options(site) is None else -1.0
             cost = site["fn"].log_prob(site["value"])
             found[name] = sign * scale_and_mask(cost, site["scale"], site["mask"])
-
-
-def _is_varied(site: Any) -> bool:
-    """Whether comparisons of runs also change the value of a latent site."""
-    return isinstance(site["value"], Tensor) and not is_enumerated(site)
 
 
 def _moved(

@@ -101,8 +101,9 @@ def _expansions(
         raise
     except RuntimeError as error:
         warnings.warn(
-            f"Sites {', '.join(map(repr, names))}: the program failed while their values carried gradients. Changes "
-            f"of its costs are taken for zero, and estimates have more variance: {error}",
+            f"Sites {', '.join(map(repr, names))}: the program failed while their values carried gradients. Predicted "
+            f"changes of its costs are taken for zero: {error} Estimates stay unbiased, with more variance. Write "
+            "z.detach() where a value leaves torch, or use CrossedLeaveOneOut() there.",
             BPQWarning,
             stacklevel=2,
         )

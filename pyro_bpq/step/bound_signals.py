@@ -27,7 +27,11 @@ def multi_sample_bound(log_w: Tensor, score: Tensor, signal: Tensor) -> tuple[Te
 
 @torch.no_grad()
 def leave_one_out_signal(log_w: Tensor, baseline: str | None) -> Tensor:
-    """Signal of each sample, of the shape of ``log_w``: ``L̂ - L̂_-k`` with a baseline of :data:`MEANS`, else ``L̂``."""
+    """Signal of each sample, of the shape of ``log_w``: ``L̂ - L̂_-k`` with a baseline of :data:`MEANS`, else ``L̂``.
+
+    ``L̂`` is the logarithm of the mean weight of all samples. In ``L̂_-k`` the weight of sample ``k`` is replaced by
+    the geometric or arithmetic mean of the others. A single sample has no baseline.
+    """
     signal = _bound(log_w).unsqueeze(1).expand_as(log_w)
     return signal if baseline is None or log_w.shape[1] == 1 else signal - _without_each(log_w, baseline)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.batching.classes import QGroup
-from pyro_bpq.batching.layout import Layout
 from pyro_bpq.batching.site_batch import SiteBatch
 from pyro_bpq.critics.attention import MemberCritic, Members
 from pyro_bpq.critics.block import Selection, Write
@@ -86,7 +85,7 @@ def _pool(value: Tensor, source: SiteBatch, target: SiteBatch) -> Tensor:
     return value.mean(dims, keepdim=True) if dims else value
 
 
-def context_of(layout: Layout, group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
+def context_of(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
     """Detached context features ``(Q, N, F)`` of the Q-nodes of a group."""
     batch, queries = batches[group.c], len(group.nodes)
     lead = (queries, *batch.batch_shape)
@@ -139,14 +138,14 @@ def members_of(group: QGroup, batches: Sequence[SiteBatch]) -> Members:
 
 
 def index_features(site: str) -> tuple[float, float]:
-    """Logarithm and tenth of the last number in the name of a site of a family, 0 without one."""
+    """``log(1 + n)`` and ``n / 10`` of the last number ``n`` in a site's name; ``n = 0`` if the name has none."""
     numbers = re.findall(r"\d+", site)
     index = int(numbers[-1]) if numbers else 0
     return math.log1p(index), 0.1 * index
 
 
 def cells_of(group: QGroup, batches: Sequence[SiteBatch]) -> Tensor:
-    """Joint state of the rest of the scope, ``(Q, N)``."""
+    """Number of the joint state of the scope without the site, ``(Q, N)``."""
     batch, queries = batches[group.c], len(group.nodes)
     cell = torch.zeros((queries, *batch.batch_shape), dtype=torch.long, device=batch.like.device)
     for k, plan in enumerate(group.contexts):

@@ -54,11 +54,11 @@ class CriticBatch:
     joint: JointValue | None = None
 
     def rows(self) -> CriticRows:
-        """All of them."""
+        """The regression rows of all critics of the group."""
         return CriticRows(tuple(node.site for node in self.group.nodes), self.selection, self.unit)
 
     def row(self, i: int, bank: CriticBank) -> CriticRows:
-        """One of them."""
+        """The regression row of the critic of the ``i``-th Q-node."""
         selection = bank.select(self.kind, (self.keys[i],), None)
         assert selection is not None
         return CriticRows((self.group.nodes[i].site,), selection, self.unit[i : i + 1])
@@ -104,7 +104,7 @@ def evaluate_critics(
     if selection is None:
         return None
     nodes = group.nodes
-    context, writes = standardised(context_of(layout, group, batches), selection)
+    context, writes = standardised(context_of(group, batches), selection)
     cells = cells_of(group, batches) if shape.cells else None
     if isinstance(spec.critic, JointCritic):
         site, leaf, moved = site_value(group, batch, selection)

@@ -31,7 +31,7 @@ def estimate(
 ) -> Tensor:
     """Calls an estimator with the running statistics of its sites; ``present`` is the estimator at this step."""
     estimator = cls.spec.estimator
-    initial = initial_statistics(estimator, context.num_particles, cls.width)
+    initial = initial_statistics(estimator, cls.width)
     selection, statistics = statistics_of(estimator, initial, context.names, context.cost, bank, build)
     context = replace(context, statistics=statistics, count=statistics.get("count"))
     return term_of(estimator, present, context, selection, build, writes, info)
@@ -46,7 +46,7 @@ def term_of(
     writes: list[Write],
     info: dict[str, dict[str, Any]],
 ) -> Tensor:
-    """Calls the estimator of some sites, as it presently is; ``build`` notes the new statistics and diagnostics."""
+    """Calls ``present``, the estimator at this step; with ``build``, fills ``writes`` and ``info`` with results."""
     try:
         term = present(context)
     except UnsupportedSiteError as error:

@@ -19,7 +19,7 @@ from pyro_bpq.plan.held import HeldPlan
 if TYPE_CHECKING:
     from pyro_bpq.step.signals import Signals
 
-# Share of the chance of a component that does not depend on how far its values are open.
+# Share of uniform chances in those with which components are drawn; the rest is proportional to their uncertainty.
 _EVEN = 0.5
 
 
@@ -115,13 +115,13 @@ def _runs(signals: Signals) -> tuple[Any, Any, Any, Any]:
 
 
 def _of_group(group: Tensor, groups: Sequence[int], like: Tensor) -> Tensor:
-    """One for the sites of a group, zero for others; sites lead."""
+    """1 for the sites of the group that is evaluated, 0 for others; the first axis is that of the sites."""
     own = torch.tensor(groups, device=like.device) == group
     return own.to(like.dtype).reshape(-1, *(1,) * (like.dim() - 1))
 
 
 def _openness(batch: SiteBatch, particle: Tensor | None) -> Tensor:
-    """How far each component is open: the chance that two draws of it differ, ``(G, M or 1, plates, D)``."""
+    """The uncertainty of each component: the chance that two draws of it differ, ``(G, M or 1, plates, D)``."""
     has_bits = batch.components.kind == "bernoulli"
     log_q = (batch.log_odds if has_bits else batch.log_probs).detach()
     log_q = log_q if particle is None else log_q.index_select(1, particle)
@@ -131,7 +131,11 @@ def _openness(batch: SiteBatch, particle: Tensor | None) -> Tensor:
 
 
 def _drawn(open_: Tensor, number: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Draws components of each row, rather where several values are likely; returns indices and shares."""
+    """Draws ``number`` components of each row, uncertain ones more often; ``open_`` are their uncertainties.
+
+    Returns:
+        Their indices, and for each the inverse of the number of times that it is drawn on average.
+    """
     chance = (1.0 - _EVEN) * open_ / open_.sum(-1, keepdim=True).clamp(min=1e-30) + _EVEN / open_.shape[-1]
     chance = chance / chance.sum(-1, keepdim=True)
     index = _draw(chance, number, generator)
@@ -152,7 +156,7 @@ def _row(
     """Changes of one site, and the true changes of drawn components."""
     has_bits = log_q.dim() == value.dim()
     if found is None or name not in found:
-        # Only the drawn value is possible given itself: the plain score function.
+        # No changes are known. With all weight on the drawn value the estimator is the plain score function.
         kept = torch.full_like(log_q, -torch.inf)
         kept = kept if has_bits else kept.scatter_(-1, value.unsqueeze(-1), 0.0)
         none = torch.zeros_like(log_q)

@@ -2,11 +2,11 @@ r"""A step in program order: the whole loss of a run is charged to each of its s
 
     g = Σ_X (L - b_X) ∇ log q(x),   L = Σ_Y log q(y) + all other costs
 
-Without dependencies there is no graph, no plan and no tracking. A superset of a site's costs is always unbiased. What
-was drawn before a site does not depend on its value, so that ``log q`` of earlier sites may count as well; it does,
-since it takes away what their ``-log p`` adds: for a guide near its optimum, ``L`` is nearly the same in all runs.
-Unbiased are also baselines from other particles that have the site: their values do not depend on this particle's,
-whatever structure they have.
+``L`` is the loss of a run in nats, and ``b_X`` is a baseline. Dependencies are not needed, so there is no graph, no
+plan and no tracking. The gradient is unbiased, since costs that do not depend on ``X`` add zero on average. Among these
+is ``log q`` of earlier sites. It nearly cancels their ``-log p``: for a guide near its optimum, ``L`` is nearly the
+same in all runs. A baseline may also come from other particles that have the site, whatever their structure: their
+values do not depend on this particle's.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def order_step(
     terms = []
     for estimator, names, score, cost in _groups(runs):
         number = score.shape[1]
-        initial = initial_statistics(estimator, number, 1)
+        initial = initial_statistics(estimator, 1)
         rows, statistics = statistics_of(estimator, initial, names, cost, bank, build)
         context = SiteContext(names, score, cost, number, statistics=statistics, count=statistics.get("count"))
         terms.append((names, term_of(estimator, estimator.at(learning.num_steps), context, rows, build, writes, info)))

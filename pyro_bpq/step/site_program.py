@@ -145,7 +145,8 @@ class SiteProgramRuns:
             # Estimates stay unbiased with any slopes.
             warnings.warn(
                 f"Sites {', '.join(map(repr, self.names))}: the program failed while their values carried gradients; "
-                f"slopes of its costs are taken for zero: {error}",
+                f"slopes of its costs are taken for zero: {error} Write z.detach() where a value leaves torch, or use "
+                "an estimator without slopes there, e.g. ScoreFunction().",
                 BPQWarning,
                 stacklevel=2,
             )

@@ -230,7 +230,7 @@ def with_statistics(estimator: Estimator, context: SiteContext, count: float = 3
     like = context.cost
     assert context.log_probs is not None
     components, cardinality = context.log_probs.shape[-2:]
-    initial = initial_statistics(estimator, context.num_particles, components * (cardinality if cardinality > 2 else 1))
+    initial = initial_statistics(estimator, components * (cardinality if cardinality > 2 else 1))
     rows = len(context.names)
     statistics = {name: torch.stack([torch.as_tensor(value).to(like)] * rows) for name, value in initial.items()}
     counts = like.new_full((rows,), count)

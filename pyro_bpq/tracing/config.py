@@ -52,6 +52,13 @@ class SiteOptions:
         is_value = isinstance(self.critic, Critic) and not isinstance(self.critic, type)
         if self.critic is not None and self.critic is not False and not is_value:
             raise OptionError(f"critic={self.critic!r} is not a critic; write an object such as MLPCritic(), or False.")
+        if self.context is not None and not (isinstance(self.context, Tensor) and self.context.dim()):
+            raise OptionError(
+                f"context={self.context!r} is not a tensor of features; write one of shape (*plates, C), "
+                "e.g. torch.stack([x, y], -1)."
+            )
+        if self.share is not None and not isinstance(self.share, str):
+            raise OptionError(f'share={self.share!r} is not a name; write a string, e.g. share="z".')
 
 
 # Shared by most sites: options are read at every site of every step.
@@ -111,8 +118,10 @@ class _ConfigMessenger(Messenger):
         self.options = options
 
     def _pyro_sample(self, msg: Any) -> None:
-        if not msg["is_observed"]:
-            msg["infer"]["bpq"] = {**self.options, **msg["infer"].get("bpq", {})}
+        own = msg["infer"].get("bpq")
+        # What is no dictionary is refused with the site's other options.
+        if not msg["is_observed"] and (own is None or isinstance(own, dict)):
+            msg["infer"]["bpq"] = {**self.options, **(own or {})}
 
 
 @dataclass(frozen=True, eq=False)

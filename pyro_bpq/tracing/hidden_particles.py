@@ -94,7 +94,8 @@ def trace_particles(
             model_trace, guide_trace, _ = importance_traces(model, watch, guide, args, kwargs)
         if watch.untraced or watch.enumerated or watch.attached or watch.costs:
             raise RuntimeError(
-                "Cost statements, sites outside of the traces, and values of an estimator's own are not taken apart."
+                "programs with cost statements, enumerated sites, infer={'_do_not_trace': True} or estimators that "
+                "attach gradients cannot run in a hidden dimension"
             )
         return model_trace, guide_trace, watch.subsamples
 
@@ -103,7 +104,7 @@ def trace_particles(
         with wrapped if is_checked else contextlib.nullcontext():
             traces = _hidden_traces(run, number)
         if is_checked and wrapped.any_alive():
-            raise RuntimeError("The programs keep a tensor of a run.")
+            raise RuntimeError("the programs keep a tensor of the run, as by self.z = z")
         if lent is not None:
             lent.keep()
     rng = (start, torch.get_rng_state())

@@ -1,4 +1,4 @@
-r"""Notes the linear maps that read values: the first on every way from some leaves of autograd."""
+r"""Records linear maps of sampled values: the first one on each path of autograd's graph from the leaves."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class LinearReads(TorchFunctionMode):
                 self.found.append(LinearRead(source, weight.detach(), output, names, self._scale(source)))
 
     def _scale(self, source: Tensor) -> Tensor | None:
-        """The factor between a leaf and what consists of it alone."""
+        """The factor by which ``source`` scales a leaf; ``None`` unless it is one whole leaf, shifted and scaled."""
         node: Any = source.grad_fn
         scale = torch.ones(1, dtype=source.dtype, device=source.device)
         while node is not None and getattr(node, "variable", None) is None:

@@ -11,14 +11,18 @@ from torch import Tensor
 
 from pyro_bpq.errors import PlateError
 from pyro_bpq.tracing.cost_statement import cost_options
-from pyro_bpq.tracing.watch import PARTICLES, distribution_name, number_of_values, samples
+from pyro_bpq.tracing.watch import PARTICLES, Frames, distribution_name, number_of_values, samples
 
-Frames = tuple[Any, ...]
-"""The plates around a statement, as Pyro's frames."""
-
+# Parts of the errors that torch raises when Python asks a tensor with several elements for one value.
+_ONE_VALUE_ONLY = re.compile("is ambiguous|converted to (a )?(Python )?scalar|converted to an index", re.IGNORECASE)
 _COLLISION = re.compile(rf'at plates "(.*)" and "{PARTICLES}", collide at dim=-(\d+)')
 _OTHER_SIZE = re.compile(r"Shape mismatch inside plate\('(.*)'\) at site (.*) dim (-\d+), (\d+) vs (\d+)")
 _AMONG_PARTICLES = re.compile(rf"Shape mismatch inside plate\('{PARTICLES}'\) at site (.*) dim -(\d+)")
+
+
+def asks_for_one_value(error: Exception) -> bool:
+    """Whether torch complains that Python asks a tensor with several elements for one value."""
+    return _ONE_VALUE_ONLY.search(own_text(error)) is not None
 
 
 def plate_error(error: Exception, plates: Mapping[str, Frames], where: str) -> PlateError | None:

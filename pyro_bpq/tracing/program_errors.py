@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.tracing.plate_errors import (
+    asks_for_one_value,
     data_line,
     described,
     left_torch,
@@ -35,8 +36,6 @@ from pyro_bpq.tracing.watch import HANDED, PARTICLES, Watch, distribution_name
 
 # What torch, Pyro and Python raise where shapes or names do not fit. Other errors are a program's own, or about memory.
 _EXPLAINED = (ValueError, RuntimeError, IndexError, TypeError)
-# Parts of the errors that torch raises when Python asks a tensor with several elements for one value.
-_ONE_VALUE_ONLY = re.compile("is ambiguous|converted to (a )?(Python )?scalar|converted to an index", re.IGNORECASE)
 # Words in torch's and Python's errors about shapes.
 _SHAPES = re.compile(r"size|shape|dim|unpack|indices|\dD\b|out of bounds|out of range|expected, got", re.IGNORECASE)
 _NOT_SHAPES = re.compile("to satisfy the constraint|within the support")
@@ -102,14 +101,14 @@ def _of_run(
     if found is not None or watch.options.sloped or type(error) not in _EXPLAINED:
         return found
     if _NUMBERS.search(text):
-        return _number_error(error, text, watch, inputs)
+        return _number_error(text, watch, inputs)
     arrays = [key for key, value in inputs.items() if type(value).__module__ == "numpy"]
     if arrays and "numpy" in text.lower():
         line = f"Argument {arrays[0]!r} of the programs is a NumPy array: hand over torch.as_tensor(...) of it."
         return UnsupportedProgramError(told(error, line))
     if not particle_advice(plates):
         return None
-    asks_for_one = _ONE_VALUE_ONLY.search(text) is not None
+    asks_for_one = asks_for_one_value(error)
     if asks_for_one and watch.enumerated:
         # Enumerated sites have several values too, and an error of their own.
         return None
@@ -133,9 +132,7 @@ def _one_value_error(error: Exception, number: int, tracker: DependencyTracker) 
     return UnsupportedProgramError(left_torch(sites, number, text)) if sites and read.numel() == number else None
 
 
-def _number_error(
-    error: Exception, text: str, watch: Watch, inputs: Mapping[int | str, Any]
-) -> UnsupportedSiteError | None:
+def _number_error(text: str, watch: Watch, inputs: Mapping[int | str, Any]) -> UnsupportedSiteError | None:
     """Says which parameters are broken, or where the distribution was made whose parameter is out of range."""
     store = pyro.get_param_store()
     broken = [name for name in store.keys() if not bool(store[name].isfinite().all())]

@@ -1,4 +1,4 @@
-r"""Warnings of what guide and model run without an error, but is hardly meant."""
+r"""Warnings about guides and models that run without an error, but are probably mistaken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyro_bpq.tracing.watch import distribution_name, is_enumerated
 def warn_of_program(
     model_sites: Mapping[str, Any], guide_sites: Mapping[str, Any], loss: Tensor, is_first: bool, is_enumerating: bool
 ) -> None:
-    """Warns of what runs, but is hardly meant. Only for tracked runs: it reads values."""
+    """Warns of probable mistakes in programs that run. It reads values, so call it for tracked runs only."""
     everything, texts = [*guide_sites.values(), *model_sites.values()], []
     if is_first:
         texts += [_repeated(site) for site in everything]
@@ -37,7 +37,7 @@ def warn_of_program(
 
 
 def _of_nan(sites: list[Any]) -> list[str]:
-    """Of a loss that is NaN: the data that are missing, else the first log-probability that is NaN."""
+    """Explains a loss that is NaN: by data that are NaN, else by the first log-probability that is."""
     data = [site for site in sites if site["is_observed"] and cost_options(site) is None]
     texts = [nan_line(site) for site in data if number_missing(site["value"])]
     if texts:
@@ -53,7 +53,7 @@ def _of_nan(sites: list[Any]) -> list[str]:
 
 
 def _of_infinity(sites: list[Any]) -> list[str]:
-    """Of a loss that is infinite: the first log-probability or factor that is."""
+    """Explains an infinite loss by the first log-probability or factor that is infinite."""
     for site in sites:
         density = site.get("log_prob")
         if isinstance(density, Tensor) and bool(density.isinf().any()):
@@ -67,7 +67,7 @@ def _of_infinity(sites: list[Any]) -> list[str]:
 
 
 def _misspelt(site: Any) -> str:
-    """Of a key of ``infer`` that is nearly, but not, that of this package."""
+    """Warns if a key of ``infer`` looks like a misspelt ``"bpq"``; empty if none does."""
     for key in site["infer"]:
         if isinstance(key, str) and key != "bpq" and sorted(key.lower()) == sorted("bpq"):
             return f'Site {site["name"]!r} has infer={{{key!r}: ...}}, which nothing reads: write infer={{"bpq": ...}}.'
@@ -75,7 +75,7 @@ def _misspelt(site: Any) -> str:
 
 
 def _observed(guide: list[Any], has_model: bool) -> str:
-    """Of data that the guide observes."""
+    """Warns if the guide observes data; empty if it does not."""
     names = [
         site["name"]
         for site in guide
@@ -90,7 +90,7 @@ def _observed(guide: list[Any], has_model: bool) -> str:
 
 
 def _repeated(site: Any) -> str:
-    """Of a cost or a ``pyro.factor`` without rows of its own in a plate of rows."""
+    """Warns if a cost or ``pyro.factor`` in a plate is a single number, which counts once per row; else empty."""
     options, own = cost_options(site), _rows_around(site)
     factor = getattr(site["fn"], "log_factor", None)
     if not own:
@@ -123,7 +123,7 @@ def _counted(name: str, own: list[Any], kind: str, function: str) -> str:
 
 
 def _other_names(model: Mapping[str, Any], guide: Mapping[str, Any]) -> str:
-    """Of plates that guide and model call by different names: their rows are not known to be the same."""
+    """Warns if guide and model name a plate differently: nothing then shows that its rows are the same."""
     known = {frame.name for site in model.values() for frame in site["cond_indep_stack"]}
     for name, site in guide.items():
         if name not in model:
@@ -140,7 +140,7 @@ def _other_names(model: Mapping[str, Any], guide: Mapping[str, Any]) -> str:
 
 
 def _unlike(guide: Any, model: Any) -> str:
-    """Of a discrete site of the guide that the model has with a density."""
+    """Warns if a site is discrete in the guide and continuous in the model; else empty."""
     if model is None or guide["is_observed"] or model["is_observed"] or type(model["fn"]).__name__ == "Delta":
         return ""
     if is_discrete(guide["fn"]) is not True or is_discrete(model["fn"]) is not False:
@@ -153,7 +153,7 @@ def _unlike(guide: Any, model: Any) -> str:
 
 
 def _marked(sites: Iterable[Any]) -> str:
-    """Of sites that are marked, and sampled nevertheless."""
+    """Warns if sites are marked for enumeration but sampled; empty if there are none."""
     marked = [site for site in sites if site["infer"].get("enumerate") and not site["is_observed"]]
     names = [site["name"] for site in marked if not is_enumerated(site)]
     if not names:

@@ -140,9 +140,10 @@ class Sandbox:
 
 
 class Trial:
-    """A step of many particles, and what speaks against it; parameters that it has made are forgotten.
+    """Tries a step of many particles. ``reason`` says why it failed; it is empty if the step succeeded.
 
-    They might have the shape of many particles.
+    Only errors about shapes are caught. Parameters that the step has made, ``created``, are removed from Pyro's store:
+    they might have the shape of many particles.
     """
 
     def __init__(self) -> None:

@@ -224,7 +224,7 @@ class StructureCache:
         merged = known.union(new)
         changed = bool(known) and merged.bits != known.bits
         if changed:
-            self._contradicted(traced, known, merged)
+            self._contradicted(known, merged)
         if not learn:
             return build_graph(traced, merged) if changed or not known else self.graphs[traced.key]
         agreements = 1 if changed else agreements + 1
@@ -301,9 +301,7 @@ class StructureCache:
             self._learn_facts(traced)
         return self.graphs.setdefault(traced.key, dense_graph(traced))
 
-    def _contradicted(
-        self, traced: TracedRun, known: Mapping[str, frozenset[str]], merged: Mapping[str, frozenset[str]]
-    ) -> None:
+    def _contradicted(self, known: Mapping[str, frozenset[str]], merged: Mapping[str, frozenset[str]]) -> None:
         added = {cost: sorted(merged[cost] - known[cost]) for cost in merged}
         new = [f"{cost} also reads {names}" for cost, names in added.items() if names]
         if self.mode == "static":

@@ -23,6 +23,7 @@ from pyro_bpq.choice import FIXED, Candidate
 from pyro_bpq.choice.candidates import BY_NAME
 from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.estimators import debiased_straight_through
+from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.testing import ChoiceNoise, assert_unbiased
 from pyro_bpq.tracing.work import COMPILED, EAGER
 
@@ -286,3 +287,23 @@ def test_compiled_steps_of_steered_programs_count_as_eager() -> None:
     with pytest.warns(BPQWarning, match="steps run eagerly"):
         elbo, _ = trained(24, compile="eager")
     assert elbo.choice.weights is EAGER and elbo.choice.known
+
+
+class Failing(ScoreFunction):
+    """An estimator that makes a parameter and fails."""
+
+    def __call__(self, context: SiteContext) -> SiteTerm:
+        pyro.param("left behind", torch.ones(2))
+        raise RuntimeError("on purpose")
+
+
+def test_a_trial_that_fails_leaves_no_parameters() -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(choice="auto")
+    elbo.choice.share, elbo.choice.candidates = 1.0, (FIXED, Candidate("failing", Failing(), 2, in_order=True))
+    svi = SVI(model, guide, SGD({"lr": 1e-3}), elbo)
+    for _ in range(60):
+        svi.step()
+    assert "on purpose" in elbo.choice.dropped["failing"]
+    assert "left behind" not in pyro.get_param_store()

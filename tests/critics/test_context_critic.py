@@ -49,7 +49,7 @@ def test_context_and_finite_values_are_needed(shape: CriticShape) -> None:
         ContextCritic().build(shape, torch.Generator())
 
 
-@pytest.mark.parametrize("options", [{"hidden": 32}, {"advantage": (0,)}])
+@pytest.mark.parametrize("options", [{"hidden": 32.0}, {"advantage": (0,)}])
 def test_bad_layers_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(options))):
         ContextCritic(**options)

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyro_bpq.critics.context import ContextCritic
 from pyro_bpq.critics.nets import Critic, CriticShape, LinearCritic, MLPCritic, TabularCritic
 from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators.variates import NetworkVariate
 
 CRITICS = [MLPCritic(), MLPCritic((8, 4)), MLPCritic(hidden=()), LinearCritic(), TabularCritic()]
 each = pytest.mark.parametrize("critic", CRITICS, ids=repr)
@@ -128,3 +130,10 @@ def test_tabular_critic_refuses_what_it_cannot_hold(cells: int) -> None:
 def test_critics_are_values(critic: Any) -> None:
     assert isinstance(critic, Critic)
     assert eval(repr(critic)) == critic and hash(eval(repr(critic))) == hash(critic)
+
+
+@pytest.mark.parametrize("hidden", [[32], 32.0, (0,), ("a",)])
+@pytest.mark.parametrize("kind", [MLPCritic, ContextCritic, NetworkVariate])
+def test_layer_sizes_are_positive_integers(kind: Any, hidden: Any) -> None:
+    with pytest.raises(OptionError, match=r"hidden=.*layer sizes"):
+        kind(hidden=hidden)

@@ -112,7 +112,7 @@ def with_initial(estimator: Any, made: SiteContext, width: int) -> SiteContext:
     sites = len(made.names)
     statistics = {
         name: torch.stack([torch.as_tensor(value).to(made.cost)] * sites)
-        for name, value in initial_statistics(estimator, made.num_particles, width).items()
+        for name, value in initial_statistics(estimator, width).items()
     }
     return replace(made, statistics=statistics, count=made.cost.new_zeros(sites))
 

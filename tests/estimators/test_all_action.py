@@ -178,7 +178,7 @@ def test_solve_takes_later_sites_with_or_without_their_critics(learned: float, e
 def test_scales_drop_a_useless_critic_and_keep_a_good_one() -> None:
     estimator = AllAction()
     for is_good in (True, False):
-        statistics = {name: torch.tensor([value] * 2) for name, value in estimator.statistics(2).items()}
+        statistics = {name: torch.tensor([value] * 2) for name, value in estimator.statistics().items()}
         for step in range(200):
             made, _ = context(seed=step)
             made = replace(made, exact=None, exact_cost=None, level=None, correction=None, exact_correction=None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from pyro_bpq.estimators import LeaveOneOut, RunningBaseline, TrimmedBaseline
+from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators import AllAction, LeaveOneOut, RunningBaseline, ScoreFunction, TrimmedBaseline
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.estimators.baselines import leave_one_out
 
@@ -87,3 +90,9 @@ def test_update_mean_takes_vectors() -> None:
 
 def test_site_mean_keeps_the_sites() -> None:
     assert site_mean(torch.arange(12.0).reshape(2, 2, 3)).tolist() == [2.5, 8.5]
+
+
+@pytest.mark.parametrize("wrong", [AllAction(), LeaveOneOut, 1.0])
+def test_what_is_no_baseline_is_refused(wrong: Any) -> None:
+    with pytest.raises(OptionError, match=r"baseline=.*write a baseline"):
+        ScoreFunction(baseline=wrong)

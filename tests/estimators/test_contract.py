@@ -201,7 +201,7 @@ def context(
 
 def with_statistics(estimator: Any, made: SiteContext) -> SiteContext:
     like = made.cost
-    initial = initial_statistics(estimator, made.num_particles, 6)
+    initial = initial_statistics(estimator, 6)
     statistics = {
         name: torch.stack([torch.as_tensor(value).to(like)] * len(made.names)) for name, value in initial.items()
     }

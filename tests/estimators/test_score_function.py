@@ -24,10 +24,10 @@ def test_call_with_leave_one_out_vanishes_where_costs_agree() -> None:
 
 
 def test_statistics_are_those_of_the_baseline() -> None:
-    assert ScoreFunction().statistics(1) == {}
-    assert ScoreFunction(RunningBaseline()).statistics(1) == {"baseline": 0.0}
+    assert ScoreFunction().statistics() == {}
+    assert ScoreFunction(RunningBaseline()).statistics() == {"baseline": 0.0}
 
 
 def test_pathwise_adds_nothing() -> None:
     made, _ = context()
-    assert not Pathwise()(made).surrogate.any() and Pathwise().statistics(1) == {}
+    assert not Pathwise()(made).surrogate.any() and Pathwise().statistics() == {}

@@ -151,6 +151,8 @@ def outside_model() -> None:
     ("run", "kind", "text"),
     [
         (lambda: TraceBackpropQ_IWAE(0), OptionError, "positive"),
+        (lambda: TraceBackpropQ_IWAE(None), OptionError, "num_particles=None"),
+        (lambda: TraceBackpropQ_IWAE(2, num_outer=1.5), OptionError, "num_outer=1.5"),
         (lambda: TraceBackpropQ_IWAE(baseline="mean"), OptionError, "geometric"),
         (lambda: TraceBackpropQ_IWAE(plate="rows").loss(outside_model, rows_guide), PlateError, "'y' is not in"),
         (

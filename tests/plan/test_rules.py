@@ -56,9 +56,13 @@ CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "all": ("chosen for all sites", lambda r: dist.Bernoulli(logits=r), {"estimator": AllAction()}),
     "few": ("few values: a sum over all of them", lambda r: dist.Bernoulli(logits=r), {}),
     "counts": ("many or infinitely many values", lambda r: dist.Poisson(r.exp()), {}),
-    "rows": ("rows of data: other particles know the row", lambda r: dist.Bernoulli(logits=r), {"rows": True}),
+    "rows": (
+        "rows of data: the row's other particles are the baseline",
+        lambda r: dist.Bernoulli(logits=r),
+        {"rows": True},
+    ),
     "slopes": (
-        "many components of the only site: slopes of the costs, corrected exactly",
+        "the only site of many components: slopes of the costs, corrected by a true difference",
         lambda r: dist.Bernoulli(logits=r * torch.ones(20)).to_event(1),
         {"max_elements": 1},
     ),

@@ -154,3 +154,23 @@ def test_context_reaches_the_critic() -> None:
         if block.critic
     }
     assert widths[("z",)] == 3
+
+
+@pytest.mark.parametrize("given", [AllAction(), 3])
+def test_what_is_no_dictionary_is_refused_under_config_bpq_too(given: Any) -> None:
+    with pytest.raises(OptionError, match="'z'"):
+        specs(TraceBackpropQ_ELBO(), config_bpq(make_guide(bpq=given), estimator=ScoreFunction()))
+
+
+def test_no_options_under_config_bpq() -> None:
+    found = specs(TraceBackpropQ_ELBO(), config_bpq(make_guide(bpq=None), estimator=ScoreFunction()))
+    assert found["z"].estimator == ScoreFunction()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"context": [1.0, 2.0]}, "context"), ({"context": torch.tensor(1.0)}, "context"), ({"share": 3}, "share=3")],
+)
+def test_values_of_the_wrong_kind_name_the_site(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(OptionError, match=f"'z'.*{text}"):
+        specs(TraceBackpropQ_ELBO(num_particles=1), make_guide(bpq=options))

@@ -205,7 +205,7 @@ def test_values_that_carry_gradients_of_an_estimator_are_refused() -> None:
     )
     attach = TraceBackpropQ_ELBO().planner.attach
     assert attach({"bpq": {"estimator": StraightThrough()}}) == StraightThrough()
-    with pytest.raises(RuntimeError, match="are not taken apart"):
+    with pytest.raises(RuntimeError, match="attach gradients"):
         hidden(model, chosen, attach=attach)
 
 
@@ -274,5 +274,5 @@ def test_a_refused_run_leaves_buffers_and_calls_no_cost() -> None:
         pyro.sample("z", dist.Bernoulli(torch.tensor([0.1, 0.6])).to_event(1))
         pyro_bpq.cost("price", torch.tensor(1.0))
 
-    with pytest.raises(RuntimeError, match="Cost statements"):
+    with pytest.raises(RuntimeError, match="cost statements"):
         hidden(priced, guide)
