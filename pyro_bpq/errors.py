@@ -6,6 +6,8 @@ against Pyro's ELBOs keeps catching it.
 
 from __future__ import annotations
 
+from numbers import Real
+
 __all__ = [
     "BPQError",
     "BPQWarning",
@@ -87,3 +89,8 @@ def check_option(owner: object, name: str, is_valid: bool, advice: str) -> None:
     """Raises an OptionError that says what to write for the field ``name`` of ``owner``, unless it is valid."""
     if not is_valid:
         raise OptionError(f"{type(owner).__name__}({name}={getattr(owner, name)!r}): write {advice}.")
+
+
+def is_real(value: object) -> bool:
+    """Whether something is a real number: of Python or of NumPy."""
+    return isinstance(value, Real)

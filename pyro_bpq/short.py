@@ -1,4 +1,4 @@
-"""Objects in the words of those who write them: options that are the usual ones are left out."""
+"""Short texts for option objects: what has its default value is left out."""
 
 from __future__ import annotations
 

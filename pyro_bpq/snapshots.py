@@ -1,4 +1,4 @@
-"""Goes back to an earlier state of an object: what a step finds out is dropped where the step fails."""
+"""Snapshots of an object's attributes, by which a step that fails is undone."""
 
 from __future__ import annotations
 

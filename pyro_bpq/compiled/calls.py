@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import sys
+from argparse import Namespace
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, NoneType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -60,7 +61,7 @@ class Call:
             if mine != yours:
                 return f"{places[i]} was {_short(mine)} and is {_short(yours)}"
         if len(self.spec) != len(other.spec):
-            return "the programs reach other things"
+            return "the arguments, or what the programs read besides, have another structure"
         for i, (own, new) in enumerate(zip(self.tensors, other.tensors, strict=True)):
             if kind_of(own) != kind_of(new):
                 return f"{sources[i]} was {_told(own)} and is {_told(new)}"
@@ -152,6 +153,10 @@ class _Walk:
             self._module(path, item)
         elif isinstance(item, Messenger):
             self._attributes(path, item, _IN_USE)
+        elif isinstance(item, (Namespace, SimpleNamespace)):
+            self._attributes(path, item, frozenset())
+        elif isinstance(item, (set, frozenset)) and all(isinstance(part, _PLAIN) for part in item):
+            self.note(path, (type(item), frozenset((type(part), part) for part in item)))
         elif isinstance(item, (type, ModuleType, BuiltinFunctionType, numpy.ndarray, numpy.generic)) or _is_of_library(
             type(item)
         ):

@@ -24,8 +24,9 @@ class Compile:
             operators run as they are; ready at once. Or a function of a graph module and a list of example inputs, as
             ``torch.compile`` takes.
         background: Whether steps go on eagerly while a thread compiles. Such a run does not repeat number for number.
-        max_recordings: Number of recordings that are kept. Each kind of call (shapes of the arguments, their values if
-            they are no tensors, training flags) needs one. Further kinds of calls run eagerly.
+        max_recordings: Largest number of recordings that are made. Attempts that failed, and recordings that were
+            dropped, count too. Each kind of call (shapes of the arguments, their values if they are no tensors,
+            training flags) needs one recording. Further kinds of calls run eagerly.
 
     Raises:
         OptionError: If an option is out of range.
@@ -36,7 +37,7 @@ class Compile:
     max_recordings: int = 8
 
     def __post_init__(self) -> None:
-        if not callable(self.backend) and self.backend not in _NAMES:
+        if isinstance(self.backend, type) or (not callable(self.backend) and self.backend not in _NAMES):
             raise OptionError(
                 f"compile: backend={self.backend!r} is unknown; write one of {', '.join(map(repr, _NAMES))}, or a "
                 "function of a graph module and example inputs."

@@ -144,7 +144,7 @@ def _recorded(subject: Subject, program: Any, call: Call, number: int, updates: 
     if not found.is_like(again):
         raise Unrecordable(
             f"it computes something else each time that it runs ({found.number} operators, then {again.number}): does "
-            "Python count in it? Hand over what changes as an argument of step(), where numbers may change"
+            "Python count in it? Hand over what changes as a tensor or a float among the arguments of step()"
         )
     return _finished(graph, inputs, found, info, graded)
 

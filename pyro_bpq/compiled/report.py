@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pyro_bpq.errors import OptionError
+
 if TYPE_CHECKING:
     from pyro_bpq.compiled.recorder import Recording
     from pyro_bpq.compiled.steps import CompiledSteps, Entry
@@ -13,11 +15,21 @@ def compile_report(objective: Any) -> str:
     """What was recorded and compiled so far, and what runs eagerly and why.
 
     Args:
-        objective: An objective, such as :class:`~pyro_bpq.TraceBackpropQ_ELBO`.
+        objective: An objective, such as :class:`~pyro_bpq.TraceBackpropQ_ELBO`, or a :class:`~pyro_bpq.CompiledSVI`.
 
     Returns:
         Sentences, one a line.
+
+    Raises:
+        OptionError: If it is no objective of pyro_bpq.
     """
+    # CompiledSVI has its objective under this name.
+    objective = getattr(objective, "objective", objective)
+    if not hasattr(objective, "compiled"):
+        raise OptionError(
+            f"compile_report({type(objective).__name__}): write compile_report(elbo), with the objective of pyro_bpq "
+            "that SVI got as its loss."
+        )
     steps: CompiledSteps | None = objective.compiled
     if steps is None:
         return "Steps run eagerly: write compile=True to record and compile them."
@@ -27,7 +39,9 @@ def compile_report(objective: Any) -> str:
         lines.append(f"The optimiser runs after each step, not within it, because {steps.outside}.")
     if not lines:
         return (
-            "Nothing is recorded yet: the first steps run eagerly, until structure, particles and critics are settled."
+            "Nothing is recorded yet: the first steps run eagerly, until structure, particles and critics are settled. "
+            "Several calls must then look alike. Calls do not if a whole number, a string or an array of numpy among "
+            "their arguments changes from step to step: hand over a tensor or a float."
         )
     return "\n".join(lines)
 

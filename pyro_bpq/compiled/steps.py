@@ -311,7 +311,7 @@ class CompiledSteps:
         warnings.warn(
             f"A compiled step no longer does what its programs do: {text}. Up to "
             f"{entry.steps - _before(entry.steps)} of the last steps ran the old recording. Hand over what changes "
-            "between steps as an argument.",
+            "between steps as a tensor or a float among the arguments of step().",
             BPQWarning,
             stacklevel=2,
         )

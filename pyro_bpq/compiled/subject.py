@@ -114,6 +114,9 @@ def untraced(subject: Subject, tensors: Sequence[Tensor]) -> Iterator[None]:
         moved = moved or not all(numpy.array_equal(a, b) for a, b in zip(now, of_numpy, strict=True))
         numpy.random.set_state(of_numpy)
     if moved:
-        raise Unrecordable("it draws from random or numpy.random, whose numbers a recording would freeze")
+        raise Unrecordable(
+            "it draws from random or numpy.random, whose numbers a recording would freeze: draw with torch, as by "
+            "torch.rand(()), or hand the numbers over as arguments of step()"
+        )
     if created:
         raise NotYet(f"it makes parameters: {', '.join(sorted(created))}")

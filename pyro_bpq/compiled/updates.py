@@ -138,9 +138,9 @@ class Updates:
         kinds = {type(_without_schedule(each)) for each in owners}
         strange = sorted(kind.__name__ for kind in kinds if kind not in (*_OF_TORCH, ClippedAdam))
         if strange:
-            return f"the update of {', '.join(strange)} reads numbers of tensors"
+            return f"no update of {', '.join(strange)} is recorded; write Adam, AdamW, SGD or ClippedAdam of pyro.optim"
         if any(map(_is_capturable, owners)):
-            return "an optimiser has the option capturable=True or differentiable=True"
+            return "an optimiser has the option capturable=True or differentiable=True; leave that option out"
         return ""
 
     def of(self, parameters: Iterable[Tensor]) -> tuple[OptimizerUpdate, ...]:

@@ -42,7 +42,7 @@ _OWN_READS = frozenset({"_has_drawn"})
 
 
 class NotYet(Unrecordable):
-    """A step cannot be recorded because its first eager step is still to come."""
+    """A step cannot be recorded yet: an eager step has to make its parameters or its critics first."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,9 @@ class StepWatch(TorchDispatchMode):
             return None
         source = generator.initial_seed() - self._first_seed
         if name not in ("aten.rand", "aten.randn") or not 0 <= source < 1 << 20:
-            raise Unrecordable(f"it draws from a generator that is not torch's own, by {name}")
+            raise Unrecordable(
+                f"it draws by {name} from a generator of its own, which a recording cannot use: leave generator=... out"
+            )
         self.noise.append(Noise(source, name, tuple(args[0]), kwargs["dtype"]))
         if self._given is not None:
             return self._given[len(self.noise) - 1]
@@ -175,7 +177,8 @@ def _refuse_read() -> None:
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             raise Unrecordable(
                 f"Python reads a number of a tensor, in {frame.f_code.co_name}: {line!r} "
-                f"({frame.f_code.co_filename}:{frame.f_lineno})"
+                f"({frame.f_code.co_filename}:{frame.f_lineno}), which a recording would freeze: write torch.where, "
+                "tensor indexing or a mask instead"
             )
         frame = frame.f_back
     raise Unrecordable("Python reads a number of a tensor")

@@ -32,6 +32,8 @@ from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
 from pyro_bpq.tracing.plate_errors import own_text
 
+# Largest number of steps in which an ELBO settles a number of particles that is left open.
+_SETTLING = 20
 # What this package, torch and Pyro raise where an estimator does not serve a program.
 _DOES_NOT_RUN = (BPQError, ValueError, RuntimeError, LookupError, TypeError, AssertionError)
 
@@ -212,13 +214,20 @@ def _warm_up(elbo: Any, program: Program, steps: int) -> tuple[int, float]:
     if not learns:
         return 0, 0.0
     start = time.perf_counter()
+    taken = 0
     with torch.enable_grad(), GradientReader(*program[:2], None) as reader:
-        for _ in range(steps):
+        while taken < steps or (taken < _SETTLING and not _is_settled(elbo, program)):
             reader.clear()
             _step(elbo, program)
+            taken += 1
     if isinstance(elbo, GraphELBO):
         elbo.train(False)
-    return steps, time.perf_counter() - start
+    return taken, time.perf_counter() - start
+
+
+def _is_settled(elbo: Any, program: Program) -> bool:
+    """Whether the number of particles stays: moments and times would be those of different numbers."""
+    return not isinstance(elbo, TraceBackpropQ_ELBO) or not elbo.particles.is_open or elbo.particles.is_settled(program)
 
 
 def _step(elbo: Any, program: Program) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pyro_bpq.diagnostics.text import number, table
+from pyro_bpq.errors import OptionError
 
 # Name of the default among the estimators.
 DEFAULT = "default"
@@ -99,8 +101,14 @@ class Comparison:
     same: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Row:
-        """The row of that name."""
-        return next(row for row in self.rows if row.name == name)
+        """The row of that name; for an estimator that is left out, the row of the one that is the same."""
+        found = {row.name: row for row in self.rows}
+        if self.same.get(name, name) not in found:
+            raise OptionError(f"There is no estimator {name!r} in this comparison; it has {[*found, *self.same]}.")
+        return found[self.same.get(name, name)]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as plain numbers, strings and dictionaries."""

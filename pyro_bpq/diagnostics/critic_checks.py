@@ -76,8 +76,8 @@ def check_gradient_by_critic(look: Look) -> Iterator[Finding]:
             f"by {fit.difference:.0%} of the true one's length, with cosine {number(fit.cosine)} ({how}). A critic "
             "that predicts the same cost for every value is off by 100%. Your gradient stays right on average, "
             "because it is corrected, but it has more noise.",
-            "Do not use this Q as a cost (a biased estimator). Train the critic longer or with another learning rate, "
-            "or try TabularCritic() where it reads few values.",
+            "Do not let this critic replace the costs, as biased estimators such as QScoreFunction() do. Train the "
+            "critic longer or with another learning rate, or try TabularCritic() where it reads few values.",
             (site,),
         )
 
@@ -109,7 +109,8 @@ def check_scales(look: Look) -> Iterator[Finding]:
             "elbo.info[site]['scales'] have gone to zero, because it brought more noise than it took away, or "
             "repeated what the rest does.",
             "Nothing breaks: the gradient falls back on comparing costs with those of the other particles, or with "
-            "their running mean. See to the critic's fit (critic_fit), or save its time with critic=None.",
+            "their running mean. critic_fit(elbo, model, guide, *args) shows how well the critic predicts; "
+            "critic=None leaves it out and saves its time.",
             tuple(unused),
         )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_bpq.diagnostics.figures import CriticFit, Fit, GradientMoments
 from pyro_bpq.diagnostics.moments import named_moments, site_gradients
 from pyro_bpq.diagnostics.sampling import accumulate, num_outcomes_of, untouched
+from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.signals import Signals
@@ -55,13 +56,18 @@ def critic_fit(
         The quality of the critics, by site.
 
     Raises:
-        OptionError: If an option is out of range.
+        OptionError: If an option is out of range, or ``elbo`` is not a :class:`~pyro_bpq.TraceBackpropQ_ELBO`.
         BPQError: If ``exact=True`` and the outcomes cannot be enumerated.
 
     References:
         | Backprop-Q (Xu et al., 2018), Appendix, Gradient Difference Between Two Locally Fitted Functions
         | (there the derivative with respect to a continuous value, here differences between discrete values)
     """
+    if not isinstance(elbo, TraceBackpropQ_ELBO):
+        raise OptionError(
+            f"critic_fit() looks at the critics of a TraceBackpropQ_ELBO, not at a {type(elbo).__name__}: "
+            "gradient_moments(elbo, model, guide, *args) measures other ELBOs."
+        )
     program, pairs = Program(model, guide, args, kwargs), dict[str, list[tuple[Tensor, Tensor]]]()
     with untouched(elbo, seed), torch.enable_grad():
         with torch.no_grad():

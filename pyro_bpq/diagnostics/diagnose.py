@@ -94,7 +94,10 @@ def diagnose(
         OptionError: If ``elbo`` is not a :class:`~pyro_bpq.TraceBackpropQ_ELBO`.
     """
     if not isinstance(elbo, TraceBackpropQ_ELBO):
-        raise OptionError(f"diagnose() looks into a TraceBackpropQ_ELBO, not a {type(elbo).__name__}.")
+        raise OptionError(
+            f"diagnose() looks into a TraceBackpropQ_ELBO, not a {type(elbo).__name__}: hand over the one that was "
+            "trained, or measure other ELBOs with compare_estimators(model, guide, *args)."
+        )
     program = Program(model, guide, args, kwargs)
     with untouched(elbo, seed), torch.enable_grad():
         # Runs are tracked, because only tracking shows which values leave torch.

@@ -56,5 +56,5 @@ class Diagnosis:
         return frozenset(finding.kind for finding in self.findings)
 
     def __str__(self) -> str:
-        found = [str(finding) for finding in self.findings] or ["Nothing is wrong as far as was looked."]
+        found = [str(finding) for finding in self.findings] or ["No problem was found."]
         return "\n".join([*found, *([f"({self.checked})"] if self.checked else [])])

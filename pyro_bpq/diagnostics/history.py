@@ -72,8 +72,8 @@ class History:
     """
 
     def __init__(self, every: int = 1) -> None:
-        if every < 1:
-            raise OptionError(f"History(every={every!r}): write a positive number.")
+        if not isinstance(every, int) or every < 1:
+            raise OptionError(f"History(every={every!r}): write a whole number of at least 1.")
         self.every = every
         self.steps: list[int] = []
         self.losses: list[float] = []
@@ -152,8 +152,8 @@ class LogCallback:
         write = getattr(logger, "add_scalar", logger)
         if not callable(write):
             raise OptionError(f"LogCallback({logger!r}): give a SummaryWriter or a function of (tag, value, step).")
-        if every < 1:
-            raise OptionError(f"LogCallback(every={every!r}): write a positive number.")
+        if not isinstance(every, int) or every < 1:
+            raise OptionError(f"LogCallback(every={every!r}): write a whole number of at least 1.")
         self.logger, self.prefix, self.every = logger, prefix, every
         self._write: Callable[[str, float, int], Any] = write
         self._calls = 0

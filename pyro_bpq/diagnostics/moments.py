@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.diagnostics.figures import GradientMoments
 from pyro_bpq.diagnostics.sampling import Accumulated, accumulate, num_outcomes_of, untouched
+from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.planned import PlannedObjective
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import Moments
@@ -42,7 +43,8 @@ def gradient_moments(
     of them, and the moments are exact. Otherwise it runs ``num_samples`` times.
 
     Args:
-        elbo: An ELBO, of this package or of Pyro.
+        elbo: An ELBO, of this package or of Pyro. If it leaves the number of particles open, one particle runs until
+            its first training step has chosen the number.
         model: Model.
         guide: Guide.
         *args: Arguments of both.
@@ -59,9 +61,13 @@ def gradient_moments(
         The moments, detached; ``print`` shows a table.
 
     Raises:
-        OptionError: If an option is out of range.
+        OptionError: If an option is out of range, or ``elbo`` is no ELBO.
         BPQError: If ``exact=True`` and the outcomes cannot be enumerated.
     """
+    if isinstance(elbo, type) or not callable(getattr(elbo, "loss_and_grads", None)):
+        raise OptionError(
+            f"gradient_moments({elbo!r}): write an ELBO such as TraceBackpropQ_ELBO(); an estimator is an option of it."
+        )
     particles = getattr(elbo, "num_particles", 1)
     program, split = Program(model, guide, args, kwargs), by_site and isinstance(elbo, PlannedObjective)
     with untouched(elbo, seed), torch.enable_grad():

@@ -29,7 +29,7 @@ def plot_diagnostics(history: History, sites: Sequence[str] | None = None, windo
         A figure of matplotlib with four axes.
 
     Raises:
-        OptionError: If nothing was recorded, or a site is unknown.
+        OptionError: If nothing was recorded, a site is unknown, or ``window`` is not positive.
         BPQError: If matplotlib is missing.
     """
     if not len(history):
@@ -39,6 +39,8 @@ def plot_diagnostics(history: History, sites: Sequence[str] | None = None, windo
     if unknown:
         raise OptionError(f"The history has no sites {unknown}; it has {list(history.sites)}.")
     window = max(1, len(history) // 20) if window is None else window
+    if not isinstance(window, int) or window < 1:
+        raise OptionError(f"plot_diagnostics(window={window!r}): write a whole number of at least 1.")
     figure = _figure("plot_diagnostics", (11.0, 7.0))
     axes = figure.subplots(2, 2)
     colours = {site: f"C{i % 10}" for i, site in enumerate(chosen)}

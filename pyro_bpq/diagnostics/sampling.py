@@ -136,7 +136,7 @@ def accumulate(
     step: Step, *, num_samples: int, num_outcomes: float, limit: int, exact: bool | str, elbo: Any = None
 ) -> Accumulated:
     """Moments of a step's results: over all of its outcomes if there are few, else over samples."""
-    if exact not in (True, False, "auto"):
+    if not isinstance(exact, bool) and exact != "auto":
         raise OptionError(f'exact={exact!r}: write True, False or "auto".')
     if num_samples < 2:
         raise OptionError(f"num_samples={num_samples!r}: a variance needs at least 2.")

@@ -117,8 +117,10 @@ def after(i: int, sites: int) -> int:
 class Crossings(NamedTuple):
     """For each site, in program order, the costs that are known given another past, as bits."""
 
-    own_law: tuple[int, ...]  # the costs of the site and its descendants whose law reads only the past of the site
-    # The costs whose value lies in the past of the site, and whose law reads nothing of the past
+    # Log-probabilities of the site and its descendants, under distributions that do not depend on the site
+    own_law: tuple[int, ...]
+    # Log-probabilities of values that do not depend on the site, under distributions that read the site and its
+    # descendants only
     own_value: tuple[int, ...]
     of_guide: int  # the costs of the guide, as bits. Other costs are the model's.
 
@@ -142,7 +144,7 @@ def crossings(graph: StochasticComputationGraph, costs: Mapping[str, bool]) -> C
             continue
         own = closure(above, 1 << at)
         own_law[k] = own & ~closure(above, read)
-        # Sites X, other than the cost's site and its ancestors, such that the law reads only X and descendants of X.
+        # Sites X, other than the cost's site and its ancestors: the distribution reads only X and descendants of X.
         common = ~own
         for parent in ones(read):
             common &= closure(above, 1 << parent)

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
-from pyro_bpq.errors import GraphError, SiteNotFoundError
+from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
 from pyro_bpq.graph.bitsets import Names, closure, named, transposed
 
 Form = Literal["ancestor", "history"]
@@ -144,7 +144,10 @@ class StochasticComputationGraph:
         framed = {name: tuple(sorted(p)) for name, p in (plates or {}).items()}
         strangers = sorted(framed.keys() - nodes.keys() - costs.keys())
         if strangers:
-            raise GraphError(f"Plates are given for {strangers}, which are neither nodes nor costs.")
+            raise GraphError(
+                f"Plates are given for {strangers}, which are neither nodes nor costs; the names are "
+                f"{[*nodes, *costs]}."
+            )
         return cls(
             tuple(StochasticNode(n, tuple(p), framed.get(n, ())) for n, p in nodes.items()),
             tuple(CostNode(n, tuple(p), framed.get(n, ())) for n, p in costs.items()),
@@ -245,7 +248,14 @@ class StochasticComputationGraph:
         return frozenset(self.node_names(closure(self.ancestor_bits, self._parent_bits_of(name))))
 
     def _parent_bits_of(self, name: str) -> int:
-        return self.parent_bits[self.index[name]] if name in self.index else self.cost_set_bits([name])
+        if name in self.index:
+            return self.parent_bits[self.index[name]]
+        if name in self.cost_index:
+            return self.cost_bits[self.cost_index[name]]
+        raise SiteNotFoundError(
+            f"There is no stochastic node or cost {name!r}; the nodes are {list(self.index)}, the costs "
+            f"{list(self.cost_index)}."
+        )
 
     def descendants(self, name: str) -> frozenset[str]:
         """Stochastic nodes that depend on ``name``, directly or not."""
@@ -321,7 +331,12 @@ class StochasticComputationGraph:
 
         Sc_X = Fr(An_X + X)            (``form="ancestor"``, the paper's)
         Sc_X = Fr(all sampled so far)  (``form="history"``)
+
+        Raises:
+            OptionError: If ``form`` is neither.
         """
+        if form not in get_args(Form):
+            raise OptionError(f"form={form!r} is unknown; use one of {list(get_args(Form))}.")
         known = self.known_bits(self._position(name), form)
         return frozenset(self.node_names(self.frontier_bits(known, self.cost_set_bits(costs))))
 

@@ -148,7 +148,11 @@ def _align(stacked: Tensor, batch: tuple[int, ...], event_ndim: int) -> Tensor:
     missing = len(batch) - len(have)
     if missing < 0:
         if event_ndim:
-            raise PlateError(f"A tensor of shape {tuple(stacked.shape[1:])} has dimensions outside {batch}.")
+            raise PlateError(
+                f"A tensor of a site has the shape {tuple(stacked.shape[1:])}: more dimensions than its particles and "
+                f"plates, {batch}, and its event. Drop leading dimensions, as of a context that you give "
+                "(infer={'bpq': {'context': ...}}), or put them into a pyro.plate."
+            )
         stacked, missing = stacked.sum(dim=tuple(range(1, 1 - missing))), 0
         have = stacked.shape[1:]
     stacked = stacked.reshape(stacked.shape[0], *(1,) * missing, *have, *event)
@@ -172,7 +176,7 @@ class Particles:
     is_vectorized: bool = False  # whether all particles run in one call, in an outermost plate that the programs see
     is_hidden: bool = False  # whether all particles run in one call, in a dimension that the programs do not see
     nesting: float = float("inf")  # bound on the number of nested plates, including the plate of the particles
-    # Whether they are no draws, but the values of all sites, one in each, over which the loss is summed
+    # Whether the particles are not drawn: each holds one joint value of all sites, and the loss is summed over them
     sums: bool = False
     # Whether these values have size one in plates: nets that read nothing else then run once for all rows of data
     is_compact: bool = False

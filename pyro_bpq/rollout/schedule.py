@@ -11,7 +11,7 @@ Schedule = float | Callable[[int], float]
 
 
 class RecordedStep(int):
-    """Number of the step in which a step is recorded.
+    """The number that a step gets while it is recorded: how many steps were taken before it.
 
     Schedules then give tensors, which are inputs of the recording: a number would be frozen in it.
     """

@@ -9,7 +9,7 @@ from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.util import zero_grads
 
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import OptionError, is_real
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.svi.controlled import captured_leaves, descend
 
@@ -65,14 +65,15 @@ class ActorCriticSVI(SVI):
     ) -> None:
         if not isinstance(loss, TraceBackpropQ_ELBO) or loss.replay_buffer is None:
             raise OptionError(
-                f"ActorCriticSVI(loss={loss!r}): write loss=TraceBackpropQ_ELBO(learner=CriticLearner("
+                f"ActorCriticSVI(loss={type(loss).__name__}(...)) needs critics that learn from stored rollouts: "
+                "write loss=TraceBackpropQ_ELBO(learner=CriticLearner("
                 'replay=Replay(costs="stored"))).'
             )
         for name, least in (("rounds", 0), ("critic_updates", 0), ("warm_up", 0)):
             value = {"rounds": rounds, "critic_updates": critic_updates, "warm_up": warm_up}[name]
             if not isinstance(value, int) or value < least:
                 raise OptionError(f"ActorCriticSVI({name}={value!r}): write a whole number of at least {least}.")
-        if not entropy >= 0.0:
+        if not is_real(entropy) or not entropy >= 0.0:
             raise OptionError(f"ActorCriticSVI(entropy={entropy!r}): write a number of at least 0.")
         super().__init__(model, guide, optim, loss)  # type: ignore[no-untyped-call]
         self.elbo = loss
@@ -111,6 +112,11 @@ class ActorCriticSVI(SVI):
         model, guide = self.model, self.guide
         if self.arguments is not None:
             args = self.arguments()
+            if not isinstance(args, tuple):
+                raise OptionError(
+                    f"ActorCriticSVI(arguments=...) returned a {type(args).__name__}: write a function that returns "
+                    "the arguments as a tuple, as lambda: (data,)."
+                )
         else:
             assert self.elbo.replay_buffer is not None
             drawn = self.elbo.replay_buffer.draw(1, self.elbo.runner.noise())

@@ -105,13 +105,13 @@ class CompiledSVI(SVI):
         total = steps if isinstance(steps, int) else operator.length_hint(steps) or None
         with tqdm(batches, total=total, disable=not progress, desc="loss") as bar:
             for batch in bar:
-                losses.append(self._step((*batch, *args), kwargs))
+                losses.append(torch.as_tensor(self._step((*batch, *args), kwargs)))
                 if progress and time.perf_counter() - shown > _SHOWS_EVERY:
                     bar.set_description(f"loss {losses[-1].item():.4g}", refresh=False)
                     shown = time.perf_counter()
         return torch.stack(losses) if losses else torch.zeros(0)
 
-    def _step(self, args: Any, kwargs: Any) -> Tensor:
+    def _step(self, args: Any, kwargs: Any) -> Tensor | float:
         if self._updates.optim is not self.optim:
             self._updates = Updates(self.optim)
         loss = self.objective.compiled_update(self._updates, self.model, self.guide, *args, **kwargs)
@@ -120,7 +120,7 @@ class CompiledSVI(SVI):
         # Where the optimiser stays outside, the loss alone may be compiled.
         runs_alone = bool(self._updates.refuses())
         self.loss_and_grads = self.objective.loss_and_grads if runs_alone else self.objective.eager_loss_and_grads
-        return torch.tensor(super().step(*args, **kwargs))  # type: ignore[no-untyped-call]
+        return float(super().step(*args, **kwargs))  # type: ignore[no-untyped-call]
 
 
 def _arguments(batch: Any) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from pyro.infer import SVI
 from pyro.infer.util import zero_grads
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import OptionError, is_real
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.local_objective import LocalObjective, Nearby
 from pyro_bpq.rollout.runs import Program
@@ -49,7 +50,6 @@ class _ControlledSVI(SVI):
             raise OptionError(f"{type(self).__name__}(loss={loss!r}): write loss=TraceBackpropQ_ELBO(...).")
         super().__init__(model, guide, optim, loss, **kwargs)  # type: ignore[no-untyped-call]
         self.elbo = loss
-        loss.trainer.keep_staged()
         self.last: ControlledStep | None = None
 
     def _rollout(self, args: Any, kwargs: Any) -> tuple[float, LocalObjective, list[Tensor]]:
@@ -122,9 +122,9 @@ class ProximalSVI(_ControlledSVI):
         super().__init__(model, guide, optim, loss)
         if not isinstance(epochs, int) or epochs < 1:
             raise OptionError(f"ProximalSVI(epochs={epochs!r}): write a whole number of at least 1.")
-        if not 0.0 < clip < 1.0:
+        if not is_real(clip) or not 0.0 < clip < 1.0:
             raise OptionError(f"ProximalSVI(clip={clip!r}): write a number in (0, 1).")
-        if target_kl is not None and not target_kl > 0.0:
+        if target_kl is not None and (not is_real(target_kl) or not target_kl > 0.0):
             raise OptionError(f"ProximalSVI(target_kl={target_kl!r}): write a positive number or None.")
         self.epochs, self.clip, self.target_kl, self.penalty = epochs, clip, target_kl, penalty
 
@@ -170,8 +170,9 @@ class TrustRegionSVI(_ControlledSVI):
     The parents of a site have the values of the rollout, which ``q_0`` drew. With the divergence in this direction the
     sum over sites is therefore the divergence of the whole guide. Backprop-Q limits the other direction,
     ``KL(q_θ || q_0) ≤ δ``, for each pair of a node and its parents: write ``divergence="new"`` with ``max_site_kl=δ``.
-    To second order both directions are the same, and so is the direction of the step; they differ in its length. The
-    old one forbids to give up values that ``q_0`` draws, the new one forbids to take up values that ``q_0`` makes rare.
+    To second order both divergences are the same, and so is the direction of the step; they differ in its length. A
+    limit on ``KL(q_0 || q_θ)`` forbids giving up values that ``q_0`` draws. A limit on ``KL(q_θ || q_0)`` forbids
+    taking up values that ``q_0`` makes rare.
 
     Dependence of ``L`` on parameters other than through the ratios, e.g.
     through reparameterised values, enters linearly. Parameters that the model reads, or that no site of the guide
@@ -227,13 +228,17 @@ class TrustRegionSVI(_ControlledSVI):
         super().__init__(model, guide, optim, loss)
         limits = {"max_kl": max_kl, "max_site_kl": math.inf if max_site_kl is None else max_site_kl}
         for name, limit in limits.items():
-            if not limit > 0.0:
+            if not is_real(limit) or not limit > 0.0:
                 raise OptionError(f"TrustRegionSVI({name}={limit!r}): write a positive number of nats.")
-        if damping < 0.0 or iterations < 1 or backtracks < 0 or confidence < 0.0:
-            raise OptionError(
-                f"TrustRegionSVI(damping={damping!r}, iterations={iterations!r}, backtracks={backtracks!r}, "
-                f"confidence={confidence!r}): none of them may be negative, and iterations must be at least 1."
-            )
+        for name, value, kind, least in (
+            ("damping", damping, Real, 0),
+            ("iterations", iterations, int, 1),
+            ("backtracks", backtracks, int, 0),
+            ("confidence", confidence, Real, 0),
+        ):
+            if not isinstance(value, kind) or value < least:
+                what = "whole number" if kind is int else "number"
+                raise OptionError(f"TrustRegionSVI({name}={value!r}): write a {what} of at least {least}.")
         if divergence not in ("old", "new"):
             raise OptionError(f'TrustRegionSVI(divergence={divergence!r}): write "old" or "new".')
         self.max_kl, self.max_site_kl = limits.values()
@@ -252,20 +257,23 @@ class TrustRegionSVI(_ControlledSVI):
             The loss of the rollout, minus the ELBO, in nats.
         """
         loss, objective, parameters = self._rollout(args, kwargs)
-        nearby, leaves = self._nearby(objective)
-        slopes: Sequence[Tensor | None] = ()
-        if nearby.kl and leaves:
-            slopes = torch.autograd.grad(nearby.total_kl, leaves, create_graph=True, allow_unused=True)
-        shared = {id(leaf) for leaf in objective.model_leaves()}
-        pairs = [(leaf, slope) for leaf, slope in zip(leaves, slopes, strict=False) if slope is not None]
-        pairs = [(leaf, slope) for leaf, slope in pairs if id(leaf) not in shared]
-        own = [leaf for leaf, _ in pairs]
-        self.last = ControlledStep(loss)
-        if own:
-            self._move(loss, objective, nearby, own, _flat([slope for _, slope in pairs], own))
-        chosen = {id(leaf) for leaf in own}
-        self.optim({leaf for leaf in parameters if id(leaf) not in chosen})
-        zero_grads(parameters)
+        try:
+            nearby, leaves = self._nearby(objective)
+            slopes: Sequence[Tensor | None] = ()
+            if nearby.kl and leaves:
+                slopes = torch.autograd.grad(nearby.total_kl, leaves, create_graph=True, allow_unused=True)
+            shared = {id(leaf) for leaf in objective.model_leaves()}
+            pairs = [(leaf, slope) for leaf, slope in zip(leaves, slopes, strict=False) if slope is not None]
+            pairs = [(leaf, slope) for leaf, slope in pairs if id(leaf) not in shared]
+            own = [leaf for leaf, _ in pairs]
+            self.last = ControlledStep(loss)
+            if own:
+                self._move(loss, objective, nearby, own, _flat([slope for _, slope in pairs], own))
+            chosen = {id(leaf) for leaf in own}
+            self.optim({leaf for leaf in parameters if id(leaf) not in chosen})
+        finally:
+            # A gradient that stayed would be added to that of the next step.
+            zero_grads(parameters)
         return loss
 
     def _move(
@@ -294,24 +302,32 @@ class TrustRegionSVI(_ControlledSVI):
             return
         # The factor 0.96 leaves a margin, because the quadratic form is only an approximation of the KL.
         full = -math.sqrt(2.0 * 0.96 * self.max_kl / quadratic) * direction
-        start = [leaf.detach().clone() for leaf in own]
-        for i in range(self.backtracks + 1):
-            change = 0.8**i * full
-            _assign(own, start, change)
-            with torch.no_grad():
-                try:
-                    found, _ = self._nearby(objective)
-                except ValueError:
-                    # Pyro's validation raises this if the step left the domain of a distribution.
-                    continue
-                gains = each.detach() - objective.value(found) - rest @ change
-            improvement, doubt = float(gains.mean()), self.confidence * _standard_error(gains)
-            kl = found.kl if self.divergence == "old" else found.reverse_kl
-            sites = [float(value) for value in kl.values()]
-            if improvement > doubt and sum(sites) <= self.max_kl and all(value <= self.max_site_kl for value in sites):
-                self.last = _report(loss, kl, 1, improvement, False)
-                return
-        _assign(own, start, torch.zeros_like(full))
+        start, is_accepted = [leaf.detach().clone() for leaf in own], False
+        try:
+            for i in range(self.backtracks + 1):
+                change = 0.8**i * full
+                _assign(own, start, change)
+                with torch.no_grad():
+                    try:
+                        found, _ = self._nearby(objective)
+                    except (ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+                        # Pyro's validation, or a Cholesky factor, where the step left the domain of a distribution.
+                        continue
+                    gains = each.detach() - objective.value(found) - rest @ change
+                improvement, doubt = float(gains.mean()), self.confidence * _standard_error(gains)
+                kl = found.kl if self.divergence == "old" else found.reverse_kl
+                sites = [float(value) for value in kl.values()]
+                is_accepted = (
+                    improvement > doubt
+                    and sum(sites) <= self.max_kl
+                    and all(value <= self.max_site_kl for value in sites)
+                )
+                if is_accepted:
+                    self.last = _report(loss, kl, 1, improvement, False)
+                    return
+        finally:
+            if not is_accepted:
+                _assign(own, start, torch.zeros_like(full))
 
 
 def _standard_error(values: Tensor) -> float:

@@ -6,10 +6,11 @@ rule, the *siblings*. The baseline of ``Y`` is the part of that prediction that 
     A_Y = γ Q_Y(y) - avg_X [ Q_X(x) - γ Σ_S Q_S(s) ]
 
 The paper's four cases are instances: a single parent, ``Q_Y - Q_X``; two parents, minus their average; a sibling of
-another cost, ``Q_Y1 - (Q_X - Q_Y2)``; parents and siblings (our reading, the picture is lost). Siblings stand in other
-summands of a rule; a child that is averaged with ``Y`` has the same costs and is none. A baseline must not depend on
-``y``. So a sibling is dropped if it reads ``Y`` or a descendant of ``Y``, or if ``Y`` descends from it. Rows of a plate
-that the parent is outside of are siblings. Rows of a plate that only the parent is in are parents.
+another cost, ``Q_Y1 - (Q_X - Q_Y2)``; parents and siblings (our reading, because the paper's picture of it is missing).
+Siblings stand in other summands of a rule. A child that is averaged with ``Y`` predicts the same costs, so it is no
+sibling. A baseline must not depend on ``y``. So a sibling is dropped if it reads ``Y`` or a descendant of ``Y``, or if
+``Y`` descends from it. If ``Y`` is in a plate and its parent is not, the other rows of ``Y`` are siblings. If only the
+parent is in a plate, each row of the parent counts as a parent.
 
 An advantage replaces a Q-function in a gradient estimator that is biased by the critics' errors. The baseline adds no
 further bias.
@@ -72,7 +73,7 @@ def advantages(
     if gamma != 1.0 and network.skips_levels:
         raise OptionError(
             f"gamma={gamma}: an edge of this network passes levels by, so a site is discounted differently by "
-            "different readers. Write gamma=1.0, or build the network with reduction='chain'."
+            "different readers. Write gamma=1.0, or leave out of the graph the edges that a longer way leads around."
         )
     returns = lambda_return(network, q, costs, lam, gamma, expected)
     totals, plates = {name: cost.detach() for name, cost in costs.items()}, _plates(network)

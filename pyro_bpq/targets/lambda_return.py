@@ -15,8 +15,9 @@ A discount below 1 has one meaning, whatever is merged, reduced or exact:
 
     Q_X = E[ Σ_f γ^d(X, f) f | Sc_X ],   d(X, f): the number of edges on the longest way from X to the cost f
 
-So an edge ``X → Y`` on the way to ``f`` has the factor ``γ^(d(X, f) - d(Y, f))``: ``γ``, but for edges that pass levels
-by (a bypass). The paper removes such edges. Where they stay, the network has to be built with ``discounted=True``.
+So an edge ``X → Y`` on the way to ``f`` has the factor ``γ^(d(X, f) - d(Y, f))``. For most edges that is ``γ``. It is a
+higher power for an edge that *passes levels by*: a longer way from ``X`` to ``f`` leads around it (a bypass). The paper
+removes such edges. Where they stay, the network has to be built with ``discounted=True``.
 
 References:
     | Backprop-Q (Xu et al., 2018), Sec. 4.1 and Appendix, Cases for λ-return Updates
@@ -63,7 +64,7 @@ def lambda_return(
         The target of the learned part of each Q-node, in nats, detached.
 
     Raises:
-        OptionError: If ``gamma`` is not 1, and the network is another one than with ``discounted=True``.
+        OptionError: If ``gamma`` is not 1, and the network would have other rules if built with ``discounted=True``.
     """
     backups, returns = Backups(network, costs, lam, gamma), dict[str, Tensor]()
     for node in network.nodes:
@@ -116,9 +117,10 @@ class Backups:
 def check_discount(network: BackpropQNetwork, gamma: float) -> None:
     """Raises an OptionError if ``gamma`` is not 1 and the network's rules cannot be discounted."""
     if gamma != 1.0 and not network.can_discount:
+        reduction = "chain" if network.reduction == "single" else network.reduction
         raise OptionError(
-            f"gamma={gamma}: this network's rules are equivalent at gamma=1 only. Write "
-            f"BackpropQNetwork.build(graph, {network.reduction!r}, discounted=True)."
+            f"gamma={gamma}: this network was not built for a discount below 1, and its rules would be others then. "
+            f"Write gamma=1.0, or BackpropQNetwork.build(graph, {reduction!r}, discounted=True)."
         )
 
 

@@ -7,8 +7,8 @@ For a program with few joint states both the exact and the expected gradient can
 
 ``J`` is the loss, the negative ELBO in nats, as Pyro scores it. A *state* is one value for every latent site of the
 guide and one subset for every subsampled plate. An *outcome* is everything that one training step draws, all particles
-jointly. :func:`assert_unbiased` compares the two gradients; it needs no seed and no tolerance. :func:`z_scores` is for
-programs too large for this.
+jointly. :func:`assert_unbiased` compares the two gradients; it needs no seed, and its tolerance is for rounding only.
+:func:`z_scores` is for programs too large for this.
 
 A latent site must have a finite support, or be a :class:`TwoPoint` in place of a reparameterised distribution, or a
 ``Delta``. Use float64: the tolerances below assume it. Programs must be deterministic given their draws through

@@ -119,8 +119,8 @@ def largest_z_score(estimator: Estimator, problem: Problem, num_rows: int = 40_0
 
 
 def _check_value(estimator: Any) -> None:
-    assert isinstance(estimator, Estimator), f"{estimator!r} lacks methods or attributes of the protocol."
-    assert not isinstance(estimator, type), f"{estimator!r} is a class; write an object."
+    assert not isinstance(estimator, type), f"{estimator!r} is a class; write an object such as AllAction()."
+    assert isinstance(estimator, Estimator), f"{estimator!r} is no estimator; derive its class from Estimator."
     again = copy.deepcopy(estimator)
     assert again == estimator and hash(again) == hash(estimator), f"{estimator!r} is no value: its copy differs."
     thing: Any = estimator

@@ -225,13 +225,15 @@ def marginal_log_prob(model: Callable[..., Any], guide_trace: Any, args: Any, kw
         inside.append(torch.stack([_unscaled(site, name in choices.names) for site in found]))
     if len(scales) > 1:
         raise UnsupportedProgramError(
-            f"Sites that depend on {sorted(choices.names)} have scales {sorted(map(str, scales))}."
+            f"Sites that depend on {sorted(choices.names)} have scales {sorted(map(str, scales))}. They are summed out "
+            "together, which needs one scale for all: put them under the same poutine.scale and the same plates."
         )
     if inside:
         (scale,) = scales
         if scale is None:
             raise UnsupportedProgramError(
-                f"Sites that depend on {sorted(choices.names)} have a scale for each element."
+                f"Sites that depend on {sorted(choices.names)} have a scale for each element. They are summed out "
+                "together, which needs one number: write poutine.scale(scale=0.5), not a tensor of several."
             )
         total = total + scale * torch.stack(inside).sum(0).logsumexp(0)
     return total

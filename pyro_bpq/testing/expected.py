@@ -102,7 +102,10 @@ def expected_moments(
                 mean[key] = mean.get(key, 0.0) + probability * g
                 square[key] = square.get(key, 0.0) + probability * g**2
         for old, (_, new) in zip(first, iter_outcomes(step, num_outcomes=num_outcomes, noise=noise), strict=False):
-            if not all(torch.allclose(g, new[key], rtol=1e-6, atol=1e-12, equal_nan=True) for key, g in old.items()):
+            is_same = old.keys() == new.keys() and all(
+                torch.allclose(g, new[key], rtol=1e-6, atol=1e-12, equal_nan=True) for key, g in old.items()
+            )
+            if not is_same:
                 raise StructureChangedError(
                     "The step draws noise of its own: with the same values its gradient differs from one call to the "
                     "next. Hand over the noise as noise=ChoiceNoise(...), or compare sample_gradients(...) with "
@@ -282,7 +285,10 @@ def z_scores(
     """
     scale = max((float(g.abs().max()) for g in exact.values() if g.numel()), default=0.0)
     if scale == 0.0:
-        raise AssertionError(f"The exact gradient is zero for all of {sorted(exact)}: nothing is tested.")
+        raise AssertionError(
+            f"The exact gradient is zero for all of {sorted(exact)}: nothing is tested. Give the parameters asymmetric "
+            "values."
+        )
     return {name: _z_score(name, samples[name], exact[name], scale, max_relative_error) for name in exact}
 
 

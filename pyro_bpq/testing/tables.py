@@ -29,7 +29,7 @@ class TabularProgram:
         costs: Each cost in nats, over the joint axes.
 
     Raises:
-        GraphError: If the conditional of a node does not sum to one over its axis.
+        GraphError: If a table is missing, or the conditional of a node does not sum to one over its axis.
     """
 
     graph: StochasticComputationGraph
@@ -37,6 +37,9 @@ class TabularProgram:
     costs: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
+        lacking = sorted({*self.graph.index} - {*self.conditionals} | {*self.graph.cost_index} - {*self.costs})
+        if lacking:
+            raise GraphError(f"There are no tables for {lacking}: give one for every node and every cost of the graph.")
         for name, axis in self.graph.index.items():
             total = self.conditionals[name].sum(axis)
             if not torch.allclose(total, torch.ones_like(total)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import functools
@@ -10,6 +11,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -587,3 +589,32 @@ def test_reports() -> None:
     for _ in range(10):
         elbo.loss_and_grads(slope_model, slope_guide, ROWS)
     assert "operators" in compile_report(elbo) and "it gives 1 gradients to the optimiser" in compile_report(elbo)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [SimpleNamespace, argparse.Namespace])
+def test_attributes_of_namespaces_are_seen(make: Any) -> None:
+    options = make(mean=0.5)
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
+        pyro.sample("x", dist.Normal(z * options.mean, 1.0), obs=torch.tensor(0.7))
+
+    pyro.clear_param_store()
+    compiled, eager = TraceBackpropQ_ELBO(compile="eager"), TraceBackpropQ_ELBO()
+    for _ in range(STEPS):
+        compiled.loss_and_grads(model, coin_guide)
+        eager.loss_and_grads(model, coin_guide)
+    assert entries(compiled)
+    options.mean = 50.0
+    assert compiled.loss_and_grads(model, coin_guide) == pytest.approx(eager.loss_and_grads(model, coin_guide))
+
+
+def test_a_class_is_no_backend() -> None:
+    with pytest.raises(OptionError, match="backend"):
+        TraceBackpropQ_ELBO(compile=Compile(Compile))
+
+
+def test_reports_are_about_objectives() -> None:
+    with pytest.raises(OptionError, match="compile_report"):
+        compile_report(3)

@@ -201,6 +201,10 @@ def test_rivals_are_pyros_own_and_none_is_there_twice(name: str) -> None:
     # Of the vector nothing is left to learn.
     same = {"default, no critic": "default"} if name == "vector" else {}
     assert found.same == same and {row.name for row in found.rows} == set(ALL) - set(same)
+    assert list(found) == list(found.rows)
+    assert all(found[left_out] == found[kept] for left_out, kept in same.items())
+    with pytest.raises(OptionError, match="no estimator 'none such'"):
+        found["none such"]
     assert all(row.ran and not row.is_biased for row in found.rows), str(found)
     assert found["leave-one-out"].num_particles == 4 and found["default"].num_particles == 1
     assert found["Trace_ELBO"].variance > found["TraceGraph_ELBO, baselines"].variance

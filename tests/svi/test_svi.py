@@ -448,3 +448,39 @@ def test_options_out_of_range_are_refused(make: Any, options: dict[str, Any]) ->
     case = BY_NAME["chain"]
     with pytest.raises(ValueError, match=next(iter(options))):
         make(case.model, case.guide, Adam({}), TraceBackpropQ_ELBO(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "option"), [(ProximalSVI, "clip"), (TrustRegionSVI, "max_kl"), (TrustRegionSVI, "damping")]
+)
+def test_options_of_the_wrong_kind_are_refused(make: Any, option: str) -> None:
+    case = BY_NAME["chain"]
+    with pytest.raises(ValueError, match=option):
+        make(case.model, case.guide, Adam({}), TraceBackpropQ_ELBO(), **{option: "much"})
+
+
+def test_an_error_in_the_line_search_leaves_the_guide_where_it_was() -> None:
+    start: list[Tensor] = []
+
+    def guide() -> None:
+        q = pyro.param("q", torch.tensor([0.4, -0.2]))
+        if start and not torch.equal(q.detach(), start[0]):
+            raise RuntimeError("on purpose")
+        with pyro.plate("coins", 2):
+            pyro.sample("z", dist.Bernoulli(logits=q))
+
+    def model() -> None:
+        with pyro.plate("coins", 2):
+            z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.8)))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.ones(2))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(200, vectorize_particles=True, max_plate_nesting=1)
+    svi = TrustRegionSVI(model, guide, SGD({"lr": 0.1}), elbo, max_kl=0.5)
+    svi.step()
+    (q,) = (leaf for name, leaf in pyro.get_param_store().named_parameters() if name == "q")
+    start.append(q.detach().clone())
+    with pytest.raises(RuntimeError, match="on purpose"):
+        svi.step()
+    assert torch.equal(q.detach(), start[0])
+    assert q.grad is None or not q.grad.any()
