@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import pyro
 import torch
+from pyro import poutine
 from torch import Tensor
 
 from pyro_bpq.choice.candidates import BY_NAME, FIXED, Candidate, ProgramFacts, candidates_for
@@ -170,7 +171,9 @@ class MeasuredChoice:
         best, found = better_than(seconds, moments, before.name), products(seconds, moments)
         limit = HOPELESS * min(found.values())
         self.hopeless |= {name for name, value in found.items() if value > limit and name != before.name}
-        saved = num_steps * seconds[before.name] * (1.0 - found[best] / found[before.name])
+        saved = (
+            num_steps * seconds[before.name] * (1.0 - found[best] / found[before.name]) if best != before.name else 0.0
+        )
         if best != before.name and saved < self.weights.making * self.known[best].making:
             self.report[best] += ", would not win back its compilation"
             best = before.name
@@ -228,6 +231,8 @@ class MeasuredChoice:
         try:
             with (
                 Sandbox(self._seed * 1_000_003 + self._tries),
+                # SVI would hand parameters of a trial to its optimiser.
+                poutine.block(hide_types=["param"]),
                 warnings.catch_warnings(),
                 self.counting(candidate) as mode,
             ):

@@ -187,7 +187,7 @@ class CriticBank(nn.Module):
             if rows is None:
                 buffer.copy_(value)
             else:
-                buffer[rows] = value.to(buffer.dtype)
+                buffer[rows] = value.to(buffer)
 
     def snapshot(self) -> tuple[Any, ...]:
         """A mark of the present state; :meth:`restore` takes the bank back to it."""

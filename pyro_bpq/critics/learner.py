@@ -272,7 +272,7 @@ class CriticOptimizer:
         touched: dict[str, list[Tensor]] = {}
         for name, gradient in gradients.items():
             if name in named:
-                named[name].grad = gradient
+                named[name].grad = gradient.to(named[name])  # the module may have moved since
                 touched.setdefault(name.split(".")[0], []).append(named[name])
         for key, parameters in touched.items():
             if self.learner.clip is not None:

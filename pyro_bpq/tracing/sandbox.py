@@ -16,9 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.errors import StructureChangedError
 
-# What torch, Pyro and this package raise where shapes do not fit; a program's own errors are left alone.
-_DOES_NOT_FIT = (ValueError, RuntimeError, IndexError, TypeError, AssertionError, NotImplementedError)
-
 
 class BufferedModules:
     """Records each module with buffers that a run calls on its thread, just before the first call."""
@@ -142,8 +139,8 @@ class Sandbox:
 class Trial:
     """Tries a step of many particles. ``reason`` says why it failed; it is empty if the step succeeded.
 
-    Only errors about shapes are caught. Parameters that the step has made, ``created``, are removed from Pyro's store:
-    they might have the shape of many particles.
+    A program may fail in any way at values of another shape. Parameters that the step has made, ``created``, are
+    removed from Pyro's store: they might have the shape of many particles.
     """
 
     def __init__(self) -> None:
@@ -154,7 +151,7 @@ class Trial:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, _: object) -> bool:
-        if error is not None and (isinstance(error, StructureChangedError) or not isinstance(error, _DOES_NOT_FIT)):
+        if error is not None and (isinstance(error, StructureChangedError) or not isinstance(error, Exception)):
             return False
         if error is not None:
             # An error that has another cause comes again.
