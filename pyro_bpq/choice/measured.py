@@ -171,12 +171,11 @@ class MeasuredChoice:
         best, found = better_than(seconds, moments, before.name), products(seconds, moments)
         limit = HOPELESS * min(found.values())
         self.hopeless |= {name for name, value in found.items() if value > limit and name != before.name}
-        saved = (
-            num_steps * seconds[before.name] * (1.0 - found[best] / found[before.name]) if best != before.name else 0.0
-        )
-        if best != before.name and saved < self.weights.making * self.known[best].making:
-            self.report[best] += ", would not win back its compilation"
-            best = before.name
+        if best != before.name:
+            saved = num_steps * seconds[before.name] * (1.0 - found[best] / found[before.name])
+            if saved < self.weights.making * self.known[best].making:
+                self.report[best] += ", would not win back its compilation"
+                best = before.name
         if best == before.name and rounds < ROUNDS[-1] and len(self._tried()) > 1:
             return None
         self.chosen = next(candidate for candidate in tried if candidate.name == best)
