@@ -253,7 +253,7 @@ class BoundRunner(Runner):
 def _row_plate(traced: TracedRun, plate: str) -> Plate:
     """The plate of the rows, in which all sites have to be."""
     rows = None
-    for name, plates, *_ in traced.key:
+    for name, plates, *_ in traced.entries:
         rows = next((p for p in plates if p.name == plate), None)
         if rows is None:
             raise PlateError(

@@ -292,7 +292,9 @@ class ParticleCount:
             if way.is_compact:
                 continue
             text = reason.split("\n")[0].rstrip(".")
-            refused.append(f"{way.number} do not run in {'hiding' if way.is_hidden else 'a plate'}: {text}.")
+            place = "hiding" if way.is_hidden else "a plate"
+            what = "All values" if way.sums else f"{way.number} particles"
+            refused.append(f"{what} do not run in {place}: {text}.")
         self.now = before.unsummed or self._one if first.sums else self._one
         self._note(programs=settled, next=None)
         if not first.sums:

@@ -18,6 +18,7 @@ from pyro_bpq.objectives.observation import NoiseSource, Observation, Runner
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.objectives.staging import Staging
+from pyro_bpq.objectives.summing import Summing
 from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.plan_cache import PlanCache
@@ -28,13 +29,12 @@ from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
 from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.step.exact_sum import exact_sum
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.sandbox import Draws, Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
-from pyro_bpq.tracing.substitute import AllValues, Substitute
+from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.tracer import run_in_order, trace_run
 from pyro_bpq.tracing.watch import TraceOptions, samples
@@ -187,7 +187,7 @@ class StepRunner(Runner):
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """Runs model and guide, given as for one particle, for all particles of a step."""
         if particles.sums:
-            return self._summed(program, particles, mode)
+            return Summing(self, program, particles, mode).observation()
         is_together = particles.has_plate or particles.is_hidden
         is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or is_together)
         if is_ordered and self.structure.mode == "auto":
@@ -214,7 +214,7 @@ class StepRunner(Runner):
         if is_dynamic and particles.has_plate and any(s.score is not None for r in runs for s in r.run.sites.values()):
             sites = frozenset().union(*(traced.escaped_sites for traced in shown))
             raise UnsupportedProgramError(left_torch(sites, particles.number))
-        facts = self._facts(shown, is_dynamic, particles, mode)
+        facts = self.facts(shown, is_dynamic, particles, mode)
         if mode.learning and mode.may_order and self.plans.planner.orders:
             self.structure.settle_order(all(self.plans.planner.fits_order(traced) for traced in shown))
         members = stacked(runs, is_dynamic)
@@ -236,33 +236,6 @@ class StepRunner(Runner):
             check_declared(site for trace in traces for site in samples(trace).values())
             raise
         return Observation(tuple(runs), tuple(items))
-
-    def _summed(self, program: Program, particles: Particles, mode: Mode) -> Observation:
-        """The loss of a step, summed over all values of its sites."""
-        (together,) = programs_of(program, particles)
-        draws, nesting = Draws(), int(particles.nesting)
-
-        def run(track: bool) -> TracedRun:
-            # Dependencies are followed row by row.
-            put = AllValues(particles.number, nesting, particles.is_compact and not track)
-            return self.trace(together, particles, mode.num_steps, track, warns=False, put=put)
-
-        # A dependency that is new would make a wrong sum: where rows are compared, the structure is looked at, too.
-        traced = run(self.structure.wants_tracking() or mode.is_checked)
-        if not self.structure.knows(traced):
-            draws.again()
-            traced = run(True)
-        graph = self.structure.graph(traced, mode.learning)
-        if self.structure.is_dynamic(traced):
-            raise UnsupportedProgramError("sampled values steer it")
-        facts = replace(self._facts([traced], False, particles, mode), sums=True)
-        plan = self.plans.plan(traced, graph, facts).summed
-        if plan is None or plan.rows > particles.number:
-            raise UnsupportedProgramError("a law or a cost reads several sites")
-        summed = exact_sum(traced, plan, nesting, mode.is_recorded)
-        if not summed.is_finite:
-            raise UnsupportedProgramError("the loss is not finite at some values")
-        return Observation((traced,), summed=summed)
 
     def _in_order(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """A step in program order that nobody asked for.
@@ -335,7 +308,7 @@ class StepRunner(Runner):
                 found.append(self.trace(program, particles, mode.num_steps, True, put=put))
         return found
 
-    def _facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode) -> StructureFacts:
+    def facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode) -> StructureFacts:
         """What is known of the structure of runs besides their graph."""
         structure = self.structure
         return StructureFacts(
@@ -356,7 +329,7 @@ class StepRunner(Runner):
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
         """What the sites of further runs of a known structure are told; nothing learns, and nothing runs again."""
         graph = self.structure.graph(runs[0], False)
-        facts = self._facts(runs, self.structure.is_dynamic(runs[0]), particles, mode)
+        facts = self.facts(runs, self.structure.is_dynamic(runs[0]), particles, mode)
         with self.plans.keeping_last():
             return Staging(self, particles, mode, tuple(runs), tuple(programs), graph, facts).staged()
 

@@ -33,7 +33,7 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: t
         sloped=frozenset(n for n in plan.sloped if num_reads(traced, n) >= MANY_READS) - plan.layers,
         held=plan.layers,
         is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,
-        elements=_largest(traced),
+        elements=largest_value(traced),
         particles=particles,
         free=math.inf if work is None or particles > 1 else _shared_over_added(work[0] + work[1]),
     )
@@ -51,7 +51,7 @@ def _shared_over_added(work: Work) -> float:
 def num_rows_for(plan: Plan, traced: TracedRun, particles: int = 1) -> int:
     """Number of rows of a run that tells the costs of all values; 0 where the loss cannot be summed, or is too dear."""
     rows = 0 if plan.summed is None else plan.summed.rows
-    return rows if rows * _largest(traced) <= MOST_SUMMED * particles else 0
+    return rows if rows * largest_value(traced) <= MOST_SUMMED * particles else 0
 
 
 def num_drawn_steps(traced: TracedRun) -> int:
@@ -64,7 +64,7 @@ def num_drawn_steps(traced: TracedRun) -> int:
     return DRAWN_STEPS[any(cost is not None and cost.requires_grad for cost in costs)]
 
 
-def _largest(traced: TracedRun) -> int:
+def largest_value(traced: TracedRun) -> int:
     """Number of elements of the largest value."""
     values = [site["value"] for trace in (traced.guide_trace, traced.model_trace) for site in samples(trace).values()]
     return max((value.numel() for value in values if isinstance(value, Tensor)), default=0)

@@ -51,7 +51,8 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     be equal in all particles, and equal values do not show that particles are mixed. In long programs it runs few
     particles alone. So there all other particles get other values than the one that runs alone, and that one other
     values than the one before: of binary sites both are seen. If the program fails at some values, the comparison uses
-    the sampled ones. ``None`` if the programs draw noise besides their sites: such runs cannot be compared.
+    the sampled ones. ``None`` if the programs draw noise besides their sites, and more of it for many particles: such
+    runs cannot be compared. Initial values that ``pyro.param("w", torch.randn(5))`` draws in every run do no harm.
     """
     many, number, nesting = compared.many, compared.number, compared.nesting
     sites = {
@@ -60,7 +61,7 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
         for name, site in samples(trace).items()
         if not site["is_observed"] and not is_enumerated(site) and isinstance(site["value"], Tensor)
     }
-    runs, generator = _Runs(compared), probe_generator(seed)
+    runs, generator = RunsAt(compared), probe_generator(seed)
     sampled = {name: site["value"].detach() for name, site in sites.items()}
     if compared.is_compact:
         sampled = {name: _compact(sites[name], value) for name, value in sampled.items()}
@@ -97,7 +98,7 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
             break
     if None in found:
         found = [compare(sampled, torch.randperm(number, generator=generator)[:wanted].tolist())]
-    return None if runs.has_drawn else found == [True] * len(found)
+    return found == [True] * len(found) if runs.draw_alike else None
 
 
 class Together:
@@ -148,12 +149,14 @@ class Together:
         return False
 
 
-class _Runs:
+class RunsAt:
     """Runs programs at given values, and leaves generators and buffers unchanged."""
 
     def __init__(self, compared: Comparison) -> None:
         self.trace, self.subsamples = compared.trace, compared.many.subsamples
-        self.has_buffers, self.has_drawn = compared.has_buffers, False
+        # Whether all runs, which start from one seed, have drawn the same number of random numbers
+        self.has_buffers, self.draw_alike = compared.has_buffers, True
+        self._after: list[Tensor] | None = None
 
     def costs(self, program: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """The costs of a run; ``None`` if it fails."""
@@ -165,7 +168,8 @@ class _Runs:
                 run = self.trace(program, lambda part: SkipCosts()(put(part))).run
         except Exception:
             return None
-        self.has_drawn |= any(not torch.equal(*pair) for pair in zip(sandbox.before, sandbox.after, strict=True))
+        after = self._after = self._after or sandbox.after
+        self.draw_alike &= all(torch.equal(*pair) for pair in zip(after, sandbox.after, strict=True))
         return {name: cost.detach() for name, cost in run.costs.items()}
 
 

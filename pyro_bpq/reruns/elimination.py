@@ -140,7 +140,7 @@ class _Eliminator:
         return [replace(recipe, averaged=self._averaged(recipe)) for recipe in recipes]
 
     def _plates(self) -> dict[str, tuple[Plate, ...]]:
-        return {cost: entry[1] for entry, cost in zip(self.traced.key, self.traced.run.costs, strict=True)}
+        return {cost: entry[1] for entry, cost in zip(self.traced.entries, self.traced.run.costs, strict=True)}
 
     def _groups(self) -> list[tuple[str, ...]]:
         """Groups of the model's sites that are linked by enumerated sites that only the model has."""
@@ -323,13 +323,13 @@ def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
     for name in traced.untraced:
         cost = cost_of_guide(name)
         made[cost] = Recipe((name,), plates=work._plates()[cost], is_guide=True), traced.run.costs[cost]
-    entries = dict(zip(traced.run.costs, traced.key, strict=True))
-    costs, key, kept = {}, [], {}
+    entries = dict(zip(traced.run.costs, traced.entries, strict=True))
+    costs, own_entries, kept = {}, [], {}
     for name in [*(n for n in entries if n in made), *(n for n in made if n not in entries)]:
         recipe, costs[name] = made[name]
         kept[name] = recipe
         label = recipe.sites[0] if name in entries else name
-        key.append((label, recipe.plates, entries[name] if name in entries else recipe))
+        own_entries.append((label, recipe.plates, entries[name] if name in entries else recipe))
     # A site whose own -log p became part of a sum has no table of -log p over its values.
     sites = {
         name: record if cost_of_model(name) in made else replace(record, prior=None)
@@ -338,7 +338,7 @@ def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
     differentiable, loss = _sums(traced, kept, costs)
     return replace(
         traced,
-        key=tuple(key),
+        entries=tuple(own_entries),
         run=Run(sites, costs, differentiable, loss),
         reads=None if traced.reads is None else {name: work.reads(recipe) for name, recipe in kept.items()},
         elimination=work.result(kept),

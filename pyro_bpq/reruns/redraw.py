@@ -112,7 +112,7 @@ def assignments(traced: TracedRun, names: tuple[str, ...], site: str, limit: int
     """Yields all joint values of finite sites; a site has the same value in all rows of a plate."""
     advice = 'Write Replay(coparents="redrawn").'
     supports, number = [], 1
-    plates = {entry[0]: set(entry[1]) for entry in traced.key}
+    plates = {entry[0]: set(entry[1]) for entry in traced.entries}
     for name in names:
         record = traced.run.sites[name]
         split = finite_components(record.fn)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.estimators.all_action import AllAction
+from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.plan import SumPlan
 from pyro_bpq.step.values import Step
 from pyro_bpq.tracing.traced_run import TracedRun, full_mask
@@ -64,6 +65,39 @@ def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, is_recorded: bool 
     found = [cost.sum() for cost, other in costs if other is None] + _averages(pairs)
     loss = sum(found[1:], found[0])
     return ExactSum(loss, tuple(plan.components), is_recorded or bool(torch.isfinite(loss.detach())))
+
+
+def costs_at(traced: TracedRun, plan: SumPlan, nesting: int, index: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The costs of runs at any joint values, as the tables of the sum tell them: ``(runs, plates)``, in nats.
+
+    Args:
+        traced: The run that fills the tables.
+        plan: The sites that laws and costs read.
+        nesting: Number of batch dimensions.
+        index: Number of the value of each site, ``(runs, plates)``.
+    """
+    tables, found = _Tables(traced, plan, nesting), dict[str, Tensor]()
+    for cost, other in plan.others.items():
+        found[cost] = _entries(tables.rows(traced.run.costs[cost], other), other, index)
+    for trace, others, name_of, sign in (
+        (traced.guide_trace, plan.parents, cost_of_guide, 1.0),
+        (traced.model_trace, plan.priors, cost_of_model, -1.0),
+    ):
+        for name, law in tables.laws(trace.nodes, others).items():
+            # The values of the site come first, for a table of each.
+            of_value = sign * tables.weighted(law, trace.nodes[name], others[name]).movedim(-1, 0)
+            given = torch.stack([_entries(table, others[name], index) for table in of_value])
+            found[name_of(name)] = _entries(given, name, {name: index[name].unsqueeze(0)})[0]
+    return found
+
+
+def _entries(table: Tensor, other: str | None, index: Mapping[str, Tensor]) -> Tensor:
+    """The entries of a table ``(values of the other or 1, plates)`` at values of the other."""
+    if other is None:
+        return table
+    at = index[other]
+    plates = torch.broadcast_shapes(table.shape[1:], at.shape[1:])
+    return table.expand(-1, *plates).gather(0, at.expand(-1, *plates))
 
 
 def sum_step(summed: ExactSum, is_learning: bool) -> Step:

@@ -23,7 +23,7 @@ from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.tracing.sandbox import LentBuffers, Wrapped, is_wrapped
-from pyro_bpq.tracing.traced_run import TracedRun, record_run
+from pyro_bpq.tracing.traced_run import TracedRun, flags_of, record_run
 from pyro_bpq.tracing.tracer import Args, Kwargs, Part, importance_traces
 from pyro_bpq.tracing.watch import TraceOptions, Watch, samples
 
@@ -107,9 +107,9 @@ def trace_particles(
             raise RuntimeError("the programs keep a tensor of the run, as by self.z = z")
         if lent is not None:
             lent.keep()
-    rng = (start, torch.get_rng_state())
+    rng, flags = (start, torch.get_rng_state()), flags_of(args, kwargs)
     return [
-        record_run(model_trace, guide_trace, samples(guide_trace), None, frozenset(), number, subsamples, rng)
+        record_run(model_trace, guide_trace, samples(guide_trace), None, frozenset(), number, subsamples, rng, flags)
         for model_trace, guide_trace, subsamples in traces
     ]
 

@@ -108,6 +108,10 @@ class StructureCache:
             return True
         return self.mode != "dense" and self.untracked_steps >= self.next_look
 
+    def look_again(self) -> None:
+        """Tracks the next run: what is known may no longer be so."""
+        self.unknown = True
+
     @property
     def is_ordered(self) -> bool:
         """Whether values are known to steer the program, and every cost is to count."""
@@ -352,7 +356,7 @@ def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
     """
     names, bits, earlier = tuple(traced.run.sites), dict[str, int](), 0
     position = {name: i for i, name in enumerate(names)}
-    for (name, *_), cost in zip(traced.key, traced.run.costs, strict=True):
+    for (name, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
         if _is_of_draw(cost, name, traced):
             earlier |= 1 << position[name]
         bits[cost] = earlier
@@ -375,7 +379,7 @@ def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Stoch
         until[name] = before | 1 << i
         nodes.append(StochasticNode(name, named(sites, before), traced.plates[name], traced.infos[name].has_rsample))
     costs = []
-    for (name, where, *_), cost in zip(traced.key, traced.run.costs, strict=True):
+    for (name, where, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
         if traced.only_costs and cost not in traced.user_costs:
             continue
         members = until[name] if _is_of_draw(cost, name, traced) else bits[cost]

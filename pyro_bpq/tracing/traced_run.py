@@ -37,9 +37,9 @@ def cost_of_site(site: Any, is_guide: bool) -> str:
 class TracedRun:
     """The record of one run of guide and model."""
 
-    # The part of the structure that is visible without tracking. Equal keys mean the same sites, plates, kinds of
-    # distributions and options, in the same order.
-    key: tuple[Any, ...]
+    # The part of the structure that is visible without tracking, an entry for each cost: the name of its site, the
+    # plates, kinds of distributions and options.
+    entries: tuple[Any, ...]
     run: Run
     # Names of the latent sites that each cost reads, by name of the cost; `None` if not tracked
     reads: Mapping[str, frozenset[str]] | None
@@ -72,6 +72,12 @@ class TracedRun:
     of_guide: frozenset[str] = frozenset()  # costs that are log-probabilities of the guide
     work: tuple[Work, Work] | None = None  # what the guide and the model computed; `None` if that was not counted
     maps: tuple[LinearRead, ...] = ()  # the linear maps that read leaves, if they were noted
+    flags: tuple[Any, ...] = ()  # the flags among the arguments of the programs
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Equal keys mean the same sites, plates and options in the same order, and the same flags."""
+        return self.entries, self.flags
 
     @property
     def escaped(self) -> bool:
@@ -86,7 +92,7 @@ class TracedRun:
     @cached_property
     def plates(self) -> dict[str, tuple[Plate, ...]]:
         """Plates of each site. If guide and model both have the site, they are its plates in the guide."""
-        return {entry[0]: entry[1] for entry in reversed(self.key)}
+        return {entry[0]: entry[1] for entry in reversed(self.entries)}
 
     @property
     def plate_ndim(self) -> int:
@@ -103,6 +109,7 @@ def record_run(
     particles: int,
     subsamples: Mapping[str, Any],
     rng: tuple[Tensor, Tensor],
+    flags: tuple[Any, ...],
 ) -> TracedRun:
     """Records what the traces of a run show, without what only the handlers of the run know.
 
@@ -112,7 +119,7 @@ def record_run(
     sizes: dict[Plate, int] = {}
     options, infos, sites, costs = {}, {}, {}, {}
     user: dict[str, CostOptions] = {}
-    key: list[Any] = []
+    entries: list[Any] = []
     model_sites = samples(model_trace)
     for name, site in guide_sites.items():
         plates = _plates(site, sizes)
@@ -128,7 +135,7 @@ def record_run(
             sites[name] = _site(site, model_sites.get(name), chosen, info)
         split = infos[name].components if name in infos else None
         shape, kind = tuple(site["fn"].event_shape), type(site["fn"])
-        key.append((name, plates, shape, kind, split, _fingerprint(chosen), is_untraced(site)))
+        entries.append((name, plates, shape, kind, split, _fingerprint(chosen), is_untraced(site)))
     for name, site in model_sites.items():
         if name not in sites and not site["is_observed"] and not is_enumerated(site):
             raise SiteNotFoundError(_no_counterpart(name, [*sites]))
@@ -138,10 +145,10 @@ def record_run(
         costs[cost] = -site["log_prob"]
         if given is not None:
             user[cost] = given
-        key.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"], user.get(cost)))
+        entries.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"], user.get(cost)))
     everything = [*guide_sites.values(), *model_sites.values()]
     return TracedRun(
-        key=tuple(key),
+        entries=tuple(entries),
         run=Run(sites, costs, *_sums(guide_sites, model_sites)),
         reads=reads,
         crosses=any(infos[name].plates for name in escaped if name in infos),
@@ -157,6 +164,20 @@ def record_run(
         escaped_sites=escaped,
         user_costs=user,
         of_guide=frozenset(cost_of_guide(name) for name in guide_sites) - user.keys(),
+        flags=flags,
+    )
+
+
+def flags_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The truth values, texts and missing values among the arguments of a program.
+
+    They often switch parts of a program on and off, so that other values may mean other dependencies. Numbers do so
+    less often, and may differ in every step.
+    """
+    return tuple(
+        (place, value)
+        for place, value in (*enumerate(args), *kwargs.items())
+        if value is None or isinstance(value, (bool, str))
     )
 
 

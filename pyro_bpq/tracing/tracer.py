@@ -29,7 +29,16 @@ from pyro_bpq.tracing.program_errors import explain_runs, explain_scores
 from pyro_bpq.tracing.program_warnings import warn_of_program
 from pyro_bpq.tracing.provenance import DependencyTracker
 from pyro_bpq.tracing.sandbox import BufferedModules
-from pyro_bpq.tracing.traced_run import PlainRun, TracedRun, cost_of_site, full_mask, plain_run, record_run, total
+from pyro_bpq.tracing.traced_run import (
+    PlainRun,
+    TracedRun,
+    cost_of_site,
+    flags_of,
+    full_mask,
+    plain_run,
+    record_run,
+    total,
+)
 from pyro_bpq.tracing.watch import HANDED, TraceOptions, Watch, is_untraced, samples
 from pyro_bpq.tracing.work import WorkMode
 
@@ -77,7 +86,8 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
                 met = elements.rows.meeting(_scored(guide_sites, model_sites, user=True))
     escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
     rng, number = (watch.model_start, torch.get_rng_state()), options.num_particles
-    traced = record_run(model_trace, guide_trace, guide_sites, reads, escaped, number, watch.subsamples, rng)
+    flags = flags_of(args, kwargs)
+    traced = record_run(model_trace, guide_trace, guide_sites, reads, escaped, number, watch.subsamples, rng, flags)
     if not (options.track or options.only_costs or watch.enumerated or watch.leaves):
         return traced
     if options.track and options.warns:
@@ -107,7 +117,8 @@ def run_in_order(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: 
     if plain is not None:
         return plain
     rng = (watch.model_start, torch.get_rng_state())
-    return record_run(model_trace, guide_trace, guide_sites, None, frozenset(), number, watch.subsamples, rng)
+    given = (number, watch.subsamples, rng, flags_of(args, kwargs))
+    return record_run(model_trace, guide_trace, guide_sites, None, frozenset(), *given)
 
 
 def importance_traces(

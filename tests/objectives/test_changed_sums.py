@@ -3,39 +3,156 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.testing import assert_unbiased
+from pyro_bpq.objectives.summing import Summing
+from pyro_bpq.plan import particles as rule
+from pyro_bpq.reruns.joint_check import EVERY
+from pyro_bpq.testing import assert_unbiased, exact_loss
 
 
-def test_a_latent_that_is_used_later_is_found_at_the_next_check() -> None:
-    x = torch.tensor([0.3, -1.0])
+@pytest.fixture(autouse=True)
+def early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are summed from the third one on."""
+    monkeypatch.setattr(rule, "DRAWN_STEPS", (2, 2))
 
-    def model(full: bool) -> None:
+
+X = torch.tensor([0.3, -1.0])
+
+
+class Switch:
+    """Something that programs read and that is no argument of theirs."""
+
+    is_on = False
+
+
+SWITCH = Switch()
+
+
+def _fork(is_full: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """A program of two coins, the second of which counts from some time on."""
+
+    def model(*args: Any) -> None:
         w = pyro.param("w", torch.tensor([0.5, 1.5]))
-        with pyro.plate("d", len(x)):
+        with pyro.plate("d", len(X)):
             a, b = (pyro.sample(name, dist.Bernoulli(0.4)) for name in "ab")
-            loc = w[0] * a + w[1] * b * (1 - 2 * a) if full else w[0] * a
-            pyro.sample("x", dist.Normal(loc, 0.5), obs=x)
+            loc = w[0] * a + w[1] * b * (1 - 2 * a) if is_full(args) else w[0] * a
+            pyro.sample("x", dist.Normal(loc, 0.5), obs=X)
 
-    def guide(full: bool) -> None:
-        with pyro.plate("d", len(x)):
+    def guide(*args: Any) -> None:
+        with pyro.plate("d", len(X)):
             for name in "ab":
                 pyro.sample(name, dist.Bernoulli(logits=pyro.param(f"q{name}", torch.zeros(2))))
 
+    return model, guide
+
+
+def _fitted(model: Any, guide: Any, calls: Sequence[tuple[Any, ...]]) -> TraceBackpropQ_ELBO:
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO()
     svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for step in range(262):
-            svi.step(step > 150)
-    # The structure itself is looked at after 10, 100 and 1000 steps; rows are compared after every 128.
+        for args in calls:
+            svi.step(*args)
+    return elbo
+
+
+def test_a_flag_among_the_arguments_is_another_structure_at_once() -> None:
+    model, guide = _fork(lambda args: args[0])
+    elbo = _fitted(model, guide, [(False,)] * 20)
+    assert elbo.particles.now.sums
     assert_unbiased(elbo.eval(), model, guide, True)
+
+
+@pytest.mark.parametrize("steps", [0, EVERY])
+def test_a_change_that_no_argument_shows_is_found_by_evaluations_and_within_some_steps(steps: int) -> None:
+    model, guide = _fork(lambda _: SWITCH.is_on)
+    SWITCH.is_on = False
+    elbo = _fitted(model, guide, [()] * 40)
+    assert elbo.particles.now.sums
+    try:
+        SWITCH.is_on = True
+        svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(steps):
+                svi.step()
+            assert_unbiased(elbo.eval(), model, guide)
+    finally:
+        SWITCH.is_on = False
+
+
+def _tree(parents: Sequence[int]) -> None:
+    values: list[torch.Tensor] = []
+    for i, parent in enumerate(parents):
+        shift = 0.0 if parent < 0 else values[parent]
+        values.append(pyro.sample(f"z{i}", dist.Bernoulli(logits=pyro.param(f"l{i}", torch.tensor(0.3)) + shift)))
+
+
+def test_lists_of_parents_that_differ_from_step_to_step() -> None:
+    def model(parents: Sequence[int]) -> None:
+        values = [pyro.sample(f"z{i}", dist.Bernoulli(0.4)) for i in range(len(parents))]
+        for i, value in enumerate(values):
+            pyro.sample(f"x{i}", dist.Normal(value, 0.5), obs=torch.tensor(0.7))
+
+    def guide(parents: Sequence[int]) -> None:
+        _tree(parents)
+
+    chain, star = ([-1, 0, 1], [-1, 0, 0])
+    elbo = _fitted(model, guide, [(chain,)] * 30)
+    assert elbo.particles.now.sums
+    for parents in (star, chain, star):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_unbiased(elbo.eval(), model, guide, parents)
+
+
+def test_initial_values_that_every_run_draws_do_no_harm() -> None:
+    model, plain = _fork(lambda _: False)
+
+    def guide() -> None:
+        with pyro.plate("d", len(X)):
+            for name in "ab":
+                pyro.sample(name, dist.Bernoulli(logits=pyro.param(f"q{name}", torch.randn(2))))
+
+    elbo = _fitted(model, guide, [()] * 20)
+    assert elbo.particles.now.sums
+    assert elbo.eval().loss_and_grads(model, guide) == pytest.approx(float(exact_loss(model, plain)), abs=1e-12)
+
+
+def test_a_program_that_cannot_be_summed_is_not_taken_to_be_steered() -> None:
+    def model() -> None:
+        z = pyro.sample("z", dist.Categorical(torch.tensor([0.2, 0.3, 0.5])))
+        pyro.sample("y", dist.Binomial(z.float(), torch.tensor(0.4)))
+
+    def guide() -> None:
+        z = pyro.sample("z", dist.Categorical(logits=pyro.param("lz", torch.zeros(3))))
+        pyro.sample("y", dist.Binomial(z.float(), pyro.param("p", torch.tensor(0.5))))
+
+    elbo = _fitted(model, guide, [()] * 30)
+    assert not elbo.runner.structure.escapes
+
+
+def test_tables_are_compared_with_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the comparison the test of a hidden change fails."""
+    monkeypatch.setattr(Summing, "_is_checked", False)
+    model, guide = _fork(lambda _: SWITCH.is_on)
+    elbo = _fitted(model, guide, [()] * 40)
+    assert elbo.particles.now.sums
+    try:
+        SWITCH.is_on = True
+        with pytest.raises(AssertionError):
+            assert_unbiased(elbo.eval(), model, guide)
+    finally:
+        SWITCH.is_on = False
