@@ -1,11 +1,13 @@
 r"""Runs a program at many rows of values of its sites, and gives the costs of every row.
 
-There are three ways. Each gives the costs of single runs:
+There are four ways. Each gives the costs of single runs:
 
 - *hidden*: :func:`torch.func.vmap` runs the program over the rows. The program sees the values of one row, so
   ``z[0]`` or ``z.sum()`` mean what they mean in a single run. A value that would leave torch raises an error.
 - *broadcast*: the rows lie in a dimension to the left of all plates. This is faster, but a program that indexes or
   reduces from the left mixes the rows. So it is used only for programs that were proved to keep the rows apart.
+- *broadcast, all sites*: as before, and values that are the same in all rows are repeated, for programs that do not
+  broadcast themselves (``torch.stack([z_0, z_1])``).
 - *single*: one run after the other.
 """
 
@@ -45,6 +47,7 @@ class Way(Enum):
     """The way in which the rows of an extra run are run."""
 
     BROADCAST = "broadcast"
+    REPEATED = "broadcast, all sites"
     HIDDEN = "hidden"
     SINGLE = "single"
     NONE = "none"
@@ -62,6 +65,12 @@ class Rows:
     def number(self) -> int:
         """Number of rows."""
         return len(next(iter(self.varied.values())))
+
+    def repeated(self) -> Rows:
+        """The same values, with those of all sites given in every row."""
+        sites = {name: self.fixed[name] for name in self.event_ndims if isinstance(self.fixed.get(name), Tensor)}
+        varied = {name: value.expand(self.number, *value.shape) for name, value in sites.items()}
+        return replace(self, varied={**varied, **self.varied})
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,8 @@ class RowProgram:
             single run.
         """
         sandbox = Sandbox(self.rng[0], self.has_buffers)
-        run = {Way.BROADCAST: self._broadcast, Way.HIDDEN: self._hidden, Way.SINGLE: self._singles}[way]
+        ways = {Way.BROADCAST: self._broadcast, Way.HIDDEN: self._hidden, Way.SINGLE: self._singles}
+        run = self._repeated if way is Way.REPEATED else ways[way]
         try:
             with sandbox, pyro.validation_enabled(False), warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
@@ -147,6 +157,9 @@ class RowProgram:
             costs[name] = cost.reshape(rows.number, *shape)
         return costs
 
+    def _repeated(self, rows: Rows) -> dict[str, Tensor] | None:
+        return self._broadcast(rows.repeated())
+
     def _has_drawn(self, sandbox: Sandbox) -> bool:
         """Whether the run drew other noise than a single run, as dropout over more rows does.
 
@@ -165,8 +178,8 @@ class RowRuns:
 
     Rows are broadcast if the program was proved to keep them apart. The proof draws the values of all sites evenly. All
     rows must cost the same as in hidden runs, and some rows the same as in single runs. The proof is repeated after 1,
-    2, 4, ... uses and then every 128. Otherwise rows are hidden. If the program cannot run hidden rows, a few rows run
-    singly.
+    2, 4, ... uses and then every 128. There all values differ between rows; a program that fails where some do not gets
+    these repeated. Otherwise rows are hidden. If the program cannot run hidden rows, a few rows run singly.
 
     Attributes:
         said: What was found last; empty before.
@@ -237,12 +250,16 @@ class RowRuns:
         way, uses = self._ways.get(key, (None, 0))
         wanted = Rows(fixed, rows, _event_ndims(sites))
         is_proved = False
-        if way is None or (way is Way.BROADCAST and learning and is_due(uses)):
+        if way is None or (way in (Way.BROADCAST, Way.REPEATED) and learning and is_due(uses)):
             is_proved, way = True, _prove(program, sites, wanted, uses)
         found = _as_sampled(way, program, wanted, sampled)
         if found is None and not is_proved:
             # The program has changed since the way was chosen.
             way = _prove(program, sites, wanted, uses)
+            found = _as_sampled(way, program, wanted, sampled)
+        if found is None and way is Way.BROADCAST:
+            # Where all values differ between rows, it was proved to keep the rows apart.
+            way = Way.REPEATED
             found = _as_sampled(way, program, wanted, sampled)
         if len(self._ways) >= _CAPACITY and key not in self._ways:
             self._ways.clear()

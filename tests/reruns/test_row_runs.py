@@ -406,3 +406,23 @@ def test_a_bare_distribution_beside_others_is_served() -> None:
 def test_a_program_without_sites_has_nothing_to_compare() -> None:
     elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=0)
     assert elbo.loss_and_grads(lambda: None, lambda: None) == 0.0
+
+
+def test_a_program_that_needs_all_values_of_one_shape_gets_them_repeated() -> None:
+    """Only the last site differs between rows, and ``torch.stack`` does not broadcast."""
+
+    def stacks() -> None:
+        values = [pyro.sample(f"z_{i}", dist.Bernoulli(0.4)) for i in range(3)]
+        pyro.sample("x", dist.Normal(torch.stack(values, -1).sum(-1), 1.0), obs=torch.tensor(0.3))
+
+    def each() -> None:
+        q = pyro.param("q", torch.tensor([0.3, -0.5, 0.2]))
+        for i in range(3):
+            pyro.sample(f"z_{i}", dist.Bernoulli(logits=q[i]))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    for _ in range(3):
+        elbo.loss_and_grads(stacks, each)
+    assert ways(elbo) == [Way.REPEATED]
+    assert_unbiased(elbo.eval(), stacks, each)
