@@ -387,7 +387,9 @@ class ParticleCount:
         """What tells a particle among others from one on its own; empty where nothing does."""
         keeps = keeps_apart(self._comparison(runner, program, many, mode), mode.num_steps, not self._found.is_proved)
         if keeps is None:
-            return "the programs draw noise besides their sites, so particles cannot be compared"
+            return (
+                "the programs draw noise besides their sites, or run at no given values: particles cannot be compared"
+            )
         if not keeps:
             return "the costs of a particle depend on the particles that it runs with"
         return "" if lent is None or lent.fit else "a buffer of a module takes the shape of the particles"

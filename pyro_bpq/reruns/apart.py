@@ -51,8 +51,11 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     be equal in all particles, and equal values do not show that particles are mixed. In long programs it runs few
     particles alone. So there all other particles get other values than the one that runs alone, and that one other
     values than the one before: of binary sites both are seen. If the program fails at some values, the comparison uses
-    the sampled ones. ``None`` if the programs draw noise besides their sites, and more of it for many particles: such
-    runs cannot be compared. Initial values that ``pyro.param("w", torch.randn(5))`` draws in every run do no harm.
+    the sampled ones.
+
+    Runs that draw more noise besides their sites for many particles cannot be compared, nor can runs of programs that
+    work at no given values (flows without an inverse): the result is ``None``. Initial values do no harm, as
+    ``pyro.param("w", torch.randn(5))`` draws them in every run.
     """
     many, number, nesting = compared.many, compared.number, compared.nesting
     sites = {
@@ -68,9 +71,12 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     is_long = len(sites) >= LONG
     wanted = (FIRST_OF_LONG if is_long else FIRST) if is_first else (LATER_OF_LONG if is_long else LATER)
 
-    def is_same(values: Mapping[str, Tensor], index: int, among: Mapping[str, Tensor]) -> bool | None:
+    def costs_alone(values: Mapping[str, Tensor], index: int) -> dict[str, Tensor] | None:
         own = {name: _whole(sites[name], value_alone(sites[name], values[name], index, nesting)) for name in sites}
-        alone = runs.costs(compared.one, own)
+        return runs.costs(compared.one, own)
+
+    def is_same(values: Mapping[str, Tensor], index: int, among: Mapping[str, Tensor]) -> bool | None:
+        alone = costs_alone(values, index)
         return None if alone is None else _is_same(among, alone, index, nesting)
 
     def compare(values: Mapping[str, Tensor], picked: Sequence[int]) -> bool | None:
@@ -98,6 +104,10 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
             break
     if None in found:
         found = [compare(sampled, torch.randperm(number, generator=generator)[:wanted].tolist())]
+        if found == [None] and all(
+            c is None for c in (runs.costs(compared.together, sampled), costs_alone(sampled, 0))
+        ):
+            return None
     return found == [True] * len(found) if runs.draw_alike else None
 
 
@@ -126,8 +136,7 @@ class Together:
     def mixes(self, compared: Comparison, learning: bool, num_steps: int) -> bool:
         """Whether the costs of a particle depend on the other particles; warns if so.
 
-        See :func:`keeps_apart`. Noise besides the sites differs from run to run. Such runs cannot be compared, and the
-        result is ``False``.
+        See :func:`keeps_apart`. Runs that cannot be compared count as unmixed, as in Pyro.
         """
         key = compared.many.key
         if self.knows(key, learning, num_steps):

@@ -17,7 +17,7 @@ JOINT_VALUES, MOST_ELEMENTS = 16, 1 << 16
 
 
 def num_joint_values(rows: int, elements: int) -> int:
-    """Number of joint values at which a program runs whose tables have so many rows, and largest value so many elements."""
+    """Number of joint values at which a program runs; ``elements`` are those of its largest value in all rows."""
     return max(rows, min(JOINT_VALUES, MOST_ELEMENTS // max(1, elements // rows)))
 
 

@@ -159,6 +159,11 @@ class ChoiceMessenger(Messenger):
         index, number = msg["args"]
         self._hidden, msg["done"] = None if index is None else (index, number), True
 
+    def _pyro_bpq_draw(self, msg: Any) -> None:
+        name, fn = msg["args"][:2]
+        msg["value"] = self._value(name, fn)
+        msg["done"] = msg["value"] is not None
+
     def _pyro_sample(self, msg: Any) -> None:
         if msg["is_observed"] or msg["done"] or msg["value"] is not None:
             return

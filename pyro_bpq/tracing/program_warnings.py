@@ -79,7 +79,10 @@ def _observed(guide: list[Any], has_model: bool) -> str:
     names = [
         site["name"]
         for site in guide
-        if site["is_observed"] and cost_options(site) is None and type(site["fn"]).__name__ not in ("Unit", "Delta")
+        if site["is_observed"]
+        and not site["infer"].get("_deterministic")
+        and cost_options(site) is None
+        and type(site["fn"]).__name__ not in ("Unit", "Delta")
     ]
     if not names or not has_model:
         return ""

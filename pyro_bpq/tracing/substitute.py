@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pyro.distributions import OneHotCategorical
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import effectful
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
@@ -92,6 +93,12 @@ def _linear(fn: Any) -> Any:
     return fn
 
 
+@effectful(type="bpq_draw")
+def _draw(name: str, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """Draws from a distribution; a message, for handlers that draw in place of the generator."""
+    return fn(*args, **kwargs)
+
+
 class AllValues(Messenger):
     """Sets every latent site of finite support to its value ``k`` in row ``k``; reparameterised sites are drawn once.
 
@@ -125,7 +132,7 @@ class AllValues(Messenger):
     def _drawn_once(self, msg: Any) -> Tensor:
         # The guide comes first; the model has its value.
         if msg["name"] not in self._drawn:
-            drawn = msg["fn"](*msg["args"], **msg["kwargs"])
+            drawn = _draw(msg["name"], msg["fn"], *msg["args"], **msg["kwargs"])
             self._drawn[msg["name"]] = drawn[:1].expand_as(drawn)
         return self._drawn[msg["name"]]
 

@@ -221,6 +221,8 @@ def _reads(tracker: DependencyTracker, sites: Sites, watch: Watch, heard: Heard,
         found = tracker.mask_of(scored) | before | heard.get((is_guide, name), 0)
         if is_guide:
             found |= tracker.ledger.origins.get(name, 0) | watch.heard.get(name, 0)
+            # A flow remembers what it drew, so that its log-probability may not look at the value again.
+            found |= tracker.ledger.bits.get(name, 0)
         reads[cost_of_site(site, is_guide)] = found
     return reads
 

@@ -69,8 +69,8 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], bool, list[str]]] = {
         lambda z: refused_in_batches(z.reshape(ROWS)),
         True,
         [
-            "One particle runs from now on. 8 particles do not run in a plate: it failed: shape '[12]' is invalid for input "
-            "of size 96. 8 particles do not run in hiding: it failed: only one particle at a time."
+            "One particle runs from now on. 8 particles do not run in a plate: it failed: shape '[12]' is invalid for "
+            "input of size 96. 8 particles do not run in hiding: it failed: only one particle at a time."
         ],
     ),
     "alone": (

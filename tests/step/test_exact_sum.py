@@ -17,7 +17,7 @@ from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.summing import Summing
 from pyro_bpq.plan import particles
 from pyro_bpq.step import exact_sum as module
-from pyro_bpq.testing import assert_unbiased, exact_gradient, exact_loss
+from pyro_bpq.testing import TwoPoint, assert_unbiased, exact_gradient, exact_loss
 
 Programs = tuple[Callable[[], Any], Callable[[], Any]]
 ROWS = 2
@@ -269,3 +269,22 @@ def test_a_wrong_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Summing, "_is_checked", False)
     with pytest.raises(AssertionError):
         assert_unbiased(elbo, model, guide)
+
+
+def test_a_reparameterised_site_is_enumerated_too() -> None:
+    """The check draws it in place of the generator."""
+
+    def guide() -> None:
+        w = pyro.sample("w", TwoPoint(table("w", 1)[0], table("s", 1)[0].exp()))
+        with pyro.plate("rows", ROWS):
+            pyro.sample("z", dist.Bernoulli(logits=table("q", ROWS) + w))
+
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(torch.tensor(0.2, dtype=torch.float64), 1.0))
+        with pyro.plate("rows", ROWS):
+            z = pyro.sample("z", dist.Bernoulli(logits=w))
+            seen("x", z * w)
+
+    elbo = summing(model, guide)
+    assert elbo.particles.now.sums
+    assert_unbiased(elbo, model, guide)

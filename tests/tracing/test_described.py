@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.distributions.transforms import affine_coupling, planar
 from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from pyro_bpq.errors import (
 )
 
 ROWS = 8
+VECTORISED = {"num_particles": 4, "vectorize_particles": True, "max_plate_nesting": 0}
 
 
 def guide() -> None:
@@ -338,3 +340,44 @@ def test_a_missing_site_is_guessed_from_many() -> None:
         warnings.simplefilter("ignore", UserWarning)
         text = text_of(model, other, SiteNotFoundError)
     assert "Did you mean 'z_0'?" in text and "and 4 more" in text and "'z_11'" not in text
+
+
+def test_what_a_guide_computes_is_no_observation() -> None:
+    def guide() -> None:
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
+        pyro.deterministic("twice", 2 * z)
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        pyro.deterministic("twice", 2 * z)
+
+    with warnings.catch_warnings():
+        # Pyro finds the guide's value missing from the model.
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("error", BPQWarning)
+        TraceBackpropQ_ELBO().loss_and_grads(model, guide)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(affine_coupling, {}), (planar, VECTORISED), (affine_coupling, VECTORISED)]
+)
+def test_flows_with_and_without_an_inverse(kind: Any, options: dict[str, Any]) -> None:
+    """A flow remembers what it drew; one without an inverse knows the density of nothing else."""
+    flow = kind(2)
+
+    def guide() -> None:
+        pyro.module("flow", flow)
+        w = pyro.sample("w", dist.TransformedDistribution(dist.Normal(torch.zeros(2), 1.0).to_event(1), [flow]))
+        pyro.sample("z", dist.Bernoulli(logits=w.sum(-1)))
+
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        pyro.sample("x", dist.Normal(w.sum(-1) + z, 1.0), obs=torch.tensor(0.7))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BPQWarning)
+        for _ in range(14):
+            elbo.loss_and_grads(model, guide)
