@@ -213,7 +213,8 @@ def _run(
     noise, schedules = [next(rest) for _ in inputs.noise], [next(rest) for _ in inputs.schedules]
     leaves = [tensors[i] for i in inputs.leaves]
     watch = StepWatch(tensors, subject.first_seed(), noise)
-    with watch, RecordedIndexing():
+    # With a handler around, as in SVI, Pyro constrains parameters in another way than without.
+    with poutine.trace(param_only=True), watch, RecordedIndexing():
         with torch.no_grad():
             before = [tensor.clone() for tensor in inputs.state]
         result = subject.recorded_step(program, RecordedStep.of(number, schedules))

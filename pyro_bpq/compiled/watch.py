@@ -146,6 +146,11 @@ class StepWatch(TorchDispatchMode):
         """The step's own noise, or ``None`` where the program draws."""
         generator = kwargs.get("generator")
         if generator is None:
+            if _is_in("independent", function=True):
+                raise Unrecordable(
+                    "the baseline of a site is a second run that draws all sites anew (SecondRun). Several particles "
+                    "need no second run: write num_particles=2 or more, and leave SecondRun out"
+                )
             if _is_in("pyro_bpq.reruns."):
                 raise Unrecordable(
                     "it draws values that are no sites, and the programs run again at other values. Where these are "

@@ -36,7 +36,7 @@ from pyro_bpq import (
     compile_report,
 )
 from pyro_bpq.errors import BPQWarning, OptionError
-from pyro_bpq.estimators import Concrete, DebiasedStraightThrough, DisARM, GumbelStraightThrough, Hindsight
+from pyro_bpq.estimators import Concrete, DebiasedStraightThrough, DisARM, GumbelStraightThrough, Hindsight, SecondRun
 
 STEPS = 12
 
@@ -274,6 +274,35 @@ def test_initial_values_that_every_run_draws_run_eagerly_and_functions_do_not(is
         for _ in range(20):
             elbo.loss_and_grads(model, coin_guide)
     assert bool(entries(elbo)) == is_function
+
+
+def test_a_second_run_that_draws_sites_anew_is_told_as_such() -> None:
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.3))
+
+    elbo = TraceBackpropQ_ELBO(estimator=SecondRun(), compile="eager")
+    with pytest.warns(BPQWarning, match="second run that draws all sites anew"):
+        for _ in range(10):
+            elbo.loss_and_grads(model, coin_guide)
+
+
+def test_steps_within_svi_and_outside_are_alike() -> None:
+    """SVI runs steps under a handler, under which Pyro constrains parameters."""
+
+    def model() -> None:
+        w = pyro.param("w", torch.tensor(0.5), constraint=dist.constraints.positive)
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.4)))
+        pyro.sample("x", dist.Normal(w * z, 1.0), obs=torch.tensor(0.3))
+
+    elbo = TraceBackpropQ_ELBO(num_particles=1, compile="eager")
+    svi = SVI(model, coin_guide, Adam({"lr": 0.01}), elbo)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BPQWarning)
+        for _ in range(20):
+            svi.step()
+            elbo.loss_and_grads(model, coin_guide)
+    assert len(entries(elbo)) == 1
 
 
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand])

@@ -13,7 +13,7 @@ import torch
 from pyro.infer import SVI
 from pyro.optim import SGD
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_bpq import (
     AllAction,
@@ -244,3 +244,29 @@ def test_the_count_of_steps_goes_on_in_half_precision() -> None:
     for _ in range(300):
         bank.commit(selection.write("count", selection.read("count") + 1))
     assert selection.read("count").item() == 300.0 and selection.read("count", torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:The parameters")
+def test_gradients_of_critics_that_wait_follow_a_conversion() -> None:
+    """As a module, the objective hands critics' gradients over at the next call."""
+    layer = nn.Linear(1, 1)
+
+    def model() -> None:
+        z = torch.zeros(1, dtype=layer.weight.dtype)
+        for t in range(5):
+            z = pyro.sample(f"z{t}", dist.Bernoulli(logits=layer(z)).to_event(1))
+
+    def guide() -> None:
+        q = pyro.param("q", torch.zeros(5)).to(layer.weight.dtype)
+        for t in range(5):
+            pyro.sample(f"z{t}", dist.Bernoulli(logits=q[t : t + 1]).to_event(1))
+
+    module = TraceBackpropQ_ELBO(num_particles=1)(model, guide)
+    layer.float()
+    for step in range(4):
+        if step == 2:
+            layer.double()
+            module.double()
+        module().backward()
+    state = module.state_dict().values()
+    assert all(bool(value.isfinite().all()) for value in state if isinstance(value, Tensor))
