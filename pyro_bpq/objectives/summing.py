@@ -68,8 +68,8 @@ class Summing:
 
     def _run(self, track: bool) -> TracedRun:
         (together,) = programs_of(self.program, self.particles)
-        # Dependencies are followed row by row.
-        put = AllValues(self.particles.number, self._nesting, self.particles.is_compact and not track)
+        # Dependencies are followed row by row, in log-probabilities too.
+        put = AllValues(self.particles.number, self._nesting, self.particles.is_compact and not track, track)
         return self.runner.trace(together, self.particles, self.mode.num_steps, track, warns=False, put=put)
 
     def _plan(self, traced: TracedRun) -> SumPlan:

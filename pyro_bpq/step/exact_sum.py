@@ -180,8 +180,12 @@ def _unexpanded(parameters: Tensor, rows: int, nesting: int) -> Tensor:
 
 def _contracted(law: Tensor, table: Tensor, site: Any) -> tuple[Tensor, Tensor]:
     """A law, summed over those plate rows of a site in which a table does not vary, and the table."""
-    whole = law.expand(torch.broadcast_shapes(law.shape, table.shape, (1, *site["fn"].batch_shape[1:], 1)))
-    return whole.sum_to_size(table.shape), table
+    # Of two sizes that broadcast, one is 1 or both are the same.
+    sizes = zip(law.shape, table.shape, (1, *site["fn"].batch_shape[1:], 1), strict=True)
+    whole = tuple(max(each) for each in sizes)
+    if whole != law.shape:
+        law = law.expand(whole)
+    return law if whole == table.shape else law.sum_to_size(table.shape), table
 
 
 def _averages(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:

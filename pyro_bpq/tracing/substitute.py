@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from pyro.distributions import OneHotCategorical
+from pyro.distributions.score_parts import ScoreParts
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import effectful
 from pyro.poutine.subsample_messenger import _Subsample
@@ -109,11 +110,13 @@ class AllValues(Messenger):
         rows: Number of rows.
         nesting: Number of batch dimensions, that of the rows included.
         is_compact: Whether values have size one in plates.
+        is_scored: Whether the log-probabilities of these values are computed. Else zeros stand for them: the
+            distributions tell them for all values.
     """
 
-    def __init__(self, rows: int, nesting: int, is_compact: bool = False) -> None:
+    def __init__(self, rows: int, nesting: int, is_compact: bool = False, is_scored: bool = True) -> None:
         super().__init__()
-        self.rows, self.nesting, self.is_compact = rows, nesting, is_compact
+        self.rows, self.nesting, self.is_compact, self.is_scored = rows, nesting, is_compact, is_scored
         self._drawn: dict[str, Tensor] = {}
         self._index: dict[Any, Tensor] = {}
 
@@ -128,6 +131,12 @@ class AllValues(Messenger):
             raise UnsupportedProgramError(f"Site {msg['name']!r} has no dimension for the rows of its values.")
         msg["value"] = self._drawn_once(msg) if split is None else self._values(fn, split)
         msg["done"] = True
+        if split is not None and not self.is_scored:
+            # Pyro computes what a site of a trace lacks.
+            zeros = msg["value"].new_zeros((), dtype=torch.get_default_dtype()).expand(fn.batch_shape)
+            parts = ScoreParts(zeros, zeros, 0)
+            msg |= {"unscaled_log_prob": zeros, "log_prob": zeros, "log_prob_sum": zeros[..., :0].sum()}
+            msg["score_parts"] = parts
 
     def _drawn_once(self, msg: Any) -> Tensor:
         # The guide comes first; the model has its value.
