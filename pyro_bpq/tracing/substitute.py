@@ -133,10 +133,10 @@ class AllValues(Messenger):
         msg["done"] = True
         if split is not None and not self.is_scored:
             # Pyro computes what a site of a trace lacks.
-            zeros = msg["value"].new_zeros((), dtype=torch.get_default_dtype()).expand(fn.batch_shape)
-            parts = ScoreParts(zeros, zeros, 0)
-            msg |= {"unscaled_log_prob": zeros, "log_prob": zeros, "log_prob_sum": zeros[..., :0].sum()}
-            msg["score_parts"] = parts
+            zero = msg["value"].new_zeros((), dtype=torch.get_default_dtype())
+            zeros = zero.expand(fn.batch_shape)
+            msg["log_prob"], msg["unscaled_log_prob"], msg["log_prob_sum"] = zeros, zeros, zero
+            msg["score_parts"] = ScoreParts(zeros, zeros, 0)  # type: ignore[arg-type]
 
     def _drawn_once(self, msg: Any) -> Tensor:
         # The guide comes first; the model has its value.
