@@ -43,7 +43,7 @@ _MOST_KINDS = 256
 _LONGEST = 1000
 
 
-class SiteInfo(Mapping[str, dict[str, Any]]):
+class LastInfo(Mapping[str, dict[str, Any]]):
     """What a compiled step told of each site; it is put together when it is first read."""
 
     def __init__(self, build: Callable[[], Mapping[str, dict[str, Any]]]) -> None:
@@ -78,7 +78,7 @@ class Outcome:
     loss: Tensor  # the loss in nats
     leaves: Sequence[Tensor]  # the tensors that collect gradients
     gradients: Sequence[Tensor]  # their gradients
-    info: SiteInfo  # what is known of each site
+    info: LastInfo  # what is known of each site
 
 
 @dataclass(eq=False)
@@ -341,7 +341,7 @@ class CompiledSteps:
         ahead = 1 + len(recording.graded)
         leaves = [tensors[i] for i in recording.graded]
         rest = results[ahead:]
-        return Outcome(results[0], leaves, results[1:ahead], SiteInfo(functools.partial(recording.info, rest)))
+        return Outcome(results[0], leaves, results[1:ahead], LastInfo(functools.partial(recording.info, rest)))
 
     def _tell(self, reason: str, kind: str = "") -> None:
         """Warns of a reason for eager steps, once; of a kind of reasons, once."""
@@ -373,4 +373,4 @@ def _is_due(steps: int) -> bool:
 
 def _before(steps: int) -> int:
     """Number of steps at the last comparison."""
-    return steps // 2 if steps <= _LONGEST else steps - _LONGEST
+    return 1 << (steps - 1).bit_length() - 1 if steps <= _LONGEST else steps - _LONGEST

@@ -107,7 +107,7 @@ def joint_mean(ranks: Ranks | None, value: Tensor, samples: int) -> tuple[Tensor
     return (value, samples) if ranks is None else ranks.mean(value, samples)
 
 
-def average_writes(ranks: Ranks | None, writes: Sequence[Any], samples: int) -> list[Any]:
+def writes_of_ranks(ranks: Ranks | None, writes: Sequence[Any], samples: int) -> list[Any]:
     """Returns writes to a bank, with their values replaced by the means over the samples of all ranks."""
     if ranks is None or not writes:
         return list(writes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.block import Write
-from pyro_bpq.rollout.distributed import average_writes
+from pyro_bpq.rollout.distributed import writes_of_ranks
 from pyro_bpq.step.estimate import add_time
 from pyro_bpq.step.regression import CriticRows, regression
 from pyro_bpq.step.signals import Signals
@@ -85,7 +85,7 @@ def _regress(
     for one, pairs in rollouts:
         for g, (value, target) in pairs.items():
             critic = one.critics[g]
-            writes += average_writes(learning.ranks, critic.writes, value[0].numel())
+            writes += writes_of_ranks(learning.ranks, critic.writes, value[0].numel())
             weight = learning.level_weight if one.layout.classes[critic.group.c].spec.has_params else 1.0
             learns = [chosen is None or node.name in chosen for node in critic.group.nodes]
             if len(rollouts) == 1:

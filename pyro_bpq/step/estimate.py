@@ -16,7 +16,7 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.block import Block, Selection, Write
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, initial_statistics
-from pyro_bpq.rollout.distributed import average_writes
+from pyro_bpq.rollout.distributed import writes_of_ranks
 from pyro_bpq.step.values import Learning
 
 
@@ -55,7 +55,7 @@ def term_of(
         return term.surrogate
     if selection is not None:
         new = [write for name, value in term.statistics.items() for write in selection.write(name, value)]
-        writes += average_writes(context.ranks, new, context.cost[0].numel())
+        writes += writes_of_ranks(context.ranks, new, context.cost[0].numel())
         count = context.count
         # Half precision cannot count far.
         count = selection.read("count") if count is None or count.element_size() < 4 else count

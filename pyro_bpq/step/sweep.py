@@ -16,7 +16,7 @@ from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.block import Write
 from pyro_bpq.estimators.base import site_mean
 from pyro_bpq.graph.q_node import QNode
-from pyro_bpq.rollout.distributed import Ranks, average_writes
+from pyro_bpq.rollout.distributed import Ranks, writes_of_ranks
 from pyro_bpq.step.critic_step import CriticBatch, evaluate_critics
 from pyro_bpq.step.returns import costs_by_name
 from pyro_bpq.step.signals import Signals
@@ -62,7 +62,7 @@ def sweep(
             for node, target, own, error in zip(critic.group.nodes, targets, learned.detach(), loss, strict=True):
                 backups.put(node, target, own)
                 info.setdefault(node.site, {})["td_loss"] = error
-            writes += average_writes(ranks, critic.writes, value[0].numel())
+            writes += writes_of_ranks(ranks, critic.writes, value[0].numel())
             writes += critic.selection.write("count", critic.selection.read("count") + 1)
     return writes, info
 

@@ -2,12 +2,14 @@ r"""Draws and checks large Bernoulli values in a fraction of the time that torch
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Independent
+
+from pyro_bpq.tracing.substitute import unchecked
 
 # Smallest number of entries for which this takes less time than it saves.
 _LARGE = 1 << 14
@@ -20,8 +22,7 @@ def draw_bits(msg: Any) -> Tensor | None:
     Torch draws each entry by itself, with twice as many random numbers.
     """
     fn = msg["fn"]
-    is_library = _is_library_bernoulli(fn, "sample") and _is_library_bernoulli(fn, "__call__")
-    if msg["args"] or msg["kwargs"] or not is_library:
+    if msg["args"] or msg["kwargs"] or not _is_library_bernoulli(fn, "sample", "__call__"):
         return None
     base = _base(fn)
     shape, dtype = base.batch_shape, base.probs.dtype
@@ -47,7 +48,9 @@ def score_bits_unchecked(trace: Any) -> dict[str, Any]:
         if site["type"] == "sample" and isinstance(site["value"], Tensor) and site["value"].numel() >= _LARGE:
             value = site["value"].detach()
             if _is_validated(site["fn"], value) and _are_bits(value):
-                own[name], site["fn"] = site["fn"], _unvalidated(site["fn"])
+                # Later readers find these in the distribution itself.
+                _ = _base(site["fn"]).logits
+                own[name], site["fn"] = site["fn"], unchecked(site["fn"])
     return own
 
 
@@ -65,31 +68,18 @@ def _base(fn: Any) -> Any:
     return fn
 
 
-def _is_library_bernoulli(fn: Any, method: str) -> bool:
-    """Whether independent Bernoulli components are all of a distribution, and a method is that of torch or Pyro."""
-    while isinstance(fn, Independent) and _is_of_library(fn, method):
+def _is_library_bernoulli(fn: Any, *methods: str) -> bool:
+    """Whether a distribution is all independent Bernoulli components, and its methods are those of torch or Pyro."""
+    while isinstance(fn, Independent) and _is_of_library(fn, methods):
         fn = fn.base_dist
-    return isinstance(fn, Bernoulli) and _is_of_library(fn, method)
+    return isinstance(fn, Bernoulli) and _is_of_library(fn, methods)
 
 
-def _is_of_library(fn: Any, method: str) -> bool:
-    return bool(getattr(type(fn), method).__module__.startswith(("torch.", "pyro.")))
+def _is_of_library(fn: Any, methods: Sequence[str]) -> bool:
+    return all(getattr(type(fn), name).__module__.startswith(("torch.", "pyro.")) for name in methods)
 
 
 def _are_bits(value: Tensor) -> bool:
     """Whether all entries are zero or one: the only numbers that are their squares."""
     # Comparisons of tensors take several times as long.
     return float(torch.addcmul(value, value, value, value=-1.0).abs_().sum()) == 0.0
-
-
-def _unvalidated(fn: Any) -> Any:
-    """A copy of a distribution that does not check values."""
-    if isinstance(fn, Independent):
-        own = copy.copy(fn)
-        own.base_dist = _unvalidated(fn.base_dist)
-        return own
-    # Later readers find these in the distribution itself.
-    _ = fn.logits
-    own = copy.copy(fn)
-    own._validate_args = False
-    return own

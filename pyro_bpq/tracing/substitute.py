@@ -64,15 +64,15 @@ def _mean(fn: Any) -> Tensor | None:
 
 def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
     """Log-probability at a value that may lie between support values, as in :class:`Substitute`."""
-    return _unchecked(_linear(fn)).log_prob(value)
+    return unchecked(_linear(fn)).log_prob(value)
 
 
-def _unchecked(fn: Any) -> Any:
+def unchecked(fn: Any) -> Any:
     """Returns a copy of the distribution that does not check values."""
     fn = copy.copy(fn)
     fn._validate_args = False
     if hasattr(fn, "base_dist"):
-        fn.base_dist = _unchecked(fn.base_dist)
+        fn.base_dist = unchecked(fn.base_dist)
     return fn
 
 
