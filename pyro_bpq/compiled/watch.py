@@ -39,6 +39,8 @@ _LEAVES_TORCH = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor
 _FOREIGN = ("/torch/", "/pyro/", "/pyro_bpq/", "/contextlib.py", "/functools.py")
 # Functions of this package that read the state of a generator.
 _OWN_READS = frozenset({"_has_drawn"})
+# Where distributions read numbers of their parameters.
+_READERS = ("torch.distributions.", "pyro.", "pyro_bpq.")
 
 
 class NotYet(Unrecordable):
@@ -174,19 +176,22 @@ class StepWatch(TorchDispatchMode):
 def _refuse_read() -> None:
     """Refuses to record a step in which Python reads a number of a tensor."""
     frame: Any = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename.replace("\\", "/")
-        if frame.f_globals.get("__name__", "").startswith("pyro_bpq.") and frame.f_code.co_name in _OWN_READS:
+    read = ""
+    while frame is not None and frame.f_globals.get("__name__") != "pyro_bpq.compiled.recorder":
+        file, module = frame.f_code.co_filename.replace("\\", "/"), frame.f_globals.get("__name__", "")
+        if module.startswith("pyro_bpq.") and frame.f_code.co_name in _OWN_READS:
             return
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         if not any(part in file for part in _FOREIGN) and not file.startswith("<"):
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             raise Unrecordable(
                 f"Python reads a number of a tensor, in {frame.f_code.co_name}: {line!r} "
                 f"({frame.f_code.co_filename}:{frame.f_lineno}), which a recording would freeze: write torch.where, "
                 "tensor indexing or a mask instead"
             )
+        if not read and module.startswith(_READERS) and not module.startswith("pyro_bpq.compiled."):
+            read = f", in {frame.f_code.co_name} of {module}: {line!r}"
         frame = frame.f_back
-    raise Unrecordable("Python reads a number of a tensor")
+    raise Unrecordable(f"Python reads a number of a tensor{read}, which a recording would freeze")
 
 
 def _is_masked(name: str, args: Any) -> bool:

@@ -262,6 +262,19 @@ def test_a_number_read_from_a_closure_runs_eagerly() -> None:
     runs_eagerly(model, r"reads a number of a tensor, in model: .*rate\.item\(\)")
 
 
+def test_a_number_that_a_distribution_reads_is_told_as_such() -> None:
+    def model() -> None:
+        pyro.sample("z", dist.Binomial(3, logits=torch.tensor(0.1)))
+
+    def own_guide() -> None:
+        pyro.sample("z", dist.Binomial(3, logits=pyro.param("q", torch.tensor(0.3))))
+
+    elbo = TraceBackpropQ_ELBO(num_particles=1, compile="eager")
+    with pytest.warns(BPQWarning, match=r"reads a number of a tensor, in \w+ of pyro_bpq.*total_count"):
+        for _ in range(10):
+            elbo.loss_and_grads(model, own_guide)
+
+
 @pytest.mark.parametrize("is_function", [False, True])
 def test_initial_values_that_every_run_draws_run_eagerly_and_functions_do_not(is_function: bool) -> None:
     def model() -> None:
