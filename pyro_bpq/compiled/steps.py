@@ -39,6 +39,8 @@ LOG = logging.getLogger("pyro_bpq")
 _EAGER_STEPS = 3
 # Number of kinds of calls that are counted.
 _MOST_KINDS = 256
+# Number of kinds of calls whose first step looks at the structure again. Where there are more, numbers change often.
+_MOST_LOOKS = 32
 # Longest time between two comparisons, in steps.
 _LONGEST = 1000
 
@@ -213,6 +215,9 @@ class CompiledSteps:
         if len(self._seen) >= _MOST_KINDS:
             self._seen.clear()
         self._seen[kind] = self._seen.get(kind, 0) + 1
+        if self._seen[kind] == 1 and len(self._seen) <= _MOST_LOOKS:
+            # A number among the arguments may switch a part of a program on.
+            subject.look_again()
         if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
             return None
         if self._made >= self.options.max_recordings:

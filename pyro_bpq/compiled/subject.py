@@ -60,6 +60,9 @@ class Subject(Protocol):
     def is_settled(self, program: Any) -> bool:
         """Whether structure, particles and choice are settled for a program."""
 
+    def look_again(self) -> None:
+        """Looks in the next eager step whether the programs have another structure."""
+
     def options(self) -> dict[str, Any]:
         """The options that a recording depends on, by name."""
 

@@ -96,6 +96,9 @@ class Runner(ABC):
         """Why the programs are not recorded, as the end of a sentence; empty if they are."""
         return ""
 
+    def look_again(self) -> None:  # noqa: B027 # some look at nothing
+        """Looks at the structure in the next run: what is known may no longer be so."""
+
     def forget_last(self) -> None:  # noqa: B027 # some keep nothing
         """Forgets the last step: the next one is planned anew."""
 

@@ -45,6 +45,9 @@ from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
 
+# Number of tracked runs after which few of them are compared with particles on their own.
+_NEW = 16
+
 
 @dataclass(frozen=True)
 class _Findings:
@@ -79,6 +82,7 @@ class ParticleCount:
     def __init__(self) -> None:
         self.now, self.is_open, self.said = Particles(), False, ""
         self._given_nesting = math.inf
+        self._num_tracked = 0
         self._found = _Findings()
         # Structures whose particles were proved to keep apart, where the user has asked for a plate of them.
         self._proved = Together()
@@ -322,12 +326,20 @@ class ParticleCount:
         lends = compares and self.now.has_plate and runner.has_buffers
         with Trial() as trial, LentBuffers() if lends else contextlib.nullcontext() as lent:
             found = runner.observe(program, self.now, replace(mode, is_checked=compares))
-            if compares and self.now.has_plate and not trial.new_parameters():
-                trial.reason = self._difference(runner, program, found.runs[0], mode, lent)
+            is_new = self._is_new(found.runs[0])
+            if (compares or is_new) and self.now.has_plate and not trial.new_parameters():
+                trial.reason = self._difference(runner, program, found.runs[0], mode, lent, is_new)
                 if lent is not None and not (trial.reason or is_first):
                     # In the first step the run of one particle has written them.
                     lent.keep()
         return (None if trial.reason or trial.created else found), trial.reason
+
+    def _is_new(self, traced: TracedRun) -> bool:
+        """Whether the structure of a run may be new: such runs are tracked. Where most are, few of them count."""
+        if traced.reads is None:
+            return False
+        self._num_tracked += 1
+        return self._num_tracked <= _NEW or is_due(self._num_tracked)
 
     # How an open number goes on, from a run of the present step.
 
@@ -382,10 +394,11 @@ class ParticleCount:
     # Particles among others against particles on their own.
 
     def _difference(
-        self, runner: Runner, program: Program, many: TracedRun, mode: Mode, lent: LentBuffers | None
+        self, runner: Runner, program: Program, many: TracedRun, mode: Mode, lent: LentBuffers | None, is_new: bool
     ) -> str:
         """What tells a particle among others from one on its own; empty where nothing does."""
-        keeps = keeps_apart(self._comparison(runner, program, many, mode), mode.num_steps, not self._found.is_proved)
+        is_first = is_new or not self._found.is_proved
+        keeps = keeps_apart(self._comparison(runner, program, many, mode), mode.num_steps, is_first)
         if keeps is None:
             return (
                 "the programs draw noise besides their sites, or run at no given values: particles cannot be compared"

@@ -45,6 +45,10 @@ class Recordable:
         is_waiting = objective.trainer.waiting is not None or bool(objective.trainer.late[0])
         return not is_waiting and objective.particles.is_settled(program) and objective.runner.is_settled
 
+    def look_again(self) -> None:
+        """Looks in the next eager step whether the programs have another structure."""
+        self.objective.runner.look_again()
+
     def options(self) -> dict[str, Any]:
         """The options that a recording depends on, by name."""
         objective = self.objective

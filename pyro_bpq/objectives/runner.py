@@ -35,7 +35,7 @@ from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.sandbox import Draws, Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
 from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
+from pyro_bpq.tracing.traced_run import PlainRun, TracedRun, plain_arguments
 from pyro_bpq.tracing.tracer import run_in_order, trace_run
 from pyro_bpq.tracing.watch import TraceOptions, samples
 
@@ -53,6 +53,7 @@ class StepRunner(Runner):
         structure: What is known of these structures.
         row_runs: How the extra runs of the model are carried out.
         noise: Source of what estimators draw themselves.
+        num_zeros: Largest number of probabilities of zero in a summed step whose gradient was looked at.
     """
 
     noise: NoiseSource
@@ -68,6 +69,7 @@ class StepRunner(Runner):
     ) -> None:
         self.plans, self.structure, self.row_runs = PlanCache(planner), StructureCache(structure), RowRuns()
         self.noise, self.critics = NoiseSource(critics.seed), critics
+        self.num_zeros = 0
         self.only_costs, self.enumerates, self.warns = only_costs, enumerates, warns
 
     def __repr__(self) -> str:
@@ -110,6 +112,10 @@ class StepRunner(Runner):
         """Plans anew, with other options."""
         self.plans.use(planner)
         self.structure = (known or self).structure.in_mode(structure)
+
+    def look_again(self) -> None:
+        """Tracks the next run."""
+        self.structure.look_again()
 
     def forget_last(self) -> None:
         """Forgets the last step: the next one is planned anew."""
@@ -186,6 +192,8 @@ class StepRunner(Runner):
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """Runs model and guide, given as for one particle, for all particles of a step."""
+        if not mode.is_recorded:
+            self.structure.meet(plain_arguments(program[2:]))
         if particles.sums:
             return Summing(self, program, particles, mode).observation()
         is_together = particles.has_plate or particles.is_hidden

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
+import torch
+from torch import Tensor
+
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.objectives.programs import programs_of
@@ -13,6 +16,7 @@ from pyro_bpq.plan.particles import largest_value
 from pyro_bpq.plan.plan import SumPlan
 from pyro_bpq.reruns.apart import Comparison
 from pyro_bpq.reruns.joint_check import EVERY, num_joint_values, tables_hold
+from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.exact_sum import exact_sum
 from pyro_bpq.tracing.sandbox import Draws
@@ -21,6 +25,15 @@ from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.runner import StepRunner
+
+
+def has_finite_gradient(loss: Tensor) -> bool:
+    """Whether all gradients of a scalar are finite; its graph stays."""
+    leaves = inputs_of(loss) if loss.requires_grad else []
+    if not leaves:
+        return True
+    found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    return all(bool(torch.isfinite(gradient).all()) for gradient in found if gradient is not None)
 
 
 @dataclass(frozen=True)
@@ -36,11 +49,12 @@ class Summing:
     def _nesting(self) -> int:
         return int(self.particles.nesting)
 
-    @property
-    def _is_checked(self) -> bool:
-        """Whether the tables are compared with runs. In an evaluation they are always: its flags may be others."""
+    def _is_checked(self, traced: TracedRun) -> bool:
+        """Whether the tables are compared with runs: now and then, for new structures, and in every evaluation."""
         mode = self.mode
-        return not mode.is_recorded and (mode.is_checked or not mode.learning or mode.num_steps % EVERY == 0)
+        if mode.is_recorded:
+            return False
+        return traced.reads is not None or mode.is_checked or not mode.learning or mode.num_steps % EVERY == 0
 
     def observation(self) -> Observation:
         """The run that fills the tables, and their sum; refuses programs that cannot be summed."""
@@ -64,7 +78,12 @@ class Summing:
         summed = exact_sum(traced, plan, self._nesting, self.mode.is_recorded)
         if not summed.is_finite:
             raise UnsupportedProgramError("the loss is not finite at some values")
-        return Observation((traced,), summed=summed), not self._is_checked or self._holds(traced, plan)
+        if summed.num_zeros > self.runner.num_zeros or (summed.num_zeros and self._is_checked(traced)):
+            # Where the probability is zero, an infinite slope of the cost makes the gradient NaN.
+            self.runner.num_zeros = max(summed.num_zeros, self.runner.num_zeros)
+            if not has_finite_gradient(summed.loss):
+                raise UnsupportedProgramError("the gradient is not finite at impossible values")
+        return Observation((traced,), summed=summed), not self._is_checked(traced) or self._holds(traced, plan)
 
     def _run(self, track: bool) -> TracedRun:
         (together,) = programs_of(self.program, self.particles)
@@ -96,5 +115,5 @@ class Summing:
 
     def _refuse(self, reason: str) -> NoReturn:
         """Refuses to sum. The next run is tracked: what was known of the structure may no longer be so."""
-        self.runner.structure.look_again()
+        self.runner.look_again()
         raise UnsupportedProgramError(reason)

@@ -29,9 +29,6 @@ def tables_hold(compared: Comparison, plan: SumPlan, seed: int) -> bool:
     ``compared.together`` runs ``compared.number`` joint values at once. They do not hold where that run fails, or where
     its costs depend on noise besides its sites.
     """
-    if len(plan.components) == 1 and None not in plan.others.values():
-        # The rows are all the joint values that there are.
-        return True
     sites, generator, number = compared.many.guide_trace.nodes, probe_generator(seed), compared.number
     index, values = {}, {}
     for name in plan.shared:

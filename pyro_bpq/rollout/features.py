@@ -26,11 +26,13 @@ class Components:
         kind: ``"bernoulli"``, ``"categorical"``, ``"one_hot"`` or ``"support"`` (any other finite support).
         event_shape: Shape of the components that ``to_event`` made part of the event.
         cardinality: Number of values ``K`` of a component.
+        values: The values in their order, where the kind does not tell them.
     """
 
     kind: str
     event_shape: tuple[int, ...]
     cardinality: int
+    values: tuple[float, ...] = ()
 
     @property
     def size(self) -> int:
@@ -122,13 +124,17 @@ def _by_support(fn: Any) -> Components | None:
         return None
     try:
         support = fn.enumerate_support(expand=False)
-    except NotImplementedError:
-        # Counts with different totals have no common support: treat it as infinite.
+        # A support that differs between batch elements has no common index.
+        if support.numel() != support.shape[0]:
+            return None
+        table = fn.log_prob(support)
+    except (NotImplementedError, ValueError):
+        # Counts with different totals have no common support, and Empirical takes one value at a time: such supports
+        # are treated as infinite.
         return None
-    # A support that differs between batch elements has no common index.
-    if support.numel() != support.shape[0]:
+    if table.shape != support.shape[:1] + fn.batch_shape:
         return None
-    return Components("support", (), support.shape[0])
+    return Components("support", (), len(support), tuple(support.reshape(-1).tolist()))
 
 
 def _has_own_log_prob(fn: Any) -> bool:

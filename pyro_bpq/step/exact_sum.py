@@ -10,6 +10,7 @@ costs are tables from one run, in whose row ``u`` every site has its value ``u``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,12 +32,14 @@ SMALL = 4096
 class ExactSum:
     """The summed loss of a step, a scalar in nats with gradient, and the sites that are summed over.
 
-    ``is_finite`` is always true in a step that is recorded.
+    ``num_zeros`` counts the entries of tables whose probability is zero. A step that is recorded does not look:
+    ``is_finite`` is true, and ``num_zeros`` is 0.
     """
 
     loss: Tensor
     sites: tuple[str, ...]
     is_finite: bool = True
+    num_zeros: int = 0
 
 
 def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, is_recorded: bool = False) -> ExactSum:
@@ -62,9 +65,15 @@ def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, is_recorded: bool 
         pairs.append(_contracted(tables.pair(name, other), -tables.weighted(law, model[name], other), model[name]))
     costs = [(tables.rows(traced.run.costs[cost], other), other) for cost, other in plan.others.items()]
     pairs += [(tables.marginals[other], cost) for cost, other in costs if other is not None]
-    found = [cost.sum() for cost, other in costs if other is None] + _averages(pairs)
+    averages, zeros = _averages(pairs, not is_recorded)
+    found = [cost.sum() for cost, other in costs if other is None] + averages
     loss = sum(found[1:], found[0])
-    return ExactSum(loss, tuple(plan.components), is_recorded or bool(torch.isfinite(loss.detach())))
+    if is_recorded:
+        return ExactSum(loss, tuple(plan.components))
+    number = loss.detach().double()
+    # One read on the host.
+    value, num_zeros = torch.stack([number, sum(zeros, number.new_zeros(()))]).tolist()
+    return ExactSum(loss, tuple(plan.components), math.isfinite(value), int(num_zeros))
 
 
 def costs_at(traced: TracedRun, plan: SumPlan, nesting: int, index: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -188,18 +197,21 @@ def _contracted(law: Tensor, table: Tensor, site: Any) -> tuple[Tensor, Tensor]:
     return law if whole == table.shape else law.sum_to_size(table.shape), table
 
 
-def _averages(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The expectations of tables under their laws; small tables of equal shape are added in one call."""
-    found, alike = list[Tensor](), dict[Any, list[tuple[Tensor, Tensor]]]()
+def _averages(pairs: Sequence[tuple[Tensor, Tensor]], counts: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """The expectations of tables under their laws, and numbers of zeros; small tables of a shape share a call."""
+    found, alike = list[tuple[Tensor, Tensor]](), dict[Any, list[tuple[Tensor, Tensor]]]()
     for law, table in pairs:
         dtype = torch.promote_types(law.dtype, table.dtype)
         law, table = torch.broadcast_tensors(law.to(dtype), table.to(dtype))
         if law.numel() > SMALL:
-            found.append(_average(law, table))
+            found.append((law, table))
         else:
             alike.setdefault((law.shape, dtype), []).append((law, table))
-    stacked = ((torch.stack(part) for part in zip(*members, strict=True)) for members in alike.values())
-    return found + [_average(law, table) for law, table in stacked]
+    for members in alike.values():
+        laws, tables = zip(*members, strict=True)
+        found.append((torch.stack(laws), torch.stack(tables)))
+    zeros = [(law.detach() <= 0.0).sum() for law, _ in found] if counts else []
+    return [_average(law, table) for law, table in found], zeros
 
 
 def _average(law: Tensor, table: Tensor) -> Tensor:

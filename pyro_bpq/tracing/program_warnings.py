@@ -162,6 +162,6 @@ def _marked(sites: Iterable[Any]) -> str:
     if not names:
         return ""
     return (
-        f'The sites {names} are marked with infer={{"enumerate": ...}}, and are sampled. To sum them out exactly write '
-        'TraceBackpropQ_ELBO(enumeration="exact") (not TraceEnum_ELBO); to sample them, remove the mark.'
+        f'The sites {names} are marked with infer={{"enumerate": ...}}, which counts with enumeration="exact" only. '
+        'Write TraceBackpropQ_ELBO(enumeration="exact") (not TraceEnum_ELBO) to sum them out, or remove the mark.'
     )

@@ -33,6 +33,8 @@ _AGREEMENTS = 3
 _CAPACITY = 256
 # Rows that meet are looked for after these numbers of tracked runs.
 _LOOKS = frozenset((0, *(10**k for k in range(1, 10))))
+# Largest number of arguments that are told apart.
+_MOST_MET = 32
 # Largest number of runs in a row that must bring no new structure before runs go untracked again.
 _MOST_PATIENCE = 64
 
@@ -82,6 +84,7 @@ class StructureCache:
         self.next_look = 10
         self.tracked_runs = 0
         self.patience = self.calm = 0
+        self.met = frozenset[tuple[Any, ...]]()
         self.reads: OrderedDict[Any, tuple[Reads, int]] = OrderedDict()
         self.graphs: dict[Any, StochasticComputationGraph] = {}
         self.facts: dict[Any, _Facts] = {}
@@ -107,6 +110,15 @@ class StructureCache:
         if self.unknown or self.always_tracks or self.calm < self.patience:
             return True
         return self.mode != "dense" and self.untracked_steps >= self.next_look
+
+    def meet(self, arguments: tuple[Any, ...]) -> None:
+        """Tracks the next run if the plain values among its arguments are new: they may switch parts of it on.
+
+        Where they differ in many steps, only the first of them count.
+        """
+        if arguments not in self.met and len(self.met) < _MOST_MET:
+            self.unknown |= bool(self.met)
+            self.met |= {arguments}
 
     def look_again(self) -> None:
         """Tracks the next run: what is known may no longer be so."""

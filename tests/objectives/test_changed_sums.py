@@ -12,6 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
+from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.summing import Summing
@@ -56,10 +57,10 @@ def _fork(is_full: Callable[[Any], bool]) -> tuple[Any, Any]:
     return model, guide
 
 
-def _fitted(model: Any, guide: Any, calls: Sequence[tuple[Any, ...]]) -> TraceBackpropQ_ELBO:
+def _fitted(model: Any, guide: Any, calls: Sequence[tuple[Any, ...]], **options: Any) -> TraceBackpropQ_ELBO:
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO()
+    elbo = TraceBackpropQ_ELBO(**options)
     svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -91,6 +92,78 @@ def test_a_change_that_no_argument_shows_is_found_by_evaluations_and_within_some
             assert_unbiased(elbo.eval(), model, guide)
     finally:
         SWITCH.is_on = False
+
+
+@pytest.mark.parametrize("compile", [False, "eager"])
+def test_a_number_among_the_arguments_is_looked_at_at_once(compile: Any) -> None:
+    model, guide = _fork(lambda args: args[0])
+    elbo = _fitted(model, guide, [(0,)] * 45, compile=compile)
+    assert elbo.particles.now.sums
+    svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        svi.step(1)
+    assert not elbo.particles.now.sums
+    assert_unbiased(elbo.eval(), model, guide, 1)
+
+
+@pytest.mark.parametrize("read", [torch.sum, torch.max, lambda z: z.reshape(-1)[0]])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_rows_that_a_flag_mixes_are_not_summed(read: Callable[[Tensor], Tensor], steps: int) -> None:
+    """A single run has one value, of which these reads make what it means."""
+
+    def model(mixes: bool) -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.3))
+        pyro.sample("x", dist.Normal(pyro.param("m", torch.tensor(0.7)) * (read(z) if mixes else z), 1.0), obs=X[0])
+
+    def guide(mixes: bool) -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.2))))
+
+    elbo = _fitted(model, guide, [(False,)] * 20)
+    assert elbo.particles.now.sums
+    svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
+    for _ in range(steps):
+        svi.step(True)
+    assert_unbiased(elbo.eval(), model, guide, True)
+    assert not elbo.particles.now.sums
+
+
+def test_rows_of_data_that_begin_to_meet_are_not_summed() -> None:
+    def model(shift: Any) -> None:
+        with pyro.plate("d", 4):
+            z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p", torch.tensor(-0.4)).expand(4)))
+            pyro.sample("x", dist.Normal(z.roll(int(SWITCH.is_on), -1), 1.0), obs=torch.tensor([0.1, 2.0, 0.3, -1.0]))
+
+    def guide(shift: Any) -> None:
+        with pyro.plate("d", 4):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.2, -0.5, 1.0, 0.0]))))
+
+    elbo = _fitted(model, guide, [(None,)] * 20)
+    assert elbo.particles.now.sums
+    try:
+        SWITCH.is_on = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            elbo.eval().loss_and_grads(model, guide, None)
+    finally:
+        SWITCH.is_on = False
+    assert not elbo.particles.now.sums
+
+
+def test_an_infinite_slope_at_an_impossible_value_is_not_summed() -> None:
+    never = torch.tensor([-torch.inf, 0.0, 0.0])
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Categorical(logits=never))
+        # The square root has an infinite slope at zero.
+        pyro.sample("x", dist.Normal((pyro.param("r", torch.tensor(0.3)).exp() * z).sqrt(), 1.0), obs=X[0])
+
+    def guide() -> None:
+        pyro.sample("z", dist.Categorical(logits=pyro.param("q", torch.tensor([0.1, 0.2, -0.3])) + never))
+
+    elbo = _fitted(model, guide, [()] * 8)
+    assert not elbo.particles.now.sums and "gradient is not finite" in elbo.particles.said
+    assert all(bool(value.isfinite().all()) for _, value in pyro.get_param_store().items())
 
 
 def _tree(parents: Sequence[int]) -> None:
@@ -146,7 +219,7 @@ def test_a_program_that_cannot_be_summed_is_not_taken_to_be_steered() -> None:
 
 def test_tables_are_compared_with_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the comparison the test of a hidden change fails."""
-    monkeypatch.setattr(Summing, "_is_checked", False)
+    monkeypatch.setattr(Summing, "_is_checked", lambda *_: False)
     model, guide = _fork(lambda _: SWITCH.is_on)
     elbo = _fitted(model, guide, [()] * 40)
     assert elbo.particles.now.sums

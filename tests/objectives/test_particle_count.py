@@ -53,7 +53,8 @@ class Runner:
         if self.refuses(particles):
             raise RuntimeError("shapes do not fit")
         self.ran.append(particles)
-        run: Any = SimpleNamespace(batch_ndim=1, plate_sizes=self.sizes, user_costs={}, enumerated=(), key="k")
+        known = {"user_costs": {}, "enumerated": (), "key": "k", "reads": None}
+        run: Any = SimpleNamespace(batch_ndim=1, plate_sizes=self.sizes, **known)
         return Observation((run,))
 
 

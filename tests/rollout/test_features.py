@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro.distributions as dist
 import pytest
@@ -142,3 +142,34 @@ def test_components_that_are_masked_one_by_one_are_none() -> None:
     # Their costs do not follow from the logits and a mask of the batch.
     fn = dist.Bernoulli(logits=LOGITS).mask(torch.tensor([True, False, True])).to_event(1)
     assert finite_components(fn) is None
+
+
+class Die(dist.TorchDistribution):
+    """A die with faces of its own."""
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_enumerate_support = True
+
+    def __init__(self, logits: Tensor, faces: Tensor) -> None:
+        super().__init__(logits.shape[:-1], validate_args=False)
+        self.law, self.faces = dist.Categorical(logits=logits), faces
+
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        return self.faces
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self.law.log_prob((value.unsqueeze(-1) == self.faces).long().argmax(-1))
+
+
+def test_supports_of_other_values_or_of_another_order_differ() -> None:
+    logits = torch.zeros(3)
+    first, second, same = (
+        finite_components(Die(logits, torch.tensor(faces)))
+        for faces in ([1.0, 2.0, 4.0], [4.0, 1.0, 2.0], [1.0, 2.0, 4.0])
+    )
+    assert first == same != second
+
+
+def test_a_distribution_that_knows_no_table_has_no_components() -> None:
+    """Empirical takes one value at a time."""
+    assert finite_components(dist.Empirical(torch.tensor([1.0, 2.0]), torch.zeros(2))) is None
