@@ -215,7 +215,7 @@ class CompiledSteps:
         if len(self._seen) >= _MOST_KINDS:
             self._seen.clear()
         self._seen[kind] = self._seen.get(kind, 0) + 1
-        if self._seen[kind] == 1 and len(self._seen) <= _MOST_LOOKS:
+        if self._seen[kind] == 1 and 1 < len(self._seen) <= _MOST_LOOKS:
             # A number among the arguments may switch a part of a program on.
             subject.look_again()
         if self._seen[kind] <= (1 if self.entries else _EAGER_STEPS):
