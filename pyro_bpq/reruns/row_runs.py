@@ -104,8 +104,12 @@ class RowProgram:
             single run.
         """
         sandbox = Sandbox(self.rng[0], self.has_buffers)
-        ways = {Way.BROADCAST: self._broadcast, Way.HIDDEN: self._hidden, Way.SINGLE: self._singles}
-        run = self._repeated if way is Way.REPEATED else ways[way]
+        run = {
+            Way.BROADCAST: self._broadcast,
+            Way.REPEATED: self._repeated,
+            Way.HIDDEN: self._hidden,
+            Way.SINGLE: self._singles,
+        }[way]
         try:
             with sandbox, pyro.validation_enabled(False), warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")

@@ -70,7 +70,7 @@ def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, is_recorded: bool 
     loss = sum(found[1:], found[0])
     if is_recorded:
         return ExactSum(loss, tuple(plan.components))
-    number = loss.detach().double()
+    number = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
     # One read on the host.
     value, num_zeros = torch.stack([number, sum(zeros, number.new_zeros(()))]).tolist()
     return ExactSum(loss, tuple(plan.components), math.isfinite(value), int(num_zeros))
