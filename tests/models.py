@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro
 import pyro.distributions as dist
@@ -21,6 +21,26 @@ from torch.distributions import constraints
 from pyro_bpq.testing import TwoPoint, exact_gradient
 
 EXACT: dict[Any, dict[str, Tensor]] = {}
+
+
+class Die(dist.TorchDistribution):
+    """A die whose faces are values of its own."""
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_enumerate_support = True
+
+    def __init__(self, logits: Tensor, faces: Tensor) -> None:
+        super().__init__(logits.shape[:-1], validate_args=False)
+        self.law, self.faces = dist.Categorical(logits=logits), faces
+
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        return self.faces
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self.law.log_prob((value.unsqueeze(-1) == self.faces).long().argmax(-1))
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        return self.faces[self.law.sample(sample_shape)]
 
 
 @dataclass(frozen=True)

@@ -181,17 +181,20 @@ def _refuse_read() -> None:
         file, module = frame.f_code.co_filename.replace("\\", "/"), frame.f_globals.get("__name__", "")
         if module.startswith("pyro_bpq.") and frame.f_code.co_name in _OWN_READS:
             return
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         if not any(part in file for part in _FOREIGN) and not file.startswith("<"):
             raise Unrecordable(
-                f"Python reads a number of a tensor, in {frame.f_code.co_name}: {line!r} "
+                f"Python reads a number of a tensor, in {frame.f_code.co_name}: {_line_of(frame)!r} "
                 f"({frame.f_code.co_filename}:{frame.f_lineno}), which a recording would freeze: write torch.where, "
                 "tensor indexing or a mask instead"
             )
         if not read and module.startswith(_READERS) and not module.startswith("pyro_bpq.compiled."):
-            read = f", in {frame.f_code.co_name} of {module}: {line!r}"
+            read = f", in {frame.f_code.co_name} of {module}: {_line_of(frame)!r}"
         frame = frame.f_back
     raise Unrecordable(f"Python reads a number of a tensor{read}, which a recording would freeze")
+
+
+def _line_of(frame: Any) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
 
 def _is_masked(name: str, args: Any) -> bool:

@@ -133,7 +133,7 @@ class BoundPlanner(Planner):
     def layout(self, traced: TracedRun, rows: Plate | None) -> Layout:
         """The batching of the sites of a bound."""
         names = tuple(traced.run.sites)
-        plates = {entry[0]: entry[1] for entry in reversed(traced.entries)}
+        plates = traced.plates
         nodes = tuple(StochasticNode(n, (), plates[n], traced.infos[n].has_rsample) for n in names)
         cost = CostNode(_COST, names, () if rows is None else (rows,))
         graph = StochasticComputationGraph(nodes, (cost,))

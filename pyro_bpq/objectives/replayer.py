@@ -293,6 +293,6 @@ def _weight(staged: Staged, names: Sequence[str]) -> Tensor:
         table = split.log_probs(split.parameters(site.fn).detach())
         return table.gather(-1, split.index(site.value, site.fn).unsqueeze(-1)).squeeze(-1).sum(-1)
 
-    plates = {entry[0]: entry[1] for entry in reversed(staged.traced[0].entries)}
+    plates = staged.traced[0].plates
     terms = [staged.signals.rollout.stack(log_q, (name,), plates[name])[0] for name in names]
     return sum(terms[1:], terms[0]).exp()

@@ -80,9 +80,9 @@ class Summing:
             raise UnsupportedProgramError("the loss is not finite at some values")
         if summed.num_zeros > self.runner.num_zeros or (summed.num_zeros and self._is_checked(traced)):
             # Where the probability is zero, an infinite slope of the cost makes the gradient NaN.
-            self.runner.num_zeros = max(summed.num_zeros, self.runner.num_zeros)
             if not has_finite_gradient(summed.loss):
                 raise UnsupportedProgramError("the gradient is not finite at impossible values")
+            self.runner.num_zeros = max(summed.num_zeros, self.runner.num_zeros)
         return Observation((traced,), summed=summed), not self._is_checked(traced) or self._holds(traced, plan)
 
     def _run(self, track: bool) -> TracedRun:

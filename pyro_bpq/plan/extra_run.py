@@ -12,7 +12,7 @@ from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.flips import FlipPlan, flip_plan, immediate_model_costs
 from pyro_bpq.plan.structure import Structure, StructureFacts
-from pyro_bpq.rollout.features import Components, finite_components
+from pyro_bpq.rollout.features import Components, have_same_values
 from pyro_bpq.tracing.cost_statement import CostOptions
 from pyro_bpq.tracing.traced_run import TracedRun
 
@@ -44,7 +44,7 @@ def known_costs(structure: Structure, name: str, estimator: Estimator) -> set[Kn
     kinds = set() if name in traced.untraced or traced.only_costs else {Known.LOG_Q}
     cost = cost_of_model(name)
     if record.prior is not None and cost in structure.immediate[name]:
-        is_like = finite_components(record.prior) == components and record.prior.batch_shape == record.fn.batch_shape
+        is_like = have_same_values(record.prior, record.fn) and record.prior.batch_shape == record.fn.batch_shape
         if is_like and graph.cost(cost).plates == graph.node(name).plates:
             kinds.add(Known.LOG_P)
     return kinds

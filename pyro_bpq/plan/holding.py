@@ -11,7 +11,7 @@ from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_o
 from pyro_bpq.plan.flips import flip_plan
 from pyro_bpq.plan.held import HeldPlan, HeldSite, SlopedCosts, has_slopes
 from pyro_bpq.plan.structure import StructureFacts
-from pyro_bpq.rollout.features import Components, finite_components
+from pyro_bpq.rollout.features import Components, have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
 
@@ -124,7 +124,7 @@ def _is_immediate(graph: StochasticComputationGraph, name: str, cost: str) -> bo
 def _own(traced: TracedRun, name: str, costs: tuple[str, ...]) -> tuple[bool, bool]:
     """Which of the site's own log-probabilities, of guide and model, are sums over its components."""
     record = traced.run.sites[name]
-    has_prior = record.prior is not None and finite_components(record.prior) == traced.infos[name].components
+    has_prior = record.prior is not None and have_same_values(record.prior, record.fn)
     has_prior = has_prior and record.prior.batch_shape == record.fn.batch_shape
     return cost_of_guide(name) in costs, has_prior and cost_of_model(name) in costs
 

@@ -11,7 +11,7 @@ from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.rules import BY_STRUCTURE, Choice, SiteFacts, decide
 from pyro_bpq.plan.structure import Structure
-from pyro_bpq.rollout.features import finite_components
+from pyro_bpq.rollout.features import have_same_values
 from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
@@ -108,7 +108,7 @@ def crossable(structure: Structure) -> dict[str, bool]:
         if components is None or name in traced.untraced or not _is_plated(traced.guide_trace.nodes[name]):
             continue
         found[cost_of_guide(name)] = True
-        if site.prior is not None and finite_components(site.prior) == components:
+        if site.prior is not None and have_same_values(site.prior, site.fn):
             if graph.cost(cost).plates == graph.node(name).plates and _is_plated(traced.model_trace.nodes[name]):
                 found[cost] = False
     return {cost: of_guide for cost, of_guide in found.items() if cost not in structure.facts.handed}

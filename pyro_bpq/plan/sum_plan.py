@@ -13,7 +13,7 @@ from typing import Any
 
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.plan import SumPlan
-from pyro_bpq.rollout.features import Components, finite_components
+from pyro_bpq.rollout.features import have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun
 
 
@@ -52,7 +52,7 @@ def sum_plan(
             others[cost.name] = parent
         elif cost.name == cost_of_model(site):
             priors[site] = parent
-            if not _is_known_pair(site, parent, parents) or not _has_values(traced.run.sites[site], components[site]):
+            if not _is_known_pair(site, parent, parents) or not _has_values(traced.run.sites[site]):
                 return None
         elif parent not in (None, parents[site]):
             return None
@@ -83,6 +83,6 @@ def _root(site: str, parents: Mapping[str, str | None]) -> str:
     return site if parent is None else _root(parent, parents)
 
 
-def _has_values(record: Any, components: Components) -> bool:
+def _has_values(record: Any) -> bool:
     """Whether the model's distribution of a site has the values of the guide's."""
-    return record.prior is not None and finite_components(record.prior) == components
+    return record.prior is not None and have_same_values(record.prior, record.fn)

@@ -26,13 +26,11 @@ class Components:
         kind: ``"bernoulli"``, ``"categorical"``, ``"one_hot"`` or ``"support"`` (any other finite support).
         event_shape: Shape of the components that ``to_event`` made part of the event.
         cardinality: Number of values ``K`` of a component.
-        values: The values in their order, where the kind does not tell them.
     """
 
     kind: str
     event_shape: tuple[int, ...]
     cardinality: int
-    values: tuple[float, ...] = ()
 
     @property
     def size(self) -> int:
@@ -134,7 +132,18 @@ def _by_support(fn: Any) -> Components | None:
         return None
     if table.shape != support.shape[:1] + fn.batch_shape:
         return None
-    return Components("support", (), len(support), tuple(support.reshape(-1).tolist()))
+    return Components("support", (), len(support))
+
+
+def have_same_values(one: Any, other: Any) -> bool:
+    """Whether two distributions split into components of the same values, in the same order; it reads the values."""
+    split = finite_components(one)
+    if split is None or split != finite_components(other):
+        return False
+    if split.kind != "support":
+        return True
+    mine, yours = (_base(fn).enumerate_support(expand=False).reshape(-1) for fn in (one, other))
+    return bool((mine == yours).all())
 
 
 def _has_own_log_prob(fn: Any) -> bool:

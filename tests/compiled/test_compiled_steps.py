@@ -19,7 +19,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import BY_NAME
+from models import BY_NAME, Die
 from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
@@ -660,3 +660,19 @@ def test_a_class_is_no_backend() -> None:
 def test_reports_are_about_objectives() -> None:
     with pytest.raises(OptionError, match="compile_report"):
         compile_report(3)
+
+
+def test_a_distribution_with_values_of_its_own_is_recorded() -> None:
+    faces = torch.tensor([1.0, 2.0, 4.0])
+
+    def model() -> None:
+        z = pyro.sample("z", Die(torch.zeros(3), faces))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.3))
+
+    def own_guide() -> None:
+        pyro.sample("z", Die(pyro.param("q", torch.tensor([0.1, 0.2, 0.3])), faces))
+
+    elbo = TraceBackpropQ_ELBO(num_particles=1, compile="eager")
+    for _ in range(12):
+        elbo.loss_and_grads(model, own_guide)
+    assert len(entries(elbo)) == 1
