@@ -9,7 +9,10 @@ from typing import Any
 import pyro
 from pyro.poutine.messenger import Messenger
 
+from pyro_bpq.objectives.observation import Runner
+from pyro_bpq.reruns.apart import Comparison
 from pyro_bpq.rollout.runs import Particles, Program
+from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import PARTICLES
 
 
@@ -78,3 +81,15 @@ def _in_plate(part: Any, particles: Particles) -> Any:
     if particles.number == 1:
         return part
     return pyro.plate(PARTICLES, particles.number, dim=-int(particles.nesting))(part)
+
+
+def compared_alone(
+    runner: Runner, program: Program, particles: Particles, many: TracedRun, num_steps: int
+) -> Comparison:
+    """What a comparison of vectorised particles, which ran as ``many``, with particles on their own needs."""
+    (together,) = programs_of(program, particles)
+    return Comparison(
+        lambda part, put: runner.trace(part, particles, num_steps, put=put),
+        *(program, together, many, particles.number, int(particles.nesting)),
+        *(runner.has_buffers, particles.is_compact),
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
@@ -230,15 +229,12 @@ class TrustRegionSVI(_ControlledSVI):
         for name, limit in limits.items():
             if not is_real(limit) or not limit > 0.0:
                 raise OptionError(f"TrustRegionSVI({name}={limit!r}): write a positive number of nats.")
-        for name, value, kind, least in (
-            ("damping", damping, Real, 0),
-            ("iterations", iterations, int, 1),
-            ("backtracks", backtracks, int, 0),
-            ("confidence", confidence, Real, 0),
-        ):
-            if not isinstance(value, kind) or value < least:
-                what = "whole number" if kind is int else "number"
-                raise OptionError(f"TrustRegionSVI({name}={value!r}): write a {what} of at least {least}.")
+        for name, number in {"damping": damping, "confidence": confidence}.items():
+            if not is_real(number) or not number >= 0.0:
+                raise OptionError(f"TrustRegionSVI({name}={number!r}): write a number of at least 0.")
+        for name, count, least in (("iterations", iterations, 1), ("backtracks", backtracks, 0)):
+            if not isinstance(count, int) or count < least:
+                raise OptionError(f"TrustRegionSVI({name}={count!r}): write a whole number of at least {least}.")
         if divergence not in ("old", "new"):
             raise OptionError(f'TrustRegionSVI(divergence={divergence!r}): write "old" or "new".')
         self.max_kl, self.max_site_kl = limits.values()

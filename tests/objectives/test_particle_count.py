@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.objectives import particle_count as module
+from pyro_bpq.objectives import open_number as module
 from pyro_bpq.objectives.observation import Observation
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.staged import Mode
@@ -136,7 +136,7 @@ def test_fewer_particles_run_where_plates_have_grown() -> None:
 def test_a_number_that_is_set_is_no_longer_open(monkeypatch: pytest.MonkeyPatch) -> None:
     count, runner = open_count(), Runner()
     run(count, runner, 2)
-    monkeypatch.setattr(count._proved, "mixes", lambda *_: False)
+    monkeypatch.setattr(count.given.proved, "mixes", lambda *_: False)
     count.change(number=2)
     run(count, runner, 1, 2)
     assert not count.is_open and count.now.number == 2
@@ -164,7 +164,7 @@ def test_evaluations_take_one_where_the_number_is_open() -> None:
 def test_given_particles_that_cannot_be_hidden_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     count, runner = ParticleCount(), Runner(lambda particles: particles.is_hidden)
     count.change(number=8, is_vectorized=True, nesting=2)
-    monkeypatch.setattr(count._proved, "mixes", lambda *_: True)
+    monkeypatch.setattr(count.given.proved, "mixes", lambda *_: True)
     run(count, runner, 2)
     assert runner.ran == [Particles(8, True, False, 2), *[Particles(8, False, False, 1)] * 2]
 
@@ -184,3 +184,15 @@ def test_parameters_that_given_hidden_particles_make_are_made_again_without_them
     assert pyro.param("late").shape == (1,)
     hidden, apart = Particles(8, is_hidden=True), Particles(8)
     assert runner.ran == [hidden, hidden, hidden, apart, hidden]
+
+
+def test_the_evaluation_of_another_program_keeps_what_was_settled() -> None:
+    def other() -> None:
+        """Another program."""
+
+    count, runner = open_count(), Runner()
+    run(count, runner, 3)
+    count.observe(runner, Program(other, other, (), {}), Mode(learning=False, num_steps=3))
+    assert runner.ran[-1] == Particles()
+    run(count, runner, 1, 3)
+    assert count.now == runner.ran[-1] == PLATE
