@@ -9,11 +9,10 @@ of plain objects.
 from __future__ import annotations
 
 import functools
-import sys
 from argparse import Namespace
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -23,10 +22,8 @@ from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
-# Libraries whose functions and classes are taken to be constant.
-_LIBRARIES = frozenset(
-    {"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"}
-)
+from pyro_bpq.tracing.plain_values import is_of_library, names_of, of_every_module
+
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size, range, slice)
 # Most of what is reached is of these very types, which is sooner told.
 _PLAINEST = frozenset(kind for kind in _PLAIN if kind is not slice)
@@ -157,7 +154,7 @@ class _Walk:
             self._attributes(path, item, frozenset())
         elif isinstance(item, (set, frozenset)) and all(isinstance(part, _PLAIN) for part in item):
             self.note(path, (type(item), frozenset((type(part), part) for part in item)))
-        elif isinstance(item, (type, ModuleType, BuiltinFunctionType, numpy.ndarray, numpy.generic)) or _is_of_library(
+        elif isinstance(item, (type, ModuleType, BuiltinFunctionType, numpy.ndarray, numpy.generic)) or is_of_library(
             type(item)
         ):
             self._opaque(path, item)
@@ -177,9 +174,9 @@ class _Walk:
             self.visit(f"{path}.{name}" if self._explains else "", value)
 
     def _function(self, path: str, item: FunctionType) -> None:
-        code, is_of_library = item.__code__, _is_of_library(item)
+        code, is_foreign = item.__code__, is_of_library(item)
         self.note(path, code)
-        if is_of_library and not item.__closure__:
+        if is_foreign and not item.__closure__:
             return
         where = f" of {item.__qualname__}" if self._explains else ""
         for name, cell in zip(code.co_freevars, item.__closure__ or (), strict=True):
@@ -189,8 +186,8 @@ class _Walk:
                 self.note(name + where, "no value yet")
         if item.__defaults__ or item.__kwdefaults__:
             self.visit(f"a default{where}", (item.__defaults__, item.__kwdefaults__))
-        if not is_of_library:
-            for name in _names_of(code):
+        if not is_foreign:
+            for name in names_of(code):
                 value = item.__globals__.get(name)
                 if value is not None and not isinstance(value, (ModuleType, type)):
                     self.visit(f"the global {name}", value)
@@ -201,33 +198,10 @@ class _Walk:
         for kind in ("_parameters", "_buffers", "_modules"):
             for name, part in own[kind].items():
                 self.visit(f"{path}.{name}" if self._explains else "", part)
-        usual = _of_every_module()
+        usual = of_every_module()
         for name, value in own.items():
             if name not in usual:
                 self.visit(f"{path}.{name}" if self._explains else "", value)
-
-
-@functools.cache
-def _of_every_module() -> frozenset[str]:
-    """Attributes of modules that are handled on their own, or hold nothing that a program reads."""
-    return frozenset(vars(nn.Module()))
-
-
-@functools.lru_cache(maxsize=1024)
-def _names_of(code: CodeType) -> tuple[str, ...]:
-    """The global names in a function and in the functions that it makes."""
-    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in _names_of(part)]
-    return tuple(dict.fromkeys((*code.co_names, *inner)))
-
-
-def _is_of_library(item: Any) -> bool:
-    return _is_library(getattr(item, "__module__", None) or "")
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_library(module: str) -> bool:
-    head = module.partition(".")[0]
-    return head in _LIBRARIES or head in sys.stdlib_module_names
 
 
 def _short(value: Any) -> str:

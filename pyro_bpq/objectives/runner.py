@@ -31,11 +31,12 @@ from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
 from pyro_bpq.tracing.hidden_particles import trace_particles
+from pyro_bpq.tracing.plain_values import ReachedValues, plain_arguments
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.sandbox import Draws, Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
 from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import PlainRun, TracedRun, plain_arguments
+from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 from pyro_bpq.tracing.tracer import run_in_order, trace_run
 from pyro_bpq.tracing.watch import TraceOptions, samples
 
@@ -53,6 +54,7 @@ class StepRunner(Runner):
         structure: What is known of these structures.
         row_runs: How the extra runs of the model are carried out.
         noise: Source of what estimators draw themselves.
+        reached: The plain values that the programs can reach besides their arguments.
         num_zeros: Largest number of probabilities of zero in a summed step whose gradient was looked at.
     """
 
@@ -69,7 +71,7 @@ class StepRunner(Runner):
     ) -> None:
         self.plans, self.structure, self.row_runs = PlanCache(planner), StructureCache(structure), RowRuns()
         self.noise, self.critics = NoiseSource(critics.seed), critics
-        self.num_zeros = 0
+        self.num_zeros, self.reached = 0, ReachedValues()
         self.only_costs, self.enumerates, self.warns = only_costs, enumerates, warns
 
     def __repr__(self) -> str:
@@ -192,8 +194,9 @@ class StepRunner(Runner):
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """Runs model and guide, given as for one particle, for all particles of a step."""
-        if not mode.is_recorded:
-            self.structure.meet(plain_arguments(program[2:]))
+        if not (mode.is_recorded or self.structure.is_ordered):
+            self.structure.meet("handed over", plain_arguments(program[2:]))
+            self.structure.meet("reached", self.reached.of(program))
         if particles.sums:
             return Summing(self, program, particles, mode).observation()
         is_together = particles.has_plate or particles.is_hidden

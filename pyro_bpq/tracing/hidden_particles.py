@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
+from pyro_bpq.tracing.plain_values import flags_of
 from pyro_bpq.tracing.sandbox import LentBuffers, Wrapped, is_wrapped
-from pyro_bpq.tracing.traced_run import TracedRun, flags_of, record_run
+from pyro_bpq.tracing.traced_run import TracedRun, record_run
 from pyro_bpq.tracing.tracer import Args, Kwargs, Part, importance_traces
 from pyro_bpq.tracing.watch import TraceOptions, Watch, samples
 

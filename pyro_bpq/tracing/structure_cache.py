@@ -33,7 +33,7 @@ _AGREEMENTS = 3
 _CAPACITY = 256
 # Rows that meet are looked for after these numbers of tracked runs.
 _LOOKS = frozenset((0, *(10**k for k in range(1, 10))))
-# Largest number of arguments that are told apart.
+# Largest number of plain values of a kind that are told apart.
 _MOST_MET = 32
 # Largest number of runs in a row that must bring no new structure before runs go untracked again.
 _MOST_PATIENCE = 64
@@ -84,7 +84,9 @@ class StructureCache:
         self.next_look = 10
         self.tracked_runs = 0
         self.patience = self.calm = 0
-        self.met = frozenset[tuple[Any, ...]]()
+        # Whether plain values of this step are new, so that no step went on with what was known of others.
+        self.has_switched = False
+        self.met: dict[str, frozenset[tuple[Any, ...]]] = {}
         self.reads: OrderedDict[Any, tuple[Reads, int]] = OrderedDict()
         self.graphs: dict[Any, StochasticComputationGraph] = {}
         self.facts: dict[Any, _Facts] = {}
@@ -111,14 +113,16 @@ class StructureCache:
             return True
         return self.mode != "dense" and self.untracked_steps >= self.next_look
 
-    def meet(self, arguments: tuple[Any, ...]) -> None:
-        """Tracks the next run if the plain values among its arguments are new: they may switch parts of it on.
+    def meet(self, kind: str, values: tuple[Any, ...]) -> None:
+        """Tracks the next run if plain values of a kind are new: they may switch parts of it on.
 
         Where they differ in many steps, only the first of them count.
         """
-        if arguments not in self.met and len(self.met) < _MOST_MET:
-            self.unknown |= bool(self.met)
-            self.met |= {arguments}
+        known = self.met.get(kind, frozenset())
+        if values not in known and len(known) < _MOST_MET:
+            self.has_switched = bool(known)
+            self.unknown |= self.has_switched
+            self.met[kind] = known | {values}
 
     def look_again(self) -> None:
         """Tracks the next run: what is known may no longer be so."""
@@ -253,6 +257,7 @@ class StructureCache:
         was_unknown, self.unknown = self.unknown, self.mode == "auto" and agreements < _AGREEMENTS
         if was_unknown and not self.unknown:
             self._say(f"The structure is known after {self.tracked_runs} tracked runs.")
+        self.has_switched = False
         if self.untracked_steps >= self.next_look:
             self.next_look = min(10 * self.next_look, 1000)
         self.untracked_steps = 0
@@ -325,7 +330,7 @@ class StructureCache:
                 f'The program was declared structure="static", but {"; ".join(new)}. '
                 'Write structure="auto" or "dynamic".'
             )
-        if self.untracked_steps:
+        if self.untracked_steps and not self.has_switched:
             warnings.warn(
                 f"Dependencies changed within the last {self.untracked_steps} steps: {'; '.join(new)}. They are "
                 'taken into account from now on; write structure="dynamic" to track every step.',

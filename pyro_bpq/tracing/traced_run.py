@@ -6,11 +6,9 @@ import difflib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
-import numpy
 import torch
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import is_identically_zero, scale_and_mask
@@ -170,19 +168,6 @@ def record_run(
     )
 
 
-def flags_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The truth values, texts and missing values among the arguments of a program.
-
-    They often switch parts of a program on and off, so that other values may mean other dependencies. Numbers do so
-    less often, and may differ in every step.
-    """
-    return tuple(
-        (place, value)
-        for place, value in (*enumerate(args), *kwargs.items())
-        if value is None or isinstance(value, (bool, str))
-    )
-
-
 def _no_counterpart(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
     meant = f" Did you mean {near[0]!r}?" if near else ""
@@ -209,28 +194,6 @@ class PlainRun:
     scores: Tensor
     loss: Tensor
     differentiable: Tensor
-
-
-# Number of plain values that are looked at among the arguments of a call.
-_MOST_PLAIN = 64
-
-
-def plain_arguments(arguments: Any) -> tuple[Any, ...]:
-    """Whole numbers, truth values, texts and the lengths of lists among the arguments of a call, in their order.
-
-    Other values may switch parts of a program on. Numbers with a fraction and tensors are left out.
-    """
-    found, pending = list[Any](), [arguments]
-    while pending and len(found) < _MOST_PLAIN:
-        item = pending.pop()
-        if isinstance(item, Mapping):
-            item = [part for pair in item.items() for part in pair]
-        if isinstance(item, (list, tuple)):
-            found.append((len(item),))
-            pending += item[:_MOST_PLAIN]
-        elif item is None or isinstance(item, (bool, int, str, Enum, numpy.bool_, numpy.integer)):
-            found.append((type(item), item))
-    return tuple(found)
 
 
 # What a site's infer may ask for that a plain run has no place for.

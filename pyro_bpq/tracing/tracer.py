@@ -25,6 +25,7 @@ from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.cost_statement import cost_options
 from pyro_bpq.tracing.ledger import Ledger
 from pyro_bpq.tracing.linear_reads import LinearReads
+from pyro_bpq.tracing.plain_values import flags_of
 from pyro_bpq.tracing.program_errors import explain_runs, explain_scores
 from pyro_bpq.tracing.program_warnings import warn_of_program
 from pyro_bpq.tracing.provenance import DependencyTracker
@@ -33,7 +34,6 @@ from pyro_bpq.tracing.traced_run import (
     PlainRun,
     TracedRun,
     cost_of_site,
-    flags_of,
     full_mask,
     plain_run,
     record_run,

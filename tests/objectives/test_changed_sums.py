@@ -30,13 +30,8 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
 X = torch.tensor([0.3, -1.0])
 
 
-class Switch:
-    """Something that programs read and that is no argument of theirs."""
-
-    is_on = False
-
-
-SWITCH = Switch()
+# Programs read its value, of which no plain value tells.
+SWITCH = torch.tensor(False)
 
 
 def _fork(is_full: Callable[[Any], bool]) -> tuple[Any, Any]:
@@ -77,13 +72,13 @@ def test_a_flag_among_the_arguments_is_another_structure_at_once() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, EVERY])
-def test_a_change_that_no_argument_shows_is_found_by_evaluations_and_within_some_steps(steps: int) -> None:
-    model, guide = _fork(lambda _: SWITCH.is_on)
-    SWITCH.is_on = False
+def test_a_change_that_no_plain_value_shows_is_found_by_evaluations_and_within_some_steps(steps: int) -> None:
+    model, guide = _fork(lambda _: bool(SWITCH))
+    SWITCH.fill_(False)
     elbo = _fitted(model, guide, [()] * 40)
     assert elbo.particles.now.sums
     try:
-        SWITCH.is_on = True
+        SWITCH.fill_(True)
         svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -91,7 +86,7 @@ def test_a_change_that_no_argument_shows_is_found_by_evaluations_and_within_some
                 svi.step()
             assert_unbiased(elbo.eval(), model, guide)
     finally:
-        SWITCH.is_on = False
+        SWITCH.fill_(False)
 
 
 @pytest.mark.parametrize("compile", [False, "eager"])
@@ -132,7 +127,7 @@ def test_rows_of_data_that_begin_to_meet_are_not_summed() -> None:
     def model(shift: Any) -> None:
         with pyro.plate("d", 4):
             z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("p", torch.tensor(-0.4)).expand(4)))
-            pyro.sample("x", dist.Normal(z.roll(int(SWITCH.is_on), -1), 1.0), obs=torch.tensor([0.1, 2.0, 0.3, -1.0]))
+            pyro.sample("x", dist.Normal(z.roll(int(SWITCH), -1), 1.0), obs=torch.tensor([0.1, 2.0, 0.3, -1.0]))
 
     def guide(shift: Any) -> None:
         with pyro.plate("d", 4):
@@ -141,12 +136,12 @@ def test_rows_of_data_that_begin_to_meet_are_not_summed() -> None:
     elbo = _fitted(model, guide, [(None,)] * 20)
     assert elbo.particles.now.sums
     try:
-        SWITCH.is_on = True
+        SWITCH.fill_(True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             elbo.eval().loss_and_grads(model, guide, None)
     finally:
-        SWITCH.is_on = False
+        SWITCH.fill_(False)
     assert not elbo.particles.now.sums
 
 
@@ -220,12 +215,12 @@ def test_a_program_that_cannot_be_summed_is_not_taken_to_be_steered() -> None:
 def test_tables_are_compared_with_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the comparison the test of a hidden change fails."""
     monkeypatch.setattr(Summing, "_is_checked", lambda *_: False)
-    model, guide = _fork(lambda _: SWITCH.is_on)
+    model, guide = _fork(lambda _: bool(SWITCH))
     elbo = _fitted(model, guide, [()] * 40)
     assert elbo.particles.now.sums
     try:
-        SWITCH.is_on = True
+        SWITCH.fill_(True)
         with pytest.raises(AssertionError):
             assert_unbiased(elbo.eval(), model, guide)
     finally:
-        SWITCH.is_on = False
+        SWITCH.fill_(False)

@@ -1,0 +1,203 @@
+r"""Plain values that a call hands to its programs, or that the programs can reach, such as flags.
+
+Other values may switch parts of a program on, so that its sites depend on each other in another way.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from itertools import chain, islice
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
+from typing import Any
+
+import numpy
+from pyro.poutine.messenger import Messenger
+from torch import nn
+
+from pyro_bpq.rollout.runs import Program
+
+# Libraries whose functions and classes are taken to be constant.
+_LIBRARIES = frozenset(
+    {"torch", "pyro", "numpy", "math", "functools", "itertools", "pyro_bpq", "builtins", "opt_einsum"}
+)
+# Number of plain values that are looked at among the arguments of a call, or in a list.
+_MOST_PLAIN = 64
+# Number of objects that are looked into.
+_MOST_OBJECTS = 2000
+# Number of changes of a number or a text. One that changes more often counts something, and switches nothing.
+_MOST_CHANGES = 4
+# Number of calls after which objects may have other attributes.
+_EVERY = 64
+_FLAGS = (bool, NoneType)
+_PLAIN = (bool, int, float, str, NoneType, Enum, numpy.bool_, numpy.integer)
+_LISTS = (list, tuple, dict, set, frozenset)
+
+
+def flags_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The truth values, texts and missing values among the arguments of a program.
+
+    They often switch parts of a program on and off, so that other values may mean other dependencies. Numbers do so
+    less often, and may differ in every step.
+    """
+    return tuple(
+        (place, value)
+        for place, value in (*enumerate(args), *kwargs.items())
+        if value is None or isinstance(value, (bool, str))
+    )
+
+
+def plain_arguments(arguments: Any) -> tuple[Any, ...]:
+    """Whole numbers, truth values, texts and the lengths of lists among the arguments of a call, in their order.
+
+    Of numbers with a fraction it tells whether they are zero. Tensors are left out.
+    """
+    found, pending = list[Any](), [arguments]
+    while pending and len(found) < _MOST_PLAIN:
+        item = pending.pop()
+        if isinstance(item, _LISTS):
+            found.append((len(item),))
+            parts = chain.from_iterable(item.items()) if isinstance(item, dict) else item
+            pending += islice(parts, _MOST_PLAIN)
+        elif isinstance(item, _PLAIN):
+            found.append(_plain(item))
+    return tuple(found)
+
+
+class ReachedValues:
+    """The plain values that programs can reach besides their arguments.
+
+    These are attributes of modules and of plain objects, what functions close over, and globals that they name. Lists
+    of them are looked into. Copies and pickles know no programs.
+    """
+
+    def __init__(self) -> None:
+        self._programs: tuple[Any, ...] = (None, None)
+        self._places: list[tuple[Any, str]] = []
+        self._last: list[Any] = []
+        self._changes: dict[tuple[int, str], int] = {}
+        self._calls = 0
+
+    def __deepcopy__(self, memo: Any) -> ReachedValues:
+        return ReachedValues()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReachedValues, ()
+
+    def of(self, program: Program) -> tuple[Any, ...]:
+        """The values at present, in a fixed order."""
+        parts = program[:2]
+        if self._calls % _EVERY == 0 or not all(map(_is_same, parts, self._programs)):
+            self._programs, self._last = parts, []
+            self._places = [place for place in places(parts) if not self._is_counter(*place)]
+        self._calls += 1
+        values = [_value(*place) for place in self._places]
+        if self._last and values != self._last:
+            for (space, name), before, now in zip(self._places, self._last, values, strict=True):
+                if before != now and now[0] not in _FLAGS:
+                    self._changes[id(space), name] = self._changes.get((id(space), name), 0) + 1
+            self._places = [place for place in self._places if not self._is_counter(*place)]
+            values = [_value(*place) for place in self._places]
+        self._last = values
+        return tuple(values)
+
+    def _is_counter(self, space: Any, name: str) -> bool:
+        return self._changes.get((id(space), name), 0) > _MOST_CHANGES
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    # A method is bound anew wherever it is named.
+    return one is other or (isinstance(one, MethodType) and one == other)
+
+
+def _plain(value: Any) -> tuple[Any, ...]:
+    # True == 1 == 1.0, but not for a program.
+    return type(value), value != 0.0 if isinstance(value, float) else value
+
+
+def _value(space: Any, name: str) -> tuple[Any, ...]:
+    """What stands at a place now."""
+    try:
+        value = space.cell_contents if isinstance(space, CellType) else space[name]
+    except (KeyError, ValueError):
+        return ("missing",)
+    if isinstance(value, _PLAIN):
+        return _plain(value)
+    return (type(value), plain_arguments(value)) if type(value) in _LISTS else (type(value),)
+
+
+def places(roots: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Where plain values, and lists, stand that can be reached: names in namespaces, and cells of functions."""
+    found, seen, pending = list[tuple[Any, str]](), set[int](), [*roots]
+
+    def look(space: Any, names: Iterable[str]) -> None:
+        for name in names:
+            found.append((space, name))
+            pending.append(space[name])
+
+    while pending and len(seen) < _MOST_OBJECTS:
+        item = pending.pop()
+        if id(item) in seen or isinstance(item, _PLAIN):
+            continue
+        seen.add(id(item))
+        if isinstance(item, functools.partial):
+            pending += [item.func, *item.args, *item.keywords.values()]
+        elif isinstance(item, MethodType):
+            pending += [item.__func__, item.__self__]
+        elif isinstance(item, FunctionType):
+            for cell in item.__closure__ or ():
+                found.append((cell, ""))
+                pending += _contents(cell)
+            if not is_of_library(item):
+                names = names_of(item.__code__)
+                look(item.__globals__, (name for name in names if name in item.__globals__))
+                # Of a module of the user's own, what the function may name.
+                for module in (item.__globals__.get(name) for name in names):
+                    if isinstance(module, ModuleType) and not is_library(module.__name__):
+                        look(vars(module), (name for name in names if name in vars(module)))
+        elif type(item) in _LISTS:
+            pending += islice(item.values() if isinstance(item, dict) else item, _MOST_PLAIN)
+        elif isinstance(item, nn.Module):
+            own = vars(item)
+            found.append((own, "training"))
+            pending += own["_modules"].values()
+            if not is_of_library(type(item)):
+                look(own, (name for name in own if name not in of_every_module()))
+        elif not isinstance(item, (Messenger, ModuleType)) and hasattr(item, "__dict__"):
+            if not is_of_library(item if isinstance(item, type) else type(item)):
+                look(vars(item), (name for name in vars(item) if not name.startswith("__")))
+    return found
+
+
+def _contents(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+@functools.cache
+def of_every_module() -> frozenset[str]:
+    """Attributes of modules that are handled on their own, or hold nothing that a program reads."""
+    return frozenset(vars(nn.Module()))
+
+
+@functools.lru_cache(maxsize=1024)
+def names_of(code: CodeType) -> tuple[str, ...]:
+    """The global names in a function and in the functions that it makes."""
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in names_of(part)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def is_of_library(item: Any) -> bool:
+    """Whether a function or class belongs to a library, or to Python."""
+    return is_library(getattr(item, "__module__", None) or "")
+
+
+@functools.lru_cache(maxsize=1024)
+def is_library(module: str) -> bool:
+    """Whether a module belongs to a library, or to Python."""
+    head = module.partition(".")[0]
+    return head in _LIBRARIES or head in sys.stdlib_module_names
