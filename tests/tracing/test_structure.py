@@ -156,13 +156,13 @@ def test_graph_has_the_edges_of_the_program(name: str) -> None:
     assert {key: set(graph.parents(key)) for key in EDGES[name]} == EDGES[name]
 
 
-def drifting() -> tuple[Any, Any, dict[str, bool]]:
-    """A program whose dependencies change by a switch that no site shows."""
-    switch = {"on": False}
+def drifting() -> tuple[Any, Any, Tensor]:
+    """A program whose dependencies change by a switch that no site and no plain value shows."""
+    switch = torch.tensor(False)
 
     def model() -> None:
         z, w = pyro.sample("z", dist.Bernoulli(0.4)), pyro.sample("w", dist.Bernoulli(0.3))
-        pyro.sample("x", dist.Normal(w + (z if switch["on"] else 0.0), 1.0), obs=torch.tensor(0.7))
+        pyro.sample("x", dist.Normal(w + (z if switch else 0.0), 1.0), obs=torch.tensor(0.7))
 
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
@@ -176,13 +176,13 @@ def test_auto_merges_what_it_sees_and_warns() -> None:
     elbo = TraceBackpropQ_ELBO()
     for _ in range(5):
         elbo.loss_and_grads(model, guide)
-    switch["on"] = True
+    switch.fill_(True)
     with pytest.warns(BPQWarning, match=r"-log p\(x\) also reads \['z'\].*dynamic"):
         for _ in range(20):
             elbo.loss_and_grads(model, guide)
     (graph,) = elbo.runner.structure.graphs.values()
     assert set(graph.parents("-log p(x)")) == {"z", "w"}
-    switch["on"] = False
+    switch.fill_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(200):
@@ -196,7 +196,7 @@ def test_static_raises_when_it_was_not() -> None:
     elbo = TraceBackpropQ_ELBO(structure="static")
     for _ in range(5):
         elbo.loss_and_grads(model, guide)
-    switch["on"] = True
+    switch.fill_(True)
     with pytest.raises(StructureChangedError, match="also reads") as caught:
         for _ in range(20):
             elbo.loss_and_grads(model, guide)
@@ -228,7 +228,7 @@ def test_merge_is_the_union() -> None:
     case = Case("drifting", model, guide, {}, 4)
     graphs = []
     for on in (False, True):
-        switch["on"] = on
+        switch.fill_(on)
         graphs.append(cache.graph(run(case, True)))
     assert graphs[0] != graphs[1]
     assert cache.merge(run(case, True), graphs) == graphs[1]
