@@ -84,7 +84,7 @@ class ParticleCount:
         self._given_nesting = math.inf
         self._num_tracked = 0
         self._found = _Findings()
-        # Structures whose particles were proved to keep apart, where the user has asked for a plate of them.
+        # Structures whose particles were proved not to mix, if the user has chosen a plate of particles.
         self._proved = Together()
 
     def __repr__(self) -> str:
@@ -154,7 +154,7 @@ class ParticleCount:
         return Particles(nesting=self._given_nesting)
 
     def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
-        """The runs of a step, and what their sites are told."""
+        """The runs of a step, and the signals of their sites."""
         if self.is_open:
             return self._observe_open(runner, program, mode)
         if self.now.has_plate:
