@@ -1,10 +1,11 @@
 # %% [markdown]
 # # Backprop-Q from scratch
 #
-# **What is won.** At the end the variance of a gradient is a small part of that with a perfect baseline, which is the
+# **What is won.** At the end the variance of the gradient is a small part of the variance with a perfect baseline, the
 # best that Pyro's `TraceGraph_ELBO` can have. The library does the same for any graph.
 #
-# Everything that pyro_bpq does, in plain torch, for the simplest graph there is: a chain. No Pyro, no library.
+# This tutorial shows the core of pyro_bpq in plain torch, for the simplest graph: a chain. It uses neither Pyro nor the
+# library.
 #
 # A chain $x_1 \to x_2 \to \ldots \to x_T$ of discrete variables is drawn from $q(x_t \mid x_{t-1})$, with logits
 # `theta[t, x_prev]`. Each step costs $c_t(x_{t-1}, x_t)$. We want the gradient of the expected total cost with respect
@@ -37,8 +38,8 @@ def sample(theta: Tensor, rollouts: int) -> Tensor:
 # %% [markdown]
 # ## The exact answer
 #
-# On a chain the expected cost-to-go can be computed backwards, so that there is something to compare with. `future[t,
-# x]` is the expected cost of all steps after $t$ given $x_t = x$.
+# On a chain the expected cost-to-go can be computed backwards. It serves as a reference. `future[t, x]` is the expected
+# cost of all steps after $t$ given $x_t = x$.
 
 
 # %%
@@ -53,10 +54,10 @@ def exact(theta: Tensor) -> tuple[Tensor, Tensor]:
 # %% [markdown]
 # ## A critic and its update rule
 #
-# The Q-function of $x_t$ is the expected sum of the costs that $x_t$ can still change, when $x_{t-1}$ and $x_t$ are
-# known. One of these costs is *immediate*: $c_t(x_{t-1}, x_t)$ is known exactly and need not be learned. The rest is
-# the critic, a table `critic[t, x]`. Its target comes from the next step, averaged over the values that the next
-# variable could take (an *expected backup*), plus $\lambda$ times what that critic got wrong in this rollout:
+# The Q-function $Q_t$ of $x_t$ is the expected sum of the costs that depend on $x_t$, given $x_{t-1}$ and $x_t$. One of
+# these costs is *immediate*: $c_t(x_{t-1}, x_t)$ is known exactly and need not be learned. The rest is predicted by the
+# critic, a table `critic[t, x]`. The target $G_t$ of the critic is the Q-function of the next step, averaged over the
+# values of the next variable (an *expected backup*), plus $\lambda$ times the error of the next critic in this rollout:
 #
 # $$ G_t = E[Q_{t+1} \mid x_t] + \lambda \, (G_{t+1} - \mathrm{critic}_{t+1}(x_{t+1})) $$
 
@@ -92,12 +93,12 @@ def learn(critic: Tensor, x: Tensor, goal: Tensor, rate: float = 0.1) -> Tensor:
 # With $C_t$ the cost-to-go of this rollout and $s_t = \nabla \log q(x_t)$:
 #
 # 1. **score function**: $C_t\, s_t$.
-# 2. **baseline**: $(C_t - E[Q_t])\, s_t$. What is subtracted does not depend on $x_t$.
-# 3. **critic**: $(C_t - Q_t(x_t))\, s_t + \sum_k \nabla q(k)\, Q_t(k)$. The second term gives back in expectation what
-#    the first one took away, so a wrong critic does not make it biased.
-# 4. **graph-wise**: as 3, minus $\sum_{u > t} A_u$ in the bracket, where $A_u = Q_u(x_u) - E[Q_u]$ is the luck of later
-#    draws. Given all that came before $x_u$ its mean is zero, so it may be subtracted. With an exact critic the bracket
-#    is then zero; what remains is the noise of which states a rollout visits.
+# 2. **baseline**: $(C_t - E[Q_t])\, s_t$. The baseline does not depend on $x_t$.
+# 3. **critic**: $(C_t - Q_t(x_t))\, s_t + \sum_k \nabla q(k)\, Q_t(k)$. The second term adds back the expectation of
+#    what the first one subtracts, so a wrong critic causes no bias.
+# 4. **graph-wise**: as 3, minus $\sum_{u > t} A_u$ in the bracket, where $A_u = Q_u(x_u) - E[Q_u]$ is the effect of the
+#    chance of later draws. Given everything before $x_u$ its mean is zero, so it may be subtracted. With an exact
+#    critic the bracket is then zero. Only the noise of which states a rollout visits remains.
 
 
 # %%
@@ -126,9 +127,9 @@ KINDS = ("score function", "baseline", "critic", "graph-wise")
 # %% [markdown]
 # ## Bias and variance while the critic learns
 #
-# The critic starts at zero and sees 20 rollouts a step. At a few points we stop and draw many gradients at once. The
-# column *z* is the largest deviation of their mean from the exact gradient in standard errors, over 240 components: for
-# an unbiased estimator about 3.
+# The critic starts at zero and learns from 20 rollouts per step. At a few points we stop and draw many gradients at
+# once. The column *z* is the largest deviation of their mean from the exact gradient, in standard errors, over 240
+# components. For an unbiased estimator it is about 3.
 
 # %%
 leaf = theta.clone().requires_grad_()
@@ -161,8 +162,8 @@ plt.show()
 # %% [markdown]
 # ## Does it train?
 #
-# One rollout a step, plain gradient descent, critic and parameters learn at the same time. The curves show the exact
-# expected cost, averaged over some seeds; the dashed one follows the exact gradient.
+# There is one rollout per step, with plain gradient descent. Critic and parameters learn at the same time. The curves
+# show the exact expected cost, averaged over some seeds. The dashed curve follows the exact gradient.
 
 # %%
 figure, axes = plt.subplots(figsize=(5, 3.2))
@@ -189,14 +190,14 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# A low variance brings training close to that with the exact gradient. It is no promise of a lower cost: the problem
-# is not convex, and noise can lead to a better corner as well as to a worse one.
+# With low variance, training comes close to training with the exact gradient. It does not promise a lower cost: the
+# problem is not convex, and noise can lead to a better optimum as well as to a worse one.
 #
-# What pyro_bpq adds: it finds graph, costs and scopes of a Pyro program by itself; critics are nets where tables do not
-# fit; a scale per site, learned from earlier steps, turns a bad critic off; plates, masks, subsampling, sites with many
-# components, programs with branches. Next: `01_quickstart`.
+# pyro_bpq does more than this tutorial. It finds graph, costs and scopes of a Pyro program by itself. Critics are nets
+# if tables would be too large. Scales at each site, learned from earlier steps, turn a bad critic off. It handles
+# plates, masks, subsampling, sites with many components, and programs with branches. Next: `01_quickstart`.
 #
 # ## Something to try
 #
 # - Set `T` to 5 and to 30. For which length does the critic win most, and why?
-# - Give `learn` a rate of 0.02 or 1.0. The gradient stays unbiased. What happens to its variance?
+# - Call `learn` with a rate of 0.02 or 1.0. The gradient stays unbiased. What happens to its variance?

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Quickstart: the one-line change
 #
-# **What is won beside Pyro:** the same model, the same guide, one word changed, and a far better bound than that of
-# `TraceGraph_ELBO` after as many steps, in a fraction of its time. Two of this package's estimators run below as well:
-# leave-one-out over two particles, a good rival on a chain as short as this one, and critics.
+# **What is won beside Pyro:** with the same model, the same guide and one changed word, the bound is far better than
+# that of `TraceGraph_ELBO` after as many steps, in a fraction of its time. Two more estimators of this package run
+# below: leave-one-out over two particles, which is good on a chain as short as this one, and critics.
 #
 # British coal mines had many disasters before 1890, and fewer after. A hidden binary state says which of two rates
-# holds in each five years from 1851. States are discrete, so the reparameterisation trick does not apply. The data
-# are real.
+# holds in each period of five years from 1851 on. States are discrete, so the reparameterisation trick does not apply.
+# The data are real.
 
 # %%
 import os
@@ -84,7 +84,8 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# One seed: a picture, not a benchmark. What we trained for is the path of the states: when did the mines become safer?
+# This is one seed: a picture, not a benchmark. We trained to find the path of the states: when did the mines become
+# safer?
 
 # %%
 with torch.no_grad():
@@ -97,7 +98,7 @@ print("rates", [round(rate, 1) for rate in pyro.param("rates").tolist()])
 # %% [markdown]
 # ## What happened
 #
-# `elbo.graph` is what was traced, and `elbo.plan` what was made of it.
+# `elbo.graph` is the graph of the program, and `elbo.plan` says which estimator each site has, and why.
 
 # %%
 elbo.graph
@@ -106,14 +107,14 @@ elbo.graph
 print(elbo.plan)
 
 # %% [markdown]
-# Each state and each observation reads one state at most. So the default drew nothing: it summed the loss over all
-# paths of the states, from one run with a row for each value. Its gradient has no noise at all.
+# Each state and each observation reads at most one other state. So after the first steps the default draws nothing: it
+# sums the loss over all paths of the states, from one run with a row for each value. Its gradient has no noise at all.
 #
-# Programs whose costs read many sites have too many joint states. There values are drawn, and critics predict what
-# comes after a site. `num_particles=1` asked for that above. `elbo.info` tells what each site's estimator and critic
-# did in the last step. `scales` says how far each of four corrections is trusted, 0 being not at all: exact immediate
-# costs, the critic's mean, its differences between values, and the luck of later sites. They are learned from earlier
-# steps.
+# If costs read many sites, there are too many joint states for this sum. Then values are drawn, and critics predict the
+# costs downstream of a site. Above `num_particles=1` turned this on. `elbo.info` describes what each site's estimator
+# and critic did in the last step. `scales` are the weights of corrections; a weight of 0 means that a correction is not
+# used. The first four are those of exact immediate costs, of the critic's mean, of its differences between values, and
+# of the corrections from later sites. They are learned from earlier steps.
 
 # %%
 critics = elbos["critics, 1 particle"]
@@ -125,13 +126,14 @@ for name in ("z_0", "z_10", "z_20"):
 # %% [markdown]
 # ## Options you may need first
 #
-# - `TraceBackpropQ_ELBO(num_particles=5, vectorize_particles=True)`: several particles at once, as in Pyro.
+# - `TraceBackpropQ_ELBO(num_particles=5, vectorize_particles=True)`: several particles in one call, as in Pyro.
 # - `infer={"bpq": {"estimator": ..., "critic": ...}}` at a site, `config_bpq(guide, ...)` for all sites of a guide.
 # - `elbo(model, guide)` is a `torch.nn.Module` for plain torch optimisers. Call it once before you make the optimiser.
 #
 # ## Something to try
 #
-# - Take steps of two years (`reshape(-1, 2)`): the chain is longer. Which of the four gets slower, which noisier?
-# - Give the guide no memory: `logits[t, 0]` alone. How much worse does the bound get?
+# - Take steps of two years (`reshape(-1, 2)`): the chain is longer. Which of the four methods gets slower, and which
+#   noisier?
+# - Give the guide no memory: write only `logits[t, 0]`. How much worse does the bound get?
 #
 # Next: `02_reading_the_graph`.

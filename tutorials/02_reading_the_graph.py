@@ -1,12 +1,13 @@
 # %% [markdown]
 # # Reading the graph
 #
-# **What is won beside Pyro.** `TraceGraph_ELBO` finds such a graph, too, and keeps it to itself. Here you can read
-# it, and see which costs a site is charged with. What it is worth stands in a figure, beside `TraceGraph_ELBO`, which
-# is far behind, and leave-one-out, which on so small a program is as good.
+# **What is won beside Pyro.** `TraceGraph_ELBO` also finds such a graph, but does not show it. Here you can read it,
+# and see which costs a site is charged with. A figure below compares the resulting gradients: `TraceGraph_ELBO` is far
+# behind, and leave-one-out is as good on such a small program.
 #
-# pyro_bpq turns a program into a *stochastic computation graph*: who depends on whom, and which costs lie downstream of
-# which site. This page shows how to look at it, first for a program, then for graphs written by hand.
+# pyro_bpq turns a program into a *stochastic computation graph*. It shows which sites and costs depend on which sites,
+# and which costs lie downstream of a site. This tutorial shows how to look at it, first for a program, then for graphs
+# written by hand.
 
 # %%
 import os
@@ -45,11 +46,11 @@ elbo.graph
 
 # %% [markdown]
 # Each line is a stochastic node or, in brackets, a cost: `log q` of a guide site, `-log p` of a model site. *Parents*
-# are the nodes that it reads directly, `rows:-1` is a plate with its dimension.
+# are the nodes that it reads directly. `rows:-1` is a plate with its dimension.
 #
-# As a picture: ellipses are stochastic nodes, boxes are costs, frames are plates. It is laid out where Graphviz and
-# its Python package are installed (`pip install pyro-bpq[viz]`); otherwise its DOT text appears. `.save("graph.svg")`
-# writes a file, `.save("graph.dot")` needs nothing.
+# The next cell draws the graph: ellipses are stochastic nodes, boxes are costs, frames are plates. It is a picture if
+# the program `dot` of Graphviz is installed; otherwise its DOT text appears. `.save("graph.svg")` writes a picture to a
+# file, and `.save("graph.dot")` writes the text, which needs no Graphviz.
 
 # %%
 render_scg(elbo.graph)
@@ -57,22 +58,22 @@ render_scg(elbo.graph)
 # %% [markdown]
 # ## The Backprop-Q network
 #
-# For each stochastic node, what its Q-function conditions on (*scope*), which costs are used as they are (*immediate*),
-# the rule that gives its target, and what its critic really reads.
+# The network has one line for each Q-function. It shows what the Q-function conditions on (*scope*), which costs are
+# used as they are (*immediate*), the rule that gives its target, and what its critic really reads.
 
 # %%
 elbo.network
 
 # %% [markdown]
 # All costs of `topic` read only what is known when it is drawn: they are immediate, and nothing is left to learn there.
-# (By default such costs are summed over the values of the site exactly.) `style` has to learn what the rows will cost
-# later.
+# (By default such costs are summed exactly over the values of the site.) The critic of `style` must learn the later
+# costs of the rows.
 #
 # ## What it is worth
 #
-# The same program with other estimators, at the same parameters. `compare_estimators` measures the variance of a
-# gradient and the time of a step. Variance times time is what counts: twice the time is two steps of the other, whose
-# mean has half the variance.
+# We compare estimators on the same program at the same parameters. `compare_estimators` measures the variance of the
+# gradient and the time of a step. Their product counts: in twice the time the other estimator takes two steps, and the
+# mean of these has half the variance.
 
 # %%
 rows = torch.tensor([0.3, 2.1, 2.6])
@@ -83,9 +84,9 @@ plot_comparison(comparison, axes)
 plt.show()
 
 # %% [markdown]
-# The rows of the plate have costs of their own, and `style` those of all rows. *Default* sums the immediate costs over
-# all values of a site, so little is left to chance, with one particle. *Leave-one-out* takes the mean of four particles
-# in one call, which costs little where a program is so small.
+# Each row of the plate is charged with its own costs, and `style` with those of all rows. *Default* sums the immediate
+# costs over all values of a site, so with one particle little noise is left. *Leave-one-out* takes the mean of four
+# particles in one call, which takes little more time on such a small program.
 #
 # ## Questions to a graph
 #
@@ -98,8 +99,8 @@ print("ancestors of z: ", sorted(graph.ancestors("z")))
 
 # %% [markdown]
 # The *frontier* of a set of variables for some costs is the part from which a path leads to the costs without meeting
-# another variable of the set. Knowing the frontier, the rest of the set tells nothing more. The *scope* of a
-# Q-function is the frontier of its node and the ancestors.
+# another variable of the set. Given the frontier, the costs do not depend on the rest of the set. The *scope* of a
+# Q-function is the frontier of its node and the ancestors of this node.
 
 # %%
 print("frontier of {x, y} for f1:", sorted(graph.frontier(["x", "y"], ["f1"])))
@@ -109,9 +110,9 @@ print("scope of Q_y for f2:      ", sorted(graph.scope("y", ["f2"])))
 # %% [markdown]
 # ## Reductions
 #
-# `per_cost` learns one Q-function per node and cost, as the paper starts. `merged` sums those whose networks agree
-# upstream. `chain`, the default, keeps for each cost the child that comes first in program order. Here they are with
-# all costs learned, the paper's form:
+# `per_cost` learns one Q-function per node and cost, as at the beginning of the paper. `merged` sums Q-functions whose
+# networks agree upstream. `chain`, the default, keeps for each cost the child that comes first in program order. Here
+# they are with all costs learned, the paper's form:
 
 # %%
 for reduction in ("per_cost", "merged", "chain"):
@@ -122,10 +123,10 @@ for reduction in ("per_cost", "merged", "chain"):
 render_network(BackpropQNetwork.build(graph, "merged", immediate="learned"))
 
 # %% [markdown]
-# Right: a rounded box is a Q-function with its scope, arrows carry what its target is made of, dashed arrows are
-# averaged over, colours tell the costs apart. Next: `03_critics_and_targets`.
+# In the picture a rounded box is a Q-function with its scope. Arrows come from the parts of its target. Dashed arrows
+# are averaged. Colours show the costs. Next: `03_critics_and_targets`.
 #
 # ## Something to try
 #
 # - Write `z.item()` into the model and print the graph again. What depends on what now?
-# - Take the edge from `x` to `z` out of the second graph. Which scope gets smaller?
+# - Remove the edge from `x` to `z` in the second graph. Which scope gets smaller?

@@ -1,13 +1,12 @@
 # %% [markdown]
 # # Critics, targets and lambda on a chain
 #
-# **What is won beside Pyro.** The table below holds the exact variance of the score function (what `TraceGraph_ELBO`
-# has without baselines), of a running baseline (what it has with one), of leave-one-out, and of critics, on the same
-# chain.
+# **What is won beside Pyro.** The table below has the exact variance on the same chain for the score function
+# (`TraceGraph_ELBO` without baselines), a running baseline (`TraceGraph_ELBO` with one), leave-one-out, and critics.
 #
-# How good is a gradient? For a small program this has an exact answer, without drawing a sample: run the step once
-# for every joint outcome and weigh by its probability. `pyro_bpq.testing` does so, and gives the expectation of the
-# gradient *and* its variance. Use float64 for it.
+# How good is a gradient estimate? For a small program this has an exact answer without sampling: run the step once
+# for every joint outcome, and weigh the results by their probabilities. `pyro_bpq.testing` does so, and returns the
+# expectation of the gradient *and* its variance. Use float64 for it.
 
 # %%
 import os
@@ -53,8 +52,8 @@ def guide() -> None:
 
 
 # %% [markdown]
-# A chain of binary states in prior and guide; the observation counts how many are 1. So the last cost reads *all*
-# states, and what a state does to it shows only at the end.
+# Prior and guide are chains of binary states. The observation counts how many states are 1. So the last cost reads
+# *all* states, and the effect of a state on it is known only at the end.
 
 
 # %%
@@ -81,14 +80,14 @@ show("default, untrained critics", TraceBackpropQ_ELBO(), steps=0)
 show("default", TraceBackpropQ_ELBO())
 
 # %% [markdown]
-# The bias is rounding error in every row, with an untrained critic as with a trained one: a critic only ever changes
-# the variance. (That is what *unbiased* means in this project, and how each estimator is tested.)
+# The bias is rounding error in every row, with an untrained critic and with a trained one: a critic changes only the
+# variance. (That is what *unbiased* means in this project, and how each estimator is tested.)
 #
 # ## Which critic
 #
-# The default is a small net per site. A table needs no features and is exact in the limit, where the scope is finite
-# and small, as here. A linear critic has less to learn, and less that it can learn. `None` leaves the exact immediate
-# costs and the baseline.
+# The default is a small net per site. A table can represent the exact Q-function if the scope is finite and small, as
+# here. A linear critic has fewer weights to learn, but can represent less. With `None` only the exact immediate costs
+# and the baseline remain.
 
 # %%
 for critic in (MLPCritic(), TabularCritic(), LinearCritic(), None):
@@ -97,9 +96,9 @@ for critic in (MLPCritic(), TabularCritic(), LinearCritic(), None):
 # %% [markdown]
 # ## Which target
 #
-# `lam=0` trains each critic on the next one (TD): little noise, but errors wander back one step at a time. `lam=1`
-# trains on what the rollout really cost after each site, less the corrections of later sites. In between is the
-# default, 0.97.
+# With `lam=0` the target of each critic is the next critic (TD). It has little noise, but what a critic learns reaches
+# earlier critics only one step at a time. With `lam=1` the target is the observed cost after each site, less the
+# corrections from later sites. The default, 0.97, is in between.
 
 # %%
 lams = (0.9,) if SMOKE else (0.0, 0.5, 0.9, 1.0)
@@ -118,11 +117,11 @@ plt.show()
 
 # %% [markdown]
 # One chain and one seed say little about which value is best; `docs/results` has the tables. The adaptive scales of
-# `AllAction` put a limit on the harm: what a critic cannot predict is not subtracted.
+# `AllAction` limit the harm: a critic that predicts nothing is not subtracted.
 #
 # ## Several particles
 #
-# From two particles on there is a partner to compare with. The variance below is that of the mean of the two.
+# From two particles on the other particles serve as a baseline. The variance below is that of the mean of the two.
 
 # %%
 two = {"num_particles": 2}
@@ -132,12 +131,12 @@ if not SMOKE:
     show("default, 2 particles", TraceBackpropQ_ELBO(**two))
 
 # %% [markdown]
-# (With $T=4$: two particles have $16^2$ joint outcomes, and each is one run of the step.)
+# (Here $T=4$: two particles have $16^2$ joint outcomes, and each of them takes one run of the step.)
 #
 # ## Beside Pyro, with time
 #
-# Variance alone hides what a step costs. `compare_estimators` measures both, and takes Pyro's own ELBOs along. Its
-# moments are exact here, too, where the outcomes are few.
+# The time of a step matters as well. `compare_estimators` measures variance and time, also of Pyro's own ELBOs. Its
+# moments are exact if there are few outcomes, as here.
 
 # %%
 T = 2 if SMOKE else 5
@@ -147,10 +146,10 @@ comparison = compare_estimators(model, guide, progress=False, verbose=False, **q
 plot_comparison(comparison)
 
 # %% [markdown]
-# Leave-one-out, the mean of four particles in one call, leads on this chain: it is short, and four particles of so
-# small a program take little more time than one. `TraceGraph_ELBO` is far behind. Next: `04_discrete_vae`.
+# Leave-one-out, the mean of four particles in one call, is best on this chain: the chain is short, and four particles
+# of such a small program take little more time than one. `TraceGraph_ELBO` is far behind. Next: `04_discrete_vae`.
 #
 # ## Something to try
 #
-# - Make the chain longer (`T`), as far as your patience reaches: the number of outcomes doubles with each site.
-# - Take `lam=1.0` and `lam=0.5` for the best critic. Which learns faster from 100 steps?
+# - Make the chain longer (`T`), as far as you can wait: the number of outcomes doubles with each site.
+# - Try `lam=1.0` and `lam=0.5` with the best critic. Which learns faster from 100 steps?

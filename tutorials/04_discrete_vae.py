@@ -1,11 +1,11 @@
 # %% [markdown]
 # # A discrete VAE on digits
 #
-# **What is won beside Pyro:** a better bound in the same time than `TraceGraph_ELBO`, and than leave-one-out with two
-# particles. Both run below.
+# **What is won beside Pyro:** in the same time the bound is better than that of `TraceGraph_ELBO`, and than that of
+# leave-one-out with two particles. Both run below.
 #
-# A variational autoencoder with 20 Bernoulli latents per image, on scikit-learn's 8x8 digits. No relaxation, no
-# temperature: the latents are binary while training, too.
+# We train a variational autoencoder with 20 Bernoulli latents per image on scikit-learn's 8x8 digits. There is no
+# relaxation and no temperature: the latents are binary also during training.
 
 # %%
 import os
@@ -53,15 +53,16 @@ class VAE(nn.Module):
 
 
 # %% [markdown]
-# ## What is done at `z`
+# ## What happens at `z`
 #
 # `z` is one site with 20 components, and all its costs are immediate: they read `z` and nothing sampled later. So there
-# is nothing for a critic to learn. Instead the model runs once more with every component of every image flipped in
-# turn, which gives the exact sum over each component's two values. One run, 20 flips in a dimension of its own.
+# is nothing for a critic to learn. Instead the model runs once more, with each component of each image flipped in
+# turn. This gives the exact sum over the two values of each component. It is one run, with the 20 flips in a dimension
+# of its own.
 #
 # ## Equal time
 #
-# All get the same seconds of training, since a step of ours costs more.
+# All methods train for the same number of seconds, since a step of ours takes longer.
 
 
 # %%
@@ -106,8 +107,8 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# One seed. `make demo` runs this with three seeds, and with Pyro's own baseline switched on for `TraceGraph_ELBO`, a
-# fairer rival.
+# This is one seed. `make demo` runs three seeds, and turns on Pyro's own baseline for `TraceGraph_ELBO`, which is a
+# fairer comparison.
 #
 # ## What it has learned
 
@@ -130,11 +131,11 @@ for (title, images), row in zip(rows.items(), grid):
 plt.show()
 
 # %% [markdown]
-# A linear encoder and decoder with independent latents cannot do much better. With more layers of latents, a layer's
-# value changes costs that lie further away, and critics come in.
+# A linear encoder and decoder with independent latents cannot do much better. With more layers of latents, a layer also
+# affects costs that read later layers.
 #
 # ## Something to try
 #
 # - Give encoder and decoder a hidden layer. Does the order of the three curves change?
-# - Take 4 or 8 particles for leave-one-out. Which number is its best?
+# - Try leave-one-out with 4 or 8 particles. Which number is best?
 # - Look at `print(elbo.plan)` with 20 and with 200 latents: what does the default do instead?

@@ -1,16 +1,17 @@
 # %% [markdown]
 # # A discrete deep Markov model
 #
-# **What is won beside Pyro:** a better bound than that of `TraceGraph_ELBO` after the same time, by all that follows
-# below. Leave-one-out with four particles is the rival to beat; on a model with short sequences and cheap steps it
-# leads.
+# **What is won beside Pyro:** after the same time every other method below has a better bound than `TraceGraph_ELBO`.
+# The strongest competitor is leave-one-out with four particles, which is best on a model with short sequences and cheap
+# steps.
 #
-# Sequences of binary frames, a hidden state $z_t$ with 8 values, a guide with a recurrent net that reads the sequence
-# backwards. Since states are discrete, the exact log-likelihood can be computed (forward algorithm), and it tells how
-# far the guide is from the true posterior.
+# The data are sequences of binary frames. The model has a hidden state $z_t$ with 8 values. The guide has a recurrent
+# net that reads the sequence backwards. Since states are discrete, the exact log-likelihood can be computed (forward
+# algorithm). It shows how far the guide is from the true posterior.
 #
-# **Data.** Bach chorales, if the environment variable `PYRO_BPQ_DATA` names a folder with `jsb.npz` (88 keys packed by
-# `np.packbits`); else scikit-learn's digits, written row by row. Both are real. The results below say which was used.
+# **Data.** If the environment variable `PYRO_BPQ_DATA` names a folder with `jsb.npz` (88 keys packed by `np.packbits`),
+# the data are Bach chorales. Otherwise they are scikit-learn's digits, read row by row. Both are real. The output below
+# says which one was used.
 
 # %%
 import os
@@ -104,8 +105,9 @@ class Network(nn.Module):
 
 
 # %% [markdown]
-# `infer={"bpq": ...}` at the guide's site: `share` lets all steps have one critic (which sees the number of the step),
-# `context` shows it what the recurrent net knows about the frames to come. Pyro's own ELBOs ignore it.
+# `infer={"bpq": ...}` at the guide's site: with `share` all steps have one critic, which sees the number of the step.
+# `context` gives it the state of the recurrent net, which describes later frames. Pyro's own ELBOs ignore these
+# options.
 #
 # ## Train
 
@@ -142,8 +144,8 @@ plt.show()
 print("\n".join(elbo.settled))
 
 # %% [markdown]
-# The gap is $KL(q \,\|\, p(z \mid x))$, which only an exact likelihood can show. `elbo.settled` says how many
-# particles the default took. One seed and a few seconds: a picture of how such a model is written, not a benchmark;
+# The gap is $KL(q \,\|\, p(z \mid x))$. Only an exact likelihood can show it. `elbo.settled` says how many particles
+# the default chose. One seed and a few seconds show how such a model is written, and are no benchmark;
 # `benchmarks/chorales.py` is one.
 
 # %%
@@ -155,6 +157,6 @@ for t in (0, T // 2, T - 1):
 # %% [markdown]
 # ## Something to try
 #
-# - Ask for critics: `TraceBackpropQ_ELBO(4, vectorize_particles=True, critic=MLPCritic((64,)))`. Do they pay?
+# - Use critics: `TraceBackpropQ_ELBO(4, vectorize_particles=True, critic=MLPCritic((64,)))`. Do they pay?
 # - Sum the states out: `enumeration="exact"`, with marks at the guide's sites. Which is better after the same time?
-# - Download the chorales, and run it on music.
+# - Download the chorales, and run this tutorial on music.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Programs with branches
 #
-# **What is won beside Pyro.** A gradient that is right. `TraceGraph_ELBO` is biased on these programs, `Trace_ELBO`
-# is right and noisy; leave-one-out over particles is right, too, and runs the program once more for each.
+# **What is won beside Pyro.** The gradient is unbiased. `TraceGraph_ELBO` is biased on these programs. `Trace_ELBO`
+# is unbiased but noisy. Leave-one-out is unbiased too, but runs the program once for each particle.
 #
 # `if z:`, `while`, `table[int(k)]`: Python looks at a sampled value and decides what happens next. No tensor carries
 # this dependence, so a tracker of tensors misses it, and `TraceGraph_ELBO` then leaves costs out. Its gradient is
@@ -74,8 +74,9 @@ def table_guide() -> None:
 # %% [markdown]
 # ## Exact and expected gradients
 #
-# `exact_gradient` differentiates the expected loss, enumerated. `expected_gradient` runs an ELBO's own step for every
-# outcome and averages: the gradient that it gives on average, nothing sampled. Shown is the gradient of `q`.
+# `exact_gradient` differentiates the expected loss, which it computes by enumeration. `expected_gradient` runs an
+# ELBO's own step for every outcome and averages the gradients by probability. So it is the mean of the gradient
+# estimate, without sampling. The output shows the gradient of `q`.
 
 # %%
 programs = {
@@ -100,14 +101,16 @@ for name, (model, guide) in programs.items():
 
 # %% [markdown]
 # `TraceGraph_ELBO` misses the costs that the branch leads to. `Trace_ELBO` multiplies every score by the whole loss,
-# so it cannot miss any; it is unbiased here and pays with variance. pyro_bpq watches values leave torch (`.item()`,
-# `bool()`, `int()`, `.numpy()`), and counts everything after that as dependent.
+# so it cannot miss any; it is unbiased here, but with more variance. pyro_bpq notices when a value leaves torch
+# (`.item()`, `bool()`, `int()`, `.numpy()`), and counts everything after that as dependent on the value.
 #
 # ## What it costs
 #
-# Such a program is tracked at every step (`elbo.graph` differs from run to run), and what corrects a site's gradient
-# must not depend on its own value, though the program after it does. So there is no extra run of the model for exact
-# costs, and critics form a sequence in program order: each sees the history only.
+# Once a step has shown that a value leaves torch, the default goes on in *program order*: nothing is tracked, and each
+# score is multiplied by the loss of its run less a baseline. With `structure="dynamic"` every step is tracked, and
+# `elbo.graph` differs from run to run. A correction of a site's gradient must not depend on the site's own value, but
+# the program after the site depends on it. So there is no extra run of the model for exact costs. Critics form a
+# sequence in program order, and each sees only the history.
 
 # %%
 pyro.clear_param_store()
@@ -121,8 +124,9 @@ elbo.network
 # %% [markdown]
 # ## Right, and how noisy?
 #
-# The loop again, beside Pyro's ELBOs and leave-one-out. `TraceGraph_ELBO` has little variance because it leaves costs
-# out, and the comparison says that it is biased. The right ones are to be compared with each other.
+# We compare estimators on the loop, with Pyro's ELBOs and leave-one-out. `TraceGraph_ELBO` has little variance because
+# it leaves costs out, and the comparison says that it is biased. So compare only the unbiased estimators with each
+# other.
 
 # %%
 pyro.clear_param_store()
@@ -136,7 +140,7 @@ plt.show()
 # If the steps of a loop are alike, let them share a critic, which then also sees the number in the site's name:
 # `pyro.sample(f"go_{t}", ..., infer={"bpq": {"share": "go"}})`.
 #
-# Where a branch can be written with tensors (`torch.where`, indexing by a tensor), do so: it is faster, and all
+# If you can write a branch with tensors (`torch.where`, indexing by a tensor), do so: it is faster, and all
 # corrections apply. Next: `07_black_box_costs` or `08_attend_infer_repeat`.
 #
 # ## Something to try

@@ -1,13 +1,14 @@
 # %% [markdown]
 # # Black-box costs
 #
-# **What is won beside Pyro.** Pyro has no loss for costs that are no log-probabilities. `TraceGraph_ELBO` can be made
-# to minimise one, by a model that scores what the guide has drawn under the guide's own, frozen distributions. Here the
-# cost is a statement of the program, and critics learn from the same calls that the two rivals in the figure make.
+# **What is won beside Pyro.** Pyro has no loss for costs that are no log-probabilities. `TraceGraph_ELBO` can minimise
+# such a cost by a trick: the model scores what the guide has drawn under the guide's own, frozen distributions. Here
+# the cost is a statement of the program. Critics learn from the same number of calls as the two other methods in the
+# figure.
 #
 # A recurrent net writes a sentence, letter by letter, and a metric says how good it was. The metric is Python code on
-# strings: it has no gradient, it comes once at the end, and calling it may be expensive. `ExpectedCost` minimises its
-# expectation; no model, no ELBO.
+# strings: it has no gradient, it is known only at the end, and a call may be expensive. `ExpectedCost` minimises its
+# expectation, without a model and an ELBO.
 
 # %%
 import os
@@ -47,9 +48,9 @@ def metric(tokens: Tensor) -> float:
 # %% [markdown]
 # ## The program
 #
-# A stochastic recurrent net: each letter is a categorical site whose logits follow from all letters before. `cost(name,
-# function, *args)` calls the function once per run. Since the function looks at values by itself, the program around it
-# stays fully tracked, and critics work.
+# The program is a stochastic recurrent net: each letter is a categorical site whose logits depend on all letters
+# before. `cost(name, function, *args)` calls the function once per run. The function reads values in Python, but these
+# do not count as escaped. So the program around it stays fully tracked, and critics work.
 
 
 # %%
@@ -76,9 +77,9 @@ class Writer(nn.Module):
 # ## The same for Pyro
 #
 # Guide and model draw the same letters, and the model's parameters are frozen: `log q - log p` is 0, and so is its
-# expected gradient. What is left of the ELBO is minus the expected cost. `TraceGraph_ELBO` follows values through
-# torch only: without `0.0 * tokens.sum()` it would take the metric for a constant, and the gradient would be 0 without
-# a word.
+# expected gradient. What is left of the ELBO is minus the expected cost. `TraceGraph_ELBO` follows values only through
+# torch: without `0.0 * tokens.sum()` it would take the metric for a constant, and the gradient would be 0 without a
+# warning.
 
 
 # %%
@@ -95,8 +96,8 @@ class ForPyro(Writer):
 # %% [markdown]
 # ## Train
 #
-# Four rollouts a step. The rivals are `TraceGraph_ELBO` with its baseline, and the score function with leave-one-out,
-# the usual choice for such tasks.
+# There are four rollouts per step. We compare with `TraceGraph_ELBO` with its baseline, and with the score function
+# with leave-one-out, the usual choice for such tasks.
 
 # %%
 figure, axes = plt.subplots(figsize=(5, 3.2))
@@ -129,8 +130,8 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Three seeds. All call the metric exactly once per rollout: critics learn from the same calls, and nothing is
-# evaluated behind your back.
+# These are three seeds. All methods call the metric exactly once per rollout. Critics learn from the same calls, and
+# there are no hidden evaluations.
 #
 # ## What the critics know
 
@@ -144,12 +145,12 @@ for name in ("token_0", "token_2", "token_4"):
     print(name, "explained", explained, "scales", [round(s, 2) for s in info["scales"].tolist()])
 
 # %% [markdown]
-# `explained` is the share of the differences between rollouts that a critic predicts. By now the net writes the word
-# nearly always and rollouts hardly differ, so there is nothing left to predict; look at it early in training. More:
-# `docs/expected_costs`. Next: `08_attend_infer_repeat`.
+# `explained` is the share of the differences between rollouts that a critic predicts. By now the net nearly
+# always writes the word, and rollouts hardly differ. So there is nothing left to predict; look at it early in training.
+# `docs/expected_costs` has more. Next: `08_attend_infer_repeat`.
 #
 # ## Something to try
 #
 # - Take a longer word. From which length on does leave-one-out stop learning?
-# - Let the metric say nothing but right or wrong. What do the critics explain then?
+# - Let the metric say only right or wrong. What do the critics explain then?
 # - Store rollouts: `learner=CriticLearner(replay=Replay(capacity=200))`.

@@ -1,17 +1,17 @@
 # %% [markdown]
 # # Attend, infer, repeat
 #
-# **What is won beside Pyro.** One ELBO for discrete and reparameterised sites, without baselines to write by hand:
-# Pyro's own example of AIR needs a network for them, and says so. A figure at the end sets the gradient beside that
-# of `TraceGraph_ELBO`; leave-one-out is what the default takes here. Data: scikit-learn's digits, real images.
+# **What is won beside Pyro.** One ELBO serves discrete and reparameterised sites, and you need not write baselines by
+# hand: Pyro's own example of AIR needs a network for them. A figure at the end compares the gradient with that of
+# `TraceGraph_ELBO`; the default uses leave-one-out here. The data are scikit-learn's digits, real images.
 #
-# How many digits are in a picture, where, and which? A model in the style of AIR (Eslami et al., 2016), small enough
-# for a few minutes: a canvas of 16 x 16 pixels holds zero, one or two of scikit-learn's digits, each in one of four
-# places.
+# How many digits are in a picture, where are they, and which digits are they? The model is in the style of AIR (Eslami
+# et al., 2016), and small enough for a few minutes: a canvas of 16 x 16 pixels has zero, one or two of scikit-learn's
+# digits, each in one of four places.
 #
-# Three kinds of latents, in two steps: `present` (Bernoulli), `where` (one of four places, categorical) and `what`
-# (Normal, reparameterised). The first two take Backprop-Q, the third keeps its pathwise gradient; both come from one
-# ELBO.
+# There are three kinds of latents, in two steps: `present` (Bernoulli), `where` (one of four places, categorical) and
+# `what` (Normal, reparameterised). The first two get an estimator for discrete sites, and the third keeps its pathwise
+# gradient. One ELBO does both.
 
 # %%
 import os
@@ -55,8 +55,9 @@ test, test_count = compose(300, 1)
 # %% [markdown]
 # ## The model
 #
-# A second digit exists only if a first does, and only at another place (the digits do not overlap). What is absent is
-# masked: its `where` and `what` cost nothing. The guide looks at what the first step left unexplained.
+# A second digit exists only if there is a first one, and only at another place (the digits do not overlap). Latents of
+# an absent digit are masked: its `where` and `what` have no cost. In the second step the guide sees what the first step
+# left unexplained.
 
 
 # %%
@@ -166,7 +167,7 @@ for name, info in elbo.info.items():
 # %% [markdown]
 # ## Beside Pyro
 #
-# The gradient of other estimators on one batch, at the weights that the training ended with.
+# We compare the gradients of other estimators on one batch, at the weights at the end of training.
 
 # %%
 quick = {"num_warmup": 2, "num_samples": 3, "num_rounds": 1} if SMOKE else {"num_warmup": 50, "num_samples": 50}
@@ -174,13 +175,13 @@ comparison = compare_estimators(air.model, air.guide, train[:BATCH], progress=Fa
 plot_comparison(comparison)
 
 # %% [markdown]
-# With batches of this size the default is leave-one-out over four particles, which is why it has no bar of its own;
+# With batches of this size the default is leave-one-out over four particles, so it has no bar of its own;
 # `print(elbo.plan)` says so.
 #
-# This is AIR with the hard part taken out: places are a grid and digits do not overlap. One seed. Next:
+# This is AIR without its hard part: places form a grid, and digits do not overlap. It is one seed. Next:
 # `09_your_own_estimator`.
 #
 # ## Something to try
 #
-# - Run it with `TraceGraph_ELBO()` in place of the default, as long. How many digits does it find?
+# - Train with `TraceGraph_ELBO()` instead of the default for the same time. How many digits does it find?
 # - Let digits overlap: move the four places two pixels towards the middle.

@@ -1,15 +1,15 @@
 # %% [markdown]
 # # Write your own estimator
 #
-# **What is won beside Pyro.** In Pyro an estimator is an ELBO, with tracing, plates and particles to write anew. Here
-# it is thirty lines, and a test proves it unbiased. It then stands beside `TraceGraph_ELBO` and leave-one-out in a
-# figure.
+# **What is won beside Pyro.** In Pyro an estimator is an ELBO: you must write tracing, plates and particles again. Here
+# it has thirty lines, and a test shows that it is unbiased. A figure then compares it with `TraceGraph_ELBO` and
+# leave-one-out.
 #
 # An estimator is a frozen dataclass that turns the tensors of like-shaped sites into a surrogate: a term whose
-# gradient is the gradient estimate. The rest (tracing, plates, particles, critics, state) is not its business.
+# gradient is the gradient estimate. The library does the rest (tracing, plates, particles, critics, state).
 #
-# The example is the score function with the constant baseline of least variance: not the mean of the cost-to-go $C$,
-# but its mean weighted by the squared norm of the score $s$,
+# The example is the score function with the constant baseline $b$ of least variance. It is not the mean of the
+# cost-to-go $C$, but its mean weighted by the squared norm of the score $s$:
 #
 # $$ b = \frac{E[\,|s|^2\, C\,]}{E[\,|s|^2\,]}. $$
 
@@ -36,13 +36,14 @@ SMOKE = bool(os.environ.get("SMOKE_TEST"))
 # %% [markdown]
 # ## The protocol
 #
-# Tensors come with the shape `(G sites, M particles, plates...)`. `log_probs` has `(..., D, K)`: `D` finite
-# components of `K` values, here used to write down the score with respect to the logits, one-hot minus probabilities.
+# Tensors come with the shape `(G sites, M particles, plates...)`. `log_probs` has the shape `(..., D, K)` for `D`
+# finite components of `K` values. The example uses it to compute the score with respect to the logits, one-hot minus
+# probabilities.
 #
-# - `unsupported` says in words which sites it cannot serve.
-# - `statistics` names running statistics per site and their initial values. What a step returns takes effect *after*
-#   the step: a baseline made from the sample that it corrects would be biased.
-# - `is_unbiased` is a promise, checked below. What else the base class says of an estimator is right here.
+# - `unsupported` returns a sentence if it cannot serve a site.
+# - `statistics` returns the names and initial values of the running statistics of a site. New values take effect
+#   *after* the step: a baseline that depends on the sample that it corrects would cause bias.
+# - `is_unbiased` is a promise, which we check below. The other defaults of the base class are right for this estimator.
 
 
 # %%
@@ -113,9 +114,9 @@ def trained(estimator, steps: int = 20 if SMOKE else 500) -> TraceBackpropQ_ELBO
 # %% [markdown]
 # ## Is it unbiased?
 #
-# `assert_unbiased` compares with the exact gradient to $10^{-10}$, over all joint outcomes, with the statistics that
-# training left behind. A test is worth something only if it can fail, so here is the same estimator with a fault: its
-# baseline contains half of the very cost that it is subtracted from.
+# `assert_unbiased` compares the expected gradient over all joint outcomes with the exact gradient, to $10^{-10}$. It
+# uses the statistics at the end of training. A test is useful only if it can fail. So here is the same estimator with a
+# fault: its baseline contains half of the cost from which it is subtracted.
 
 # %%
 assert_unbiased(trained(WeightedBaseline()), model, guide)
@@ -136,7 +137,7 @@ except AssertionError as error:
 # %% [markdown]
 # ## Is it any good?
 #
-# The same enumeration gives the exact variance, no sampling needed.
+# The same enumeration gives the exact variance, without sampling.
 
 # %%
 for estimator in (ScoreFunction(), ScoreFunction(RunningBaseline()), WeightedBaseline(), None):
@@ -144,7 +145,7 @@ for estimator in (ScoreFunction(), ScoreFunction(RunningBaseline()), WeightedBas
     print(f"{estimator or 'default (AllAction)'!s:50s} variance {variance:.4f}")
 
 # %% [markdown]
-# A step also takes time. `compare_estimators` measures both, with estimators of your own among Pyro's ELBOs and
+# A step also takes time. `compare_estimators` measures variance and time, of your own estimators, Pyro's ELBOs and
 # leave-one-out:
 
 # %%
@@ -162,13 +163,13 @@ plot_comparison(comparison, axes)
 plt.show()
 
 # %% [markdown]
-# On this program at these parameters, and there is no more to it than that: measure on yours. The default has the least
-# variance where immediate costs can be summed over the values of a site.
+# This comparison holds only for this program at these parameters: measure on your own program. The default has the
+# least variance if immediate costs can be summed over the values of a site.
 #
-# To use it at a single site: `infer={"bpq": {"estimator": WeightedBaseline()}}`. More skeletons (a critic, a target, a
-# distribution's features) stand in `docs/extending`. Next: `10_many_processes`.
+# To use it at a single site: `infer={"bpq": {"estimator": WeightedBaseline()}}`. `docs/extending` has more skeletons (a
+# critic, a target, the features of a distribution). Next: `10_many_processes`.
 #
 # ## Something to try
 #
-# - Weigh by the score's fourth power. Is it still unbiased? Better?
+# - Weigh by the fourth power of the score. Is it still unbiased? Is it better?
 # - Plant a fault of your own into `Faulty`. Does `assert_unbiased` find it?

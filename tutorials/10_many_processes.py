@@ -1,21 +1,21 @@
 # %% [markdown]
 # # Many processes
 #
-# **What is won beside Pyro.** Pyro's distributed training goes through `pyro.optim.HorovodOptimizer`; here plain
-# torch does, and baselines and critics are those of the joint batch. The gradient itself has less noise than
-# Pyro's; a figure at the end compares.
+# **What is won beside Pyro.** Pyro's distributed training needs `pyro.optim.HorovodOptimizer`. Here plain torch is
+# enough, and baselines and critics learn from the joint batch. The gradient itself has less noise than Pyro's; a figure
+# at the end compares them.
 #
 # `elbo(model, guide)` is a `torch.nn.Module` whose call gives a loss, so `DistributedDataParallel` can wrap it: each
-# process takes its share of the data, gradients are averaged.
+# process takes its share of the data, and gradients are averaged.
 #
-# Critics, baselines and scales learn together as well: what they learn in a step is that of the joint batch, so they
-# are the same in all processes. That happens by itself wherever `torch.distributed` has more than one process;
-# `learner=CriticLearner(ranks=None)` switches it off, and each process trains critics of its own on its own data (the
-# gradient's mean is the same).
+# Critics, baselines and scales learn together as well: in each step they learn from the joint batch, so they are the
+# same in all processes. This happens automatically if `torch.distributed` has more than one process.
+# `learner=CriticLearner(ranks=None)` turns it off: then each process trains its own critics on its own data (the mean
+# of the gradient is the same).
 #
-# Processes need a file to start from, so this tutorial writes one. Under `torchrun`, on one machine or several, the
-# same file needs `distributed.init_process_group("gloo")` only; with GPUs `"nccl"`, and model, guide and data on each
-# process's own.
+# Processes start from a file, so this tutorial writes one. Under `torchrun`, on one machine or several, the same file
+# needs only `distributed.init_process_group("gloo")`. With GPUs write `"nccl"`, and put model, guide and data on the
+# GPU of each process.
 
 # %%
 import os
@@ -98,7 +98,7 @@ distributed.destroy_process_group()
 """
 
 # %% [markdown]
-# The worker's script is above; here it is started twice. Both print the same means and baselines: gradients and
+# The script of the worker is above. Here it is started twice. Both print the same means and baselines: gradients and
 # running statistics were averaged at every step.
 
 # %%
@@ -120,17 +120,19 @@ assert len({line.split("means")[1] for line in printed}) == 1
 assert "baselines []" not in printed[0]
 
 # %% [markdown]
-# The rows of a plate are independent, so a process with half the rows sees half of the loss; `DistributedDataParallel`
-# averages, which changes the length of a gradient step and not its direction (with Adam it changes next to nothing). A
-# subsampled plate, `pyro.plate("rows", 1000, subsample_size=len(x))`, scales each process's rows to the whole: the
-# average then is the estimate of the joint batch, where all processes have as many rows.
+# The rows of a plate are independent, so a process with half of the rows sees half of the loss.
+# `DistributedDataParallel` averages the gradients. This changes the length of a gradient step and not its direction
+# (with Adam it changes almost nothing). With a subsampled plate, `pyro.plate("rows", 1000, subsample_size=len(x))`,
+# each process scales its rows to the whole plate. Then the average is the estimate of the joint batch if all processes
+# have the same number of rows.
 #
-# Processes take their training steps together: one with a batch more than the others would wait for them for ever.
-# Batches of unequal size are weighed by their rows. Evaluate with `loss.eval()`, on any one process.
+# Processes take their training steps together: a process with one batch more than the others would wait forever. What
+# critics and statistics learn weighs batches of unequal size by their rows. Evaluate with `loss.eval()`, on any one
+# process.
 #
 # ## Beside `TraceGraph_ELBO` and leave-one-out
 #
-# The same program in one process, its gradient at the start of training: variance times the time of a step.
+# We compare gradients of the same program in one process, at the start of training: variance times the time of a step.
 
 
 # %%

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # An hour with a model of your own
 #
-# From a first run to a diagnosis to a better bound. **What is won beside Pyro:** the same ELBO and the same one line,
-# a gradient with less noise, tools that say what is wrong with *this* program, and in the end a step that is compiled.
-# The way is the same for every model; here it is a hidden Markov model that reads real handwritten digits row by row,
-# and in which two mistakes are planted.
+# This tutorial leads from a first run to a diagnosis and to a better bound. **What is won beside Pyro:** the ELBO is
+# the same and only one line changes, but the gradient has less noise, tools say what is wrong with *this* program, and
+# in the end a step is compiled. The way is the same for every model. Here it is a hidden Markov model that reads real
+# handwritten digits row by row, with two planted mistakes.
 #
-# Data: scikit-learn's digits, 8 rows of 8 pixels. Each row is explained by one of six hidden states.
+# The data are scikit-learn's digits, 8 rows of 8 pixels. Each row is explained by one of six hidden states.
 
 # %%
 import os
@@ -68,8 +68,8 @@ steps(first_guide, elbo, 3 if SMOKE else 30)
 print(elbo)
 
 # %% [markdown]
-# `print(elbo)` ends with what was *settled*, and why: how many particles run, and how. `print(elbo.plan)` says what
-# each site got.
+# `print(elbo)` ends with what was *settled* (decided for this program), and why: how many particles run, and how.
+# `print(elbo.plan)` says which estimator each site has.
 
 # %%
 print(elbo.plan)
@@ -82,8 +82,8 @@ found = diagnose(elbo, model, first_guide, images, num_samples=5 if SMOKE else 2
 print(found)
 
 # %% [markdown]
-# The first finding is the one that matters: the guide's parameters get no gradient. `.detach()` cuts them off. It was
-# the first planted mistake; without it:
+# The first finding is the important one: the guide's parameters get no gradient, because of `.detach()`. This was the
+# first planted mistake. We remove it:
 
 
 # %%
@@ -97,9 +97,9 @@ def independent(x: Tensor) -> None:
 # %% [markdown]
 # ## Minutes 20 to 35: is it the guide, or the model?
 #
-# Given the picture, the states of two rows are not independent. A guide that is told the state before, and sees the
-# next row, can follow the true posterior. Is that what limits the bound? The gap between $\log p(x)$ and the bound
-# tells: a wide gap says that the guide is poor, a narrow one that the model is. There are few states, so $\log p(x)$
+# Given the picture, the states of two rows are not independent. A guide that reads the previous state, and sees the
+# next row, can follow the true posterior. Does this limit the bound? The gap between $\log p(x)$ and the bound shows
+# it: a wide gap means that the guide is poor, and a narrow one that the model is. There are few states, so $\log p(x)$
 # is known exactly: enumeration sums all states out, and needs no guide.
 
 
@@ -152,8 +152,8 @@ for name, guide in (("independent", independent), ("chained", chained)):
     fit(name, guide, TraceBackpropQ_ELBO())
 
 # %% [markdown]
-# Both gaps are narrow beside what is left to win: six states are too few for the rows of ten digits. So the model has
-# to grow, and the chained guide with it.
+# Both gaps are narrow compared with what is left to win: six states are too few for the rows of ten digits. So the
+# model must grow, and the chained guide with it.
 
 # %%
 STATES = 16
@@ -176,7 +176,7 @@ print("\n".join(str(comparison).split("\n\n")[0].splitlines()))
 print(comparison.reason)
 
 # %% [markdown]
-# What counts in the end is the bound over time.
+# In the end the bound after equal time counts.
 
 # %%
 rivals = {
@@ -195,16 +195,18 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# One seed, a few seconds: a picture of the way, not a benchmark. `TraceGraph_ELBO` is far behind. The default took
-# leave-one-out with eight particles for ten steps, and sums over all states since: no cost reads two of them, so its
-# gradient has no noise. With four particles a step is cheaper and noisier. In the first seconds steps count more than
-# noise; write `TraceBackpropQ_ELBO(4, vectorize_particles=True)` where that is all the time there is.
+# One seed and a few seconds show the way, and are no benchmark. `TraceGraph_ELBO` is far behind. The default took ten
+# steps of leave-one-out with eight particles, and then summed over all states: no cost of an observation reads two of
+# them. Since then its gradient has no noise. With four particles a step is cheaper and noisier. In the first seconds
+# the number of steps counts more than noise. If you have no more time than that, write `TraceBackpropQ_ELBO(4,
+# vectorize_particles=True)`.
 #
 # ## Minutes 50 to 55: the same step, compiled
 #
-# Nearly all of a step of a program as small as this one is Python: handlers, traces, distributions made anew.
-# `compile=True` records a whole step, learning included, once all is settled, and compiles it. Nothing else changes;
-# `compile_report` says what was recorded, and what would run eagerly and why.
+# In a program as small as this one, nearly all of a step is Python: handlers, traces, and distributions that are built
+# in each step. With `compile=True` the library records a whole step, learning included, as soon as nothing more changes
+# in the way the program runs, and compiles it. The rest stays the same. `compile_report` says what was recorded, and
+# what runs eagerly and why.
 
 
 # %%
@@ -231,12 +233,13 @@ for name, elbo in (("eager", eager), ("compiled", compiled)):
 print(compile_report(compiled))
 
 # %% [markdown]
-# The bounds agree: a compiled step computes what the eager one does, from draws of its own. Compiling took a minute or
-# two, the time of some thousand steps. For shorter runs `compile="eager"` runs the recorded operators as they are.
+# The bounds agree: a compiled step computes the same as an eager step, but draws other values. Compiling took one or
+# two minutes, the time of some thousand steps. For shorter runs `compile="eager"` runs the recorded operators as they
+# are.
 #
 # ## Minutes 55 to 60: something to try
 #
-# - Take more states, or let the guide see all rows. Which helps more?
-# - Write `z.item()` somewhere in the model, on one image, and print the ELBO again: what was given up?
+# - Use more states, or let the guide see all rows. Which helps more?
+# - Write `z.item()` somewhere in the model, for one image, and print the ELBO again. What was given up?
 # - Sum the states out: mark the guide's sites, `infer={"enumerate": "parallel"}`, and write
 #   `TraceBackpropQ_ELBO(enumeration="exact")`. Is the bound better, and the step slower?

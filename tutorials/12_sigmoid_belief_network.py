@@ -1,12 +1,13 @@
 # %% [markdown]
 # # Layers: a sigmoid belief network with one Q per node
 #
-# **What is won beside Pyro.** One learned Q-function for each unit, in place of one for each unit and cost, and a
-# gradient with far less noise than that of `TraceGraph_ELBO`. Leave-one-out is the rival to beat on layers of data.
+# **What is won beside Pyro.** There is one learned Q-function for each unit, instead of one for each unit and cost. The
+# gradient has far less noise than that of `TraceGraph_ELBO`. The strongest competitor on layers with rows of data is
+# leave-one-out.
 #
-# The Backprop-Q paper ends its appendix with fully connected stochastic layers, a cost on every node. Each node would
-# need a Q-function for every cost above it. Merging leaves one. Here is that network as a Pyro program: the guide of
-# a sigmoid belief network, one site per unit.
+# An appendix of the Backprop-Q paper treats fully connected stochastic layers with a cost on every node. Each node
+# would need a Q-function for every cost above it. After merging there is only one. Here is this network as a Pyro
+# program: the guide of a sigmoid belief network, with one site per unit.
 
 # %%
 import os
@@ -31,8 +32,8 @@ images = (torch.tensor(load_digits().data, dtype=torch.float32) > 7.0).float()[:
 # %% [markdown]
 # ## The program
 #
-# The guide goes up from the image, layer by layer; every unit reads the whole layer below. The model goes down. Costs
-# of unit `i` of layer `l`: its `log q`, and its `-log p` given the layer above.
+# The guide goes up from the image, layer by layer; every unit reads the whole layer below. The model goes down. Unit
+# `i` of layer `l` has two costs: its `log q`, and its `-log p` given the layer above.
 
 
 # %%
@@ -69,9 +70,10 @@ class Belief(nn.Module):
 # %% [markdown]
 # ## One Q per node
 #
-# A run gives the graph. How many Q-functions does a unit of each layer hold? `"per_cost"` with every Q learned is the
-# network before merging. `"merged"` sums what has the same edges at all ancestors, `"chain"` first keeps one edge
-# a unit and cost, which merges best. The last line is the default: what a unit knows when it is drawn is evaluated.
+# A run gives the graph. How many Q-functions does a unit of each layer have? `"per_cost"` with every Q learned is the
+# network before merging. `"merged"` sums Q-functions that have the same edges at all ancestors. `"chain"` first keeps
+# one edge per unit and cost, and then merges; this leaves the fewest. The last line is the default: costs that read
+# only what is known when a unit is drawn are evaluated.
 
 # %%
 pyro.set_rng_seed(0)
@@ -89,10 +91,10 @@ for name, network in networks.items():
     print(f"{name:30s} Q-functions of a unit, from the first layer to the last: {numbers}")
 
 # %% [markdown]
-# What is left, with its scopes: a unit of layer `l` reads itself and the layer below, as in the paper's
-# $Q_{X_l}(x_{l-1}, y_{l-1}, x_l)$. A unit of the last layer still learns something here: the costs `-log p` of the
-# layer below read all of its siblings, and those drawn later are not known yet. In the paper's example each cost
-# reads one node.
+# The output shows the Q-functions that are left, with their scopes. A unit of layer `l` reads itself and the layer
+# below, as in the paper's $Q_{X_l}(x_{l-1}, y_{l-1}, x_l)$. A unit of the last layer still has a learned Q-function
+# here: the costs `-log p` of the layer below read all units of the last layer, and those drawn later are not known yet.
+# In the paper's example each cost reads only one node.
 
 # %%
 for node in networks["chain, exact immediate costs"].learned:
@@ -101,9 +103,9 @@ for node in networks["chain, exact immediate costs"].learned:
 # %% [markdown]
 # ## Is it worth it?
 #
-# Gradient variance and time of a step, at the weights of a short training, on one batch. Critics see the image by
-# `context`. *Leave-one-out* is what the default would choose here by itself: these rows are data, and two particles
-# of a row know more of it than a critic.
+# We measure the variance of the gradient and the time of a step, at the weights after a short training, on one batch.
+# Critics see the image by `context`. By itself the default would choose leave-one-out here, with several particles:
+# these rows are data, and another particle of the same row predicts its cost better than a critic.
 
 # %%
 options = {
@@ -153,13 +155,13 @@ for name in options:
     print(f"{name:14s} {2 * STEPS} steps, mean loss of the last quarter {sum(last) / len(last):.2f} nats per image")
 
 # %% [markdown]
-# One seed, and three units a layer so that the network can be read. The merged Q takes noise out and takes time; with
-# models as cheap as this one, leave-one-out takes more steps in that time. For layers of real size make a layer one
-# site, `Bernoulli(...).to_event(1)`: `benchmarks/sbn.py` compares a dozen estimators on two to sixteen layers of 200
-# units. Where each row of the paper is found in the code: `docs/paper`.
+# This is one seed, with three units per layer so that the network can be read. The merged Q reduces the noise, but its
+# steps take longer. With models as cheap as this one, leave-one-out takes more steps in the same time. For layers of
+# real size make each layer one site, `Bernoulli(...).to_event(1)`: `benchmarks/sbn.py` compares a dozen estimators on
+# two to sixteen layers of 200 units. `docs/paper` says where each part of the paper is in the code.
 #
 # ## Something to try
 #
-# - Take ten units a layer. What becomes of the time of a step, with the merged Q and without?
-# - Give the merged Q four particles. From which number on does it lose to leave-one-out?
-# - Take the `context` away from the sites. How much of the merged Q's gain was knowing the image?
+# - Use ten units per layer. How does the time of a step change, with the merged Q and without?
+# - Give the merged Q four particles. From which number of particles on is leave-one-out better?
+# - Remove the `context` of the sites. How much of the merged Q's gain came from the image?

@@ -18,7 +18,7 @@ def compile_report(objective: Any) -> str:
         objective: An objective, such as :class:`~pyro_bpq.TraceBackpropQ_ELBO`, or a :class:`~pyro_bpq.CompiledSVI`.
 
     Returns:
-        Sentences, one a line.
+        Sentences, one per line.
 
     Raises:
         OptionError: If it is no objective of pyro_bpq.

@@ -46,7 +46,7 @@ _LONGEST = 1000
 
 
 class LastInfo(Mapping[str, dict[str, Any]]):
-    """What a compiled step told of each site; it is put together when it is first read."""
+    """What a compiled step found out about each site; it is computed when it is first read."""
 
     def __init__(self, build: Callable[[], Mapping[str, dict[str, Any]]]) -> None:
         self._build = build

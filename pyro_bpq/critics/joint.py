@@ -203,7 +203,7 @@ class ValueCritic(_WithLayers):
     :class:`~pyro_bpq.QProp`, and the corrections of earlier sites take the expansion at the mean, whose expectation is
     known. The critic sees the value itself, not its deviation from the mean of its distribution. So it stays right when
     the guide moves. If a site in a plate offers ``context``, this critic does not see the parameters of the site's
-    distribution, because their effect could not be told from that of the value.
+    distribution, because their effect could not be distinguished from that of the value.
 
     Args:
         hidden: Sizes of the hidden layers, at least one.

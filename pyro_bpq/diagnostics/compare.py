@@ -84,8 +84,8 @@ def compare_estimators(
             ``num_particles``, and ``TraceGraph_ELBO``, with and without baselines. Of those that are the same on this
             program one is left out; the result says so.
         num_particles: Number of particles of estimators that are not ELBOs, and of three of the default
-            ``estimators``: leave-one-out, and this package's default and ``Trace_ELBO`` with so many. The others have
-            as many as they take by themselves.
+            ``estimators``: leave-one-out, and the second rows of this package's default and of ``Trace_ELBO``. The
+            others have the number of particles that they choose themselves.
         num_samples: Number of steps if outcomes are not enumerated.
         num_warmup: Number of steps that critics learn before; the result reports it. ELBOs with ``learner=None``
             are not warmed up, because the user's optimiser trains their critics.

@@ -25,7 +25,7 @@ class Row:
     Args:
         name: Name of the estimator in the comparison.
         num_particles: Number of particles.
-        took: What serves each site, by name; empty for other libraries' ELBOs.
+        took: Estimator of each site, by name; empty for other libraries' ELBOs.
         ran: Whether it could be run; if not, ``note`` says why and there are no figures.
         claims_unbiased: Whether all estimators in use are declared unbiased; ``None`` for other libraries' ELBOs.
         is_exact: Whether moments are over all outcomes.

@@ -169,8 +169,8 @@ def check_variance(look: Look) -> Iterator[Finding]:
         yield Finding(
             "noise",
             "hint",
-            f"The gradient is lost in its noise: its mean over {moments.num_samples} steps cannot be told from zero. "
-            "Where training has come to its end, this is as it should be.",
+            f"The gradient is lost in its noise: its mean over {moments.num_samples} steps cannot be distinguished "
+            "from zero. At the end of training this is normal.",
             "Before that: more particles, a larger batch, or a smaller learning rate with momentum.",
         )
 

@@ -31,13 +31,13 @@ class Look:
     program: Program  # model, guide and their arguments
     seed: int  # seed of further runs
     tracked: Sequence[TracedRun]  # runs that were tracked: only they show which values leave torch
-    seen: Observation  # runs as a step has them, and what their sites are told
+    seen: Observation  # runs as a step has them, and the signals of their sites
     planned: Planned  # the plan of these runs, and what it was made for
     fit: CriticFit  # quality of the critics, and the moments of the gradient
 
     @cached_property
     def signals(self) -> list[Signals]:
-        """What the sites are told."""
+        """The signals of the sites."""
         return [item.signals for item in self.seen.items]
 
     @cached_property

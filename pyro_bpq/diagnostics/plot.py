@@ -62,10 +62,10 @@ def plot_diagnostics(history: History, sites: Sequence[str] | None = None, windo
 
 
 def plot_comparison(comparison: Comparison, axes: Any = None) -> Any:
-    """Plots variance times time of each estimator, a bar each, on a logarithmic axis; the least stands on top.
+    """Plots variance times time of each estimator, a bar each, on a logarithmic axis; the smallest is on top.
 
-    Bars of estimators that were found to be biased, or miss costs that they cannot see, are hollow, and say so. Those
-    that did not run have no bar.
+    Bars of estimators that were found to be biased, or that miss costs which they cannot see, are hollow and labelled
+    as such. Estimators that did not run have no bar.
 
     Args:
         comparison: What :func:`~pyro_bpq.diagnostics.compare_estimators` returned.

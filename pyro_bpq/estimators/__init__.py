@@ -1,4 +1,4 @@
-"""Gradient estimators, one family a file. An option that is out of range raises ``OptionError``."""
+"""Gradient estimators, one family per file. An option that is out of range raises ``OptionError``."""
 
 from pyro_bpq.estimators.all_action import AllAction as AllAction
 from pyro_bpq.estimators.base import Estimator as Estimator

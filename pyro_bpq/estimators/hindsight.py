@@ -95,8 +95,8 @@ class Hindsight(Estimator):
     site, changes of costs and log-probabilities come from their slopes and curvatures at the drawn values. ``draws``
     components of each row of one particle, drawn with probability ``π``, are evaluated. Each adds
     ``(exact - predicted) / π``. This is unbiased for any prediction. Only Bernoulli and OneHotCategorical have slopes;
-    predictions for others are zero. Curvatures are exact where one linear map reads the site and costs add up over its
-    outputs, but for their average over particles in a plate.
+    predictions for others are zero. Curvatures are averaged over particles in a plate. Apart from this they are exact
+    if one linear map reads the site and costs add up over its outputs.
 
     It pays where one value has little effect on what is drawn next: layers of many units, chains that forget. If a
     child shows its parent's value, nothing is averaged. Costs that are not known at other values multiply the plain
@@ -131,7 +131,7 @@ class Hindsight(Estimator):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What other values change, and crossed costs if they are asked for."""
+        """What other values change, and crossed costs if ``crossed`` is set."""
         asked = frozenset({"hindsight", "program"})
         return asked | {"crossed"} if self.crossed else asked
 

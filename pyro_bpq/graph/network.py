@@ -94,7 +94,7 @@ class BackpropQNetwork:
             graph: The stochastic computation graph.
             reduction: See above.
             immediate: ``"exact"`` uses all immediate costs exactly. ``"learned"`` is the paper's form: the costs that
-                read a node stand in its rule as roots. A set of names uses these costs exactly, learns the others.
+                read a node stand in its rule as roots. A set of names uses these costs exactly, and learns the others.
             form: ``"ancestor"``, the paper's, or ``"history"``.
             discounted: Whether targets may have a discount below 1. A cost is then discounted once for each edge of
                 the longest way to it. Costs are merged only where that is the same for both.

@@ -38,27 +38,31 @@ if TYPE_CHECKING:
 class TraceBackpropQ_ELBO(PlannedObjective):
     r"""ELBO whose gradients through non-reparameterised sites come from Backprop-Q.
 
-    Each latent site of the guide gets a gradient estimator that fits it. By default these are
+    Each latent site of the guide gets a gradient estimator that fits it; :mod:`pyro_bpq.plan.rules` has the rules.
+    Roughly, these are
 
-    - for reparameterised sites the pathwise one;
+    - for reparameterised sites the pathwise estimator;
     - for sites with finite components :class:`~pyro_bpq.AllAction`, with the immediate costs summed exactly over their
       values, critics for the costs further downstream, graph-wise control variates and adaptive scales;
     - for a single site of many components that is too large for that sum
       :class:`~pyro_bpq.estimators.DebiasedStraightThrough`;
-    - for others the score function. Its baseline is the mean of the other particles from ``num_particles=2`` on; with
-      one a running mean, or, at sites of many components, a second run.
+    - for several layers of many components :class:`~pyro_bpq.estimators.Hindsight` or
+      :class:`~pyro_bpq.estimators.CrossedLeaveOneOut`;
+    - for others the score function. From two particles on its baseline is the mean of the other particles. With one
+      particle it is a trimmed mean of earlier costs or, at sites of many components, the cost of a second run.
 
-    All of these are unbiased for any state of the critics, first call included. The guide runs ``num_particles`` times;
-    the model runs once more where that pays.
+    All of these are unbiased for any state of the critics, first call included. The guide runs ``num_particles`` times.
+    The model runs once more if that pays. If the loss can be summed over all values (:mod:`pyro_bpq.step.exact_sum`),
+    nothing is drawn after the first steps, and the gradient is exact.
 
     Args:
         num_particles: Number of particles ``M``. ``None`` leaves it open: up to eight run in one vectorised call if
             :func:`~pyro_bpq.plan.particles.num_particles_for` asks for several, and if a particle among others has the
             same costs as one alone. This check runs the program some twenty times more in the first step, and six times
-            after 1, 2, 4, 8, ... steps and then every 128. One particle runs if you choose an estimator or an option
-            about critics, with ``vectorize_particles=True``, cost statements, summed-out sites or several processes,
-            and if sampled values steer the program. If the loss can be summed over all values
-            (:mod:`pyro_bpq.step.exact_sum`), nothing is drawn after the first steps.
+            after 1, 2, 4, 8, ... steps and then every 128. One particle runs if you choose an estimator, an option
+            about critics or ``vectorize_particles=True``. It also runs with cost statements, summed-out sites or
+            several processes, and if sampled values steer the program. If the loss is summed over all values, there
+            are no particles.
         max_plate_nesting: As in Pyro's ELBOs.
         max_iarange_nesting: Deprecated, as in Pyro's ELBOs.
         vectorize_particles: Whether particles run in one vectorised call.
@@ -81,7 +85,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         structure: ``"auto"``, ``"dynamic"``, ``"dense"`` or ``"static"``: when dependencies are tracked.
         analytic_kl: Whether the gradient of ``log q - log p`` at reparameterised sites is that of its expectation
             where that is known: the KL divergence, else the entropy. The reported loss stays that of the sample.
-        seed: Seed of what the ELBO itself draws: the initial weights of critics.
+        seed: Seed of what the ELBO itself draws: initial weights of critics, noise of estimators, further runs, replay.
         enumeration: What ``infer={"enumerate": ...}`` means: ``"sample"``, the site is sampled, with a warning;
             ``"exact"``, it is summed out as by Pyro's ``TraceEnum_ELBO``.
         window: Number of most recent sites of each kind in its scope that a critic sees as they are; it sees the others
@@ -112,8 +116,8 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             particle, between data points; absent with ``sweep``. ``ms``: milliseconds of the host in the estimator and
             the critic's regression. The time of a batched call is shared equally among its sites. A site that is summed
             over all values has only ``estimator``.
-        ms: Milliseconds of the host in the last step but for ``backward``: ``runs``, those of the programs, the graph
-            and the critics; ``signals``, estimators and regression.
+        ms: Milliseconds of the host in the last step without ``backward``: ``runs`` for the programs, the graph and the
+            critics, ``signals`` for estimators and regression.
 
     Raises:
         OptionError: If an option is out of range.

@@ -18,7 +18,7 @@ class ExpectedCost(TraceBackpropQ_ELBO):
     .. math:: J = E_{q}\Big[\sum_c c\Big],\qquad \nabla J = E_q\Big[\sum_X \nabla\log q_X\, C_X + \sum_c \nabla c\Big]
 
     Only :func:`~pyro_bpq.cost` statements count: neither ``log q`` nor ``log p`` does. The options are those of
-    :class:`~pyro_bpq.TraceBackpropQ_ELBO`, and the same estimators, critics and structures serve. The program is
+    :class:`~pyro_bpq.TraceBackpropQ_ELBO`, with the same estimators, critics and structures. The program is
 
     - a policy, ``SVI(None, policy, optim, loss=ExpectedCost())`` or ``ExpectedCost()(policy)``, a module whose
       call gives the differentiable loss;
@@ -26,10 +26,9 @@ class ExpectedCost(TraceBackpropQ_ELBO):
       after the policy and takes over the values of its sites by name; its other sites are sampled in it, and
       gradients reach their parameters.
 
-    A cost's function is called once per particle and step, in one call for vectorised particles, and never
-    otherwise unless ``exact=True`` is said of the cost. Every run of ``evaluate_loss`` and, unless
-    ``Replay(costs="stored")`` is chosen, every replayed rollout calls it too; further epochs of
-    :class:`~pyro_bpq.ProximalSVI` do not.
+    A step calls the function of a cost once per particle, or once for all vectorised particles; with ``exact=True``
+    at the cost it may call it more often. Every run of ``evaluate_loss`` calls it too, and so does every replayed
+    rollout, unless ``Replay(costs="stored")`` is chosen. Further epochs of :class:`~pyro_bpq.ProximalSVI` do not.
 
     Raises:
         OptionError: If an option is out of range.

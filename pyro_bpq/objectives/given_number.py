@@ -44,7 +44,7 @@ class GivenNumber:
         return not self.now.has_plate or not self.proved.is_empty
 
     def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
-        """The runs of a step, and what their sites are told."""
+        """The runs of a step, and the signals of their sites."""
         if self.now.has_plate:
             return self._in_plate(runner, program, mode)
         if self.now.is_hidden:

@@ -41,20 +41,21 @@ class TraceBackpropQ_IWAE(Objective):
         J = -E\Big[\log\tfrac1K\sum_k w_k\Big],\quad
         \nabla J = -E\Big[\sum_k (\hat L - \hat L_{-k})\,\nabla\log q(z_k) + \sum_k \tilde w_k\,\nabla\log w_k\Big]
 
-    with ``w = exp(log p - log q - costs)``, normalised ``w̃``, ``L̂ = log mean w``. ``L̂_-k`` has ``w_k`` replaced by
-    the geometric mean of the other weights, or leaves it out (arithmetic mean); it does not depend on ``z_k``.
-    The first sum runs over the sites that are not reparameterised, the others have pathwise gradients.
+    ``w = exp(log p - log q - costs)`` is the weight of a sample, ``w̃`` the normalised weight, and ``L̂ = log mean w``.
+    In ``L̂_-k`` the weight ``w_k`` is replaced by the geometric mean of the other weights, or it is left out
+    (arithmetic mean). So ``L̂_-k`` does not depend on ``z_k``. The first term of ``∇J`` is that of the sites that are
+    not reparameterised; the other sites have pathwise gradients.
 
-    With critics the sites of a sample have the cost-to-go ``C_k = w̃_k - (L̂ - L̂_-k)``, all that multiplies their
-    ``∇ log q``: a critic ``Q_s`` of a site learns it from the values sampled so far and the other samples' weights, and
-    corrects it as in :class:`~pyro_bpq.AllAction`,
+    With critics the cost-to-go of the sites of a sample is ``C_k = w̃_k - (L̂ - L̂_-k)``, the factor of their
+    ``∇ log q``. The critic ``Q_s`` of a site ``s`` predicts it from the values sampled so far and the other samples'
+    weights. It corrects the gradient as in :class:`~pyro_bpq.AllAction`,
 
     .. math::
         (C_k - Q_s(z_{ks}) - \sum_{t > s} A_t)\,\nabla\log q(z_{ks}) + \nabla E_q[Q_s],\quad
         A_t = Q_t(z_{kt}) - E_q[Q_t]
 
-    with adaptive scales. Samples of one bound share their signals and are never each other's baseline; that is the
-    other bounds' mean, or with ``num_outer=1`` that of earlier steps. The gradient is unbiased for any critics.
+    with adaptive scales. Samples of one bound depend on each other, so none is another's baseline. The baseline is the
+    mean of the other bounds or, with ``num_outer=1``, that of earlier steps. The gradient is unbiased for any critics.
 
     Args:
         num_particles: Number of samples ``K`` of one bound, at least 1.
@@ -71,7 +72,7 @@ class TraceBackpropQ_IWAE(Objective):
         learner: Trains the critics with an optimiser of its own; ``None`` adds their loss to the surrogate, so that the
             user's optimiser trains them.
         lam: Weight of the lambda-return against the critic in targets, in ``[0, 1]``, or a function of the step.
-        seed: Seed of the initial weights of critics.
+        seed: Seed of what the bound itself draws, such as the initial weights of critics.
         compile: As in :class:`TraceBackpropQ_ELBO`.
 
     Attributes:

@@ -1,4 +1,4 @@
-r"""What all objectives share: how a loss is asked for, what a step changes, and how it is saved."""
+r"""What all objectives share: how a loss is computed, what a step changes, and how the state is saved."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Objective(ELBO, nn.Module):
         particles: How many particles run, and in which way.
         trainer: Trains the critics.
         critics: Critics and running statistics.
-        info: What the last step told of each site.
+        info: What the last step found out about each site.
         ms: Milliseconds of the parts of the last step.
         compiled: The compiled steps; ``None`` if steps run eagerly.
     """
@@ -160,7 +160,7 @@ class Objective(ELBO, nn.Module):
         """Sets whether, and how, steps are compiled from now on; recordings are forgotten."""
         chosen, self.compiled = Compile.of(compile), None
         if chosen is not None:
-            # Imported where it is asked for: import pyro_bpq stays quick.
+            # Imported only if it is needed, so that import pyro_bpq stays quick.
             from pyro_bpq.compiled.steps import CompiledSteps
 
             self.compiled = CompiledSteps(chosen)

@@ -1,4 +1,4 @@
-r"""What a step asks of the programs, and what it gets: ``Runner``, ``Observation``."""
+r"""How a step runs the programs, and what it gets back: ``Runner``, ``Observation``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyro_bpq.tracing.traced_run import TracedRun
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """The runs of a step, and what their sites are told."""
+    """The runs of a step, and the signals of their sites."""
 
     runs: tuple[TracedRun, ...]  # one for each particle, or a single one of all; none in program order
     items: tuple[Staged, ...] = ()  # one for all particles; or one for each, where sampled values steer the program

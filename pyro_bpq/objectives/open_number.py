@@ -103,7 +103,7 @@ class OpenNumber:
         return found.fit(program) and (self.now.number == 1 or found.is_proved)
 
     def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
-        """The runs of a step, and what their sites are told."""
+        """The runs of a step, and the signals of their sites."""
         fits = self._found.fit(program)
         if (self.now.sums and mode.asks_for_more) or not (fits or mode.learning):
             return runner.observe(program, self.one, mode)

@@ -57,7 +57,7 @@ class ParticleCount:
         return self.open.is_settled(program) if self.is_open else self.given.is_settled()
 
     def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
-        """The runs of a step, and what their sites are told."""
+        """The runs of a step, and the signals of their sites."""
         return (self.open if self.is_open else self.given).observe(runner, program, mode)
 
     def change(self, **changes: Any) -> None:

@@ -107,7 +107,7 @@ class PlannedObjective(Objective):
             return self.trainer.replay(self, sites, updates)
 
     def without_costs(self, program: Program) -> list[Signals]:
-        """What sites are told of a new rollout that calls the function of no cost statement; nothing learns."""
+        """The signals of sites of a new rollout that calls no function of a cost statement; nothing learns."""
         self.particles.close()
         seed = int(torch.randint(1 << 31, (), generator=self.runner.noise()))
         with isolated(seed, hides_params=False), SkipCosts():
@@ -170,9 +170,9 @@ class PlannedObjective(Objective):
         return self.runner.stage(traced, programs, self.particles.drawn, replace(self.mode(learning=False), shows=True))
 
     def observe(self, program: Program, shows: bool = True) -> Observation:
-        """The runs of a step, and what their sites are told; nothing learns. For diagnostics.
+        """The runs of a step, and the signals of their sites; nothing learns. For diagnostics.
 
-        With ``shows`` sites are told what the graph tells, also where a step goes in program order.
+        With ``shows`` the signals are those of the graph, also if a step goes in program order.
         """
         mode = replace(self.mode(learning=False), shows=shows)
         return self.particles.observe(self.runner, self._prepared(program), mode)

@@ -1,4 +1,4 @@
-r"""Runs the programs of a step, plans what is done on their structure, and collects what their sites are told."""
+r"""Runs the programs of a step, plans what is done on their structure, and collects the signals of their sites."""
 
 from __future__ import annotations
 
@@ -242,17 +242,17 @@ class StepRunner(Runner):
         except BPQError:
             raise
         except RuntimeError:
-            # Shapes that do not fit are told by the site that they come from.
+            # An error about shapes that do not fit names the site that they come from.
             traces = (runs[0].guide_trace, runs[0].model_trace)
             check_declared(site for trace in traces for site in samples(trace).values())
             raise
         return Observation(tuple(runs), tuple(items))
 
     def _in_order(self, program: Program, particles: Particles, mode: Mode) -> Observation:
-        """A step in program order that nobody asked for.
+        """A step in program order that follows from the rules, not from an option.
 
-        A run that it does not serve well changes the steps after this one: what a step does must not follow from the
-        values that it has drawn.
+        If program order does not fit a run, only later steps change: what a step does must not depend on the values
+        that it has drawn.
         """
         planner = self.plans.planner
         options = TraceOptions(
@@ -267,14 +267,14 @@ class StepRunner(Runner):
         return Observation((), (), ordered, is_lone=len(runs) == 1)
 
     def _ordered(self, runs: Sequence[TracedRun]) -> tuple[RunInOrder, ...] | None:
-        """What runs of a steered program tell in program order; ``None`` where more is asked for."""
+        """The signals of runs of a steered program in program order; ``None`` if an estimator needs more."""
         estimators = [self.plans.planner.order_estimators(traced) for traced in runs]
         pairs = zip(runs, estimators, strict=True)
         found = tuple(in_order(traced, own) for traced, own in pairs if own is not None)
         return found if len(found) == len(runs) else None
 
     def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, track: bool) -> list[TracedRun]:
-        """Traces the programs of a step, with slopes where the last step's plan asked for them.
+        """Traces the programs of a step, with slopes if the last step's plan needs them.
 
         Particles in a dimension that the programs do not see have one run.
         """
@@ -338,7 +338,7 @@ class StepRunner(Runner):
         )
 
     def stage(self, runs: Sequence[TracedRun], programs: Sequence[Program], particles: Particles, mode: Mode) -> Staged:
-        """What the sites of further runs of a known structure are told; nothing learns, and nothing runs again."""
+        """The signals of the sites of further runs of a known structure; nothing learns, and nothing runs again."""
         graph = self.structure.graph(runs[0], False)
         facts = self.facts(runs, self.structure.is_dynamic(runs[0]), particles, mode)
         with self.plans.keeping_last():

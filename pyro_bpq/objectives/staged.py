@@ -29,7 +29,7 @@ class Mode:
     is_recorded: bool = False
     # Whether the step needs nothing but costs in program order, where that is all that is known.
     may_order: bool = False
-    shows: bool = False  # whether it is asked what sites are told, so that a graph is needed in any case
+    shows: bool = False  # whether somebody wants to see the signals of sites, so that a graph is needed in any case
 
     @property
     def asks_for_more(self) -> bool:
@@ -39,7 +39,7 @@ class Mode:
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Runs of like structure, and what their sites are told."""
+    """Runs of like structure, and the signals of their sites."""
 
     traced: tuple[TracedRun, ...]  # the runs
     programs: tuple[Any, ...]  # model, guide, arguments and keyword arguments of each run

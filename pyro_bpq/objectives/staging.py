@@ -1,4 +1,4 @@
-r"""Collects what the sites of a step are told: by the plan of their structure, and by further runs that it asks for."""
+r"""Collects the signals of the sites of a step, from the plan of their structure and from its further runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Staging:
     facts: StructureFacts  # what is known of the structure besides its graph
 
     def staged(self, one: Program | None = None) -> Staged:
-        """What the sites are told; without ``one``, the program for one particle, nothing runs at further values."""
+        """The signals of the sites; without ``one``, the program for one particle, nothing runs at further values."""
         rollout, critics, mode = self._rollout(), self.runner.critics, self.mode
         plan, tables = self._planned(rollout)
         rerun = generator = None

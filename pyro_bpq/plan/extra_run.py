@@ -31,7 +31,7 @@ class ExtraRun:
     refused: str = ""  # why there is none, where its price speaks against it
 
     def costs(self, name: str) -> tuple[str, ...]:
-        """The model's costs that it tells of a site."""
+        """The costs of the model that it evaluates at other values of a site."""
         return () if self.flips is None else self.flips.costs.get(name, ())
 
 

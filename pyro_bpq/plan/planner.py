@@ -250,7 +250,7 @@ class Planner:
     def _critics(
         self, structure: Structure, choices: Mapping[str, Choice], extra: ExtraRun
     ) -> dict[str, Critic | None]:
-        """The critics of all sites; those that nobody asked for stay away where an extra run tells what they learn."""
+        """The critics of all sites; one that nobody chose is left out if an extra run gives what it would learn."""
         traced, graph = structure.traced, structure.graph
         critics = {name: self._critic(traced, name, choice.estimator) for name, choice in choices.items()}
         for name in extra.components:

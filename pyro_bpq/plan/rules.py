@@ -66,7 +66,7 @@ class SiteFacts:
         is_partly_scored: Whether it is reparameterised in part only, by rejection sampling.
         is_by_row: Whether its costs differ from row to row of data, and other particles serve it better than sums.
         is_untold: Whether nobody chose for it, it has many components and no critic, and no extra run of the model
-            tells what it costs at its other values.
+            gives its costs at its other values.
         can_compare: Whether other runs of the program may serve it.
         is_alone: Whether it is the last and the only site of its kind, with plates whose rows stay apart.
         layers: Number of such sites; 0 if rows of plates do not stay apart.

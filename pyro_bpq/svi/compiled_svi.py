@@ -90,7 +90,7 @@ class CompiledSVI(SVI):
         """Takes many steps with a progress bar, which reads the loss twice a second.
 
         Args:
-            steps: Number of steps, each with the same arguments; or batches, one a step. A batch that is a tuple or a
+            steps: Number of steps, each with the same arguments; or batches, one per step. A batch that is a tuple or a
                 list gives the first arguments, anything else gives the first one.
             *args: Further arguments of model and guide.
             progress: Whether to show the bar.

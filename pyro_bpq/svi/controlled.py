@@ -173,8 +173,8 @@ class TrustRegionSVI(_ControlledSVI):
     limit on ``KL(q_0 || q_θ)`` forbids giving up values that ``q_0`` draws. A limit on ``KL(q_θ || q_0)`` forbids
     taking up values that ``q_0`` makes rare.
 
-    Dependence of ``L`` on parameters other than through the ratios, e.g.
-    through reparameterised values, enters linearly. Parameters that the model reads, or that no site of the guide
+    ``L`` may also depend on parameters other than through the ratios, e.g. through reparameterised values. This
+    dependence enters linearly. Parameters that the model reads, or that no site of the guide
     depends on, take a step of the optimiser; the limit does not bound that step. The model runs as often as in a plain
     step.
 

@@ -21,7 +21,7 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 
 @dataclass(frozen=True, eq=False)
 class TabularProgram:
-    """Tables on a graph.
+    """A program on a graph whose conditionals and costs are tables.
 
     Args:
         graph: The stochastic computation graph.

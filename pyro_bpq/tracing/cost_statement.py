@@ -40,8 +40,8 @@ def cost(name: str, value: Any, *args: Any, exact: bool = False) -> Tensor:
     .. math:: J = E[\sum_c c] \quad\text{or}\quad J = -\mathrm{ELBO} + E[\sum_c c]
 
     The statement may stand in a model or a guide. Inside plates the cost has their batch shape, and their scales
-    apply. If the cost is a tensor with a gradient, gradients flow through it. An estimator gives the gradients of all
-    other sites that were sampled before the cost and that it depends on.
+    apply. If the cost is a tensor with a gradient, gradients flow through it. Gradients through the sampled sites that
+    it depends on come from the estimators of these sites.
 
     A *value* is tracked soundly, whatever the program did to compute it. If the program read a sampled value in Python
     (``.item()``, ``.tolist()``, numpy), everything that follows depends on that value, and critics see a sequence. A

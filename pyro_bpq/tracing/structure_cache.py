@@ -60,7 +60,7 @@ class StructureCache:
     The mode is one of:
 
     - ``"auto"``: track until the structure proves static, then reuse the graph and track again now and then. A program
-      that lets a sampled value leave torch stays tracked.
+      that lets a sampled value leave torch stays tracked, unless its steps may go in program order.
     - ``"dynamic"``: always track.
     - ``"dense"``: every earlier site is an ancestor. The cache is cleared when 256 graphs are stored.
     - ``"static"``: track once, and raise if a later tracked run contradicts.
