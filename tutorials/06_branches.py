@@ -114,7 +114,7 @@ for name, (model, guide) in programs.items():
 
 # %%
 pyro.clear_param_store()
-elbo = TraceBackpropQ_ELBO()
+elbo = TraceBackpropQ_ELBO(structure="dynamic")
 for seed in range(3):
     pyro.set_rng_seed(seed)
     elbo.loss_and_grads(loop_model, loop_guide)

@@ -160,9 +160,7 @@ plt.show()
 # ## What did the work
 
 # %%
-for name, info in elbo.info.items():
-    scales = [round(s, 2) for s in info["scales"].tolist()] if "scales" in info else "pathwise"
-    print(f"{name:10s} {scales}")
+print(elbo.plan)
 
 # %% [markdown]
 # ## Beside Pyro

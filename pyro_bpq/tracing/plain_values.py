@@ -31,7 +31,7 @@ _MOST_OBJECTS = 2000
 _MOST_CHANGES = 4
 # Number of calls after which objects may have other attributes.
 _EVERY = 64
-_FLAGS = (bool, NoneType)
+_FLAGS = ("bool", "NoneType")
 _PLAIN = (bool, int, float, str, NoneType, Enum, numpy.bool_, numpy.integer)
 _LISTS = (list, tuple, dict, set, frozenset)
 
@@ -113,8 +113,12 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _plain(value: Any) -> tuple[Any, ...]:
+    """Kind and value. A kind is told by its name: unlike classes, names can always be copied and pickled."""
+    kind = type(value).__qualname__
+    if isinstance(value, Enum):
+        return kind, value.name
     # True == 1 == 1.0, but not for a program.
-    return type(value), value != 0.0 if isinstance(value, float) else value
+    return kind, value != 0.0 if isinstance(value, float) else value
 
 
 def _value(space: Any, name: str) -> tuple[Any, ...]:
@@ -125,7 +129,8 @@ def _value(space: Any, name: str) -> tuple[Any, ...]:
         return ("missing",)
     if isinstance(value, _PLAIN):
         return _plain(value)
-    return (type(value), plain_arguments(value)) if type(value) in _LISTS else (type(value),)
+    kind = type(value)
+    return (kind.__qualname__, plain_arguments(value)) if kind in _LISTS else (kind.__qualname__,)
 
 
 def places(roots: Iterable[Any]) -> list[tuple[Any, str]]:
