@@ -5,9 +5,11 @@ Other values may switch parts of a program on, so that its sites depend on each 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from itertools import chain, islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
@@ -25,8 +27,8 @@ _LIBRARIES = frozenset(
 )
 # Number of plain values that are looked at among the arguments of a call, or in a list.
 _MOST_PLAIN = 64
-# Number of objects that are looked into.
-_MOST_OBJECTS = 2000
+# Number of objects that are looked into, and of places that are looked at in each call.
+_MOST_OBJECTS, _MOST_PLACES = 2000, 500
 # Number of changes of a number or a text. One that changes more often counts something, and switches nothing.
 _MOST_CHANGES = 4
 # Number of calls after which objects may have other attributes.
@@ -134,53 +136,97 @@ def _value(space: Any, name: str) -> tuple[Any, ...]:
 
 
 def places(roots: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Where plain values, and lists, stand that can be reached: names in namespaces, and cells of functions."""
-    found, seen, pending = list[tuple[Any, str]](), set[int](), [*roots]
+    """Where plain values stand that can be reached: names in namespaces, and cells of functions; the nearest first."""
+    roots = [*roots]
+    walk = _Walk(frozenset(map(_package_of, roots)))
+    walk.pending.extend(roots)
+    while walk.pending and len(walk.seen) < _MOST_OBJECTS and len(walk.found) < _MOST_PLACES:
+        walk.visit(walk.pending.popleft())
+    return walk.found
 
-    def look(space: Any, names: Iterable[str]) -> None:
-        for name in names:
-            found.append((space, name))
-            pending.append(space[name])
 
-    while pending and len(seen) < _MOST_OBJECTS:
-        item = pending.pop()
-        if id(item) in seen or isinstance(item, _PLAIN):
-            continue
-        seen.add(id(item))
+class _Walk:
+    """Collects places, in packages of the user's own only."""
+
+    def __init__(self, packages: frozenset[str]) -> None:
+        self.packages = packages
+        self.found: list[tuple[Any, str]] = []
+        self.seen: set[int] = set()
+        self.pending: deque[Any] = deque()
+
+    def visit(self, item: Any) -> None:
+        """Notes the places of an item, and what is to be visited later."""
+        if id(item) in self.seen or isinstance(item, _PLAIN):
+            return
+        self.seen.add(id(item))
         if isinstance(item, functools.partial):
-            pending += [item.func, *item.args, *item.keywords.values()]
+            self.pending.extend([item.func, *item.args, *item.keywords.values()])
         elif isinstance(item, MethodType):
-            pending += [item.__func__, item.__self__]
+            self.pending.extend([item.__func__, item.__self__])
+        elif isinstance(item, (staticmethod, classmethod)):
+            self.pending.append(item.__func__)
+        elif isinstance(item, property):
+            self.pending.append(item.fget)
         elif isinstance(item, FunctionType):
-            for cell in item.__closure__ or ():
-                found.append((cell, ""))
-                pending += _contents(cell)
-            if not is_of_library(item):
-                names = names_of(item.__code__)
-                look(item.__globals__, (name for name in names if name in item.__globals__))
-                # Of a module of the user's own, what the function may name.
-                for module in (item.__globals__.get(name) for name in names):
-                    if isinstance(module, ModuleType) and not is_library(module.__name__):
-                        look(vars(module), (name for name in names if name in vars(module)))
+            self._function(item)
         elif type(item) in _LISTS:
-            pending += islice(item.values() if isinstance(item, dict) else item, _MOST_PLAIN)
+            self.pending.extend(islice(item.values() if isinstance(item, dict) else item, _MOST_PLAIN))
         elif isinstance(item, nn.Module):
-            own = vars(item)
-            found.append((own, "training"))
-            pending += own["_modules"].values()
-            if not is_of_library(type(item)):
-                look(own, (name for name in own if name not in of_every_module()))
+            self.found.append((vars(item), "training"))
+            self.pending.extend(vars(item)["_modules"].values())
+            self._attributes(item, of_every_module())
         elif not isinstance(item, (Messenger, ModuleType)) and hasattr(item, "__dict__"):
-            if not is_of_library(item if isinstance(item, type) else type(item)):
-                look(vars(item), (name for name in vars(item) if not name.startswith("__")))
-    return found
+            self._attributes(item)
+
+    def _function(self, item: FunctionType) -> None:
+        for cell in item.__closure__ or ():
+            self.found.append((cell, ""))
+            with contextlib.suppress(ValueError):  # the variable has no value yet
+                self.pending.append(cell.cell_contents)
+        if not self._is_own(item):
+            return
+        names = names_of(item.__code__)
+        self._look(item.__globals__, names)
+        for module in map(item.__globals__.get, names):
+            if isinstance(module, ModuleType) and self._is_own_package(module.__name__):
+                # The function may name what is in it.
+                self._look(vars(module), names)
+
+    def _attributes(self, item: Any, without: Collection[str] = ()) -> None:
+        kind = item if isinstance(item, type) else type(item)
+        if self._is_own(kind):
+            self._look(vars(item), [name for name in vars(item) if name not in without and not name.startswith("__")])
+            self.pending.extend(kind.__mro__ if kind is item else [kind])
+
+    def _look(self, space: Any, names: Iterable[str]) -> None:
+        for name in names:
+            if name in space:
+                value = space[name]
+                self.pending.append(value)
+                if not isinstance(value, (FunctionType, ModuleType, type, staticmethod, classmethod, property)):
+                    self.found.append((space, name))
+
+    def _is_own(self, item: Any) -> bool:
+        return self._is_own_package(getattr(item, "__module__", None) or "")
+
+    def _is_own_package(self, name: str) -> bool:
+        return name.partition(".")[0] in self.packages or not (is_library(name) or _is_installed(name))
 
 
-def _contents(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
+def _package_of(root: Any) -> str:
+    """The package of a program, within partials and methods."""
+    while isinstance(root, (functools.partial, MethodType)):
+        root = root.func if isinstance(root, functools.partial) else root.__self__
+    where = root if isinstance(root, (type, FunctionType)) else type(root)
+    package = (getattr(where, "__module__", None) or "").partition(".")[0]
+    return "" if is_library(package) else package
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_installed(module: str) -> bool:
+    """Whether a module belongs to an installed package."""
+    file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 @functools.cache

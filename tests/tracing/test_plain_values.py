@@ -23,7 +23,7 @@ from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.plan import particles as rule
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import assert_unbiased
-from pyro_bpq.tracing.plain_values import ReachedValues, plain_arguments
+from pyro_bpq.tracing.plain_values import ReachedValues, places, plain_arguments
 
 FLAG = False
 OWN = types.ModuleType("settings_of_a_user")
@@ -48,6 +48,20 @@ class Net(nn.Module):
     def forward(self) -> None:
         """Counts its calls."""
         self.calls += 1
+
+
+class Named(nn.Module):
+    """A program with a flag of its class, and one that a method names."""
+
+    is_on = False
+
+    def forward(self) -> bool:
+        """Looks at both."""
+        return self.is_on or self.other()
+
+    def other(self) -> bool:
+        """Looks at a global."""
+        return FLAG
 
 
 def nothing() -> None:
@@ -104,6 +118,25 @@ def test_what_a_function_names_or_closes_over_is_seen(monkeypatch: pytest.Monkey
     OWN.__dict__["is_on"] = True
     found.append(seen())
     assert len(set(found)) == 5 and seen() == found[-1]
+
+
+def test_flags_of_a_class_and_of_its_methods_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _seen(Named())
+    found = [seen()]
+    monkeypatch.setattr(Named, "is_on", True)
+    found.append(seen())
+    monkeypatch.setitem(globals(), "FLAG", True)
+    found.append(seen())
+    assert len(set(found)) == 3
+
+
+def test_objects_of_libraries_are_not_looked_into() -> None:
+    class Held:
+        def __init__(self) -> None:
+            self.adam, self.values = torch.optim.Adam([torch.zeros(1)]), [torch.zeros(2)] * 10**4
+
+    held = Held()
+    assert len(places([lambda: held])) < 10
 
 
 def test_what_counts_is_left_out_after_some_changes() -> None:
