@@ -2,8 +2,8 @@ r"""What a call of an objective hands to its programs, and what the programs can
 
 A recorded step holds for calls that look the same: equal values of numbers and strings, tensors of equal shapes. The
 tensors themselves may differ, they are inputs. Reached are arguments, what functions close over, the globals that they
-name, the arguments of partials, settings of handlers, parameters, buffers and attributes of modules, and attributes
-of plain objects.
+name, the arguments of partials, settings of handlers, parameters, buffers and attributes of modules, attributes of
+plain objects, and plain attributes of their classes.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Call:
     # Where each entry of ``spec`` and each tensor was found; empty unless asked for.
     paths: tuple[Sequence[str], Sequence[str]] = ((), ())
     kept: Sequence[Any] = ()  # what ``spec`` tells by its identity, which must not be given again
+    arrays: Sequence[tuple[str, Any]] = ()  # arrays of numpy, and where each was found, as far as that was asked for
 
     def difference(self, other: Call) -> str:
         """Where another call first differs from this one, in words; empty where the two are alike."""
@@ -77,7 +78,7 @@ def reach(roots: Mapping[str, Any], explains: bool = False) -> Call:
     for handler in _PYRO_STACK:
         if not (isinstance(handler, TraceMessenger) and handler.param_only):
             walk.visit(f"the handler {type(handler).__name__}", handler)
-    return Call(walk.spec, walk.tensors, (walk.places, walk.sources), walk.kept)
+    return Call(walk.spec, walk.tensors, (walk.places, walk.sources), walk.kept, walk.arrays)
 
 
 class _Walk:
@@ -90,7 +91,9 @@ class _Walk:
         self.sources: list[str] = []
         self._explains = explains
         self._seen = dict[int, int]()
+        self._classes = set[type]()
         self.kept: list[Any] = []
+        self.arrays: list[tuple[str, Any]] = []
 
     def note(self, path: str, value: Hashable) -> None:
         """Notes a value that has to stay."""
@@ -166,10 +169,25 @@ class _Walk:
     def _opaque(self, path: str, item: Any) -> None:
         """Something that is taken to be the same as long as it is the same object."""
         self.note(path, (type(item), id(item)))
+        if isinstance(item, type):
+            self._of_class(path, item)
+        elif isinstance(item, numpy.ndarray):
+            self.arrays.append((path, item))
+
+    def _of_class(self, path: str, item: type) -> None:
+        """Notes the plain values among the attributes of a class, once: its objects read them too."""
+        if is_of_library(item) or item in self._classes:
+            return
+        self._classes.add(item)
+        for kind in item.__mro__:
+            for name, value in vars(kind).items():
+                if type(value) in _PLAINEST and not name.startswith("__"):
+                    self.note(f"{path}.{name}" if self._explains else "", (type(value), value))
 
     def _attributes(self, path: str, item: Any, without: frozenset[str]) -> None:
         own = {name: value for name, value in vars(item).items() if name not in without}
         self.note(path, (type(item), tuple(own)))
+        self._of_class(path, type(item))
         for name, value in own.items():
             self.visit(f"{path}.{name}" if self._explains else "", value)
 
@@ -189,12 +207,13 @@ class _Walk:
         if not is_foreign:
             for name in names_of(code):
                 value = item.__globals__.get(name)
-                if value is not None and not isinstance(value, (ModuleType, type)):
+                if value is not None and not isinstance(value, ModuleType):
                     self.visit(f"the global {name}", value)
 
     def _module(self, path: str, item: nn.Module) -> None:
         own = vars(item)
         self.note(path, (type(item), item.training))
+        self._of_class(path, type(item))
         for kind in ("_parameters", "_buffers", "_modules"):
             for name, part in own[kind].items():
                 self.visit(f"{path}.{name}" if self._explains else "", part)

@@ -178,7 +178,7 @@ def _look(subject: Subject, program: Any, call: Call, number: int, updates: Upda
     params = tuple(name for name in announced if name in store)
     updated: tuple[OptimizerUpdate, ...] = ()
     if updates is not None:
-        updated = updates.of(distinct(value.unconstrained() for value in announced.values()))
+        updated = updates.of(distinct(value.unconstrained() for value in announced.values()), leaves)
     of_optimizer = tensors_of(place for update in updated for place in update.places)
     known = distinct(call.tensors, [store[name] for name in params], own, of_optimizer)
     tensors = distinct(known, leaves)

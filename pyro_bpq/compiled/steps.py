@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -163,6 +164,9 @@ class CompiledSteps:
         # Number of eager steps of each kind of call, and number of attempts to record.
         self._seen: dict[int, int] = {}
         self._made = 0
+        # The arrays of numpy of the last call, and the number of calls in a row that had new ones.
+        self._arrays: list[weakref.ref[Any]] = []
+        self._new_arrays = 0
         # The float arguments of the last call, by position, and those that have changed.
         self._floats: dict[int, float] = {}
         self._varying: set[int] = set()
@@ -183,6 +187,8 @@ class CompiledSteps:
         model, guide, args, kwargs = program
         roots = {"model": model, "guide": guide, "args": args, "kwargs": kwargs, "the objective": subject.options()}
         call = reach(roots)
+        if call.arrays and self._has_new_arrays(call, roots):
+            return None
         for entry in self.entries:
             tensors = entry.tensors(call) if entry.updates is updates else None
             if tensors is not None:
@@ -193,6 +199,18 @@ class CompiledSteps:
         made = self._recorded(subject, program, roots, call, number, updates)
         tensors = None if made is None else made.tensors(call)
         return None if made is None or tensors is None else self._run(subject, made, tensors, number)
+
+    def _has_new_arrays(self, call: Call, roots: Any) -> bool:
+        """Whether some arrays of numpy were not there in the last call: a recording holds for the very same ones."""
+        last, self._arrays = self._arrays, [weakref.ref(array) for _, array in call.arrays]
+        known = {id(array) for array in (reference() for reference in last) if array is not None}
+        new = [i for i, (_, array) in enumerate(call.arrays) if id(array) not in known]
+        self._new_arrays = self._new_arrays + 1 if new else 0
+        if self._new_arrays > _EAGER_STEPS:
+            where = reach(roots, explains=True).arrays[new[0]][0]
+            text = f"{where} is a new array of numpy in each call; hand over torch.as_tensor of it"
+            self._tell(text, "arrays")
+        return bool(new)
 
     def _with_tensors(self, program: Any) -> Any:
         """The program with tensors in place of float arguments that change from step to step."""
@@ -377,5 +395,7 @@ def _is_due(steps: int) -> bool:
 
 
 def _before(steps: int) -> int:
-    """Number of steps at the last comparison."""
+    """Number of steps at the last comparison; 0 if there was none."""
+    if steps <= 1:
+        return 0
     return 1 << (steps - 1).bit_length() - 1 if steps <= _LONGEST else steps - _LONGEST

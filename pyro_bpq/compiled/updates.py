@@ -18,6 +18,7 @@ from pyro.optim.optim import is_scheduler
 from torch import Tensor
 
 from pyro_bpq.compiled.subject import Place, all_hold
+from pyro_bpq.compiled.watch import NotYet
 
 # Those of torch whose own code takes the step size as a tensor.
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -54,6 +55,11 @@ class OptimizerUpdate:
         if isinstance(self.optimizer, ClippedAdam):
             return group["lr"] * group["lrd"], self.optimizer.state[self.parameter]["step"] + 1
         return (float(group["lr"]),)
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """The optimiser's state; ``None`` before its first update."""
+        return self.optimizer.state.get(self.parameter)
 
     def count(self) -> None:
         """Counts an update where the optimiser counts in numbers."""
@@ -143,13 +149,20 @@ class Updates:
             return "an optimiser has the option capturable=True or differentiable=True; leave that option out"
         return ""
 
-    def of(self, parameters: Iterable[Tensor]) -> tuple[OptimizerUpdate, ...]:
-        """The updates of some parameters, those without a gradient and a state left out."""
-        return tuple(
-            self._of(parameter)
-            for parameter in parameters
-            if parameter.grad is not None and parameter in self.optim.optim_objs
-        )
+    def of(self, parameters: Iterable[Tensor], leaves: Iterable[Tensor]) -> tuple[OptimizerUpdate, ...]:
+        """The updates of the parameters that get a gradient: they are among the leaves, or had one before.
+
+        Raises:
+            NotYet: If the optimiser has not met one of them. An eager step shows it.
+        """
+        graded = set(map(id, leaves))
+        wanted = [each for each in parameters if id(each) in graded or each.grad is not None]
+        if any(each not in self.optim.optim_objs for each in wanted):
+            raise NotYet("the optimiser has not met all parameters yet")
+        found = tuple(map(self._of, wanted))
+        if any(not isinstance(each.optimizer, torch.optim.SGD) and each.state is None for each in found):
+            raise NotYet("the optimiser has no state for some parameters yet")
+        return found
 
     def _of(self, parameter: Tensor) -> OptimizerUpdate:
         owner = self.optim.optim_objs[parameter]

@@ -12,8 +12,8 @@ from torch import distributions as td
 
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator
-from pyro_bpq.estimators.reparameterise import base_distribution
 from pyro_bpq.estimators.requirements import needs_continuous
+from pyro_bpq.rollout.features import base_distribution
 
 
 @dataclass(frozen=True)

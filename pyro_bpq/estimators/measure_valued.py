@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteProgram, SiteTerm
 from pyro_bpq.estimators.noise import exponential
-from pyro_bpq.estimators.reparameterise import base_distribution
 from pyro_bpq.estimators.requirements import alternative
 from pyro_bpq.estimators.substitution import cost_per_row
+from pyro_bpq.rollout.features import base_distribution
 
 _NORMAL, _POISSON, _EXPONENTIAL = "Normal", "Poisson", "Exponential"
 

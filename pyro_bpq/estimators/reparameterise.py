@@ -10,13 +10,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from pyro_bpq.errors import UnsupportedSiteError
-
-
-def base_distribution(fn: Any) -> Any:
-    """The distribution under ``to_event``, ``mask`` and ``expand``."""
-    while type(fn).__name__ in ("Independent", "MaskedDistribution", "ExpandedDistribution"):
-        fn = fn.base_dist
-    return fn
+from pyro_bpq.rollout.features import base_distribution
 
 
 def parameter_names(fn: Any) -> tuple[str, ...]:

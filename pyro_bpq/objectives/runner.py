@@ -196,7 +196,7 @@ class StepRunner(Runner):
         """Runs model and guide, given as for one particle, for all particles of a step."""
         if not (mode.is_recorded or self.structure.is_ordered):
             self.structure.meet("handed over", plain_arguments(program[2:]))
-            self.structure.meet("reached", self.reached.of(program))
+            self.structure.meet("reached", self.reached.of(program), self.reached.has_counters)
         if particles.sums:
             return Summing(self, program, particles, mode).observation()
         is_together = particles.has_plate or particles.is_hidden

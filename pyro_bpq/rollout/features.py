@@ -49,7 +49,7 @@ class Components:
 
     def parameters(self, fn: Any) -> Tensor:
         """The tensor that :meth:`log_probs` reads, of shape ``batch_shape + event``."""
-        base = _base(fn)
+        base = base_distribution(fn)
         if self.kind != "support":
             return base.logits
         support = base.enumerate_support(expand=False)
@@ -89,7 +89,7 @@ class Components:
         if self.kind == "one_hot":
             return value.argmax(-1).reshape(*lead, self.size)
         if self.kind == "support":
-            support = _base(fn).enumerate_support(expand=False)
+            support = base_distribution(fn).enumerate_support(expand=False)
             return (value.unsqueeze(-1) == support.reshape(-1)).long().argmax(-1, keepdim=True)
         return value.reshape(*lead, self.size).long()
 
@@ -99,7 +99,7 @@ class Components:
         if self.kind == "one_hot":
             return one_hot(shaped, self.cardinality)
         if self.kind == "support":
-            return _base(fn).enumerate_support(expand=False).reshape(-1)[shaped]
+            return base_distribution(fn).enumerate_support(expand=False).reshape(-1)[shaped]
         return shaped
 
 
@@ -142,7 +142,7 @@ def have_same_values(one: Any, other: Any) -> bool:
         return False
     if split.kind != "support":
         return True
-    mine, yours = (_base(fn).enumerate_support(expand=False).reshape(-1) for fn in (one, other))
+    mine, yours = (base_distribution(fn).enumerate_support(expand=False).reshape(-1) for fn in (one, other))
     return bool((mine == yours).all())
 
 
@@ -193,11 +193,17 @@ def _is_masked(fn: Any) -> bool:
     return type(fn).__name__ == "MaskedDistribution"
 
 
-def _base(fn: Any) -> Any:
-    """The distribution under ``to_event`` and ``mask``."""
-    while hasattr(fn, "base_dist"):
+def base_distribution(fn: Any) -> Any:
+    """The distribution under ``to_event``, ``mask`` and ``expand``."""
+    while type(fn).__name__ in ("Independent", "MaskedDistribution", "ExpandedDistribution"):
         fn = fn.base_dist
     return fn
+
+
+def family_of(fn: Any) -> tuple[Any, ...]:
+    """The kind of a distribution: its type under wrappers, its number of values, whether it has ``rsample``."""
+    base = base_distribution(fn)
+    return type(base), getattr(base, "_num_events", None), bool(getattr(fn, "has_rsample", False))
 
 
 def independent_components(fn: Any) -> int | None:

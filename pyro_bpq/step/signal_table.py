@@ -17,7 +17,8 @@ from pyro_bpq.batching.classes import Relation
 from pyro_bpq.batching.cost_to_go import crossed_costs
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.lambda_return import ParentAdvantage
-from pyro_bpq.estimators.reparameterise import base_distribution, reparameterise
+from pyro_bpq.estimators.reparameterise import reparameterise
+from pyro_bpq.rollout.features import base_distribution
 from pyro_bpq.rollout.runs import SiteRecord, sum_to_plates
 from pyro_bpq.step import hindsight_signal, site_program
 from pyro_bpq.step.returns import by_name

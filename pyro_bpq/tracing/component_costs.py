@@ -160,6 +160,9 @@ def _pattern(positions: np.ndarray, event_ndim: int, batch: torch.Size, number: 
     for i in [i for i, size in enumerate(first.shape[: len(lead)]) if size > 1]:
         one = first.take([0], i)
         first = one if (first == one).all() else first
+    # A plate of particles adds such a dimension; the pattern is the same without it.
+    while first.ndim > event_ndim and first.shape[0] == 1:
+        first = first[0]
     return Pattern(first.shape, event_ndim, tuple(first.reshape(-1).tolist()), number)
 
 

@@ -39,15 +39,15 @@ _LISTS = (list, tuple, dict, set, frozenset)
 
 
 def flags_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The truth values, texts and missing values among the arguments of a program.
+    """The truth values and missing values among the arguments of a program.
 
-    They often switch parts of a program on and off, so that other values may mean other dependencies. Numbers do so
-    less often, and may differ in every step.
+    They often switch parts of a program on and off, so that other values may mean other dependencies. Numbers and texts
+    do so less often, and may differ in every step.
     """
     return tuple(
         (place, value)
         for place, value in (*enumerate(args), *kwargs.items())
-        if value is None or isinstance(value, (bool, str))
+        if value is None or isinstance(value, bool)
     )
 
 
@@ -87,6 +87,11 @@ class ReachedValues:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReachedValues, ()
+
+    @property
+    def has_counters(self) -> bool:
+        """Whether some values change so often that they are left out."""
+        return any(number > _MOST_CHANGES for number in self._changes.values())
 
     def of(self, program: Program) -> tuple[Any, ...]:
         """The values at present, in a fixed order."""

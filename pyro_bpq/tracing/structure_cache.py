@@ -35,6 +35,8 @@ _CAPACITY = 256
 _LOOKS = frozenset((0, *(10**k for k in range(1, 10))))
 # Largest number of plain values of a kind that are told apart.
 _MOST_MET = 32
+# Largest number of untracked steps in a row; the same where numbers count the steps, and may switch something on.
+_LONGEST, _LONGEST_COUNTED = 1000, 100
 # Largest number of runs in a row that must bring no new structure before runs go untracked again.
 _MOST_PATIENCE = 64
 
@@ -84,6 +86,10 @@ class StructureCache:
         self.next_look = 10
         self.tracked_runs = 0
         self.patience = self.calm = 0
+        # Whether numbers that the programs read differ in many steps.
+        self.counts = False
+        # Whether the next tracked run looks in any case whether rows of plates meet.
+        self.doubts_rows = False
         # Whether plain values of this step are new, so that no step went on with what was known of others.
         self.has_switched = False
         self.met: dict[str, frozenset[tuple[Any, ...]]] = {}
@@ -111,22 +117,29 @@ class StructureCache:
             return False
         if self.unknown or self.always_tracks or self.calm < self.patience:
             return True
-        return self.mode != "dense" and self.untracked_steps >= self.next_look
+        longest = _LONGEST_COUNTED if self.counts else _LONGEST
+        return self.mode != "dense" and self.untracked_steps >= min(self.next_look, longest)
 
-    def meet(self, kind: str, values: tuple[Any, ...]) -> None:
+    def meet(self, kind: str, values: tuple[Any, ...], has_counters: bool = False) -> None:
         """Tracks the next run if plain values of a kind are new: they may switch parts of it on.
 
-        Where they differ in many steps, only the first of them count.
+        Where they differ in many steps, only the first of them count. The program is then looked at more often.
         """
         known = self.met.get(kind, frozenset())
-        if values not in known and len(known) < _MOST_MET:
-            self.has_switched = bool(known)
-            self.unknown |= self.has_switched
-            self.met[kind] = known | {values}
+        self.counts |= has_counters
+        if values in known:
+            return
+        if len(known) >= _MOST_MET:
+            self.counts = True
+            return
+        self.has_switched = bool(known)
+        if self.has_switched:
+            self.look_again()
+        self.met[kind] = known | {values}
 
     def look_again(self) -> None:
-        """Tracks the next run: what is known may no longer be so."""
-        self.unknown = True
+        """Tracks the next run, its rows of plates too: what is known may no longer be so."""
+        self.unknown = self.doubts_rows = True
 
     @property
     def is_ordered(self) -> bool:
@@ -152,10 +165,11 @@ class StructureCache:
     def follows_rows(self) -> bool:
         """Whether the next tracked run checks if rows of a plate meet.
 
-        The first one checks, and so does each one after untracked steps. If every run is tracked, the runs after 10,
-        100, ... tracked runs check.
+        The first one checks, and so does each one after untracked steps, or for which plain values are new. If every
+        run is tracked, the runs after 10, 100, ... tracked runs check.
         """
-        return not self.crosses and (self.untracked_steps > 0 or self.tracked_runs in _LOOKS)
+        is_due = self.doubts_rows or self.untracked_steps > 0 or self.tracked_runs in _LOOKS
+        return not self.crosses and is_due
 
     def _facts(self, traced: TracedRun) -> _Facts:
         return self.facts.get(traced.key, _Facts())
@@ -223,6 +237,7 @@ class StructureCache:
     ) -> StochasticComputationGraph:
         if learn:
             self.tracked_runs += 1
+            self.doubts_rows = False
             if traced.escaped and not self.escapes:
                 self._say(f"Values of {', '.join(sorted(traced.escaped_sites))} leave torch: every run is tracked.")
             self.escapes |= traced.escaped
@@ -259,7 +274,7 @@ class StructureCache:
             self._say(f"The structure is known after {self.tracked_runs} tracked runs.")
         self.has_switched = False
         if self.untracked_steps >= self.next_look:
-            self.next_look = min(10 * self.next_look, 1000)
+            self.next_look = min(10 * self.next_look, _LONGEST)
         self.untracked_steps = 0
         if changed or traced.key not in self.graphs:
             self.graphs[traced.key] = build_graph(traced, merged)

@@ -17,6 +17,7 @@ from torch import Tensor
 from pyro_bpq.errors import OptionError, SiteNotFoundError
 from pyro_bpq.estimators.base import SiteInfo
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
+from pyro_bpq.rollout.features import family_of
 from pyro_bpq.rollout.runs import Run, SiteRecord
 from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.config import SiteOptions, site_options
@@ -134,7 +135,7 @@ def record_run(
             options[name] = chosen = site_options(name, site["infer"])
             sites[name] = _site(site, model_sites.get(name), chosen, info)
         split = infos[name].components if name in infos else None
-        shape, kind = tuple(site["fn"].event_shape), type(site["fn"])
+        shape, kind = tuple(site["fn"].event_shape), (type(site["fn"]), family_of(site["fn"]))
         entries.append((name, plates, shape, kind, split, _fingerprint(chosen), is_untraced(site)))
     for name, site in model_sites.items():
         if name not in sites and not site["is_observed"] and not is_enumerated(site):
@@ -145,7 +146,10 @@ def record_run(
         costs[cost] = -site["log_prob"]
         if given is not None:
             user[cost] = given
-        entries.append((name, _plates(site, sizes), tuple(site["fn"].event_shape), site["is_observed"], user.get(cost)))
+        # The law of a latent site may have other values than the guide's.
+        family = None if site["is_observed"] else family_of(site["fn"])
+        shape = tuple(site["fn"].event_shape)
+        entries.append((name, _plates(site, sizes), shape, site["is_observed"], user.get(cost), family))
     everything = [*guide_sites.values(), *model_sites.values()]
     return TracedRun(
         entries=tuple(entries),

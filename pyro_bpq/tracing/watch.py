@@ -22,7 +22,7 @@ from torch import Tensor
 from pyro_bpq.errors import UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import Plate
-from pyro_bpq.rollout.features import finite_components
+from pyro_bpq.rollout.features import base_distribution, finite_components
 from pyro_bpq.tracing.bits import draw_bits
 from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.config import SiteOptions, site_options
@@ -348,7 +348,4 @@ def site_info(site: Any, plates: tuple[Plate, ...], particles: int) -> SiteInfo:
 
 def distribution_name(fn: Any) -> str:
     """Name of a distribution, without wrappers."""
-    wrappers = ("Independent", "MaskedDistribution", "ExpandedDistribution")
-    while hasattr(fn, "base_dist") and type(fn).__name__ in wrappers:
-        fn = fn.base_dist
-    return type(fn).__name__
+    return type(base_distribution(fn)).__name__

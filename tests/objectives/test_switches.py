@@ -1,0 +1,148 @@
+"""Programs whose structure changes between steps, in ways that arguments show: no step is biased."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import Adam
+
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.testing import assert_unbiased
+
+X = torch.tensor([0.3, -1.2], dtype=torch.float64)
+OPTIONS: list[dict[str, Any]] = [{}, {"num_particles": 1}, {"num_particles": 2}]
+
+
+def _stays_unbiased(model: Any, guide: Any, phases: Sequence[tuple[Any, int]], **options: Any) -> TraceBackpropQ_ELBO:
+    """Takes so many steps with each argument in turn; the gradient is exact before and after each."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(**options)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for arg, steps in phases:
+            for _ in range(steps):
+                svi.step(arg)
+            assert_unbiased(copy.deepcopy(elbo).eval(), model, guide, arg)
+    return elbo
+
+
+def _guide(flag: Any) -> None:
+    q = pyro.param("q", torch.tensor([0.2, -0.3]))
+    with pyro.plate("d", len(X)):
+        pyro.sample("z", dist.Bernoulli(logits=q[0] + q[1] * X))
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"num_particles": 2, "vectorize_particles": True}])
+def test_rows_that_meet_from_one_flag_to_the_next(options: dict[str, Any]) -> None:
+    """The run before was tracked as well, since its flag was new."""
+
+    def model(flag: int) -> None:
+        w = pyro.param("w", torch.tensor([0.5, 1.0]))
+        with pyro.plate("d", len(X)):
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+            loc = w[0] + w[1] * z + (0.3 * z.sum() if flag == 2 else 0.0)
+            pyro.sample("x", dist.Normal(loc, 1.0), obs=X)
+
+    _stays_unbiased(model, _guide, [(0, 20), (1, 1), (2, 1), (2, 1), (2, 5), (0, 1)], **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2])
+@pytest.mark.parametrize(
+    "law", [dist.Geometric(0.3), dist.Poisson(0.4), dist.Categorical(torch.tensor([0.2, 0.3, 0.5]))]
+)
+def test_another_law_of_a_latent_site_is_another_structure(law: str, options: dict[str, Any]) -> None:
+    parameter = torch.ones(3) / 3.0 if law == "Categorical" else torch.tensor(0.4)
+    laws = [dist.Bernoulli(0.3), getattr(dist, law)(parameter)]
+
+    def model(kind: int) -> None:
+        w = pyro.param("w", torch.tensor([0.5, 1.0]))
+        with pyro.plate("d", len(X)):
+            z = pyro.sample("z", laws[kind])
+            pyro.sample("x", dist.Normal(w[0] + w[1] * z, 1.0), obs=X)
+
+    _stays_unbiased(model, _guide, [(0, 15), (1, 1), (1, 5)], **options)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_site_that_is_reparameterised_in_some_calls_only(first: bool) -> None:
+    def law(is_normal: bool, q: Any) -> Any:
+        return (dist.Normal(q, 1.0) if is_normal else dist.Poisson(q.exp())).to_event(1)
+
+    def model(is_normal: bool) -> None:
+        z = pyro.sample("z", law(is_normal, torch.full((2,), 0.6)))
+        pyro.factor("f", -((pyro.param("w", torch.tensor(0.7)) * z.sum(-1) - 1.0) ** 2))
+
+    def guide(is_normal: bool) -> None:
+        pyro.sample("z", law(is_normal, pyro.param("q", torch.tensor([0.3, 0.2]))))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(num_particles=2)
+    for is_normal in [first] * 5 + [not first] * 4 + [first] * 2:
+        elbo.loss_and_grads(model, guide, is_normal)
+        assert ("Pathwise" in str(elbo.plan)) == is_normal
+
+
+def test_a_step_count_among_the_arguments_makes_looks_more_frequent() -> None:
+    def model(step: int) -> None:
+        w = pyro.param("w", torch.tensor([0.5, 1.0]))
+        z = [pyro.sample(f"z{i}", dist.Bernoulli(0.3)) for i in range(2)]
+        pyro.sample("x0", dist.Normal(w[0] + w[1] * z[0], 1.0), obs=X[0])
+        pyro.sample("x1", dist.Normal(w[0] + w[1] * z[1] * (1.0 if step < 250 else z[0]), 1.0), obs=X[1])
+
+    def guide(step: int) -> None:
+        for i in range(2):
+            pyro.sample(f"z{i}", dist.Bernoulli(logits=pyro.param(f"q{i}", torch.tensor(0.2))))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(350):
+            elbo.loss_and_grads(model, guide, step)
+    assert_unbiased(elbo.eval(), model, guide, 350)
+
+
+def test_texts_that_differ_in_every_step_are_soon_left_out() -> None:
+    def model(name: str) -> None:
+        with pyro.plate("d", len(X)):
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+            pyro.sample("x", dist.Normal(pyro.param("w", torch.tensor(0.5)) * z, 1.0), obs=X)
+
+    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    for i in range(80):
+        elbo.loss_and_grads(model, _guide, f"file_{i}.npz")
+    assert elbo.runner.structure.tracked_runs < 40 and len(elbo.runner.plans.plans) == 1
+
+
+def test_patterns_of_components_are_the_same_with_a_plate_of_particles() -> None:
+    """The first step, with one particle, and those with several agree: credit by component stays."""
+
+    def model(x: Any) -> None:
+        w = pyro.param("w", torch.tensor([0.5, 1.0]))
+        with pyro.plate("d", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(torch.full((10,), 0.3)).to_event(1))
+            y = pyro.sample("y", dist.Poisson((w[1] * z).exp()).to_event(1))
+            pyro.sample("x", dist.Normal(w[0] + z + y, 1.0).to_event(1), obs=x)
+
+    def guide(x: Any) -> None:
+        with pyro.plate("d", len(x)):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(10)) + x).to_event(1))
+            pyro.sample("y", dist.Poisson((pyro.param("r", torch.zeros(10)) + 0.2 * x).exp()).to_event(1))
+
+    pyro.clear_param_store()
+    elbo, x = TraceBackpropQ_ELBO(), torch.randn(40, 10)
+    for _ in range(5):
+        elbo.loss_and_grads(model, guide, x)
+    assert elbo.num_particles > 1
+    (facts,) = elbo.runner.structure.facts.values()
+    assert {("z", "-log p(x)"), ("z", "-log p(y)"), ("y", "-log p(x)")} <= {pair for pair, _ in facts.patterns or ()}
