@@ -16,7 +16,7 @@ from dataclasses import replace
 from pyro_bpq.objectives.observation import Observation, Runner
 from pyro_bpq.objectives.programs import compared_alone
 from pyro_bpq.objectives.staged import Mode
-from pyro_bpq.reruns.apart import Together
+from pyro_bpq.reruns.apart import Together, TrackedRuns
 from pyro_bpq.reruns.row_runs import is_due
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Trial
@@ -30,11 +30,13 @@ class GivenNumber:
     Attributes:
         now: How they run at present.
         proved: Structures whose particles were proved to keep apart in a plate.
+        tracked: The tracked runs so far, whose structure may be new.
         said: What was settled last, and why; empty before.
     """
 
     def __init__(self) -> None:
         self.now, self.proved, self.said = Particles(), Together(), ""
+        self.tracked = TrackedRuns()
 
     def __repr__(self) -> str:
         return f"GivenNumber({self.now})"
@@ -53,13 +55,14 @@ class GivenNumber:
 
     def _in_plate(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """Particles in a plate; those that do not keep apart there run in another way from now on."""
-        draws, when = Draws(), (mode.learning, mode.num_steps)
-        lends = self.proved.is_wanted(*when) and runner.has_buffers
+        draws, when, mixes = Draws(), (mode.learning, mode.num_steps), False
+        lends = (self.proved.is_wanted(*when) or runner.is_looking) and runner.has_buffers
         with LentBuffers() if lends else contextlib.nullcontext() as lent:
             found = runner.observe(program, self.now, mode)
-            mixes = not (mode.is_recorded or self.proved.knows(found.runs[0].key, *when)) and self.proved.mixes(
-                compared_alone(runner, program, self.now, found.runs[0], mode.num_steps), *when
-            )
+            many, is_new = found.runs[0], self.tracked.may_be_new(found.runs[0])
+            if not mode.is_recorded and (is_new or not self.proved.knows(many.key, *when)):
+                compared = compared_alone(runner, program, self.now, many, mode.num_steps)
+                mixes = self.proved.mixes(compared, mode.num_steps, is_new)
             if lent is not None and not mixes:
                 lent.keep()
         if not mixes:

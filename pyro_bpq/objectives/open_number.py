@@ -30,7 +30,7 @@ from pyro_bpq.objectives.observation import Observation, Runner
 from pyro_bpq.objectives.programs import compared_alone, is_same_program
 from pyro_bpq.objectives.staged import Mode, Transient
 from pyro_bpq.plan.particles import num_drawn_steps
-from pyro_bpq.reruns.apart import keeps_apart
+from pyro_bpq.reruns.apart import TrackedRuns, keeps_apart
 from pyro_bpq.reruns.row_runs import is_due
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.snapshots import restore, snapshot
@@ -38,9 +38,6 @@ from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Sandbox, Trial
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
-
-# Number of tracked runs after which few of them are compared with particles on their own.
-_NEW = 16
 
 
 @dataclass(frozen=True)
@@ -70,12 +67,13 @@ class OpenNumber:
     Attributes:
         now: How they run at present.
         nesting: Bound on the number of nested plates of the programs.
+        tracked: The tracked runs so far, whose structure may be new.
         said: What was settled last, and why; empty before.
     """
 
     def __init__(self, nesting: float = math.inf) -> None:
         self.now, self.nesting, self.said = Particles(nesting=nesting), nesting, ""
-        self._num_tracked = 0
+        self.tracked = TrackedRuns()
         self._found = _Findings()
 
     def __repr__(self) -> str:
@@ -226,10 +224,7 @@ class OpenNumber:
         lends = compares and self.now.has_plate and runner.has_buffers
         with Trial() as trial, LentBuffers() if lends else contextlib.nullcontext() as lent:
             found = runner.observe(program, self.now, replace(mode, is_checked=compares))
-            # Runs whose structure may be new are tracked. Where most are, few of them count.
-            is_tracked = found.runs[0].reads is not None
-            self._num_tracked += is_tracked
-            is_new = is_tracked and (self._num_tracked <= _NEW or is_due(self._num_tracked))
+            is_new = self.tracked.may_be_new(found.runs[0])
             if (compares or is_new) and self.now.has_plate and not trial.new_parameters():
                 trial.reason = self._difference(runner, program, found.runs[0], mode, lent, is_new)
                 if lent is not None and not (trial.reason or is_first):

@@ -30,7 +30,7 @@ class ParticleCount:
     @property
     def parts(self) -> tuple[Any, ...]:
         """What finds things out in a step."""
-        return self, self.given, self.open, self.given.proved
+        return self, self.given, self.open, self.given.proved, self.given.tracked, self.open.tracked
 
     @property
     def now(self) -> Particles:

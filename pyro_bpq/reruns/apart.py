@@ -26,6 +26,8 @@ from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, samples
 FIRST, LATER = 16, 4
 # The same from so many sites on: a run takes long, so that each shows more.
 LONG, FIRST_OF_LONG, LATER_OF_LONG = 100, 4, 1
+# Number of tracked runs that are all compared.
+_NEW = 16
 
 
 @dataclass(frozen=True)
@@ -133,16 +135,13 @@ class Together:
         """Whether the particles of a structure were proved to keep apart, and need no other look in this step."""
         return key in self._proved and not (learning and is_due(num_steps))
 
-    def mixes(self, compared: Comparison, learning: bool, num_steps: int) -> bool:
+    def mixes(self, compared: Comparison, num_steps: int, is_first: bool) -> bool:
         """Whether the costs of a particle depend on the other particles; warns if so.
 
         See :func:`keeps_apart`. Runs that cannot be compared count as unmixed, as in Pyro.
         """
         key = compared.many.key
-        if self.knows(key, learning, num_steps):
-            return False
-        is_known = key in self._proved
-        if keeps_apart(compared, num_steps, not is_known) is False:
+        if keeps_apart(compared, num_steps, is_first or key not in self._proved) is False:
             warnings.warn(
                 f"vectorize_particles=True: the costs of one of the {compared.number} particles depend on the others, "
                 "so the program mixes particles, as by z[0] or z.sum(). From now on they run without seeing each "
@@ -156,6 +155,20 @@ class Together:
             self._proved.clear()
         self._proved.add(key)
         return False
+
+
+class TrackedRuns:
+    """Counts tracked runs: their structure may be new. Where most runs are tracked, few of them count."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def may_be_new(self, traced: TracedRun) -> bool:
+        """Whether particles of this run are to be compared as if for the first time; counts it if it is tracked."""
+        if traced.reads is None:
+            return False
+        self.number += 1
+        return self.number <= _NEW or is_due(self.number)
 
 
 class RunsAt:

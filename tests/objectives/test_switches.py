@@ -57,9 +57,7 @@ def test_rows_that_meet_from_one_flag_to_the_next(options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2])
-@pytest.mark.parametrize(
-    "law", [dist.Geometric(0.3), dist.Poisson(0.4), dist.Categorical(torch.tensor([0.2, 0.3, 0.5]))]
-)
+@pytest.mark.parametrize("law", ["Geometric", "Poisson", "Categorical"])
 def test_another_law_of_a_latent_site_is_another_structure(law: str, options: dict[str, Any]) -> None:
     parameter = torch.ones(3) / 3.0 if law == "Categorical" else torch.tensor(0.4)
     laws = [dist.Bernoulli(0.3), getattr(dist, law)(parameter)]
