@@ -6,7 +6,7 @@ Pyro's own ELBOs count the cost too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,28 @@ def _tensor(name: str, exact: bool, value: Any, args: tuple[Any, ...]) -> Tensor
     if value.is_complex():
         raise OptionError(f"Cost {name!r} is complex; give a real number.")
     return value if value.is_floating_point() else value.to(torch.get_default_dtype())
+
+
+def check_particles(name: str, args: Iterable[Any], value: Tensor, number: int, dim: int) -> None:
+    """Checks that a function of all particles' values has not given one number for all of them.
+
+    Args:
+        name: Name of the cost.
+        args: Arguments of the function.
+        value: Its result.
+        number: Number of particles.
+        dim: Dimension of their plate, from the right.
+
+    Raises:
+        OptionError: If it has.
+    """
+    takes = any(isinstance(arg, Tensor) and arg.dim() >= -dim and arg.shape[dim] == number for arg in args)
+    if takes and value.dim() < -dim:
+        raise OptionError(
+            f"Cost {name!r}: its function got the values of {number} particles at once and gave a result of shape "
+            f"{tuple(value.shape)}, which has no dimension for them. Keep dimension {dim}: write "
+            "z.sum(-1, keepdim=True), not z.sum() or float(...). Or write vectorize_particles=False."
+        )
 
 
 def cost_options(site: Any) -> CostOptions | None:

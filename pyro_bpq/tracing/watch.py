@@ -26,7 +26,7 @@ from pyro_bpq.rollout.features import base_distribution, finite_components
 from pyro_bpq.tracing.bits import draw_bits
 from pyro_bpq.tracing.component_costs import ElementWatch
 from pyro_bpq.tracing.config import SiteOptions, site_options
-from pyro_bpq.tracing.cost_statement import Given, cost_options
+from pyro_bpq.tracing.cost_statement import Given, check_particles, cost_options
 from pyro_bpq.tracing.provenance import ContainedCalls, DependencyTracker
 from pyro_bpq.tracing.work import Work, WorkMode
 
@@ -226,6 +226,9 @@ class Watch(Messenger):
             self._calls.open()
 
     def _pyro_post_bpq_cost(self, msg: Any) -> None:
+        for frame in msg["cond_indep_stack"]:
+            if frame.name == PARTICLES and isinstance(msg["value"], Tensor):
+                check_particles(msg["args"][0], msg["args"][3:], msg["value"], frame.size, frame.dim)
         # A cost with exact=True may be evaluated for many rows at once. A read in Python would see all of them.
         if self._calls is not None and not msg["infer"]["exact"]:
             value = msg["value"]

@@ -541,3 +541,23 @@ def test_likelihood_by_sampling_the_prior(options: dict[str, Any]) -> None:
     found = expected_gradient(objective.eval(), None, generative)
     for name, gradient in zip(leaves, hand, strict=True):
         torch.testing.assert_close(found[name], gradient, rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.parametrize("reduce", [lambda z: float(z.sum()), lambda z: z.sum(), lambda z: z.sum(-1, keepdim=True)])
+def test_a_function_that_gives_one_number_for_all_particles_is_refused(reduce: Callable[[Tensor], Any]) -> None:
+    def model() -> None:
+        with pyro.plate("d", 2):
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+        cost("c", reduce, z)
+
+    def guide() -> None:
+        with pyro.plate("d", 2):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(2))))
+
+    def take() -> None:
+        TraceBackpropQ_ELBO(3, vectorize_particles=True, max_plate_nesting=1).loss_and_grads(model, guide)
+
+    if isinstance(reduce(torch.ones(3, 2)), Tensor) and reduce(torch.ones(3, 2)).dim():
+        return take()
+    with pytest.raises(OptionError, match=r"Cost 'c': .* 3 particles at once .* shape \(\).* Keep dimension -2"):
+        take()
