@@ -13,13 +13,17 @@ import contextlib
 import logging
 from dataclasses import replace
 
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
+
 from pyro_bpq.objectives.observation import Observation, Runner
 from pyro_bpq.objectives.programs import compared_alone
 from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.reruns.apart import Together, TrackedRuns
 from pyro_bpq.reruns.row_runs import is_due
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Trial
+from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Sandbox, Trial
 
 LOG = logging.getLogger("pyro_bpq")
 
@@ -56,6 +60,11 @@ class GivenNumber:
     def _in_plate(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """Particles in a plate; those that do not keep apart there run in another way from now on."""
         draws, when, mixes = Draws(), (mode.learning, mode.num_steps), False
+        if self.proved.is_empty and isinstance(poutine.unwrap(program.guide), Messenger):
+            # Such guides of Pyro make parameters in the shape of their first run.
+            with Sandbox(torch.get_rng_state(), runner.has_buffers), torch.no_grad():
+                runner.trace(program, Particles(nesting=self.now.nesting - 1), mode.num_steps)
+            draws.again()
         lends = (self.proved.is_wanted(*when) or runner.is_looking) and runner.has_buffers
         with LentBuffers() if lends else contextlib.nullcontext() as lent:
             found = runner.observe(program, self.now, mode)

@@ -13,6 +13,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import Trace_ELBO
+from pyro.infer.autoguide import AutoHierarchicalNormalMessenger, AutoNormalMessenger
 from steps import trained
 
 from pyro_bpq import CriticLearner, FlipCritic, TraceBackpropQ_ELBO, cost
@@ -620,3 +621,24 @@ def test_functions_that_close_over_each_other_are_compared() -> None:
         elbo.loss_and_grads(recursive(programs.model), recursive(programs.guide))
     assert elbo.num_particles == MOST_PARTICLES
     assert not is_same_program(recursive(programs.model), recursive(programs.guide))
+
+
+@pytest.mark.parametrize("kind", [AutoNormalMessenger, AutoHierarchicalNormalMessenger])
+def test_guides_that_make_parameters_in_the_shape_of_a_run_serve_vectorised_particles(kind: Any) -> None:
+    x = torch.tensor([0.3, -1.2, 2.0])
+
+    def model() -> None:
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("d", 3, dim=-1):
+            z = pyro.sample("z", dist.Normal(mean, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    guide = kind(model)
+    elbo = TraceBackpropQ_ELBO(2, vectorize_particles=True, max_plate_nesting=1)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BPQWarning)
+        for _ in range(3):
+            svi.step()
+    assert elbo.particles.now.has_plate
+    assert max(value.dim() for value in guide.parameters()) == 1
