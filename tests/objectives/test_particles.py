@@ -12,8 +12,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import Trace_ELBO
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoHierarchicalNormalMessenger, AutoNormalMessenger
+from pyro.optim import Adam
 from steps import trained
 
 from pyro_bpq import CriticLearner, FlipCritic, TraceBackpropQ_ELBO, cost
