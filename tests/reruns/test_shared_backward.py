@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro
 import pyro.distributions as dist
@@ -26,7 +27,7 @@ Program = Callable[[], Any]
 class Square(torch.autograd.Function):
     """Squares, and counts how often a backward pass comes by."""
 
-    passes = 0
+    passes: ClassVar = Counter[str]()
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ class Square(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> Tensor:
-        Square.passes += 1
+        Square.passes["backward"] += 1
         return 2.0 * ctx.saved_tensors[0] * outer
 
 
@@ -101,10 +102,10 @@ def gradients(name: str, take: Callable[[Any, Program, Program], object], **opti
     for _ in range(3):
         elbo.loss_and_grads(model, guide)
     nets.zero_grad()
-    before = Square.passes
+    before = Square.passes["backward"]
     assert elbo.runner.plans.last.plan.led_back
     take(elbo, model, guide)
-    passes = Square.passes - before
+    passes = Square.passes["backward"] - before
     return {n: None if p.grad is None else p.grad.to_dense() for n, p in nets.named_parameters()}, passes
 
 
