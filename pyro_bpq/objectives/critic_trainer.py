@@ -127,6 +127,9 @@ class CriticTrainer:
         self.num_steps += 1
         if seen is not None:
             self.recent.add(*seen)
+        if not writes and not gradients and self.replayer is None and not self.staged.items:
+            # Short steps of steered programs teach no critic.
+            return
         self._keep_changed(write[0] for write in writes)
         self.critics.commit(writes)
         if self.optimizer is not None:

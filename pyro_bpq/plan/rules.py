@@ -6,6 +6,7 @@ structure of the program tells more. The third says how many particles a program
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ DRAWN_STEPS = (1, 10)
 SUMMED = "every law and every cost reads at most one other site: summed over all values, exactly"
 
 
+@functools.cache
 def plain_score(num_particles: int) -> Estimator:
     """The score function with leave-one-out or, with one particle, a baseline of earlier costs."""
     return ScoreFunction(LeaveOneOut() if num_particles > 1 else TrimmedBaseline())
