@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -49,6 +50,18 @@ def trained(
         svi.step(*args)
     params()
     return objective
+
+
+def fitted(elbo: TraceBackpropQ_ELBO, model: Any, guide: Any, calls: Iterable[tuple[Any, ...]]) -> TraceBackpropQ_ELBO:
+    """An ELBO after steps of SVI with these arguments in turn, from new parameters on; nothing warns."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for args in calls:
+            svi.step(*args)
+    return elbo
 
 
 def settled(case: Case, steps: int, **options: Any) -> TraceBackpropQ_ELBO:

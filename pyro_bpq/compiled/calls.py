@@ -157,9 +157,13 @@ class _Walk:
             self._attributes(path, item, frozenset())
         elif isinstance(item, (set, frozenset)) and all(isinstance(part, _PLAIN) for part in item):
             self.note(path, (type(item), frozenset((type(part), part) for part in item)))
-        elif isinstance(item, (type, ModuleType, BuiltinFunctionType, numpy.ndarray, numpy.generic)) or is_of_library(
-            type(item)
-        ):
+        elif isinstance(item, type):
+            self._opaque(path, item)
+            self._of_class(path, item)
+        elif isinstance(item, numpy.ndarray):
+            self._opaque(path, item)
+            self.arrays.append((path, item))
+        elif isinstance(item, (ModuleType, BuiltinFunctionType, numpy.generic)) or is_of_library(type(item)):
             self._opaque(path, item)
         elif hasattr(item, "__dict__"):
             self._attributes(path, item, frozenset())
@@ -169,10 +173,6 @@ class _Walk:
     def _opaque(self, path: str, item: Any) -> None:
         """Something that is taken to be the same as long as it is the same object."""
         self.note(path, (type(item), id(item)))
-        if isinstance(item, type):
-            self._of_class(path, item)
-        elif isinstance(item, numpy.ndarray):
-            self.arrays.append((path, item))
 
     def _of_class(self, path: str, item: type) -> None:
         """Notes the plain values among the attributes of a class, once: its objects read them too."""

@@ -13,17 +13,16 @@ import contextlib
 import logging
 from dataclasses import replace
 
-import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
 
 from pyro_bpq.objectives.observation import Observation, Runner
-from pyro_bpq.objectives.programs import compared_alone
+from pyro_bpq.objectives.programs import compared_alone, make_parameters
 from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.reruns.apart import Together, TrackedRuns
 from pyro_bpq.reruns.row_runs import is_due
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Sandbox, Trial
+from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Trial
 
 LOG = logging.getLogger("pyro_bpq")
 
@@ -62,9 +61,7 @@ class GivenNumber:
         draws, when, mixes = Draws(), (mode.learning, mode.num_steps), False
         if self.proved.is_empty and isinstance(poutine.unwrap(program.guide), Messenger):
             # Such guides of Pyro make parameters in the shape of their first run.
-            with Sandbox(torch.get_rng_state(), runner.has_buffers), torch.no_grad():
-                runner.trace(program, Particles(nesting=self.now.nesting - 1), mode.num_steps)
-            draws.again()
+            make_parameters(runner, program, Particles(nesting=self.now.nesting - 1), mode.num_steps)
         lends = (self.proved.is_wanted(*when) or runner.is_looking) and runner.has_buffers
         with LentBuffers() if lends else contextlib.nullcontext() as lent:
             found = runner.observe(program, self.now, mode)

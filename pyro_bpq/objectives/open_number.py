@@ -22,19 +22,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.observation import Observation, Runner
-from pyro_bpq.objectives.programs import compared_alone, is_same_program
+from pyro_bpq.objectives.programs import compared_alone, is_same_program, make_parameters
 from pyro_bpq.objectives.staged import Mode, Transient
 from pyro_bpq.plan.particles import num_drawn_steps
 from pyro_bpq.reruns.apart import TrackedRuns, keeps_apart
 from pyro_bpq.reruns.row_runs import is_due
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.snapshots import restore, snapshot
-from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Sandbox, Trial
+from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Trial
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
@@ -168,9 +166,7 @@ class OpenNumber:
         before, first, settled, draws = self._found, self.now, Transient(program[:2]), Draws()
         if before.is_new and not first.sums:
             # Copied or loaded, maybe in a new process: one particle makes the parameters that Pyro's store lacks.
-            with Sandbox(torch.get_rng_state(), runner.has_buffers), torch.no_grad():
-                runner.trace(program, self.one, mode.num_steps)
-            draws.again()
+            make_parameters(runner, program, self.one, mode.num_steps)
         reason, refused = "", list[str]()
         for way in self._ways(first):
             self.now = way

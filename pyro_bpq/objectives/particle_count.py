@@ -33,9 +33,13 @@ class ParticleCount:
         return self, self.given, self.open, self.given.proved, self.given.tracked, self.open.tracked
 
     @property
+    def _used(self) -> GivenNumber | OpenNumber:
+        return self.open if self.is_open else self.given
+
+    @property
     def now(self) -> Particles:
         """How particles run at present."""
-        return (self.open if self.is_open else self.given).now
+        return self._used.now
 
     @property
     def drawn(self) -> Particles:
@@ -50,7 +54,7 @@ class ParticleCount:
     @property
     def said(self) -> str:
         """What was settled last, and why; empty before."""
-        return (self.open if self.is_open else self.given).said
+        return self._used.said
 
     def is_settled(self, program: Program) -> bool:
         """Whether number and way are settled for a program."""
@@ -58,13 +62,13 @@ class ParticleCount:
 
     def observe(self, runner: Runner, program: Program, mode: Mode) -> Observation:
         """The runs of a step, and the signals of their sites."""
-        return (self.open if self.is_open else self.given).observe(runner, program, mode)
+        return self._used.observe(runner, program, mode)
 
     def change(self, **changes: Any) -> None:
         """Sets options of the user's own; a number that is set is no longer open."""
         now = replace(self.drawn, **changes)
         self.is_open = self.is_open and "number" not in changes
-        (self.open if self.is_open else self.given).now = now
+        self._used.now = now
 
     def leave_open(self) -> None:
         """Leaves the number open, from one particle on."""

@@ -7,11 +7,13 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import pyro
+import torch
 from pyro.poutine.messenger import Messenger
 
 from pyro_bpq.objectives.observation import Runner
 from pyro_bpq.reruns.apart import Comparison
 from pyro_bpq.rollout.runs import Particles, Program
+from pyro_bpq.tracing.sandbox import Draws, Sandbox
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import PARTICLES
 
@@ -81,6 +83,14 @@ def _in_plate(part: Any, particles: Particles) -> Any:
     if particles.number == 1:
         return part
     return pyro.plate(PARTICLES, particles.number, dim=-int(particles.nesting))(part)
+
+
+def make_parameters(runner: Runner, program: Program, one: Particles, num_steps: int) -> None:
+    """Runs one particle for the parameters that it makes, in its shape. Its draws come again in the next run."""
+    draws = Draws()
+    with Sandbox(torch.get_rng_state(), runner.has_buffers), torch.no_grad():
+        runner.trace(program, one, num_steps)
+    draws.again()
 
 
 def compared_alone(

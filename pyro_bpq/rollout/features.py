@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import cache, singledispatch
 from typing import Any, NamedTuple
 
 import torch
@@ -195,9 +195,15 @@ def _is_masked(fn: Any) -> bool:
 
 def base_distribution(fn: Any) -> Any:
     """The distribution under ``to_event``, ``mask`` and ``expand``."""
-    while type(fn).__name__ in ("Independent", "MaskedDistribution", "ExpandedDistribution"):
+    while _is_wrapper(fn.__class__):
         fn = fn.base_dist
     return fn
+
+
+@cache
+def _is_wrapper(kind: type) -> bool:
+    """Whether it is such a class, or a user's subclass of one."""
+    return any(each.__name__ in ("Independent", "MaskedDistribution", "ExpandedDistribution") for each in kind.__mro__)
 
 
 def family_of(fn: Any) -> tuple[Any, ...]:

@@ -73,7 +73,8 @@ def test_parameters_go_on_learning_as_in_svi(change: Callable[[], None], often: 
         found.append(torch.cat([pyro.param("w").detach(), pyro.param("q").detach()]))
         if is_compiled:
             assert "updates 2 parameters" in str(compile_report(elbo))
-    assert torch.allclose(*found, atol=1e-10)
+    # A compiled step sums in another order; a parameter that stays behind is off by more than 0.01.
+    assert torch.allclose(*found, rtol=0.0, atol=1e-10)
 
 
 def test_plain_attributes_of_classes_are_a_part_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

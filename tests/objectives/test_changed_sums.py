@@ -12,6 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
+from steps import fitted
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
@@ -53,15 +54,7 @@ def _fork(is_full: Callable[[Any], bool]) -> tuple[Any, Any]:
 
 
 def _fitted(model: Any, guide: Any, calls: Sequence[tuple[Any, ...]], **options: Any) -> TraceBackpropQ_ELBO:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(**options)
-    svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for args in calls:
-            svi.step(*args)
-    return elbo
+    return fitted(TraceBackpropQ_ELBO(**options), model, guide, calls)
 
 
 def test_a_flag_among_the_arguments_is_another_structure_at_once() -> None:

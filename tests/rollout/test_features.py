@@ -10,7 +10,7 @@ import torch
 from models import Die
 from torch import Tensor
 
-from pyro_bpq.rollout.features import Components, encode_real, finite_components, have_same_values
+from pyro_bpq.rollout.features import Components, encode_real, family_of, finite_components, have_same_values
 
 LOGITS = torch.tensor([[0.3, -0.4, 1.1], [0.0, 0.9, -0.6]], dtype=torch.float64)
 
@@ -156,3 +156,13 @@ def test_supports_of_other_values_or_of_another_order_differ() -> None:
 def test_a_distribution_that_knows_no_table_has_no_components() -> None:
     """Empirical takes one value at a time."""
     assert finite_components(dist.Empirical(torch.tensor([1.0, 2.0]), torch.zeros(2))) is None
+
+
+def test_subclasses_of_wrappers_are_taken_off_too() -> None:
+    class Mine(dist.Independent):
+        """A wrapper of a user's own."""
+
+    fn = Mine(dist.Bernoulli(logits=torch.tensor([0.3, -0.2])), 1)
+    split = finite_components(fn)
+    assert split is not None and split.parameters(fn) is fn.base_dist.logits
+    assert family_of(fn)[0] is dist.Bernoulli
