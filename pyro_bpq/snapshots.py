@@ -8,7 +8,11 @@ from typing import Any
 
 def snapshot(part: object) -> dict[str, Any]:
     """The attributes of an object, by name; its dicts, lists and sets are copied, not what they hold."""
-    return {name: value.copy() if isinstance(value, (dict, list, set)) else value for name, value in vars(part).items()}
+    own = vars(part).copy()
+    for name, value in own.items():
+        if isinstance(value, (dict, list, set)):
+            own[name] = value.copy()
+    return own
 
 
 def restore(part: object, mark: Mapping[str, Any]) -> None:

@@ -264,7 +264,8 @@ class Objective(ELBO, nn.Module):
         """Applies what the last step taught, and takes a compiled step; ``None`` if the step has to run eagerly."""
         if not self._is_learning:
             return None
-        self.learn()
+        if self.trainer.waiting is not None:
+            self.learn()
         if self.compiled is None:
             return None
         from pyro_bpq.objectives.recordable import Recordable

@@ -201,8 +201,11 @@ class StepRunner(Runner):
             return Summing(self, program, particles, mode).observation()
         is_together = particles.has_plate or particles.is_hidden
         is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or is_together)
-        if is_ordered and self.structure.mode == "auto":
-            return self._in_order(program, particles, mode)
+        is_chosen = self.plans.planner.serves_order and not self.structure.needs_graphs
+        if is_ordered and (self.structure.mode == "auto" or is_chosen):
+            in_order = self._in_order(program, particles, mode)
+            if in_order is not None:
+                return in_order
         track = self.structure.wants_tracking() or (self.structure.always_tracks and not is_ordered)
         programs, draws = programs_of(program, particles), Draws()
         runs = self._runs(programs, particles, mode, track)
@@ -248,29 +251,36 @@ class StepRunner(Runner):
             raise
         return Observation(tuple(runs), tuple(items))
 
-    def _in_order(self, program: Program, particles: Particles, mode: Mode) -> Observation:
-        """A step in program order that follows from the rules, not from an option.
+    def _in_order(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
+        """A step in program order; ``None``, and nothing drawn, if an estimator that was chosen needs more.
 
-        If program order does not fit a run, only later steps change: what a step does must not depend on the values
-        that it has drawn.
+        If program order follows from the rules and does not fit a run, only later steps change: what a step does must
+        not depend on the values that it has drawn.
         """
-        planner = self.plans.planner
+        planner, draws = self.plans.planner, Draws()
         options = TraceOptions(
             *(planner.choose, particles.nesting, particles.number, planner.attach),
             noise=self.noise,
             step=mode.num_steps,
         )
         runs = [run_in_order(*program, options) for _ in range(particles.number)]
+        if self.structure.mode == "dense":
+            chosen = self._ordered(runs)
+            if mode.learning:
+                self.structure.settle_order(chosen is not None)
+            if chosen is None:
+                draws.again()
+            return None if chosen is None else Observation((), (), chosen)
         if mode.learning:
             self.structure.settle_order(all(isinstance(run, PlainRun) or planner.fits_order(run) for run in runs))
         ordered = tuple(served_alike(run, plain_score(particles.number)) for run in runs)
         return Observation((), (), ordered, is_lone=len(runs) == 1)
 
-    def _ordered(self, runs: Sequence[TracedRun]) -> tuple[RunInOrder, ...] | None:
+    def _ordered(self, runs: Sequence[PlainRun | TracedRun]) -> tuple[RunInOrder, ...] | None:
         """The signals of runs of a steered program in program order; ``None`` if an estimator needs more."""
-        estimators = [self.plans.planner.order_estimators(traced) for traced in runs]
+        estimators = [self.plans.planner.order_estimators(run, len(runs)) for run in runs]
         pairs = zip(runs, estimators, strict=True)
-        found = tuple(in_order(traced, own) for traced, own in pairs if own is not None)
+        found = tuple(in_order(run, own) for run, own in pairs if own is not None)
         return found if len(found) == len(runs) else None
 
     def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, track: bool) -> list[TracedRun]:

@@ -30,7 +30,8 @@ from pyro_bpq.plan.rules import BY_OPTIONS, SUMMED, Choice, SiteFacts, decide, h
 from pyro_bpq.plan.structure import Structure, StructureFacts
 from pyro_bpq.plan.sum_plan import sum_plan
 from pyro_bpq.tracing.config import SiteOptions
-from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
+from pyro_bpq.tracing.watch import site_info
 
 
 def check_gradients(traced: TracedRun) -> None:
@@ -99,9 +100,19 @@ class Planner:
             )
         return found
 
-    def order_estimators(self, traced: TracedRun) -> dict[str, Estimator] | None:
+    @property
+    def serves_order(self) -> bool:
+        """Whether an estimator was chosen for all sites, and needs their costs-to-go alone."""
+        return self.is_elbo and self.estimator is not None and self.estimator.needs_costs_alone
+
+    def order_estimators(self, traced: TracedRun | PlainRun, num_particles: int) -> dict[str, Estimator] | None:
         """The estimators of the sites of a run that have a score, where all of them need their costs-to-go alone."""
-        found = {}
+        found: dict[str, Estimator] = {}
+        if isinstance(traced, PlainRun):
+            for name, site in traced.sites.items():
+                facts = SiteFacts(site_info(site, (), num_particles), SiteOptions(), self.estimator, self.max_support)
+                found[name] = facts.score_function if facts.info.has_rsample else self.choice(facts).estimator
+            return found if all(own.needs_costs_alone for own in found.values()) else None
         for name, record in traced.run.sites.items():
             options = traced.options[name]
             if options.critic:

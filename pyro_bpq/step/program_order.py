@@ -44,8 +44,10 @@ class RunInOrder:
     differentiable: Tensor
 
 
-def in_order(traced: TracedRun, estimators: Mapping[str, Estimator]) -> RunInOrder:
+def in_order(traced: TracedRun | PlainRun, estimators: Mapping[str, Estimator]) -> RunInOrder:
     """Reads a run in program order, with the estimators of its sites that have a score."""
+    if isinstance(traced, PlainRun):
+        return RunInOrder(estimators, traced.scores, traced.loss, traced.differentiable)
     run, scores = traced.run, []
     for name in estimators:
         score = run.sites[name].score
@@ -58,7 +60,7 @@ def in_order(traced: TracedRun, estimators: Mapping[str, Estimator]) -> RunInOrd
 def served_alike(run: PlainRun | TracedRun, estimator: Estimator) -> RunInOrder:
     """Reads a run in program order, with one estimator for all of its sites that have a score."""
     if isinstance(run, PlainRun):
-        return RunInOrder(dict.fromkeys(run.names, estimator), run.scores, run.loss, run.differentiable)
+        return in_order(run, dict.fromkeys(run.sites, estimator))
     scored = (name for name, record in run.run.sites.items() if record.score is not None)
     return in_order(run, dict.fromkeys(scored, estimator))
 

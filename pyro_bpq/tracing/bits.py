@@ -22,12 +22,14 @@ def draw_bits(msg: Any) -> Tensor | None:
     Torch draws each entry by itself, with twice as many random numbers.
     """
     fn = msg["fn"]
+    if not isinstance(fn, (Bernoulli, Independent)) or (fn.batch_shape + fn.event_shape).numel() < _LARGE:
+        return None
     if msg["args"] or msg["kwargs"] or not _is_library_bernoulli(fn, "sample", "__call__"):
         return None
     base = _base(fn)
     shape, dtype = base.batch_shape, base.probs.dtype
     is_served = base.probs.device.type == "cpu" and dtype in (torch.float32, torch.float64)
-    if not is_served or shape.numel() < _LARGE:
+    if not is_served:
         return None
     # Half the distance of two of torch's uniform numbers.
     half_step = torch.finfo(dtype).eps / 4.0

@@ -188,13 +188,13 @@ class PlainRun:
     """What program order needs of a run without choices at sites, scored sites in plates and cost statements.
 
     Args:
-        names: The sites that have a score, in the order of draws.
+        sites: What Pyro traced of the sites that have a score, by name, in the order of draws.
         scores: Their ``log q``, ``(sites,)``, neither scaled nor masked, with gradient.
         loss: The loss of the run, a scalar in nats, detached.
         differentiable: Sum of all costs through which pathwise gradients flow, a scalar.
     """
 
-    names: tuple[str, ...]
+    sites: Mapping[str, Any]
     scores: Tensor
     loss: Tensor
     differentiable: Tensor
@@ -206,7 +206,7 @@ _OPTIONS = frozenset(("bpq", "baseline", "bpq_cost", "_do_not_trace", "_enumerat
 
 def plain_run(model_trace: Any, guide_sites: Mapping[str, Any]) -> PlainRun | None:
     """A run as program order sees it, from its traces with log-probabilities; ``None`` where it is not plain."""
-    model_sites, scores = samples(model_trace), {}
+    model_sites, scored, scores = samples(model_trace), dict[str, Any](), []
     for name, site in guide_sites.items():
         if site["is_observed"] or isinstance(site["fn"], MaskedDistribution) or not _OPTIONS.isdisjoint(site["infer"]):
             return None
@@ -214,13 +214,14 @@ def plain_run(model_trace: Any, guide_sites: Mapping[str, Any]) -> PlainRun | No
         if not _is_zero(score):
             if site["cond_indep_stack"] and any(frame.vectorized for frame in site["cond_indep_stack"]):
                 return None
-            scores[name] = score.sum() if score.dim() else score
+            scored[name] = site
+            scores.append(score.sum() if score.dim() else score)
     for name, site in model_sites.items():
         if not (site["is_observed"] or name in guide_sites) or not _OPTIONS.isdisjoint(site["infer"]):
             return None
     differentiable, loss = _sums(guide_sites, model_sites)
-    stacked = torch.stack([*scores.values()]) if scores else torch.zeros(0)
-    return PlainRun(tuple(scores), stacked, loss, differentiable)
+    stacked = torch.stack(scores) if scores else torch.zeros(0)
+    return PlainRun(scored, stacked, loss, differentiable)
 
 
 def _sums(guide_sites: Mapping[str, Any], model_sites: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -253,6 +254,8 @@ def total(terms: list[Tensor]) -> Tensor:
     """The sum of some tensors."""
     if not terms:
         return torch.zeros(())
+    if len(terms) == 2:
+        return terms[0] + terms[1]
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
 

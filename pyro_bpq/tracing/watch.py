@@ -170,16 +170,18 @@ class Watch(Messenger):
             return
         frames = msg["cond_indep_stack"]
         self.plates[name] = tuple([frame for frame in frames if frame.vectorized]) if frames else ()
-        if cost_options(msg) is not None:
+        if msg["infer"] and cost_options(msg) is not None:
             self.costs.add(name)
         if not msg["is_observed"]:
             laws = self.drawn_as if self.is_guide else self.scored_as
             laws[name] = msg["fn"], self.plates[name]
-        if is_enumerated(msg):
+        if msg["infer"] and is_enumerated(msg):
             self._enumerate(msg)
-        elif self.is_guide and not msg["is_observed"]:
+        elif msg["is_observed"]:
+            return
+        elif self.is_guide:
             self._draw(msg)
-        elif not msg["is_observed"]:
+        elif self.tracker is not None:
             self._replay(msg)
 
     def _draw(self, msg: Any) -> None:
@@ -218,7 +220,8 @@ class Watch(Messenger):
     def _replay(self, msg: Any) -> None:
         """Gives the model its own copy of a value, to tell it apart from values that the guide handed over."""
         value = msg["value"]
-        if self.tracker is not None and isinstance(value, Tensor) and self.tracker.mask_of(value) & self.handed:
+        assert self.tracker is not None
+        if isinstance(value, Tensor) and self.tracker.mask_of(value) & self.handed:
             msg["value"] = self.tracker.source(msg["name"], value.clone())
 
     def _pyro_bpq_cost(self, msg: Any) -> None:

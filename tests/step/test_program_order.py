@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any
 
 import pyro
@@ -13,7 +14,8 @@ from pyro.infer import SVI
 from pyro.optim import SGD
 
 from pyro_bpq import LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO, cost
-from pyro_bpq.estimators import Estimator, Pathwise
+from pyro_bpq.estimators import AllAction, Estimator, Pathwise
+from pyro_bpq.plan.planner import Planner
 from pyro_bpq.step.program_order import served_alike
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
@@ -79,6 +81,42 @@ def test_a_step_is_unbiased(estimator: Estimator, particles: int) -> None:
     elbo = trained(estimator, num_particles=particles)
     assert elbo.runner.structure.tracked_runs <= particles
     assert_unbiased(elbo.eval(), model, guide)
+
+
+@pytest.mark.parametrize("particles", [1, 2])
+def test_steps_of_plain_and_of_recorded_runs_are_the_same(particles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for is_plain in (True, False):
+        monkeypatch.setattr(Planner, "serves_order", property(lambda _, plain=is_plain: plain))
+        elbo = trained(ScoreFunction(LeaveOneOut() if particles > 1 else RunningBaseline()), 6, num_particles=particles)
+        weights = [w.detach().clone() for w in pyro.get_param_store()._params.values()]
+        found.append([*weights, *(entry["cost_to_go"] for entry in elbo.info.values())])
+    plain, recorded = found
+    assert len(plain) == len(recorded) and all(torch.equal(*pair) for pair in zip(plain, recorded, strict=True))
+
+
+def test_a_site_that_needs_more_costs_one_further_run() -> None:
+    calls = Counter[str]()
+
+    def steered(name: str = "q") -> None:
+        calls["runs"] += 1
+        q = logits(name, 0.2 if name == "q" else -0.4, 5)
+        if pyro.sample("a", dist.Bernoulli(logits=q[0]), infer={"bpq": {"estimator": AllAction()}}) > 0:
+            pyro.sample("b", dist.Bernoulli(logits=q[1]))
+
+    def seen() -> None:
+        steered("p")
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction(), structure="dense")
+    runs = []
+    for _ in range(6):
+        before = calls["runs"]
+        elbo.loss_and_grads(seen, steered)
+        runs.append(calls["runs"] - before)
+    # Each step runs guide and model; the second one, which is the first untracked one, does so twice.
+    assert runs == [2, 4, 2, 2, 2, 2]
+    assert_unbiased(elbo.eval(), seen, steered)
 
 
 def test_particles_are_compared_that_have_the_site() -> None:
