@@ -6,8 +6,9 @@ loss is minus the ELBO of fresh samples from the trained guide, in nats per row 
 standard errors. The first seeds, ``--tuning`` of them, pick each method's learning rate; ``--rates FILE`` takes those
 of an earlier result.
 All runs of a seed take turns. The rules are trained half as long again, for the time that they take to the loss at
-which another method ends: *time*, over the other's. Rows that the result file has are kept: ``--only`` measures
-programs anew. The programs that ``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``. A
+which another method ends: *time*, over the other's. Where a candidate does what the rules do, its curve is another draw of
+theirs, and *time* is that of a step of the rules over that of the candidate. Rows that the result file has are kept:
+``--only`` measures programs anew. The programs that ``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``. A
 candidate that refuses a program has no row.
 
 ``--compile`` races our own methods with compiled steps, into ``choice_compiled.csv``; what it takes to make these, by
@@ -20,6 +21,7 @@ the clock, is told apart.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import random
@@ -143,6 +145,15 @@ class Run:
         self.losses[mark] = statistics.fmean(losses) / (len(data) if program.rows else 1)
 
 
+def done_by(elbo: ELBO) -> str:
+    """What an ELBO does at each site, without the reasons; empty for Pyro's ELBOs."""
+    if not isinstance(elbo, TraceBackpropQ_ELBO):
+        return ""
+    told = [line.strip() for line in str(elbo.plan).splitlines() if not line.strip().startswith("because:")]
+    way = dataclasses.replace(elbo.particles.now, nesting=0.0)
+    return "; ".join([str(way), *told])
+
+
 def turns(runs: Sequence[Run], seconds: float, data: Tensor) -> dict[Run, Exception]:
     """Lets runs take turns, in changing order; those that fail drop out."""
     shuffle, failed = random.Random(0), dict[Run, Exception]()
@@ -182,7 +193,7 @@ def race(
             if run.method in rivals:
                 runs[run.method].setdefault(run.rate, []).append(run)
     found = [row_of(program, runs[name][best_rate(runs[name])], options) for name in rivals]
-    print(table(found), flush=True)
+    print(table(compared(found)), flush=True)
     return found
 
 
@@ -209,6 +220,7 @@ def row_of(program: Program, runs: Sequence[Run], options: argparse.Namespace) -
         "seeds": len(runs),
         "in turns": "yes",
         "tuning": options.tuning,
+        "does": done_by(runs[0].elbo),
         "curve": " ".join(f"{statistics.fmean(run.losses[at] for run in runs):.6g}" for at in runs[0].losses),
     }
 
@@ -259,14 +271,17 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     rules = {row["program"]: row for row in rows if row["method"] == "fixed" and row.get("curve")}
     found = []
     for row in rows:
-        own, times = rules.get(row["program"]), ("", "")
+        own, times = rules.get(row["program"]), ("", "", "")
         if own is not None and row["method"] != "fixed":
+            is_same = bool(row.get("does")) and row["does"] == own.get("does")
             noise = math.hypot(float(row["two standard errors"]), float(own["two standard errors"]))
             # As exact as the curve is written.
             goals = (float(f"{row['loss'] + more:.6g}") for more in (0.0, noise))
             times = tuple(time_to(own["curve"], goal) for goal in goals)
-        shown = {k: v for k, v in row.items() if k != "curve"}
-        found.append({**shown, "time": times[0], "within noise": times[1]})
+            times = (float(own["ms a step"]) / float(row["ms a step"]), times[1]) if is_same else times
+            times = (*times, "yes" if is_same else "")
+        shown = {k: v for k, v in row.items() if k not in ("curve", "does")}
+        found.append({**shown, "time": times[0], "within noise": times[1], "same": times[2]})
     return found
 
 
@@ -280,7 +295,9 @@ def write(output: Path, stem: str, rows: list[Row]) -> None:
         "`TraceBackpropQ_ELBO(choice=...)`; the others are candidates pinned from the first step, and Pyro's ELBOs. "
         "*time*: when the mean loss of *fixed* first reaches that at which the method ends, over the method's time; "
         "*inf* if not in one and a half times that. *within noise*: the same to that loss and noise, the root of the "
-        "sum of both squared, doubled standard errors. *in turns*: whether the runs of a seed took turns; in older "
+        "sum of both squared, doubled standard errors. *same*: whether the candidate does at "
+        "each site what *fixed* does, with as many particles; "
+        "*time* is then the time of a step of *fixed* over that of the candidate. *in turns*: whether the runs of a seed took turns; in older "
         "rows each method ran in a block. One thread."
     )
     if stem == "choice_compiled":
