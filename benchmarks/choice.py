@@ -6,10 +6,10 @@ loss is minus the ELBO of fresh samples from the trained guide, in nats per row 
 standard errors. The first seeds, ``--tuning`` of them, pick each method's learning rate; ``--rates FILE`` takes those
 of an earlier result.
 All runs of a seed take turns. The rules are trained half as long again, for the time that they take to the loss at
-which another method ends: *time*, over the other's. Where a candidate does what the rules do, its curve is another draw of
-theirs, and *time* is that of a step of the rules over that of the candidate. Rows that the result file has are kept:
-``--only`` measures programs anew. The programs that ``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``. A
-candidate that refuses a program has no row.
+which another method ends: *time*, over the other's. Where a candidate does what the rules do, its curve is another draw
+of theirs, and *time* is that of a step of the rules over that of the candidate. Rows that the result file has are kept:
+``--only`` measures programs anew. The programs that ``programs.HELD_OUT`` names are left out unless asked for with
+``--held-out``. A candidate that refuses a program has no row.
 
 ``--compile`` races our own methods with compiled steps, into ``choice_compiled.csv``; what it takes to make these, by
 the clock, is told apart.
@@ -295,10 +295,9 @@ def write(output: Path, stem: str, rows: list[Row]) -> None:
         "`TraceBackpropQ_ELBO(choice=...)`; the others are candidates pinned from the first step, and Pyro's ELBOs. "
         "*time*: when the mean loss of *fixed* first reaches that at which the method ends, over the method's time; "
         "*inf* if not in one and a half times that. *within noise*: the same to that loss and noise, the root of the "
-        "sum of both squared, doubled standard errors. *same*: whether the candidate does at "
-        "each site what *fixed* does, with as many particles; "
-        "*time* is then the time of a step of *fixed* over that of the candidate. *in turns*: whether the runs of a seed took turns; in older "
-        "rows each method ran in a block. One thread."
+        "sum of both squared, doubled standard errors. *same*: whether the candidate does at each site what *fixed* "
+        "does, with as many particles; *time* is then the time of a step of *fixed* over that of the candidate. *in "
+        "turns*: whether the runs of a seed took turns; in older rows each method ran in a block. One thread."
     )
     if stem == "choice_compiled":
         text += (

@@ -33,6 +33,7 @@ from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plain_values import ReachedValues, plain_arguments
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
+from pyro_bpq.tracing.program_graph import merged_graph
 from pyro_bpq.tracing.sandbox import Draws, Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
 from pyro_bpq.tracing.substitute import Substitute
@@ -233,7 +234,7 @@ class StepRunner(Runner):
             self.structure.settle_order(all(self.plans.planner.fits_order(traced) for traced in shown))
         members = stacked(runs, is_dynamic)
         if len(members) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
-            graphs = [self.structure.merge(runs[0], graphs)]
+            graphs = [merged_graph(runs[0], graphs)]
         try:
             items = [
                 Staging(

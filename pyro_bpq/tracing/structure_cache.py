@@ -6,21 +6,21 @@ dependencies are merged and never replaced. A run that was not tracked and whose
 
 from __future__ import annotations
 
-import functools
 import logging
-import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
-from pyro_bpq.graph.bitsets import Reads, named
-from pyro_bpq.graph.scg import CostNode, StochasticComputationGraph, StochasticNode, cost_of_guide
+from pyro_bpq.graph.bitsets import Reads
+from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.tracing.component_costs import Patterns
+from pyro_bpq.tracing.met_values import MetValues
+from pyro_bpq.tracing.program_graph import build_graph, dense_graph
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.work import Work
 
@@ -33,8 +33,6 @@ _AGREEMENTS = 3
 _CAPACITY = 256
 # Rows that meet are looked for after these numbers of tracked runs.
 _LOOKS = frozenset((0, *(10**k for k in range(1, 10))))
-# Largest number of plain values of a kind that are told apart.
-_MOST_MET = 32
 # Largest number of untracked steps in a row; the same where numbers count the steps, and may switch something on.
 _LONGEST, _LONGEST_COUNTED = 1000, 100
 # Largest number of runs in a row that must bring no new structure before runs go untracked again.
@@ -86,13 +84,9 @@ class StructureCache:
         self.next_look = 10
         self.tracked_runs = 0
         self.patience = self.calm = 0
-        # Whether numbers that the programs read differ in many steps.
-        self.counts = False
         # Whether the next tracked run looks in any case whether rows of plates meet.
         self.doubts_rows = False
-        # Whether plain values of this step are new, so that no step went on with what was known of others.
-        self.has_switched = False
-        self.met: dict[str, frozenset[tuple[Any, ...]]] = {}
+        self.met = MetValues()
         self.reads: OrderedDict[Any, tuple[Reads, int]] = OrderedDict()
         self.graphs: dict[Any, StochasticComputationGraph] = {}
         self.facts: dict[Any, _Facts] = {}
@@ -117,25 +111,15 @@ class StructureCache:
             return False
         if self.unknown or self.always_tracks or self.calm < self.patience:
             return True
-        longest = _LONGEST_COUNTED if self.counts else _LONGEST
+        longest = _LONGEST_COUNTED if self.met.counts else _LONGEST
         return self.mode != "dense" and self.untracked_steps >= min(self.next_look, longest)
 
     def meet(self, kind: str, values: tuple[Any, ...], has_counters: bool = False) -> None:
-        """Tracks the next run if plain values of a kind are new: they may switch parts of it on.
-
-        Where they differ in many steps, only the first of them count. The program is then looked at more often.
-        """
-        known = self.met.get(kind, frozenset())
-        self.counts |= has_counters
-        if values in known:
-            return
-        if len(known) >= _MOST_MET:
-            self.counts = True
-            return
-        self.has_switched = bool(known)
-        if self.has_switched:
+        """Tracks the next run if plain values of a kind are new: they may switch parts of it on."""
+        met = self.met.after(kind, values, has_counters)
+        if met.has_switched and met.known is not self.met.known:
             self.look_again()
-        self.met[kind] = known | {values}
+        self.met = met
 
     def look_again(self) -> None:
         """Tracks the next run, its rows of plates too: what is known may no longer be so."""
@@ -272,7 +256,7 @@ class StructureCache:
         was_unknown, self.unknown = self.unknown, self.mode == "auto" and agreements < _AGREEMENTS
         if was_unknown and not self.unknown:
             self._say(f"The structure is known after {self.tracked_runs} tracked runs.")
-        self.has_switched = False
+        self.met = self.met.seen()
         if self.untracked_steps >= self.next_look:
             self.next_look = min(10 * self.next_look, _LONGEST)
         self.untracked_steps = 0
@@ -345,24 +329,13 @@ class StructureCache:
                 f'The program was declared structure="static", but {"; ".join(new)}. '
                 'Write structure="auto" or "dynamic".'
             )
-        if self.untracked_steps and not self.has_switched:
+        if self.untracked_steps and not self.met.has_switched:
             warnings.warn(
                 f"Dependencies changed within the last {self.untracked_steps} steps: {'; '.join(new)}. They are "
                 'taken into account from now on; write structure="dynamic" to track every step.',
                 BPQWarning,
                 stacklevel=2,
             )
-
-    def merge(self, traced: TracedRun, graphs: Sequence[StochasticComputationGraph]) -> StochasticComputationGraph:
-        """Returns the union of the graphs of runs that have the key of ``traced``."""
-        first, sites = graphs[0], tuple(traced.run.sites)
-
-        def either(sets: Iterable[int]) -> int:
-            return functools.reduce(operator.or_, sets)
-
-        reads = {cost_of_guide(n.name): either(g.bits_of(g.node(n.name).parents) for g in graphs) for n in first.nodes}
-        reads |= {cost.name: either(g.bits_of(g.cost(cost.name).parents) for g in graphs) for cost in first.costs}
-        return build_graph(traced, Reads(sites, reads))
 
 
 def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> None:
@@ -378,42 +351,3 @@ def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Non
         BPQWarning,
         stacklevel=2,
     )
-
-
-def dense_graph(traced: TracedRun) -> StochasticComputationGraph:
-    """The dense graph: every site reads all earlier sites, and every cost of the model reads all sites.
-
-    It is a superset of any graph that the program can have. So it is right whatever the program does, at the price of
-    more variance.
-    """
-    names, bits, earlier = tuple(traced.run.sites), dict[str, int](), 0
-    position = {name: i for i, name in enumerate(names)}
-    for (name, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
-        if _is_of_draw(cost, name, traced):
-            earlier |= 1 << position[name]
-        bits[cost] = earlier
-    return build_graph(traced, Reads(names, bits))
-
-
-def _is_of_draw(cost: str, site: str, traced: TracedRun) -> bool:
-    """Whether a cost is the log-probability ``log q`` of a latent site's own draw."""
-    return site in traced.run.sites and cost == cost_of_guide(site)
-
-
-def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> StochasticComputationGraph:
-    """The graph of a run whose sites and costs read what ``reads`` says."""
-    sites = tuple(traced.run.sites)
-    bits, nodes = Reads.over(sites, reads).bits, []
-    until: dict[str, int] = {}
-    for i, name in enumerate(sites):
-        # A draw and its log q read no later site. The mask drops sites that only chose later views of the same table.
-        before = bits[cost_of_guide(name)] & (1 << i) - 1
-        until[name] = before | 1 << i
-        nodes.append(StochasticNode(name, named(sites, before), traced.plates[name], traced.infos[name].has_rsample))
-    costs = []
-    for (name, where, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
-        if traced.only_costs and cost not in traced.user_costs:
-            continue
-        members = until[name] if _is_of_draw(cost, name, traced) else bits[cost]
-        costs.append(CostNode(cost, named(sites, members), where, name, cost in traced.of_guide))
-    return StochasticComputationGraph(tuple(nodes), tuple(costs))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pyro_bpq import ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
-from pyro_bpq.tracing.structure_cache import STRUCTURES, StructureCache, dense_graph
+from pyro_bpq.tracing.program_graph import dense_graph, merged_graph
+from pyro_bpq.tracing.structure_cache import STRUCTURES, StructureCache
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
@@ -231,7 +232,7 @@ def test_merge_is_the_union() -> None:
         switch.fill_(on)
         graphs.append(cache.graph(run(case, True)))
     assert graphs[0] != graphs[1]
-    assert cache.merge(run(case, True), graphs) == graphs[1]
+    assert merged_graph(run(case, True), graphs) == graphs[1]
 
 
 def test_particles_with_different_graphs_share_the_union() -> None:
