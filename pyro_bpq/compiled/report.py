@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from pyro_bpq.errors import OptionError
 
 if TYPE_CHECKING:
+    from pyro_bpq.compiled.entry import Entry
     from pyro_bpq.compiled.recorder import Recording
-    from pyro_bpq.compiled.steps import CompiledSteps, Entry
+    from pyro_bpq.compiled.steps import CompiledSteps
 
 
 def compile_report(objective: Any) -> str:

@@ -30,7 +30,8 @@ from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.traced_run import TracedRun
 
 if TYPE_CHECKING:
-    from pyro_bpq.compiled.steps import CompiledSteps, Outcome
+    from pyro_bpq.compiled.entry import Outcome
+    from pyro_bpq.compiled.steps import CompiledSteps
     from pyro_bpq.compiled.updates import Updates
 
 

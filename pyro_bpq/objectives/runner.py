@@ -199,7 +199,10 @@ class StepRunner(Runner):
             self.structure.meet("handed over", plain_arguments(program[2:]))
             self.structure.meet("reached", self.reached.of(program), self.reached.has_counters)
         if particles.sums:
-            return Summing(self, program, particles, mode).observation()
+            found = Summing(self, program, particles, mode).observation()
+            assert found.summed is not None
+            self.num_zeros = max(self.num_zeros, found.summed.num_zeros)
+            return found
         is_together = particles.has_plate or particles.is_hidden
         is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or is_together)
         is_chosen = self.plans.planner.serves_order and not self.structure.needs_graphs

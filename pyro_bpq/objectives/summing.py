@@ -82,7 +82,6 @@ class Summing:
             # Where the probability is zero, an infinite slope of the cost makes the gradient NaN.
             if not has_finite_gradient(summed.loss):
                 raise UnsupportedProgramError("the gradient is not finite at impossible values")
-            self.runner.num_zeros = max(summed.num_zeros, self.runner.num_zeros)
         return Observation((traced,), summed=summed), not self._is_checked(traced) or self._holds(traced, plan)
 
     def _run(self, track: bool) -> TracedRun:
