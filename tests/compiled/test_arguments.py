@@ -1,0 +1,45 @@
+"""Floats that change become tensors; new arrays are told apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pyro_bpq.compiled.arguments import Arguments
+from pyro_bpq.compiled.calls import Call, reach
+from pyro_bpq.rollout.runs import Program
+
+
+def program(*args: object) -> Program:
+    return Program(print, print, args, {})
+
+
+def call(*arrays: object) -> Call:
+    return reach({"args": arrays})
+
+
+def test_only_floats_that_change_become_tensors_from_then_on() -> None:
+    arguments = Arguments()
+    assert arguments.with_tensors(program(0.1, 2.0)).args == (0.1, 2.0)
+    changed, kept = arguments.with_tensors(program(0.2, 2.0)).args
+    assert isinstance(changed, torch.Tensor) and kept == 2.0
+    assert isinstance(arguments.with_tensors(program(0.2, 2.0)).args[0], torch.Tensor)
+
+
+def test_whole_numbers_stay() -> None:
+    arguments = Arguments()
+    assert [arguments.with_tensors(program(n)).args for n in (1, 2)] == [(1,), (2,)]
+
+
+def test_arrays_are_new_once() -> None:
+    arguments, array = Arguments(), np.zeros(2)
+    assert arguments.new_arrays(call(array)) == [0] and arguments.new_arrays(call(array)) == []
+    other = np.zeros(2)
+    assert arguments.new_arrays(call(array, other)) == [1] and not arguments.has_many_new_arrays
+
+
+def test_new_arrays_in_four_calls_in_a_row_are_many() -> None:
+    arguments, arrays = Arguments(), [np.zeros(2) for _ in range(4)]
+    assert [(arguments.new_arrays(call(one)), arguments.has_many_new_arrays)[1] for one in arrays] == [False] * 3 + [
+        True
+    ]
