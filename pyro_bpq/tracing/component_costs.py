@@ -19,7 +19,8 @@ from torch import Tensor
 
 from pyro_bpq.rollout.features import batch_of, element_log_prob, independent_components
 from pyro_bpq.rollout.runs import SiteRecord
-from pyro_bpq.tracing.elements import MANY, NONE, ElementTracker
+from pyro_bpq.tracing.element_rules import MANY, NONE
+from pyro_bpq.tracing.elements import ElementTracker
 from pyro_bpq.tracing.provenance import DependencyTracker
 
 # Largest number of sites whose components are followed.

@@ -12,27 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import cache, partial, reduce
-from types import MappingProxyType
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_bpq.tracing.element_rules import NONE, Positions, Unknown, plan_of, tensors_in
 from pyro_bpq.tracing.ledger import NO_STORAGE, Ledger, OperatorMode, memory_of
-
-NONE, MANY = -1, -2
-"""``NONE``: depends on no element of the source. ``MANY``: depends on several, or on an unknown one."""
-
-Positions = np.ndarray
-# Returns the positions of an argument, or raises Unknown.
-_Find = Callable[[Any], Positions]
-
-
-class Unknown(Exception):
-    """Nothing is known of the elements that a tensor depends on."""
 
 
 class ElementTracker(OperatorMode):
@@ -93,7 +82,7 @@ class ElementTracker(OperatorMode):
         named = self._mask([*kwargs.values()]) if self._followed else 0
         mask = named | self._mask(args) if self._followed else 0
         keys = [key for key, bits in self._followed.items() if mask & bits]
-        plan = _plan(func) if keys else None
+        plan = plan_of(func) if keys else None
         if plan is None or plan.is_view:
             return func(*args, **kwargs)
         found = {}
@@ -122,7 +111,7 @@ class ElementTracker(OperatorMode):
 
     def _write(self, key: Hashable, targets: Sequence[Any], found: Positions | None, is_clean: bool) -> None:
         """Records the positions of what an operator wrote into tensors that were free of the sources if clean."""
-        for target in _tensors(targets):
+        for target in tensors_in(targets):
             slots = self._find(key, target)
             if found is None or found.ndim > target.dim():
                 for memory in memory_of(target):
@@ -133,7 +122,7 @@ class ElementTracker(OperatorMode):
                 self._record(key, target, np.broadcast_to(found, tuple(target.shape)))
 
     def _mask(self, args: Sequence[Any]) -> int:
-        return reduce(lambda mask, tensor: mask | self._ledger.mask(tensor), _tensors(args), 0)
+        return reduce(lambda mask, tensor: mask | self._ledger.mask(tensor), tensors_in(args), 0)
 
     def _find(self, key: Hashable, tensor: Tensor) -> _Slots | None:
         memory = memory_of(tensor)
@@ -169,161 +158,3 @@ class _Slots(weakref.ref[torch.UntypedStorage]):
             offset = tensor.storage_offset()
         strides = tuple(stride * self.array.itemsize for stride in tensor.stride())
         return np.lib.stride_tricks.as_strided(self.array[offset:], tuple(tensor.shape), strides)
-
-
-def _tensors(items: Sequence[Any]) -> Iterator[Tensor]:
-    for item in items:
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _tensors(item)
-
-
-# Rules. A rule maps the arguments of an operator to the positions of its result, or raises Unknown.
-
-
-def _combine(*parts: Positions) -> Positions:
-    """The positions of a result whose elements depend on all parts, broadcast."""
-    return reduce(
-        lambda a, b: np.where(a == NONE, b, np.where((b == NONE) | (b == a), a, MANY)),  # the same element, or many
-        parts,
-    )
-
-
-def _reduce(positions: Positions, dims: Any, keepdim: bool) -> Positions:
-    """The positions of a reduction over some dimensions."""
-    axis = tuple(range(positions.ndim)) if dims is None or dims == [] else tuple(np.atleast_1d(dims).tolist())
-    largest = np.iinfo(np.int32).max
-    high = positions.max(axis=axis, keepdims=keepdim, initial=MANY)
-    low = np.where(positions == NONE, largest, positions).min(axis=axis, keepdims=keepdim, initial=largest)
-    return np.where(high == NONE, np.where(low == MANY, MANY, NONE), np.where(low == high, high, MANY))
-
-
-def _spread(positions: Positions, dims: Any) -> Positions:
-    """The positions of a result that depends on all of some dimensions and keeps them."""
-    return np.broadcast_to(_reduce(positions, dims, True), positions.shape)
-
-
-def _pointwise(find: _Find, *args: Any) -> Positions:
-    return _combine(*map(find, _tensors(args)))
-
-
-def _sum(find: _Find, tensor: Any, dims: Any = None, keepdim: Any = False, *rest: Any) -> Positions:
-    return _reduce(find(tensor), dims, bool(keepdim))
-
-
-def _extreme(find: _Find, tensor: Any, dims: Any = None, keepdim: Any = False, *rest: Any) -> Positions:
-    """Rule for ``max`` and ``min``: reductions, or elementwise operators if a second tensor is given."""
-    return _pointwise(find, tensor, dims) if isinstance(dims, Tensor) else _sum(find, tensor, dims, keepdim)
-
-
-def _along(find: _Find, tensor: Any, dim: int, *rest: Any) -> Positions:
-    return _spread(find(tensor), dim)
-
-
-def _matmul(find: _Find, left: Any, right: Any) -> Positions:
-    return _combine(_reduce(find(left), -1, True), _reduce(find(right), -2, True))
-
-
-def _addmm(find: _Find, bias: Any, left: Any, right: Any, *rest: Any) -> Positions:
-    return _combine(find(bias), _matmul(find, left, right))
-
-
-def _mv(find: _Find, left: Any, right: Any) -> Positions:
-    return _combine(_reduce(find(left), -1, False), _reduce(find(right), -1, False))
-
-
-def _index(find: _Find, table: Any, indices: Any) -> Positions:
-    """Rule for ``table[z]`` if the table does not depend on the source: entries depend on their index."""
-    # If the table depends on the source, the next run may read other elements of it.
-    if any(index is None or index.dtype is torch.bool for index in indices) or (find(table) != NONE).any():
-        raise Unknown
-    found = _combine(*map(find, indices))
-    rest = tuple(table.shape[len(indices) :])
-    return np.broadcast_to(found.reshape(found.shape + (1,) * len(rest)), found.shape + rest)
-
-
-def _index_now(find: _Find, table: Any, indices: Any) -> Positions:
-    """Rule for ``table[z]`` in this run only: so the table may depend on the source."""
-    known = find(table)
-    if (known == NONE).all() or any(index is not None and _reads(find, index) for index in indices):
-        return _index(find, table, indices)
-    with torch._C.DisableTorchFunction():
-        picked = tuple(slice(None) if index is None else index.detach().cpu().numpy() for index in indices)
-    return known[picked]
-
-
-def _reads(find: _Find, tensor: Any) -> bool:
-    """Whether a tensor is known to depend on the source."""
-    with contextlib.suppress(Unknown):
-        return bool((find(tensor) != NONE).any())
-    return False
-
-
-def _gather(find: _Find, tensor: Any, dim: int, index: Any, *rest: Any) -> Positions:
-    """An entry depends on its index, and on at most all the elements that it may be taken from."""
-    source, chosen = _reduce(find(tensor), dim, True), find(index)
-    axis = dim % chosen.ndim
-    kept = tuple(slice(None) if i == axis else slice(0, size) for i, size in enumerate(chosen.shape))
-    return np.broadcast_to(_combine(chosen, source[kept]), chosen.shape)
-
-
-def _layer_norm(find: _Find, tensor: Any, shape: Any, weight: Any, bias: Any, *rest: Any) -> Positions:
-    found = find(tensor)
-    spread = _spread(found, list(range(found.ndim - len(shape), found.ndim)))
-    return _combine(spread, *(find(part) for part in (weight, bias) if part is not None))
-
-
-def _unknown(find: _Find, *args: Any) -> Positions:
-    raise Unknown
-
-
-_RULES: Mapping[str, Callable[..., Positions]] = MappingProxyType(
-    {
-        **dict.fromkeys(("_to_copy", "masked_fill", "masked_fill_", "binary_cross_entropy"), _pointwise),
-        **dict.fromkeys(("binary_cross_entropy_with_logits", "where", "fill_", "zero_"), _pointwise),
-        **dict.fromkeys(("sum", "mean", "logsumexp", "amax", "amin", "prod", "var", "std", "any", "all"), _sum),
-        **dict.fromkeys(("argmax", "argmin"), _sum),
-        **dict.fromkeys(("max", "min"), _extreme),
-        **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "_softmax", "_log_softmax"), _along),
-        **dict.fromkeys(("mv", "dot"), _mv),
-        **dict.fromkeys(("mm", "bmm"), _matmul),
-        **dict.fromkeys(("addmm", "baddbmm"), _addmm),
-        "copy_": lambda find, target, source, *rest: find(source),
-        "cat": lambda find, tensors, dim=0: np.concatenate([*map(find, tensors)], dim),
-        "stack": lambda find, tensors, dim=0: np.stack([*map(find, tensors)], dim),
-        "flip": lambda find, tensor, dims: np.flip(find(tensor), tuple(dims)),
-        "repeat": lambda find, tensor, repeats: np.tile(find(tensor), tuple(repeats)),
-        "roll": lambda find, tensor, shifts, dims=(): np.roll(find(tensor), tuple(shifts), tuple(dims) or None),
-        "embedding": lambda find, table, index, *rest: _index(find, table, [index]),
-        "index": _index,
-        "gather": _gather,
-        "native_layer_norm": _layer_norm,
-    }
-)
-
-
-class _Plan:
-    """Describes what an operator does to positions."""
-
-    def __init__(self, func: Any) -> None:
-        schema = getattr(func, "_schema", None)
-        name = "" if schema is None else schema.name.removeprefix("aten::")
-        returns, arguments = ([], []) if schema is None else (schema.returns, schema.arguments)
-        self.is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        self.writes = tuple(
-            argument.name if argument.kwarg_only else i
-            for i, argument in enumerate(arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
-        is_pointwise = torch.Tag.pointwise in getattr(func, "tags", ()) and not any(
-            isinstance(w, str) for w in self.writes
-        )
-        self.rule = _RULES.get(name, _pointwise if is_pointwise else _unknown)
-        # For rows, only this run matters: it shows whether rows meet.
-        self.row_rule = _index_now if name == "index" else self.rule
-
-
-@cache
-def _plan(func: Any) -> _Plan:
-    return _Plan(func)

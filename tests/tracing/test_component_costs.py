@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_bpq import AllAction, LeaveOneOut, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.testing import assert_unbiased, expected_moments
-from pyro_bpq.tracing import elements as elements_module
+from pyro_bpq.tracing.element_rules import plan_of
 
 # Two rows of a plate, whose components differ.
 ROWS = replace(
@@ -75,7 +75,7 @@ def test_leave_one_out_by_component_is_exactly_unbiased() -> None:
 
 def test_a_wrong_charge_is_a_bias_that_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["component_rows"]
-    plan = elements_module._plan(torch.ops.aten.flip.default)
+    plan = plan_of(torch.ops.aten.flip.default)
     monkeypatch.setattr(plan, "rule", lambda find, tensor, dims: find(tensor))
     elbo = _trained(case, estimator=ScoreFunction())
     with pytest.raises(AssertionError, match="is biased"):

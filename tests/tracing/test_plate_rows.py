@@ -38,13 +38,22 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "product": lambda a: torch.arange(9.0).double().reshape(3, 3) @ a,
     "neighbours": lambda a: a[..., torch.tensor([2, 0, 0])],
     "cat": lambda a: torch.cat([a[..., 1:], a[..., :1]], -1),
-    "sort": lambda a: a.amax(-1) - a.amin(-1) + a,
+    "range": lambda a: a.amax(-1) - a.amin(-1) + a,
+    "sort": lambda a: a.sort(-1).values - 0.5 * a,
+    "vector times matrix": lambda a: a @ torch.arange(9.0).double().reshape(3, 3),
+    "select": lambda a: a.index_select(-1, torch.tensor([2, 0, 1])),
+    "shifted": lambda a: torch.nn.functional.pad(a, (1, 0))[..., :3] - 0.5 * a,
+    "norm": lambda a: a / (1.0 + a.norm(dim=-1, keepdim=True)),
 }
 APART: dict[str, Callable[[Tensor], Tensor]] = {
     "own": lambda a: 2.0 * a - 0.3,
     "twice": lambda a: a.flip(-1).flip(-1),
     "table": lambda a: real(0.4, -1.0)[a.long()],
     "layers": lambda a: (a.unsqueeze(-1) @ torch.ones(1, 4).double()).relu().sum(-1),
+    "selected": lambda a: a.index_select(-1, torch.tensor([0, 1, 2])),
+    "attention within": lambda a: torch.nn.functional.scaled_dot_product_attention(
+        *(torch.stack([a, 1.0 - a], -1).unsqueeze(-1),) * 3
+    ).sum((-1, -2)),
     "picked": lambda a: a[..., torch.tensor([0, 1, 2])],
 }
 
@@ -152,7 +161,7 @@ def test_rows_that_stay_apart_are_cut(name: str) -> None:
 
 
 def test_operators_that_are_not_known_say_nothing() -> None:
-    model, guide = program(lambda a: a.sort(-1).values, "model")
+    model, guide = program(lambda a: torch.nn.functional.avg_pool1d(a[None], 3, 1, 1)[0], "model")
     assert not train(model, guide).runner.structure.crosses
 
 
