@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import math
 import statistics
 import time
@@ -17,6 +16,7 @@ import pyro
 import torch
 from pyro.infer import TraceGraph_ELBO
 from torch import Tensor
+from tqdm import tqdm
 
 from pyro_bpq.diagnostics.comparison import LIMIT, Comparison, Row, recommend
 from pyro_bpq.diagnostics.figures import GradientMoments
@@ -106,8 +106,9 @@ def compare_estimators(
         OptionError: If ``estimators`` is empty or holds another kind of object.
     """
     rivals = default_rivals(num_particles) if estimators is None else {}
-    built = {name: rival.build() for name, rival in rivals.items()}
-    elbos = built if estimators is None else _elbos(estimators, num_particles)
+    elbos = {name: rival.build() for name, rival in rivals.items()}
+    if estimators is not None:
+        elbos = _elbos(estimators, num_particles)
     if num_rounds < 1:
         raise OptionError(f"num_rounds={num_rounds!r}: write a positive number.")
     program = Program(model, guide, args, kwargs)
@@ -261,9 +262,7 @@ def _reference(
 
 
 def _figures(elbo: Any, moments: GradientMoments, truth: _Reference) -> dict[str, Any]:
-    names = list(truth.gradient)
-    zero = {name: torch.zeros_like(truth.gradient[name]) for name in names}
-    square = sum(float((moments.mean.get(n, zero[n]) - truth.gradient[n]).square().sum()) for n in names)
+    square = sum(float((moments.mean.get(n, 0.0) - g).square().sum()) for n, g in truth.gradient.items())
     size = math.sqrt(sum(float(g.square().sum()) for g in truth.gradient.values()))
     own = 0.0 if moments.is_exact else moments.total_variance / moments.num_samples
     bias, error = math.sqrt(square), math.sqrt(own + truth.square_error)
@@ -321,11 +320,7 @@ def _middle(values: list[float]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _bar(is_shown: bool, total: int) -> Iterator[Callable[[str], None]]:
-    if not is_shown:
-        yield lambda text: None
-        return
-    tqdm: Any = importlib.import_module("tqdm").tqdm
-    with tqdm(total=total, desc="compare_estimators", leave=False) as bar:
+    with tqdm(total=total, desc="compare_estimators", leave=False, disable=not is_shown) as bar:
 
         def advance(text: str) -> None:
             bar.set_postfix_str(text)

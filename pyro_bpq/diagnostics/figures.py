@@ -78,7 +78,7 @@ class GradientMoments:
 
     def __str__(self) -> str:
         how = f"all {self.num_samples} outcomes" if self.is_exact else f"{self.num_samples} sampled steps"
-        rows = [[name, number(_norm(self.mean[name])), number(float(v.sum()))] for name, v in self.variance.items()]
+        rows = [[n, number(float(self.mean[n].norm())), number(float(v.sum()))] for n, v in self.variance.items()]
         lines = table(["parameter", "|mean|", "variance"], rows)
         if self.sites:
             shares = self.site_shares()
@@ -132,7 +132,3 @@ class CriticFit:
         ]
         head = ["site", "explained variance", "cosine", "difference", "its error"]
         return "\n".join([f"Critics ({how}):", *table(head, rows), *_LEGEND])
-
-
-def _norm(value: Tensor) -> float:
-    return float(value.square().sum().sqrt())

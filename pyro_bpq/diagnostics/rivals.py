@@ -121,14 +121,10 @@ def took(elbo: Any) -> dict[str, str]:
         return {}
     found = {}
     for name, spec in plan.layout.specs.items():
-        has_critic = spec.critic is not None and any(node.is_learned for node in _nodes(plan, name))
+        nodes = () if plan.layout.network is None else plan.layout.network.q_nodes(name)
+        has_critic = spec.critic is not None and any(node.is_learned for node in nodes)
         found[name] = short(spec.estimator) + (f" with {short(spec.critic)}" if has_critic else "")
     return found
-
-
-def _nodes(plan: Any, site: str) -> tuple[Any, ...]:
-    network = plan.layout.network
-    return () if network is None else tuple(network.q_nodes(site))
 
 
 def signature(elbo: Any) -> Any:

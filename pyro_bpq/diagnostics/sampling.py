@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pyro
@@ -108,28 +109,20 @@ class _Running:
         self.mean: dict[Any, Tensor] = {}
         self.square: dict[Any, Tensor] = {}
 
-    def add(self, weight: float, values: Mapping[Hashable, Tensor]) -> None:
+    def add(
+        self, weight: float, mean: Mapping[Any, Tensor], square: Mapping[Any, Tensor] = MappingProxyType({})
+    ) -> None:
+        """Adds runs of a total weight: a single run, or those of which the moments are given."""
         before, self.weight = self.weight, self.weight + weight
         if not self.weight:
             return
-        for key in {**self.mean, **values}:
-            value = values.get(key)
-            if key not in self.mean:
-                assert value is not None
-                self.mean[key], self.square[key] = torch.zeros_like(value), torch.zeros_like(value)
-            step = (0.0 if value is None else value) - self.mean[key]
-            self.mean[key] = self.mean[key] + step * (weight / self.weight)
-            self.square[key] = self.square[key] + step.square() * (weight * before / self.weight)
-
-    def merge(self, other: _Running) -> None:
-        weight = self.weight + other.weight
-        for key in {**self.mean, **other.mean}:
-            zero = torch.zeros_like(self.mean[key] if key in self.mean else other.mean[key])
-            step = other.mean.get(key, zero) - self.mean.get(key, zero)
-            spread = step.square() * (self.weight * other.weight / max(weight, 1e-300))
-            self.mean[key] = self.mean.get(key, zero) + step * (other.weight / max(weight, 1e-300))
-            self.square[key] = self.square.get(key, zero) + other.square.get(key, zero) + spread
-        self.weight = weight
+        for key in {**self.mean, **mean}:
+            zero = torch.zeros_like(self.mean[key] if key in self.mean else mean[key])
+            old = self.mean.get(key, zero)
+            step = mean.get(key, zero) - old
+            spread = step.square() * (weight * before / self.weight)
+            self.mean[key] = old + step * (weight / self.weight)
+            self.square[key] = self.square.get(key, zero) + square.get(key, zero) + spread
 
 
 def accumulate(
@@ -168,7 +161,7 @@ def _sample(step: Step, num_samples: int) -> Accumulated:
         batches[i % num_batches].add(1.0, step())
     whole = _Running()
     for batch in batches:
-        whole.merge(batch)
+        whole.add(batch.weight, batch.mean, batch.square)
     variance = {key: square / (num_samples - 1.0) for key, square in whole.square.items()}
     parts = [{key: square / (batch.weight - 1.0) for key, square in batch.square.items()} for batch in batches]
     return Accumulated(whole.mean, variance, num_samples, False, parts)

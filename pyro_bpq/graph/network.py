@@ -26,7 +26,8 @@ from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
 from pyro_bpq.graph.bitsets import ones, union
 from pyro_bpq.graph.q_node import Average, QNode
 from pyro_bpq.graph.reductions import Reduced, levels_below, reduce_graph, split
-from pyro_bpq.graph.scg import Form, StochasticComputationGraph, table
+from pyro_bpq.graph.scg import Form, StochasticComputationGraph
+from pyro_bpq.short import aligned
 
 # Widest cell of the printed table, in characters.
 _WIDEST = 32
@@ -194,7 +195,8 @@ class BackpropQNetwork:
             cells = [node.name, ", ".join(node.scope), ", ".join(node.immediate), self.rule_text(node)]
             rows.append([*cells, reads.get(node.name, "")])
         rows = rows if reads else [row[:-1] for row in rows]
-        return table(line for row in rows for line in zip_longest(*map(_wrapped, row), fillvalue=""))
+        lines = [line for row in rows for line in zip_longest(*map(_wrapped, row), fillvalue="")]
+        return "\n".join(aligned(lines))
 
 
 @dataclass

@@ -22,6 +22,7 @@ from typing import Literal, get_args
 
 from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
 from pyro_bpq.graph.bitsets import Names, closure, named, transposed
+from pyro_bpq.short import aligned
 
 Form = Literal["ancestor", "history"]
 
@@ -375,12 +376,4 @@ class StochasticComputationGraph:
         for node in everything:
             name = f"[{node.name}]" if isinstance(node, CostNode) else node.name
             rows.append([name, ", ".join(node.parents), ", ".join(f"{p.name}:{p.dim}" for p in node.plates)])
-        return table(rows)
-
-
-def table(rows: Iterable[Sequence[str]]) -> str:
-    """Rows of cells as text, with aligned columns."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(aligned(rows))
