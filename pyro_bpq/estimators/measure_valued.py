@@ -93,7 +93,7 @@ def _parametric(context: SiteContext) -> Tensor:
         rayleigh = scale * (2.0 * noise).sqrt()
         up = torch.where(is_normal, first + rayleigh, value + steps)
         ups = _costs(program, up, context.cost)
-        slope, spread = torch.zeros_like(value), torch.zeros_like(value)
+        spread = torch.zeros_like(value)
         now = context.cost.reshape(*context.cost.shape, *(1,) * event_ndim)
         slope = torch.where(is_poisson, ups - now, (now - ups) / first)
         if bool(is_normal.any()):

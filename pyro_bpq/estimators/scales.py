@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import SiteContext, Statistics, check_decay, site_mean
+from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, check_decay, site_mean
 from pyro_bpq.estimators.baselines import leave_one_out
 
 SIZE = 5  # control variates
@@ -26,27 +26,40 @@ _NOT_LEARNED = EXACT, _LATER_EXACT
 START = (1.0, 1.0, 1.0, 1.0, 0.0)
 
 
-def initial_statistics() -> Statistics:
-    """Products of control variates with each other and the plain gradient, squares, means, and scales."""
-    return {
-        "gram": (0.0,) * (len(PAIRS) + SIZE),
-        "squares": (0.0,) * SIZE,
-        "means": (0.0,) * 3,
-        "scales": START,
-    }
+class Adaptive(Estimator):
+    """Base of the estimators with these control variates and fields of these names. Unbiased."""
 
+    adaptive: bool
+    decay: float
+    max_scale: float
+    trace: float
 
-def fixed_scales(context: SiteContext) -> Tensor:
-    """Scales that do not adapt, ``(G, 5)``."""
-    scales = context.statistics["scales"]
-    return scales.new_tensor(START).expand_as(scales)
+    is_unbiased: ClassVar[bool] = True
+    uses_critic: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        check_decay(self)
+        check_option(self, "max_scale", self.max_scale > 0.0, "a positive number")
+        check_option(self, "trace", 0.0 <= self.trace <= 1.0, "a number in [0, 1]")
 
-def check_scales(owner: Any) -> None:
-    """Raises an OptionError if one of the fields ``decay``, ``max_scale`` and ``trace`` is out of range."""
-    check_decay(owner)
-    check_option(owner, "max_scale", owner.max_scale > 0.0, "a positive number")
-    check_option(owner, "trace", 0.0 <= owner.trace <= 1.0, "a number in [0, 1]")
+    @property
+    def trace_decay(self) -> float:
+        """The option ``trace``."""
+        return self.trace
+
+    def statistics(self) -> Statistics:
+        """Products of control variates with each other and the plain gradient, squares, means, and scales."""
+        return {
+            "gram": (0.0,) * (len(PAIRS) + SIZE),
+            "squares": (0.0,) * SIZE,
+            "means": (0.0,) * 3,
+            "scales": START,
+        }
+
+    def scales(self, context: SiteContext) -> Tensor:
+        """The scales of this step, ``(G, 5)``."""
+        scales = context.statistics["scales"]
+        return scales if self.adaptive else scales.new_tensor(START).expand_as(scales)
 
 
 @dataclass(frozen=True)

@@ -326,8 +326,8 @@ def walk(
     choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None = None
 ) -> Iterator[tuple[float, T]]:
     """Runs ``step`` on every path of ``choices``; see :func:`iter_outcomes`."""
-    count, total, is_last = 0, 0.0, False
-    while not is_last:
+    count, total = 0, 0.0
+    while True:
         result = _run_settled(choices, step, noise, may_draw=count == 0)
         if choices.settle():
             count, total = count + 1, total + choices.probability
@@ -337,7 +337,8 @@ def walk(
                     "particles or a larger num_outcomes."
                 )
             yield choices.probability, result[0]
-        is_last = not choices.advance()
+        if not choices.advance():
+            break
     if abs(total - 1) > _MAX_MISSING_PROBABILITY:
         raise UnsupportedProgramError(
             f"The probabilities of all outcomes sum to {total}, not to 1: some distribution changed after "

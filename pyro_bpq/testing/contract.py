@@ -143,8 +143,6 @@ def _check_unsupported(estimator: Estimator, problems: Sequence[Problem]) -> Non
 def _check_pathwise(estimator: Any) -> None:
     context, _ = default_problems()[0].context((3,))
     assert not estimator(context).surrogate.any(), f"{estimator!r} is pathwise but adds a surrogate term."
-    if not hasattr(estimator, "attach"):
-        return
     for fn, leaf in _distributions():
         split = Components("bernoulli" if isinstance(fn, dist.Bernoulli) else "one_hot", (), fn.event_shape.numel())
         if estimator.unsupported(SiteInfo("z", type(fn).__name__, False, split, 1)) is not None:
