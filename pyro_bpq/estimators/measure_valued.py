@@ -119,14 +119,12 @@ def _costs(program: SiteProgram, value: Tensor, like: Tensor) -> Tensor:
 
 def _first(fn: Any) -> Tensor:
     base = base_distribution(fn)
-    parameter: Tensor = base.loc if hasattr(base, "loc") else base.rate
-    return parameter
+    return base.loc if hasattr(base, "loc") else base.rate
 
 
 def _second(fn: Any) -> Tensor:
     base = base_distribution(fn)
-    parameter: Tensor = base.scale if hasattr(base, "loc") else torch.ones_like(base.rate)
-    return parameter
+    return base.scale if hasattr(base, "loc") else torch.ones_like(base.rate)
 
 
 def _kind(fn: Any) -> Tensor:

@@ -264,8 +264,7 @@ def local_cost(context: SiteContext) -> Tensor:
     if context.log_probs is None:
         if context.level is None:
             raise _without_critic(context)
-        value: Tensor = context.signals["q_value"]
-        return value
+        return context.signals["q_value"]
     _, mean, own = _local(context)
     return mean + own
 

@@ -229,8 +229,7 @@ def _support(name: str, core: Any) -> Tensor:
     cause: Exception | None = None
     if getattr(core, "has_enumerate_support", False) and not core.has_rsample:
         try:
-            support: Tensor = core.enumerate_support(expand=False)
-            return support
+            return core.enumerate_support(expand=False)
         except NotImplementedError as error:
             cause = error
     raise UnsupportedSiteError(
