@@ -9,7 +9,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro
@@ -113,7 +113,7 @@ def compare_estimators(
         raise OptionError(f"num_rounds={num_rounds!r}: write a positive number.")
     program = Program(model, guide, args, kwargs)
     options: dict[str, Any] = {"num_outcomes": num_outcomes, "seed": seed, **kwargs}
-    rows: dict[str, Any] = {}
+    rows: dict[str, Row] = {}
     ready: dict[str, Any] = {}
     same: dict[str, str] = {}
     with seeded(seed), _bar(progress, 2 * len(elbos) + 2) as advance:
@@ -136,18 +136,15 @@ def compare_estimators(
                     raise
                 rows[name] = Row(name, ran=False, note=own_text(error).strip())
                 continue
-            rows[name] = {"num_warmup": warm, "warmup_s": seconds, "write": write, **_figures(elbo, moments, truth)}
+            figures = _figures(elbo, moments, truth)
+            rows[name] = Row(name, num_warmup=warm, warmup_s=seconds, write=write, **figures)
             ready[name] = elbo
         escapes = escapes or any(_escapes(elbo) for elbo in ready.values())
-        for name, elbo in ready.items():
-            rows[name]["is_blind"] = escapes and isinstance(elbo, TraceGraph_ELBO)
-        times = _times(ready, program, num_rounds, seed)
-    done = [
-        row if isinstance(row, Row) else Row(name, ms=times[name][0], ms_spread=times[name][1], **row)
-        for name, row in rows.items()
-    ]
-    done.sort(key=lambda row: row.variance_time if row.ran else math.inf)
-    comparison = Comparison(tuple(done), *recommend(tuple(done)), truth.text, same)
+        for name, (ms, spread) in _times(ready, program, num_rounds, seed).items():
+            is_blind = escapes and isinstance(ready[name], TraceGraph_ELBO)
+            rows[name] = replace(rows[name], ms=ms, ms_spread=spread, is_blind=is_blind)
+    done = tuple(sorted(rows.values(), key=lambda row: row.variance_time if row.ran else math.inf))
+    comparison = Comparison(done, *recommend(done), truth.text, same)
     if verbose:
         print(comparison)
     return comparison

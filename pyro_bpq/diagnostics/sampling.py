@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.rollout.features import finite_components
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import TwoPoint, iter_outcomes
 
 _NUM_BATCHES = 10
@@ -92,13 +93,12 @@ class Accumulated:
     # Variances by key in batches of the runs, for standard errors; empty if exact.
     batches: list[dict[Any, Tensor]] = field(default_factory=list)
 
-    def total(self, keys: list[Any]) -> tuple[float, float]:
-        """Sum of the variances of the given keys, and its standard error."""
-        total = sum(float(self.variance[key].sum()) for key in keys)
+    def error(self, first: Any) -> float:
+        """Standard error of the sum of the variances of all keys ``(first, ...)``."""
         if self.is_exact or len(self.batches) < 2:
-            return total, 0.0 if self.is_exact else math.inf
-        parts = torch.tensor([sum(float(b[key].sum()) for key in keys if key in b) for b in self.batches])
-        return total, float(parts.std()) / math.sqrt(len(parts))
+            return 0.0 if self.is_exact else math.inf
+        parts = [sum(float(value.sum()) for key, value in batch.items() if key[0] == first) for batch in self.batches]
+        return float(torch.tensor(parts).std()) / math.sqrt(len(parts))
 
 
 class _Running:
@@ -126,29 +126,31 @@ class _Running:
 
 
 def accumulate(
-    step: Step, *, num_samples: int, num_outcomes: float, limit: int, exact: bool | str, elbo: Any = None
+    step: Step, elbo: Any, program: Program, *, num_samples: int, num_outcomes: int, exact: bool | str
 ) -> Accumulated:
-    """Moments of a step's results: over all of its outcomes if there are few, else over samples."""
+    """Moments of a step's results: over all outcomes if at most ``num_outcomes``, else over samples."""
     if not isinstance(exact, bool) and exact != "auto":
         raise OptionError(f'exact={exact!r}: write True, False or "auto".')
     if num_samples < 2:
         raise OptionError(f"num_samples={num_samples!r}: a variance needs at least 2.")
-    if exact is True or (exact == "auto" and num_outcomes <= limit):
+    _, guide, args, kwargs = program
+    particles = getattr(elbo, "num_particles", 1)
+    if exact is True or (exact == "auto" and num_outcomes_of(guide, args, kwargs, particles) <= num_outcomes):
         try:
-            return _enumerate(step, limit, elbo)
+            return _enumerate(step, num_outcomes, elbo)
         except BPQError:
             if exact is True:
                 raise
     return _sample(step, num_samples)
 
 
-def _enumerate(step: Step, limit: int, elbo: Any) -> Accumulated:
+def _enumerate(step: Step, num_outcomes: int, elbo: Any) -> Accumulated:
     noises = getattr(elbo, "num_noises", 0)
-    next(iter_outcomes(step, num_outcomes=limit))  # builds lazily built objects
+    next(iter_outcomes(step, num_outcomes=num_outcomes))  # builds lazily built objects
     if getattr(elbo, "num_noises", 0) != noises:
         raise OptionError("An estimator draws noise of its own, so that outcomes cannot be listed; write exact=False.")
     running, count = _Running(), 0
-    for probability, values in iter_outcomes(step, num_outcomes=limit):
+    for probability, values in iter_outcomes(step, num_outcomes=num_outcomes):
         running.add(probability, values)
         count += 1
     return Accumulated(running.mean, running.square, count, True)
