@@ -336,8 +336,7 @@ class StochasticComputationGraph:
         Raises:
             OptionError: If ``form`` is neither.
         """
-        if form not in get_args(Form):
-            raise OptionError(f"form={form!r} is unknown; use one of {list(get_args(Form))}.")
+        check_choice("form", form, get_args(Form))
         known = self.known_bits(self._position(name), form)
         return frozenset(self.node_names(self.frontier_bits(known, self.cost_set_bits(costs))))
 
@@ -377,3 +376,9 @@ class StochasticComputationGraph:
             name = f"[{node.name}]" if isinstance(node, CostNode) else node.name
             rows.append([name, ", ".join(node.parents), ", ".join(f"{p.name}:{p.dim}" for p in node.plates)])
         return "\n".join(aligned(rows))
+
+
+def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
+    """Raises an OptionError if an option has none of the allowed values."""
+    if value not in allowed:
+        raise OptionError(f"{option}={value!r} is unknown; use one of {list(allowed)}.")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.estimators.hindsight import Hindsight
+from pyro_bpq.graph.bitsets import union
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.flips import flip_plan
 from pyro_bpq.plan.held import HeldPlan, HeldSite, SlopedCosts, has_slopes
@@ -91,11 +92,8 @@ def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) ->
 
 def _read_by_laws(graph: StochasticComputationGraph, children: tuple[str, ...]) -> int:
     """What the probabilities of the children's values read, as bits."""
-    read = 0
-    for child in children:
-        position = graph.index[child]
-        read |= graph.parent_bits[position] | 1 << position
-    return read
+    own = graph.bits_of(children)
+    return own | union(graph.parent_bits, own)
 
 
 def _site(
