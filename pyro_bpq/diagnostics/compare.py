@@ -234,12 +234,7 @@ def _step(elbo: Any, program: Program) -> None:
 
 
 def _reference(
-    program: Program,
-    elbo: Any,
-    num_particles: int,
-    num_samples: int,
-    num_warmup: int,
-    options: Mapping[str, Any],
+    program: Program, elbo: Any, num_particles: int, num_samples: int, num_warmup: int, options: Mapping[str, Any]
 ) -> _Reference:
     limit, (model, guide, args, kwargs) = options["num_outcomes"], program
     if num_outcomes_of(guide, args, kwargs, 1) <= limit:

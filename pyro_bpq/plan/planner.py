@@ -176,7 +176,7 @@ class Planner:
         )
         sloped = {name for name, estimator in estimators.items() if "slope" in estimator.needs}
         last = frozenset(name for name in sloped if not graph.descendants(name))
-        held = held_plan(traced, graph, facts, estimators, self.estimator is not None)
+        held = held_plan(structure, estimators, self.estimator is not None)
         return Plan(
             graph,
             layout,

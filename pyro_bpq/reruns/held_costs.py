@@ -83,11 +83,7 @@ def held_costs(
 
 
 def sums_of_costs(
-    graph: StochasticComputationGraph,
-    traced: Sequence[TracedRun],
-    rollout: Rollout,
-    name: str,
-    costs: Sequence[str],
+    graph: StochasticComputationGraph, traced: Sequence[TracedRun], rollout: Rollout, name: str, costs: Sequence[str]
 ) -> Tensor:
     """The sum ``(M, plates)`` of costs that read a site, in nats."""
     plates = graph.node(name).plates
@@ -173,12 +169,7 @@ def _tables(
 
 
 def _rows(
-    run: HeldRun,
-    traced: TracedRun,
-    program: Program,
-    drawn: Mapping[str, Tensor],
-    part: Part,
-    group: Tensor | None,
+    run: HeldRun, traced: TracedRun, program: Program, drawn: Mapping[str, Tensor], part: Part, group: Tensor | None
 ) -> dict[str, Tensor] | None:
     """How costs and laws change ``(rows, batch)`` in the extra run, by name."""
     model, guide, args, kwargs = program
