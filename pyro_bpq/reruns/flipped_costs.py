@@ -15,7 +15,7 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
-from pyro_bpq.tracing.cost_statement import SkipCosts
+from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import is_enumerated, samples
@@ -42,8 +42,12 @@ def flipped_costs(
     graph, flips = plan.graph, plan.flips
     assert flips is not None
     tables: dict[str, list[Tensor]] = {name: [] for name in plan.components}
+
+    def again(values: Mapping[str, Any]) -> Any:
+        return trace_at(values, model, args, kwargs)
+
     for run in traced:
-        rows = _run_flipped(plan, flips, run, model, args, kwargs, runs, learning, is_checked)
+        rows = _run_flipped(plan, run, again, runs, learning, is_checked)
         if rows is None:
             return None
         for name, split in plan.components.items():
@@ -60,18 +64,11 @@ def flipped_costs(
 
 
 def _run_flipped(
-    plan: Plan,
-    flips: FlipPlan,
-    traced: TracedRun,
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    runs: RowRuns,
-    learning: bool,
-    is_checked: bool,
+    plan: Plan, traced: TracedRun, again: Callable[..., Any], runs: RowRuns, learning: bool, is_checked: bool
 ) -> dict[str, Tensor] | None:
-    """The costs ``(rows, batch)`` of the extra run, by name."""
-    records = traced.run.sites
+    """The costs ``(rows, batch)`` of the extra run, by name; ``again`` is the trace of the model at values."""
+    flips, records = plan.flips, traced.run.sites
+    assert flips is not None
     moved = {
         name: flipped(records[name].value, records[name].fn, split, flips, name)
         for name, split in plan.components.items()
@@ -81,16 +78,11 @@ def _run_flipped(
     sampled = {name: traced.run.costs[name].detach() for name in wanted}
 
     def costs(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
-        trace = trace_at(values, model, args, kwargs)
+        trace = again(values)
         found = {}
         if traced.elimination is not None:
             found = traced.elimination.costs(trace, wanted, rows, traced.batch_ndim)
-        rest = sampled.keys() - found.keys()
-        site: Any
-        for site in trace.nodes.values():
-            if site["type"] == "sample" and cost_of_site(site, False) in rest:
-                cost = site["fn"].log_prob(site["value"])
-                found[cost_of_site(site, False)] = -scale_and_mask(cost, site["scale"], site["mask"])
+        add_costs(found, trace, False, sampled)
         return found
 
     shapes = {name: cost.shape for name, cost in sampled.items()}
@@ -103,6 +95,16 @@ def _run_flipped(
 def trace_at(values: Mapping[str, Any], program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The trace of a program at values of its sites, without the costs that may not be computed once more."""
     return poutine.trace(SkipCosts(exact=True)(Substitute(values)(program))).get_trace(*args, **kwargs)
+
+
+def add_costs(found: dict[str, Tensor], trace: Any, is_guide: bool, wanted: Mapping[str, Any]) -> None:
+    """Adds those of the wanted costs that a trace of guide or model has, and that are not found yet."""
+    for site in samples(trace).values():
+        name = cost_of_site(site, is_guide)
+        if name in wanted and name not in found:
+            sign = 1.0 if is_guide and cost_options(site) is None else -1.0
+            cost = site["fn"].log_prob(site["value"])
+            found[name] = sign * scale_and_mask(cost, site["scale"], site["mask"])
 
 
 def latents_of(traced: TracedRun) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bpq.estimators.hindsight import Changes
@@ -19,6 +18,7 @@ from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.held import HeldPlan, HeldSite
 from pyro_bpq.reruns.apart import particle_of, value_alone
 from pyro_bpq.reruns.flipped_costs import (
+    add_costs,
     fixed_values,
     flipped,
     is_varied,
@@ -31,8 +31,7 @@ from pyro_bpq.reruns.flipped_costs import (
 from pyro_bpq.reruns.held_run import HeldRun, joined, law_name, law_of, unmasked
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Way
 from pyro_bpq.rollout.runs import Program, Rollout
-from pyro_bpq.tracing.cost_statement import cost_options
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
+from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
 
 
@@ -64,11 +63,11 @@ def held_costs(
         ``None`` if the programs do not run at other values.
     """
     pairs, part = list(zip(traced, programs, strict=True)), Part()
-    if particle is not None:
-        pairs = pairs if rollout.is_vectorized else [pairs[int(particle)]]
-        if rollout.is_vectorized:
-            assert run.one is not None
-            pairs, part = [(traced[0], run.one)], Part(particle, rollout.plate_ndim + 1)
+    if particle is not None and rollout.is_vectorized:
+        assert run.one is not None
+        pairs, part = [(traced[0], run.one)], Part(particle, rollout.plate_ndim + 1)
+    elif particle is not None:
+        pairs = [pairs[int(particle)]]
     parts: dict[str, list[Changes]] = {name: [] for name in run.plan.sites}
     for i, (one, program) in enumerate(pairs):
         mine = drawn if len(pairs) == 1 else {name: index[i : i + 1] for name, index in drawn.items()}
@@ -187,7 +186,7 @@ def _rows(
     def evaluated(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         first = trace_at(values, guide, args, kwargs)
-        _add_costs(found, first, True, costs)
+        add_costs(found, first, True, costs)
         for child in laws:
             site = first.nodes[child]
             found[law_of(child)] = unmasked(site["fn"]).log_prob(site["value"])
@@ -196,7 +195,7 @@ def _rows(
             if traced.elimination is not None:
                 wanted = [cost for cost in costs if cost not in found]
                 found |= traced.elimination.costs(second, wanted, rows, traced.batch_ndim)
-            _add_costs(found, second, False, costs)
+            add_costs(found, second, False, costs)
         return found
 
     shapes = {name: cost.shape for name, cost in sampled.items()}
@@ -210,15 +209,6 @@ def _rows(
         checked = run.runs.run(key, rows, sites, fixed, more, sampled, run.learning)
         found = None if checked is None else {name: cost[1:] for name, cost in checked.items()}
     return None if found is None else {name: cost - sampled[name] for name, cost in found.items()}
-
-
-def _add_costs(found: dict[str, Tensor], trace: Any, is_guide: bool, wanted: Mapping[str, Any]) -> None:
-    for site in samples(trace).values():
-        name = cost_of_site(site, is_guide)
-        if name in wanted and name not in found:
-            sign = 1.0 if is_guide and cost_options(site) is None else -1.0
-            cost = site["fn"].log_prob(site["value"])
-            found[name] = sign * scale_and_mask(cost, site["scale"], site["mask"])
 
 
 def _moved(
