@@ -95,7 +95,7 @@ class AllAction(Adaptive):
                 if table is not None:
                     weights = weights + terms.scale(scales, i)[..., None, None] * probs * table
             trusted = (EXACT, LEVEL) if self.second_run else (EXACT,)
-            statistics = terms.updated(context, scales, self.decay, self.max_scale, trusted)
+            statistics = terms.updated(context, scales, self, trusted)
         return SiteTerm(weights * log_probs, statistics)
 
 

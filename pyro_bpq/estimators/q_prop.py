@@ -55,7 +55,7 @@ class QProp(Adaptive):
             terms = _terms(context)
             scales = self.scales(context)
             residual = terms.residual(scales)
-            statistics = terms.updated(context, scales, self.decay, self.max_scale)
+            statistics = terms.updated(context, scales, self)
         surrogate = residual * context.score
         if context.moments is not None and context.learned is not None:
             expected = (context.learned * context.moments.expected).sum((-1, -2))

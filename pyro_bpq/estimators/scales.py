@@ -122,17 +122,12 @@ class ScaledTerms:
         return scales[:, i].reshape(-1, *(1,) * (self.cost.dim() - 1))
 
     def updated(
-        self,
-        context: SiteContext,
-        scales: Tensor,
-        decay: float,
-        max_scale: float,
-        trusted: tuple[int, ...] = _NOT_LEARNED,
+        self, context: SiteContext, scales: Tensor, options: Adaptive, trusted: tuple[int, ...] = _NOT_LEARNED
     ) -> dict[str, Tensor]:
         """New running statistics after a step with these scales; ``trusted`` control variates are not learned."""
         assert context.count is not None
         old, count = context.statistics, context.count
-        means = {"means": context.running_mean("means", self.means, decay)}
+        means = {"means": context.running_mean("means", self.means, options.decay)}
         present = tuple(i for i, part in enumerate(self.residuals) if part is not None)
         trusted = trusted if context.correction is not None else (*trusted, _LATER)
         if not present:
@@ -141,14 +136,15 @@ class ScaledTerms:
         # Sites of half precision keep their statistics in the default precision.
         moments = moments.to(old["gram"].dtype)
         slow = 1.0 - elements / _SAMPLES
-        slow = slow.clamp(min=decay) if isinstance(slow, Tensor) else max(slow, decay)
+        slow = slow.clamp(min=options.decay) if isinstance(slow, Tensor) else max(slow, options.decay)
         parts = torch.split(moments, [len(PAIRS) + SIZE, SIZE], 1)
         gram, squares = (context.running_mean(*part, slow) for part in zip(("gram", "squares"), parts, strict=True))
         samples = elements * (count + 1.0).clamp(max=(1.0 + slow) / (1.0 - slow))
         noise = None
         if not set(present) <= set(trusted):
             noise = (squares - _partial(gram, scales).square()).clamp(min=0.0) / samples.unsqueeze(1)
-        solved = solve(gram, old["scales"], 3.0 / ((count + 1.0) * elements), max_scale, noise, present, trusted)
+        ridge = 3.0 / ((count + 1.0) * elements)
+        solved = solve(gram, old["scales"], ridge, options.max_scale, noise, present, trusted)
         return {**means, "gram": gram, "squares": squares, "scales": solved}
 
     def moments(self, scales: Tensor) -> tuple[Tensor, Tensor]:

@@ -285,13 +285,12 @@ class Planner:
         Returns:
             Those that hindsight may serve.
         """
-        patterns = structure.patterns
         many = [n for n in choices if n not in extra.components and has_many_components(sites[n])]
         layers = set()
         for name in many:
             if critics[name] is None:
                 kinds[name] = set()
-                is_alone = len(many) == 1 and not charged_costs(structure.graph, name, SecondRun(), (), patterns)
+                is_alone = len(many) == 1 and not charged_costs(structure, name, SecondRun(), ())
                 found = untold(sites[name], structure, is_alone, len(many))
                 revise(choices, found)
                 layers |= {name} if found.may_hold else set()
@@ -325,7 +324,7 @@ class Planner:
             known |= set(tabled[name])
             spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds[name]))
             if critic is None:
-                charged[name] = charged_costs(graph, name, estimators[name], extra.costs(name), structure.patterns)
+                charged[name] = charged_costs(structure, name, estimators[name], extra.costs(name))
                 spec = replace(spec, by_component=bool(charged[name]))
             is_blind = reads_value(critic) and spec.context > 0
             specs[name] = replace(spec, has_params=True) if facts.is_dynamic and not is_blind else spec
