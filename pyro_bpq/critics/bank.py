@@ -128,8 +128,7 @@ class CriticBank(nn.Module):
                 self._order.pop(key, None)
                 self._order[key] = rows
             used = sum(self._used.values())
-            if used > self._most_rows:
-                self._most_rows = used
+            self._most_rows = max(self._most_rows, used)
             self._forget(sum(self._order.values()), max(self.max_idle + used, _STEPS * self._most_rows))
         self._used.clear()
         self._touched.clear()

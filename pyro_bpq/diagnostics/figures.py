@@ -3,7 +3,7 @@ r"""The figures that tools return: moments of the gradient, and the quality of c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from torch import Tensor
 
@@ -126,9 +126,6 @@ class CriticFit:
 
     def __str__(self) -> str:
         how = "exact" if self.moments.is_exact else f"from {self.moments.num_samples} steps"
-        rows = [
-            [site, *(number(v) for v in (fit.explained, fit.cosine, fit.difference, fit.difference_error))]
-            for site, fit in self.sites.items()
-        ]
+        rows = [[site, *map(number, astuple(fit))] for site, fit in self.sites.items()]
         head = ["site", "explained variance", "cosine", "difference", "its error"]
         return "\n".join([f"Critics ({how}):", *table(head, rows), *_LEGEND])

@@ -82,7 +82,7 @@ def advantages(
         found_here = [sum_to_plates(totals[c], plates[c], own) for c in node.immediate]
         immediate = gamma * sum(found_here, torch.zeros(()))
         totals[node.name] = immediate + (q[node.name].detach() if node.name in q else returns[node.name])
-    ahead = {**totals, **({} if expected is None else {name: value.detach() for name, value in expected.items()})}
+    ahead = totals | {name: value.detach() for name, value in (expected or {}).items()}
     found = {}
     for site in network.graph.index:
         nodes = network.q_nodes(site)
