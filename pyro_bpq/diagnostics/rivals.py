@@ -44,7 +44,7 @@ class GraphELBO(TraceGraph_ELBO):
         before = {name: store[name] for name in store.keys() if name.startswith(_STORED)}
         _put(before, self._averages)
         try:
-            with poutine.block(hide_fn=_is_average):
+            with poutine.block(hide_fn=lambda site: site["type"] == "param" and str(site["name"]).startswith(_STORED)):
                 wrapped = poutine.infer_config(guide, self._options)  # type: ignore[arg-type]
                 return float(super().loss_and_grads(model, wrapped, *args, **kwargs))  # type: ignore[no-untyped-call]
         finally:
@@ -67,10 +67,6 @@ def _put(old: dict[str, Any], new: dict[str, Any]) -> None:
         del store[name]
     for name, value in new.items():
         store[name] = value
-
-
-def _is_average(message: Any) -> bool:
-    return message["type"] == "param" and str(message["name"]).startswith(_STORED)
 
 
 @dataclass(frozen=True)

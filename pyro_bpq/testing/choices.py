@@ -257,9 +257,8 @@ def _of_all(table: Tensor, number: int) -> Tensor:
 
 def _in_place_of_draw(core: Any, value: Tensor) -> Tensor:
     """Computes ``value`` from a real draw, so that dependency trackers see the parents of the site."""
-    state = torch.get_rng_state()
-    drawn = core.sample()
-    torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]):
+        drawn = core.sample()
     return torch.where(torch.ones((), dtype=torch.bool, device=value.device), value, drawn)
 
 
