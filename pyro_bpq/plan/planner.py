@@ -150,7 +150,7 @@ class Planner:
         structure = Structure(traced, graph, facts, self.immediate == "exact")
         summed = None
         if self.orders and facts.cuts_plates and not facts.is_dynamic:
-            summed = sum_plan(traced, graph, facts.handed, self.max_support)
+            summed = sum_plan(structure, self.max_support)
         if facts.sums and summed is not None:
             return self._sum(structure, summed)
         sites = self._sites(structure, has_slopes, can_hold)
