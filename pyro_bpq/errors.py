@@ -91,6 +91,12 @@ def check_option(owner: object, name: str, is_valid: bool, advice: str) -> None:
         raise OptionError(f"{type(owner).__name__}({name}={getattr(owner, name)!r}): write {advice}.")
 
 
+def check_whole(owner: object, name: str, least: int) -> None:
+    """Raises an OptionError if the field ``name`` of ``owner`` is not a whole number of at least ``least``."""
+    value = getattr(owner, name)
+    check_option(owner, name, isinstance(value, int) and value >= least, f"a whole number of at least {least}")
+
+
 def is_real(value: object) -> bool:
     """Whether something is a real number: of Python or of NumPy."""
     return isinstance(value, Real)

@@ -1,7 +1,8 @@
-"""Short texts for option objects: what has its default value is left out."""
+"""Short texts: option objects without what has its default value, and aligned tables."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
@@ -28,3 +29,14 @@ def _is_equal(own: Any, usual: Any) -> bool:
         return bool(own == usual)
     except (RuntimeError, ValueError):  # tensors
         return own is usual
+
+
+def aligned(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.ljust) -> list[str]:
+    """The lines of a table.
+
+    Args:
+        rows: The cells of each row.
+        pad: Fills a cell up to the width of its column, in all columns but the first, which is left-aligned.
+    """
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return ["  ".join([row[0].ljust(first), *map(pad, row[1:], others)]).rstrip() for row in rows]

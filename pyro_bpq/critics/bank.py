@@ -103,6 +103,12 @@ class CriticBank(nn.Module):
                 self._used[key] = len(block.keys)
         return selection
 
+    def block(self, key: str) -> Block:
+        """The block of that name."""
+        block = self.blocks[key]
+        assert isinstance(block, Block)
+        return block
+
     def weights(self, blocks: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The critics' trainable tensors, by ``block.name``; of all blocks, or of the given ones that still exist."""
         names = self.blocks if blocks is None else [key for key in blocks if key in self.blocks]
@@ -122,13 +128,10 @@ class CriticBank(nn.Module):
                 self._order.pop(key, None)
                 self._order[key] = rows
             used = sum(self._used.values())
-            if used > self._most_rows:
-                self._most_rows = used
+            self._most_rows = max(self._most_rows, used)
             self._forget(sum(self._order.values()), max(self.max_idle + used, _STEPS * self._most_rows))
         self._used.clear()
         self._touched.clear()
-        if not self._gone:
-            return []
         gone, self._gone = self._gone, []
         return gone
 
@@ -142,9 +145,8 @@ class CriticBank(nn.Module):
                 break
             forgotten.append(key)
             rows -= size
-        if forgotten:
-            self._drop(forgotten)
-            self._gone += forgotten
+        self._drop(forgotten)
+        self._gone += forgotten
 
     def _take(self, names: Iterable[str], home: str | None = None) -> dict[str, Any]:
         """Removes and returns waiting rows."""
@@ -160,13 +162,12 @@ class CriticBank(nn.Module):
     def _drop(self, keys: Sequence[str]) -> None:
         """Removes blocks from the bank."""
         for key in keys:
-            block = self.blocks[key]
-            assert isinstance(block, Block)
+            block = self.block(key)
             for name in block.keys:
                 del self._index[block.kind, name]
             del self.blocks[key]
-            for known in (self._order, self._used):
-                known.pop(key, None)
+            self._order.pop(key, None)
+            self._used.pop(key, None)
             self._touched.discard(key)
         if keys:
             gone = set(keys)
@@ -219,8 +220,7 @@ class CriticBank(nn.Module):
             positions.append(position)
         parts = []
         for key, (rows, positions) in places.items():
-            block = self.blocks[key]
-            assert isinstance(block, Block)
+            block = self.block(key)
             device = next((t.device for t in block.state_dict().values()), None)
             chosen = None if rows == list(range(len(block.keys))) else torch.tensor(rows, device=device)
             at = None if len(places) == 1 else torch.tensor(positions, device=device)
@@ -235,8 +235,7 @@ class CriticBank(nn.Module):
         for parameter in self.parameters():
             # The store makes them again when it returns a parameter.
             parameter.__dict__.pop("unconstrained", None)
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return state
+        return super().__getstate__()  # type: ignore[no-untyped-call]
 
     # A saved row finds its place by its kind and key, not by the block that it came from.
 
@@ -244,8 +243,7 @@ class CriticBank(nn.Module):
         """Kind and keys of every block, the most recently used block last."""
         blocks = {}
         for key in {**self._order, **self._used, **dict.fromkeys(self.blocks)}:
-            block = self.blocks[key]
-            assert isinstance(block, Block)
+            block = self.block(key)
             blocks[key] = {"kind": block.kind, "keys": list(block.keys), "about": block.about}
         return {"blocks": blocks, "waiting": self._waiting, "most_rows": self._most_rows}
 
@@ -264,8 +262,8 @@ class CriticBank(nn.Module):
                 waiting[_waiting_key(described["kind"], name)] = rows | {_HOME: key, _ABOUT: about}
         self._has_warned = False
         self._waiting, self._most_rows = waiting, max(self._most_rows, extra.get("most_rows", 0))
-        for key, block in self.blocks.items():
-            assert isinstance(block, Block)
+        for key in self.blocks:
+            block = self.block(key)
             self._load_waiting(key, block)
             # The rows are already in place, so the ordinary loader gets the block's own tensors.
             own = block.state_dict(prefix=f"{prefix}blocks.{key}.")

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
 from pyro_bpq.critics.block import Block
 from pyro_bpq.critics.replay_buffer import Replay
-from pyro_bpq.errors import OptionError, check_option
+from pyro_bpq.errors import OptionError, check_option, check_whole
 from pyro_bpq.rollout.distributed import Ranks
 
 # Number of samples in a step from which the learning rate is no longer lowered for noise.
@@ -156,9 +156,8 @@ class CriticLearner:
         check_option(self, "lr", self.lr is None or self.lr > 0, "a positive number or None")
         check_option(self, "clip", self.clip is None or self.clip > 0, "a positive number or None")
         check_option(self, "first_order", self.first_order >= 0.0, "a number that is not negative")
-        for name, least in (("steps", 1), ("max_idle", 0)):
-            value = getattr(self, name)
-            check_option(self, name, isinstance(value, int) and value >= least, f"a whole number of at least {least}")
+        check_whole(self, "steps", 1)
+        check_whole(self, "max_idle", 0)
 
     def make(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """Builds an optimiser of the given parameters of critics."""
@@ -277,8 +276,7 @@ class CriticOptimizer:
         for key, parameters in touched.items():
             if self.learner.clip is not None:
                 _clip(parameters, self.learner.clip)
-            optimizer, block = self._optimizer(bank, key), bank.blocks[key]
-            assert isinstance(block, Block)
+            optimizer, block = self._optimizer(bank, key), bank.block(key)
             for group in optimizer.param_groups if isinstance(optimizer, AveragedAdam) else ():
                 group["speed"] = self.learner.speed(block)
             optimizer.step()
@@ -288,9 +286,7 @@ class CriticOptimizer:
                 track(list(block.slow_weights().values()), list(block.weights().values()), self.learner.slow.rate)
 
     def _optimizer(self, bank: CriticBank, key: str) -> torch.optim.Optimizer:
-        block = bank.blocks[key]
-        assert isinstance(block, Block)
-        weights = list(block.weights().values())
+        weights = list(bank.block(key).weights().values())
         optimizer = self.optimizers.get(key)
         held = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
         if optimizer is None or any(a is not b for a, b in zip(held, weights, strict=True)):

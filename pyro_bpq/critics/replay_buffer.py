@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError, check_option
+from pyro_bpq.errors import OptionError, check_option, check_whole
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.replay_plan import OffPolicyPlan
 
@@ -73,10 +73,9 @@ class Replay:
     draws: int = 1
 
     def __post_init__(self) -> None:
-        least_of = {"capacity": 1, "batch_size": 1, "updates_per_step": 0, "max_assignments": 1, "draws": 1}
-        for name, least in least_of.items():
-            value = getattr(self, name)
-            check_option(self, name, isinstance(value, int) and value >= least, f"a whole number of at least {least}")
+        for name in ("capacity", "batch_size", "max_assignments", "draws"):
+            check_whole(self, name, 1)
+        check_whole(self, "updates_per_step", 0)
         for name, choices in (("coparents", _COPARENTS), ("costs", _COSTS)):
             check_option(self, name, getattr(self, name) in choices, f"one of {', '.join(map(repr, choices))}")
         if self.costs == "stored" and self.coparents != "redrawn":

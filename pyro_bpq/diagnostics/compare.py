@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro
 import torch
 from pyro.infer import TraceGraph_ELBO
 from torch import Tensor
+from tqdm import tqdm
 
 from pyro_bpq.diagnostics.comparison import LIMIT, Comparison, Row, recommend
 from pyro_bpq.diagnostics.figures import GradientMoments
@@ -106,13 +106,14 @@ def compare_estimators(
         OptionError: If ``estimators`` is empty or holds another kind of object.
     """
     rivals = default_rivals(num_particles) if estimators is None else {}
-    built = {name: rival.build() for name, rival in rivals.items()}
-    elbos = built if estimators is None else _elbos(estimators, num_particles)
+    elbos = {name: rival.build() for name, rival in rivals.items()}
+    if estimators is not None:
+        elbos = _elbos(estimators, num_particles)
     if num_rounds < 1:
         raise OptionError(f"num_rounds={num_rounds!r}: write a positive number.")
     program = Program(model, guide, args, kwargs)
     options: dict[str, Any] = {"num_outcomes": num_outcomes, "seed": seed, **kwargs}
-    rows: dict[str, Any] = {}
+    rows: dict[str, Row] = {}
     ready: dict[str, Any] = {}
     same: dict[str, str] = {}
     with seeded(seed), _bar(progress, 2 * len(elbos) + 2) as advance:
@@ -135,18 +136,15 @@ def compare_estimators(
                     raise
                 rows[name] = Row(name, ran=False, note=own_text(error).strip())
                 continue
-            rows[name] = {"num_warmup": warm, "warmup_s": seconds, "write": write, **_figures(elbo, moments, truth)}
+            figures = _figures(elbo, moments, truth)
+            rows[name] = Row(name, num_warmup=warm, warmup_s=seconds, write=write, **figures)
             ready[name] = elbo
         escapes = escapes or any(_escapes(elbo) for elbo in ready.values())
-        for name, elbo in ready.items():
-            rows[name]["is_blind"] = escapes and isinstance(elbo, TraceGraph_ELBO)
-        times = _times(ready, program, num_rounds, seed)
-    done = [
-        row if isinstance(row, Row) else Row(name, ms=times[name][0], ms_spread=times[name][1], **row)
-        for name, row in rows.items()
-    ]
-    done.sort(key=lambda row: row.variance_time if row.ran else math.inf)
-    comparison = Comparison(tuple(done), *recommend(tuple(done)), truth.text, same)
+        for name, (ms, spread) in _times(ready, program, num_rounds, seed).items():
+            is_blind = escapes and isinstance(ready[name], TraceGraph_ELBO)
+            rows[name] = replace(rows[name], ms=ms, ms_spread=spread, is_blind=is_blind)
+    done = tuple(sorted(rows.values(), key=lambda row: row.variance_time if row.ran else math.inf))
+    comparison = Comparison(done, *recommend(done), truth.text, same)
     if verbose:
         print(comparison)
     return comparison
@@ -236,12 +234,7 @@ def _step(elbo: Any, program: Program) -> None:
 
 
 def _reference(
-    program: Program,
-    elbo: Any,
-    num_particles: int,
-    num_samples: int,
-    num_warmup: int,
-    options: Mapping[str, Any],
+    program: Program, elbo: Any, num_particles: int, num_samples: int, num_warmup: int, options: Mapping[str, Any]
 ) -> _Reference:
     limit, (model, guide, args, kwargs) = options["num_outcomes"], program
     if num_outcomes_of(guide, args, kwargs, 1) <= limit:
@@ -261,9 +254,7 @@ def _reference(
 
 
 def _figures(elbo: Any, moments: GradientMoments, truth: _Reference) -> dict[str, Any]:
-    names = list(truth.gradient)
-    zero = {name: torch.zeros_like(truth.gradient[name]) for name in names}
-    square = sum(float((moments.mean.get(n, zero[n]) - truth.gradient[n]).square().sum()) for n in names)
+    square = sum(float((moments.mean.get(n, 0.0) - g).square().sum()) for n, g in truth.gradient.items())
     size = math.sqrt(sum(float(g.square().sum()) for g in truth.gradient.values()))
     own = 0.0 if moments.is_exact else moments.total_variance / moments.num_samples
     bias, error = math.sqrt(square), math.sqrt(own + truth.square_error)
@@ -321,11 +312,7 @@ def _middle(values: list[float]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _bar(is_shown: bool, total: int) -> Iterator[Callable[[str], None]]:
-    if not is_shown:
-        yield lambda text: None
-        return
-    tqdm: Any = importlib.import_module("tqdm").tqdm
-    with tqdm(total=total, desc="compare_estimators", leave=False) as bar:
+    with tqdm(total=total, desc="compare_estimators", leave=False, disable=not is_shown) as bar:
 
         def advance(text: str) -> None:
             bar.set_postfix_str(text)

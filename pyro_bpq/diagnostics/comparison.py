@@ -113,13 +113,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """The comparison as plain numbers, strings and dictionaries."""
         rows = [{**asdict(row), "variance_time": row.variance_time, "bias_z": row.bias_z} for row in self.rows]
-        return {
-            "rows": rows,
-            "recommended": self.recommended,
-            "reason": self.reason,
-            "reference": self.reference,
-            "same": dict(self.same),
-        }
+        return {**asdict(self), "rows": rows}
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """One line per estimator; variances of parameters and sites are columns of their own.
@@ -159,17 +153,17 @@ class Comparison:
 
     def _breakdown(self, what: str, attribute: str) -> list[str]:
         """Table of the variances of the twenty largest parts, one column per estimator."""
-        ran = [row for row in self.rows if row.ran and getattr(row, attribute)]
+        found = {row.name: getattr(row, attribute) for row in self.rows if row.ran and getattr(row, attribute)}
         parts: dict[str, float] = {}
-        for row in ran:
-            for name, variance in getattr(row, attribute).items():
+        for variances in found.values():
+            for name, variance in variances.items():
                 parts[name] = max(parts.get(name, 0.0), variance)
         shown = sorted(parts, key=lambda name: -parts[name])[:20]
         if not shown:
             return []
-        cells = [[name, *(number(getattr(row, attribute).get(name)) for row in ran)] for name in shown]
+        cells = [[name, *(number(variances.get(name)) for variances in found.values())] for name in shown]
         left = [f"... and {len(parts) - len(shown)} more"] if len(parts) > len(shown) else []
-        return ["", *table([f"variance by {what}", *(row.name for row in ran)], cells), *left]
+        return ["", *table([f"variance by {what}", *found], cells), *left]
 
 
 def _cells(row: Row) -> list[str]:

@@ -21,10 +21,10 @@ _WITHIN = "how costs differ within a data point, from one sampled value to anoth
 def check_critics(look: Look) -> Iterator[Finding]:
     """Critics that predict nothing."""
     steps = look.elbo.num_steps
-    poor = {site: fit.explained for site, fit in look.fit.sites.items() if _is_useless(fit)}
+    poor = {site: fit for site, fit in look.fit.sites.items() if _is_useless(fit)}
     if not poor:
         return
-    figures = ", ".join(f"{site!r} {_percent(value)}" for site, value in list(poor.items())[:5] if value is not None)
+    figures = _figures(poor)
     if steps < _MANY_STEPS:
         yield Finding(
             "critic untrained",
@@ -47,9 +47,10 @@ def check_critics(look: Look) -> Iterator[Finding]:
     )
 
 
-def _percent(share: float) -> str:
-    text = f"{share:.0%}"
-    return "0%" if text == "-0%" else text
+def _figures(fits: dict[str, Fit]) -> str:
+    """The explained variances of the first sites."""
+    shares = {site: f"{fit.explained:.0%}" for site, fit in list(fits.items())[:5]}
+    return ", ".join(f"{site!r} {'0%' if share == '-0%' else share}" for site, share in shares.items())
 
 
 def _is_useless(fit: Fit) -> bool:
@@ -90,16 +91,26 @@ def check_scales(look: Look) -> Iterator[Finding]:
     for one in look.signals:
         for c in one.active:
             context = one.context(c)
-            present = (context.exact, context.level, context.learned)
+            has_critic = context.level is not None and context.learned is not None
             for name in context.names:
-                scales = look.elbo.info.get(name, {}).get("scales")
-                if scales is None or len(scales) < len(present):
-                    continue
-                _, level, learned = (p is not None and s < _ZERO_SCALE for p, s in zip(present, scales, strict=False))
-                if level and learned:
+                scales = look.elbo.info.get(name, {}).get("scales", ())
+                # The second and the third scale belong to the critic.
+                if has_critic and len(scales) >= 3 and all(scale < _ZERO_SCALE for scale in scales[1:3]):
                     unused.append(name)
-    good = {name: fit for name, fit in look.fit.sites.items() if name in unused and _explains_well(fit)}
-    yield from _good_but_unused(good)
+    fits = look.fit.sites.items()
+    good = {name: fit for name, fit in fits if name in unused and (fit.explained or 0.0) > _EXPLAINS_WELL}
+    if good:
+        yield Finding(
+            "good critic unused",
+            "hint",
+            f"The critic predicts well {_WITHIN} (share of that variance: {_figures(good)}), and the gradient makes no "
+            f"use of it: its weights in elbo.info[site]['scales'] are below {_ZERO_SCALE}. Both can be true: what is "
+            "known exactly, or the comparison with other particles, already takes away the noise that this critic "
+            "could take.",
+            "Nothing is broken. critic=None is cheaper and probably as good; compare_estimators(model, guide, *args) "
+            "shows whether it is.",
+            tuple(good),
+        )
     unused = [name for name in unused if name not in good]
     if unused:
         yield Finding(
@@ -113,23 +124,3 @@ def check_scales(look: Look) -> Iterator[Finding]:
             "critic=None leaves it out and saves its time.",
             tuple(unused),
         )
-
-
-def _explains_well(fit: Fit) -> bool:
-    return fit.explained is not None and fit.explained > _EXPLAINS_WELL
-
-
-def _good_but_unused(good: dict[str, Fit]) -> Iterator[Finding]:
-    if not good:
-        return
-    figures = ", ".join(f"{name!r} {_percent(fit.explained or 0.0)}" for name, fit in list(good.items())[:5])
-    yield Finding(
-        "good critic unused",
-        "hint",
-        f"The critic predicts well {_WITHIN} (share of that variance: {figures}), and the gradient makes no use of "
-        f"it: its weights in elbo.info[site]['scales'] are below {_ZERO_SCALE}. Both can be true: what is known "
-        "exactly, or the comparison with other particles, already takes away the noise that this critic could take.",
-        "Nothing is broken. critic=None is cheaper and probably as good; compare_estimators(model, guide, *args) "
-        "shows whether it is.",
-        tuple(good),
-    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_bpq.diagnostics.figures import CriticFit, Fit, GradientMoments
 from pyro_bpq.diagnostics.moments import named_moments, site_gradients
-from pyro_bpq.diagnostics.sampling import accumulate, num_outcomes_of, untouched
+from pyro_bpq.diagnostics.sampling import accumulate, untouched
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.rollout.runs import Program
@@ -72,7 +72,6 @@ def critic_fit(
     with untouched(elbo, seed), torch.enable_grad():
         with torch.no_grad():
             is_subsampled = any(run.subsamples for run in elbo.observe(program).runs)
-        count = math.inf if exact is False else num_outcomes_of(guide, args, kwargs, elbo.num_particles)
         with GradientReader(model, guide, None) as reader:
 
             def more(signals: Sequence[Signals]) -> dict[Any, Tensor]:
@@ -83,9 +82,7 @@ def critic_fit(
                 reader.clear()
                 return site_gradients(elbo, reader, program, more)
 
-            found = accumulate(
-                run, num_samples=num_samples, num_outcomes=count, limit=num_outcomes, exact=exact, elbo=elbo
-            )
+            found = accumulate(run, elbo, program, num_samples=num_samples, num_outcomes=num_outcomes, exact=exact)
             if found.is_exact:
                 # Fits need samples: enumeration would give every outcome the same weight.
                 pairs.clear()

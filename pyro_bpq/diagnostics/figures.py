@@ -3,7 +3,7 @@ r"""The figures that tools return: moments of the gradient, and the quality of c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from torch import Tensor
 
@@ -78,7 +78,7 @@ class GradientMoments:
 
     def __str__(self) -> str:
         how = f"all {self.num_samples} outcomes" if self.is_exact else f"{self.num_samples} sampled steps"
-        rows = [[name, number(_norm(self.mean[name])), number(float(v.sum()))] for name, v in self.variance.items()]
+        rows = [[n, number(float(self.mean[n].norm())), number(float(v.sum()))] for n, v in self.variance.items()]
         lines = table(["parameter", "|mean|", "variance"], rows)
         if self.sites:
             shares = self.site_shares()
@@ -126,13 +126,6 @@ class CriticFit:
 
     def __str__(self) -> str:
         how = "exact" if self.moments.is_exact else f"from {self.moments.num_samples} steps"
-        rows = [
-            [site, *(number(v) for v in (fit.explained, fit.cosine, fit.difference, fit.difference_error))]
-            for site, fit in self.sites.items()
-        ]
+        rows = [[site, *map(number, astuple(fit))] for site, fit in self.sites.items()]
         head = ["site", "explained variance", "cosine", "difference", "its error"]
         return "\n".join([f"Critics ({how}):", *table(head, rows), *_LEGEND])
-
-
-def _norm(value: Tensor) -> float:
-    return float(value.square().sum().sqrt())

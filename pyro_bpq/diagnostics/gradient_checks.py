@@ -115,11 +115,7 @@ def check_parameters(look: Look) -> Iterator[Finding]:
 def _reached(look: Look) -> set[str]:
     """The parameters that the surrogate of some steps depends on."""
     found: set[int] = set()
-    with (
-        untouched(look.elbo, look.seed),
-        torch.enable_grad(),
-        GradientReader(*look.program[:2], None) as reader,
-    ):
+    with untouched(look.elbo, look.seed), torch.enable_grad(), GradientReader(*look.program[:2], None) as reader:
         for _ in range(_TRIES):
             reader.clear()
             steps = site_gradients(look.elbo, reader, look.program)
@@ -256,11 +252,7 @@ def _times(look: Look) -> tuple[float, float]:
         flipped_costs(plan, item.traced, rollout, again, args, kwargs, runs, learning=False)
 
     try:
-        with (
-            untouched(elbo, look.seed),
-            torch.enable_grad(),
-            GradientReader(*look.program[:2], None) as reader,
-        ):
+        with untouched(elbo, look.seed), torch.enable_grad(), GradientReader(*look.program[:2], None) as reader:
 
             def step() -> None:
                 reader.clear()

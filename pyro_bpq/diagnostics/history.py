@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.diagnostics.moments import COSTS, gradient_moments
-from pyro_bpq.errors import BPQError, OptionError
+from pyro_bpq.errors import BPQError, OptionError, check_whole
 
 # Names of the scales of AllAction, in its order.
 SCALES = ("exact", "level", "advantage", "later", "later_exact")
@@ -27,8 +27,7 @@ def scalars(elbo: Any) -> dict[str, dict[str, float]]:
         The mean of each entry of ``elbo.info`` over particles and plates, by site. Scales are named after ``SCALES``:
         ``scale_exact`` and so on. ``cost_to_go_std`` is the spread over particles and plates.
     """
-    names: list[tuple[str, str]] = []
-    values: list[Tensor] = []
+    parts: dict[tuple[str, str], Tensor] = {}
     found: dict[str, dict[str, float]] = {}
     for site in _in_program_order(elbo):
         for key, entry in elbo.info[site].items():
@@ -38,15 +37,13 @@ def scalars(elbo: Any) -> dict[str, dict[str, float]]:
                 continue
             if key == "scales":
                 labels = SCALES if len(entry) == len(SCALES) else tuple(map(str, range(len(entry))))
-                parts = [(f"scale_{label}", entry[i]) for i, label in enumerate(labels)]
-            elif key == "cost_to_go":
-                parts = [(key, entry.mean()), ("cost_to_go_std", entry.std(correction=0))]
-            else:
-                parts = [(key, entry.mean())]
-            names += [(site, label) for label, _ in parts]
-            values += [value.detach().to(torch.float64) for _, value in parts]
-    numbers = torch.stack(values).tolist() if values else []
-    for (site, label), number in zip(names, numbers, strict=True):
+                parts |= {(site, f"scale_{label}"): entry[i] for i, label in enumerate(labels)}
+                continue
+            parts[site, key] = entry.mean()
+            if key == "cost_to_go":
+                parts[site, "cost_to_go_std"] = entry.std(correction=0)
+    numbers = torch.stack([part.detach().to(torch.float64) for part in parts.values()]).tolist() if parts else []
+    for (site, label), number in zip(parts, numbers, strict=True):
         found.setdefault(site, {})[label] = number
     return found
 
@@ -72,9 +69,8 @@ class History:
     """
 
     def __init__(self, every: int = 1) -> None:
-        if not isinstance(every, int) or every < 1:
-            raise OptionError(f"History(every={every!r}): write a whole number of at least 1.")
         self.every = every
+        check_whole(self, "every", 1)
         self.steps: list[int] = []
         self.losses: list[float] = []
         self.measured: list[tuple[int, float, dict[str, float]]] = []
@@ -152,9 +148,8 @@ class LogCallback:
         write = getattr(logger, "add_scalar", logger)
         if not callable(write):
             raise OptionError(f"LogCallback({logger!r}): give a SummaryWriter or a function of (tag, value, step).")
-        if not isinstance(every, int) or every < 1:
-            raise OptionError(f"LogCallback(every={every!r}): write a whole number of at least 1.")
         self.logger, self.prefix, self.every = logger, prefix, every
+        check_whole(self, "every", 1)
         self._write: Callable[[str, float, int], Any] = write
         self._calls = 0
 

@@ -2,7 +2,6 @@ r"""Mean and variance of the gradient that an ELBO computes, by parameter and by
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.diagnostics.figures import GradientMoments
-from pyro_bpq.diagnostics.sampling import Accumulated, accumulate, num_outcomes_of, untouched
+from pyro_bpq.diagnostics.sampling import Accumulated, accumulate, untouched
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.planned import PlannedObjective
 from pyro_bpq.rollout.runs import Program
@@ -68,23 +67,18 @@ def gradient_moments(
         raise OptionError(
             f"gradient_moments({elbo!r}): write an ELBO such as TraceBackpropQ_ELBO(); an estimator is an option of it."
         )
-    particles = getattr(elbo, "num_particles", 1)
     program, split = Program(model, guide, args, kwargs), by_site and isinstance(elbo, PlannedObjective)
-    with untouched(elbo, seed), torch.enable_grad():
-        count = math.inf if exact is False else num_outcomes_of(guide, args, kwargs, particles)
-        with GradientReader(model, guide, parameters) as reader:
+    with untouched(elbo, seed), torch.enable_grad(), GradientReader(model, guide, parameters) as reader:
 
-            def run() -> dict[Any, Tensor]:
-                reader.clear()
-                if split:
-                    return site_gradients(elbo, reader, program)
-                backward(elbo, program, False)
-                return {(None, key): g for key, g in reader.read().items()}
+        def run() -> dict[Any, Tensor]:
+            reader.clear()
+            if split:
+                return site_gradients(elbo, reader, program)
+            backward(elbo, program, False)
+            return {(None, key): g for key, g in reader.read().items()}
 
-            found = accumulate(
-                run, num_samples=num_samples, num_outcomes=count, limit=num_outcomes, exact=exact, elbo=elbo
-            )
-        return named_moments(found, reader)
+        found = accumulate(run, elbo, program, num_samples=num_samples, num_outcomes=num_outcomes, exact=exact)
+    return named_moments(found, reader)
 
 
 def named_moments(found: Accumulated, reader: GradientReader) -> GradientMoments:
@@ -93,18 +87,15 @@ def named_moments(found: Accumulated, reader: GradientReader) -> GradientMoments
     def pick(values: Mapping[Any, Tensor], site: str | None) -> dict[str, Tensor]:
         return reader.named({leaf: value for (where, leaf), value in values.items() if where == site})
 
-    keys: dict[str | None, list[Any]] = {}
-    for key in found.mean:
-        keys.setdefault(key[0], []).append(key)
-    names = [site for site in keys if site is not None]
+    names = list(dict.fromkeys(site for site, _ in found.mean if site is not None))
     return GradientMoments(
         mean=pick(found.mean, None),
         variance=pick(found.variance, None),
         sites={site: Moments(pick(found.mean, site), pick(found.variance, site)) for site in names},
         num_samples=found.num_runs,
         is_exact=found.is_exact,
-        total_variance_error=found.total(keys.get(None, []))[1],
-        site_variance_errors={site: found.total(keys[site])[1] for site in names},
+        total_variance_error=found.error(None),
+        site_variance_errors={site: found.error(site) for site in names},
     )
 
 

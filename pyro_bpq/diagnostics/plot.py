@@ -48,16 +48,11 @@ def plot_diagnostics(history: History, sites: Sequence[str] | None = None, windo
     _scales(axes[0, 1], history, colours, window)
     _signal(axes[1, 0], history, colours)
     _errors(axes[1, 1], history, colours, window)
-    handles, labels = [], []
-    for site, colour in colours.items():
-        (line,) = axes[0, 0].plot([], [], color=colour)
-        handles.append(line)
-        labels.append(site)
+    handles = [axes[0, 0].plot([], [], color=colour)[0] for colour in colours.values()]
+    figure.legend(handles, list(colours), loc="outside right upper", title="site", frameon=False)
     left_out = len(history.sites) - len(chosen)
-    title = f"and {left_out} more" if left_out and sites is None else None
-    figure.legend(handles, labels, loc="outside right upper", title="site", frameon=False)
-    if title:
-        figure.text(0.995, 0.02, title, ha="right", fontsize=9, color="gray")
+    if left_out and sites is None:
+        figure.text(0.995, 0.02, f"and {left_out} more", ha="right", fontsize=9, color="gray")
     return figure
 
 
@@ -188,13 +183,11 @@ def _errors(ax: Any, history: History, colours: dict[str, str], window: int) -> 
 
 
 def _lines(ax: Any, history: History, colours: dict[str, str], key: str, window: int, clean: Any) -> bool:
-    drawn = False
-    for site, colour in colours.items():
-        if key in history.keys(site):
-            values = clean(history.series(site, key))
-            ax.plot(history.steps, _smooth(values, window), color=colour, linewidth=1.2)
-            drawn = True
-    return drawn
+    drawn = [site for site in colours if key in history.keys(site)]
+    for site in drawn:
+        values = clean(history.series(site, key))
+        ax.plot(history.steps, _smooth(values, window), color=colours[site], linewidth=1.2)
+    return bool(drawn)
 
 
 def _note(ax: Any, drawn: bool, text: str) -> None:

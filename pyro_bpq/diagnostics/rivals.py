@@ -44,7 +44,7 @@ class GraphELBO(TraceGraph_ELBO):
         before = {name: store[name] for name in store.keys() if name.startswith(_STORED)}
         _put(before, self._averages)
         try:
-            with poutine.block(hide_fn=_is_average):
+            with poutine.block(hide_fn=lambda site: site["type"] == "param" and str(site["name"]).startswith(_STORED)):
                 wrapped = poutine.infer_config(guide, self._options)  # type: ignore[arg-type]
                 return float(super().loss_and_grads(model, wrapped, *args, **kwargs))  # type: ignore[no-untyped-call]
         finally:
@@ -67,10 +67,6 @@ def _put(old: dict[str, Any], new: dict[str, Any]) -> None:
         del store[name]
     for name, value in new.items():
         store[name] = value
-
-
-def _is_average(message: Any) -> bool:
-    return message["type"] == "param" and str(message["name"]).startswith(_STORED)
 
 
 @dataclass(frozen=True)
@@ -121,14 +117,10 @@ def took(elbo: Any) -> dict[str, str]:
         return {}
     found = {}
     for name, spec in plan.layout.specs.items():
-        has_critic = spec.critic is not None and any(node.is_learned for node in _nodes(plan, name))
+        nodes = () if plan.layout.network is None else plan.layout.network.q_nodes(name)
+        has_critic = spec.critic is not None and any(node.is_learned for node in nodes)
         found[name] = short(spec.estimator) + (f" with {short(spec.critic)}" if has_critic else "")
     return found
-
-
-def _nodes(plan: Any, site: str) -> tuple[Any, ...]:
-    network = plan.layout.network
-    return () if network is None else tuple(network.q_nodes(site))
 
 
 def signature(elbo: Any) -> Any:

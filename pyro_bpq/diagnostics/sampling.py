@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pyro
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.rollout.features import finite_components
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing import TwoPoint, iter_outcomes
 
 _NUM_BATCHES = 10
@@ -91,13 +93,12 @@ class Accumulated:
     # Variances by key in batches of the runs, for standard errors; empty if exact.
     batches: list[dict[Any, Tensor]] = field(default_factory=list)
 
-    def total(self, keys: list[Any]) -> tuple[float, float]:
-        """Sum of the variances of the given keys, and its standard error."""
-        total = sum(float(self.variance[key].sum()) for key in keys)
+    def error(self, first: Any) -> float:
+        """Standard error of the sum of the variances of all keys ``(first, ...)``."""
         if self.is_exact or len(self.batches) < 2:
-            return total, 0.0 if self.is_exact else math.inf
-        parts = torch.tensor([sum(float(b[key].sum()) for key in keys if key in b) for b in self.batches])
-        return total, float(parts.std()) / math.sqrt(len(parts))
+            return 0.0 if self.is_exact else math.inf
+        parts = [sum(float(value.sum()) for key, value in batch.items() if key[0] == first) for batch in self.batches]
+        return float(torch.tensor(parts).std()) / math.sqrt(len(parts))
 
 
 class _Running:
@@ -108,54 +109,48 @@ class _Running:
         self.mean: dict[Any, Tensor] = {}
         self.square: dict[Any, Tensor] = {}
 
-    def add(self, weight: float, values: Mapping[Hashable, Tensor]) -> None:
+    def add(
+        self, weight: float, mean: Mapping[Any, Tensor], square: Mapping[Any, Tensor] = MappingProxyType({})
+    ) -> None:
+        """Adds runs of a total weight: a single run, or those of which the moments are given."""
         before, self.weight = self.weight, self.weight + weight
         if not self.weight:
             return
-        for key in {**self.mean, **values}:
-            value = values.get(key)
-            if key not in self.mean:
-                assert value is not None
-                self.mean[key], self.square[key] = torch.zeros_like(value), torch.zeros_like(value)
-            step = (0.0 if value is None else value) - self.mean[key]
-            self.mean[key] = self.mean[key] + step * (weight / self.weight)
-            self.square[key] = self.square[key] + step.square() * (weight * before / self.weight)
-
-    def merge(self, other: _Running) -> None:
-        weight = self.weight + other.weight
-        for key in {**self.mean, **other.mean}:
-            zero = torch.zeros_like(self.mean[key] if key in self.mean else other.mean[key])
-            step = other.mean.get(key, zero) - self.mean.get(key, zero)
-            spread = step.square() * (self.weight * other.weight / max(weight, 1e-300))
-            self.mean[key] = self.mean.get(key, zero) + step * (other.weight / max(weight, 1e-300))
-            self.square[key] = self.square.get(key, zero) + other.square.get(key, zero) + spread
-        self.weight = weight
+        for key in {**self.mean, **mean}:
+            zero = torch.zeros_like(self.mean[key] if key in self.mean else mean[key])
+            old = self.mean.get(key, zero)
+            step = mean.get(key, zero) - old
+            spread = step.square() * (weight * before / self.weight)
+            self.mean[key] = old + step * (weight / self.weight)
+            self.square[key] = self.square.get(key, zero) + square.get(key, zero) + spread
 
 
 def accumulate(
-    step: Step, *, num_samples: int, num_outcomes: float, limit: int, exact: bool | str, elbo: Any = None
+    step: Step, elbo: Any, program: Program, *, num_samples: int, num_outcomes: int, exact: bool | str
 ) -> Accumulated:
-    """Moments of a step's results: over all of its outcomes if there are few, else over samples."""
+    """Moments of a step's results: over all outcomes if at most ``num_outcomes``, else over samples."""
     if not isinstance(exact, bool) and exact != "auto":
         raise OptionError(f'exact={exact!r}: write True, False or "auto".')
     if num_samples < 2:
         raise OptionError(f"num_samples={num_samples!r}: a variance needs at least 2.")
-    if exact is True or (exact == "auto" and num_outcomes <= limit):
+    _, guide, args, kwargs = program
+    particles = getattr(elbo, "num_particles", 1)
+    if exact is True or (exact == "auto" and num_outcomes_of(guide, args, kwargs, particles) <= num_outcomes):
         try:
-            return _enumerate(step, limit, elbo)
+            return _enumerate(step, num_outcomes, elbo)
         except BPQError:
             if exact is True:
                 raise
     return _sample(step, num_samples)
 
 
-def _enumerate(step: Step, limit: int, elbo: Any) -> Accumulated:
+def _enumerate(step: Step, num_outcomes: int, elbo: Any) -> Accumulated:
     noises = getattr(elbo, "num_noises", 0)
-    next(iter_outcomes(step, num_outcomes=limit))  # builds lazily built objects
+    next(iter_outcomes(step, num_outcomes=num_outcomes))  # builds lazily built objects
     if getattr(elbo, "num_noises", 0) != noises:
         raise OptionError("An estimator draws noise of its own, so that outcomes cannot be listed; write exact=False.")
     running, count = _Running(), 0
-    for probability, values in iter_outcomes(step, num_outcomes=limit):
+    for probability, values in iter_outcomes(step, num_outcomes=num_outcomes):
         running.add(probability, values)
         count += 1
     return Accumulated(running.mean, running.square, count, True)
@@ -168,7 +163,7 @@ def _sample(step: Step, num_samples: int) -> Accumulated:
         batches[i % num_batches].add(1.0, step())
     whole = _Running()
     for batch in batches:
-        whole.merge(batch)
+        whole.add(batch.weight, batch.mean, batch.square)
     variance = {key: square / (num_samples - 1.0) for key, square in whole.square.items()}
     parts = [{key: square / (batch.weight - 1.0) for key, square in batch.square.items()} for batch in batches]
     return Accumulated(whole.mean, variance, num_samples, False, parts)

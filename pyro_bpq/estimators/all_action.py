@@ -3,18 +3,17 @@ r"""All-action gradient with learned and exact control variates and adaptive sca
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
-from pyro_bpq.estimators.scales import EXACT, LEVEL, ScaledTerms, check_scales, fixed_scales, initial_statistics
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
+from pyro_bpq.estimators.scales import EXACT, LEVEL, Adaptive, ScaledTerms
 
 
 @dataclass(frozen=True)
-class AllAction(Estimator):
+class AllAction(Adaptive):
     r"""Sums over all values of a finite site; a correction keeps it unbiased for any critic.
 
         g_X = Σ_d Σ_k ∇q_d(k) (a_0 I_X[d,k] + a_2 A_X[d,k]) + R_X ∇ log q(x)
@@ -56,12 +55,9 @@ class AllAction(Estimator):
     trace: float = 1.0
     second_run: bool = False
 
-    is_unbiased: ClassVar[bool] = True
-    uses_critic: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         check_option(self, "exact", self.exact in (True, False, "auto"), 'True, False or "auto"')
-        check_scales(self)
+        super().__post_init__()
 
     @property
     def by_component(self) -> bool:
@@ -78,21 +74,12 @@ class AllAction(Estimator):
         """The option ``exact``."""
         return self.exact
 
-    @property
-    def trace_decay(self) -> float:
-        """The option ``trace``."""
-        return self.trace
-
     def unsupported(self, site: SiteInfo) -> str | None:
         """Needs finite components."""
         if site.components is not None:
             return None
         other = "Pathwise()" if site.has_rsample else "ScoreFunction()"
         return f"AllAction() needs a finite support, which {site.distribution} lacks; use {other}"
-
-    def statistics(self) -> Statistics:
-        """Moments of control variates and plain gradient, means, and scales."""
-        return initial_statistics()
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Weights every log-probability by its coefficient in the gradient."""
@@ -102,13 +89,13 @@ class AllAction(Estimator):
         with torch.no_grad():
             probs, score = context.score_table
             terms = _terms(context, probs, score)
-            scales = context.statistics["scales"] if self.adaptive else fixed_scales(context)
+            scales = self.scales(context)
             weights = terms.residual(scales)[..., None, None] * (score + probs)
             for i, table in ((0, context.exact), (2, context.learned)):
                 if table is not None:
                     weights = weights + terms.scale(scales, i)[..., None, None] * probs * table
             trusted = (EXACT, LEVEL) if self.second_run else (EXACT,)
-            statistics = terms.updated(context, scales, self.decay, self.max_scale, trusted)
+            statistics = terms.updated(context, scales, self, trusted)
         return SiteTerm(weights * log_probs, statistics)
 
 

@@ -148,14 +148,12 @@ class SiteContext:
     @property
     def program(self) -> SiteProgram:
         """Further runs of the program, which give costs at other values."""
-        found: SiteProgram = self.signals["program"]
-        return found
+        return self.signals["program"]
 
     @property
     def baseline(self) -> Tensor:
         """The user's own prediction of ``cost``, with its gradient."""
-        found: Tensor = self.signals["baseline"]
-        return found
+        return self.signals["baseline"]
 
     @property
     def crossed(self) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm
 from pyro_bpq.estimators.noise import exponential, uniform, uniform_given
+from pyro_bpq.estimators.relaxation import parameters
 from pyro_bpq.estimators.requirements import needs_binary, needs_finite
 
 
@@ -67,14 +68,9 @@ class DisARM(Estimator):
         return SiteTerm(weight * logits)
 
 
-def _logits(context: SiteContext) -> Tensor:
-    log_probs, _ = context.table
-    return log_probs[..., 1] - log_probs[..., 0]
-
-
 def _antithetic(context: SiteContext) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logits with gradient, the noise of the sample, the index of its antithetic partner, and ``f(b̃) - f(b)``."""
-    logits, program = _logits(context), context.program
+    logits, program = parameters(context.table[0]), context.program
     with torch.no_grad():
         p = logits.sigmoid()
         u = uniform_given(p, context.table[1], program.generator)
@@ -242,7 +238,7 @@ class ARMS(Estimator):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The centred costs times the samples."""
-        logits, program = _logits(context), context.program
+        logits, program = parameters(context.table[0]), context.program
         with torch.no_grad():
             # Noise below the probability gives the rarer value: the samples repel each other most in this form.
             rarer = torch.where(logits > 0, 0, 1)

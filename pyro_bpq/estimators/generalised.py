@@ -13,6 +13,7 @@ from torch import distributions as td
 from pyro_bpq.errors import UnsupportedSiteError
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.estimators.requirements import needs_continuous
+from pyro_bpq.estimators.substitution import event_sum
 from pyro_bpq.rollout.features import base_distribution
 
 
@@ -48,9 +49,7 @@ class GeneralisedReparameterisation(Estimator):
         """``log q_ε`` of the noise, with its gradient, of the batch shape."""
         base = base_distribution(fn)
         moved, log_slope = standardised(base, value.detach())
-        total: Tensor = base.log_prob(moved) + log_slope
-        extra = total.dim() - len(fn.batch_shape)
-        return total.sum(tuple(range(-extra, 0))) if extra else total
+        return event_sum(base.log_prob(moved) + log_slope, len(fn.batch_shape))
 
 
 @singledispatch

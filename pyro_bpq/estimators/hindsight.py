@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import UnsupportedProgramError, check_option
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics, unit_scale, update_mean
-from pyro_bpq.estimators.baselines import RunningBaseline, leave_one_out
+from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics, site_mean, unit_scale
+from pyro_bpq.estimators.baselines import LeaveOneOut
 from pyro_bpq.estimators.requirements import needs_finite
 
 # Weight of the past in the moments of crossed costs.
@@ -125,6 +125,7 @@ class Hindsight(Estimator):
     crossed: bool = False
 
     is_unbiased: ClassVar[bool] = True
+    unsupported = needs_finite
 
     def __post_init__(self) -> None:
         check_option(self, "draws", self.draws >= 1, "a positive number")
@@ -134,10 +135,6 @@ class Hindsight(Estimator):
         """What other values change, and crossed costs if ``crossed`` is set."""
         asked = frozenset({"hindsight", "program"})
         return asked | {"crossed"} if self.crossed else asked
-
-    def unsupported(self, site: SiteInfo) -> str | None:
-        """Needs finite components."""
-        return needs_finite(self, site)
 
     def statistics(self) -> Statistics:
         """Running means of the costs, for a single particle, and the moments that fit the scales."""
@@ -253,11 +250,10 @@ def _of_drawn(rest: Tensor, log_q: Tensor, held: HeldCosts) -> Tensor:
 
 def _moments(centred: Tensor, immediate: Tensor, crossed: Tensor | None, context: SiteContext) -> Tensor:
     """Running mean of crossed costs ``c``, and of ``A²``, ``A c``, ``c²``, ``T A``, ``T c`` for centred costs."""
-    assert context.count is not None
     other = torch.zeros_like(centred) if crossed is None else crossed
     pairs = ((immediate, immediate), (immediate, other), (other, other), (centred, immediate), (centred, other))
-    new = torch.stack([other.flatten(1).mean(1), *((a * b).flatten(1).mean(1) for a, b in pairs)], 1)
-    return update_mean(context.statistics["moments"], new, context.count, _DECAY)
+    new = torch.stack([site_mean(other), *(site_mean(a * b) for a, b in pairs)], 1)
+    return context.running_mean("moments", new, _DECAY)
 
 
 def _scales(moments: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,7 +286,5 @@ def _corrected(table: Tensor, log_q: Tensor, level: Tensor, kept: Tensor, held: 
 
 def _centred(cost: Tensor, context: SiteContext, name: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Subtracts the mean over the other particles or, with a single particle, that of earlier steps."""
-    if cost.shape[1] > 1:
-        return leave_one_out(cost), {}
-    centred, new = RunningBaseline()(cost, {"baseline": context.statistics[name]}, context.count)
-    return centred, {name: new["baseline"]}
+    centred, new = LeaveOneOut()(cost, {"baseline": context.statistics[name]}, context.count)
+    return centred, {name: new["baseline"]} if new else {}

@@ -8,7 +8,8 @@ from typing import ClassVar
 from pyro_bpq.errors import UnsupportedSiteError, check_option
 from pyro_bpq.estimators.all_action import AllAction
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm, Statistics
-from pyro_bpq.estimators.baselines import RunningBaseline, leave_one_out
+from pyro_bpq.estimators.baselines import LeaveOneOut
+from pyro_bpq.estimators.score_function import ScoreFunction
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class LambdaReturn(Estimator):
 
     def statistics(self) -> Statistics:
         """Running statistics of :class:`AllAction` and of a running baseline."""
-        return {**AllAction().statistics(), **RunningBaseline().statistics()}
+        return {**AllAction().statistics(), **LeaveOneOut().statistics()}
 
     @property
     def return_weight(self) -> float:
@@ -57,10 +58,7 @@ class LambdaReturn(Estimator):
         """Applies :class:`AllAction` or the score function to the lambda-return in ``context.cost``."""
         if context.log_probs is not None:
             return AllAction()(context)
-        if context.num_particles > 1:
-            return SiteTerm(leave_one_out(context.cost) * context.score)
-        centred, statistics = RunningBaseline()(context.cost, context.statistics, context.count)
-        return SiteTerm(centred * context.score, statistics)
+        return ScoreFunction(LeaveOneOut())(context)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def _parametric(context: SiteContext) -> Tensor:
         rayleigh = scale * (2.0 * noise).sqrt()
         up = torch.where(is_normal, first + rayleigh, value + steps)
         ups = _costs(program, up, context.cost)
-        slope, spread = torch.zeros_like(value), torch.zeros_like(value)
+        spread = torch.zeros_like(value)
         now = context.cost.reshape(*context.cost.shape, *(1,) * event_ndim)
         slope = torch.where(is_poisson, ups - now, (now - ups) / first)
         if bool(is_normal.any()):
@@ -119,14 +119,12 @@ def _costs(program: SiteProgram, value: Tensor, like: Tensor) -> Tensor:
 
 def _first(fn: Any) -> Tensor:
     base = base_distribution(fn)
-    parameter: Tensor = base.loc if hasattr(base, "loc") else base.rate
-    return parameter
+    return base.loc if hasattr(base, "loc") else base.rate
 
 
 def _second(fn: Any) -> Tensor:
     base = base_distribution(fn)
-    parameter: Tensor = base.scale if hasattr(base, "loc") else torch.ones_like(base.rate)
-    return parameter
+    return base.scale if hasattr(base, "loc") else torch.ones_like(base.rate)
 
 
 def _kind(fn: Any) -> Tensor:

@@ -20,11 +20,6 @@ def signs(like: Tensor, generator: torch.Generator) -> Tensor:
     return (2.0 * (noise < 0.5) - 1.0).to(like.device, like.dtype)
 
 
-def normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal noise of the shape, dtype and device of ``like``."""
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like.device, like.dtype)
-
-
 def exponential(like: Tensor, generator: torch.Generator) -> Tensor:
     """Exponential noise of rate one, of the shape, dtype and device of ``like``."""
     return -uniform(like, generator).log()

@@ -126,8 +126,7 @@ class QAllAction(_LocalCost):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The expected Q."""
-        table = _local(context)
-        return SiteTerm(context.table[0].exp() * table)
+        return SiteTerm(context.table[0].exp() * _local(context)[0])
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,7 @@ class QAdvantage(_LocalCost):
         if context.log_probs is None:
             value = local_cost(context)
             return SiteTerm((value if context.level is None else value - context.level) * context.score)
-        _local(context)
-        return SiteTerm(_critic(context, True)[2] * context.score)
+        return SiteTerm(_local(context)[2] * context.score)
 
 
 @dataclass(frozen=True)
@@ -207,7 +205,7 @@ class QRelaxation(_LocalCost):
 
     def __call__(self, context: SiteContext) -> SiteTerm:
         """Q at the relaxed value, with its gradient."""
-        (log_probs, index), table = context.table, _local(context)
+        (log_probs, index), (table, _, _) = context.table, _local(context)
         params = relaxation.parameters(log_probs)
         free, _ = relaxation.draw_pair(params, index, context.program.generator)
         temperature = relaxation.temperature_of(self.temperature, context)
@@ -266,20 +264,18 @@ def local_cost(context: SiteContext) -> Tensor:
     if context.log_probs is None:
         if context.level is None:
             raise _without_critic(context)
-        value: Tensor = context.signals["q_value"]
-        return value
-    _local(context)
-    _, mean, own = _critic(context, True)
+        return context.signals["q_value"]
+    _, mean, own = _local(context)
     return mean + own
 
 
-def _local(context: SiteContext) -> Tensor:
-    """The table of Q; raises an error if there is no critic and not all costs are known."""
+def _local(context: SiteContext) -> tuple[Tensor, Tensor, Tensor]:
+    """The whole of Q as in :func:`_critic`; raises an error if there is no critic and not all costs are known."""
     if context.learned is None:
         known = context.cost.new_zeros(()) if context.exact_cost is None else context.exact_cost
         if not torch.allclose(context.cost, known.expand_as(context.cost)):
             raise _without_critic(context)
-    return _critic(context, True)[0]
+    return _critic(context, True)
 
 
 def _without_critic(context: SiteContext) -> UnsupportedSiteError:

@@ -3,17 +3,16 @@ r"""Q-Prop: first- and second-order terms of a critic as control variate, withou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
+from pyro_bpq.estimators.base import SiteContext, SiteInfo, SiteTerm
 from pyro_bpq.estimators.requirements import alternative
-from pyro_bpq.estimators.scales import ScaledTerms, check_scales, fixed_scales, initial_statistics
+from pyro_bpq.estimators.scales import Adaptive, ScaledTerms
 
 
 @dataclass(frozen=True)
-class QProp(Estimator):
+class QProp(Adaptive):
     r"""Score function with a critic that is quadratic in the value, so that its expectation is known.
 
         g_X = R_X ∇ log q(x) + a_2 ∇E_q[Q_X]
@@ -43,17 +42,6 @@ class QProp(Estimator):
     max_scale: float = 1.2
     trace: float = 1.0
 
-    is_unbiased: ClassVar[bool] = True
-    uses_critic: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_scales(self)
-
-    @property
-    def trace_decay(self) -> float:
-        """The option ``trace``."""
-        return self.trace
-
     def unsupported(self, site: SiteInfo) -> str | None:
         """Serves sites without finite components."""
         if site.components is None:
@@ -61,17 +49,13 @@ class QProp(Estimator):
         other = alternative(site)
         return f"QProp() is for values without finite support, and {site.distribution} has one; use {other}"
 
-    def statistics(self) -> Statistics:
-        """Moments of control variates and plain gradient, means, and scales."""
-        return initial_statistics()
-
     def __call__(self, context: SiteContext) -> SiteTerm:
         """The residual times ``log q``, plus the critic's expectation."""
         with torch.no_grad():
             terms = _terms(context)
-            scales = context.statistics["scales"] if self.adaptive else fixed_scales(context)
+            scales = self.scales(context)
             residual = terms.residual(scales)
-            statistics = terms.updated(context, scales, self.decay, self.max_scale)
+            statistics = terms.updated(context, scales, self)
         surrogate = residual * context.score
         if context.moments is not None and context.learned is not None:
             expected = (context.learned * context.moments.expected).sum((-1, -2))

@@ -103,14 +103,14 @@ class REBAR(Scaled):
         held = program.held(relaxation.independent_value(free, index, program))
         state = program.generator.get_state()
         cost, path = relaxed_cost(free, index, temperature, program, held)
-        plain, variate = _parts(context, free, cost, path)
+        plain, variate = parts(context, free, cost, path)
         a = fill(read_scale(self.scale, context), plain)
         gradient = plain - a * variate
         statistics = self.updated(context, cost, *(relaxation.natural(part, free, index) for part in (plain, variate)))
         if isinstance(self.temperature, LearnedTemperature):
             program.generator.set_state(state)
             moved = temperature * (1.0 + self.temperature.delta)
-            plain, other = _parts(context, free, *relaxed_cost(free, index, moved, program, held))
+            plain, other = parts(context, free, *relaxed_cost(free, index, moved, program, held))
             found = [relaxation.natural(part, free, index) for part in (gradient, plain - a * other)]
             statistics |= self._update_temperature(context, *found)
         return SiteTerm(gradient * params, statistics)
@@ -132,7 +132,7 @@ class REBAR(Scaled):
         return {"moments": moments, "log_temperature": log.clamp(-3.0, 3.0)}
 
 
-def _parts(context: SiteContext, params: Tensor, cost: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+def parts(context: SiteContext, params: Tensor, cost: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient without the control variate, and the control variate to subtract from it."""
     score = relaxation.score(params, context.table[1])
     centred, variate = (fill(part, score) for part in centre(context.cost, cost, context))

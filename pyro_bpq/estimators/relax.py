@@ -12,7 +12,7 @@ from pyro_bpq.errors import OptionError, check_option
 from pyro_bpq.estimators import relaxation
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteInfo, SiteTerm, Statistics
 from pyro_bpq.estimators.q_estimators import local_cost
-from pyro_bpq.estimators.rebar import RELAXES_ALL, relaxed_cost
+from pyro_bpq.estimators.rebar import RELAXES_ALL, parts, relaxed_cost
 from pyro_bpq.estimators.relaxation import Annealed, fill
 from pyro_bpq.estimators.requirements import needs_finite, needs_float_value
 from pyro_bpq.estimators.scaled import OptimalScale, Scale, Scaled, centre, read_scale, update_means
@@ -153,9 +153,7 @@ class RELAXQ(Scaled):
         with torch.no_grad():
             level = context.cost.new_zeros(()) if context.level is None else context.level
             value = level + given.detach()
-            score = relaxation.score(leaf, index)
-            centred, control = (fill(part, score) for part in centre(context.cost, value, context))
-            plain, variate = centred * score, control * score - path
+            plain, variate = parts(context, leaf, value, path)
             gradient = plain - fill(read_scale(self.scale, context), plain) * variate
             natural = (relaxation.natural(part, leaf, index) for part in (plain, variate))
             statistics = self.updated(context, value, *natural)

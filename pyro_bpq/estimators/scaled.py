@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError, check_option
+from pyro_bpq.errors import check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, check_decay, site_mean
 from pyro_bpq.estimators.baselines import leave_one_out
 from pyro_bpq.estimators.requirements import needs_finite
@@ -42,12 +42,6 @@ class OptimalScale:
 
 
 Scale = float | OptimalScale
-
-
-def check_scale(owner: str, scale: Scale) -> None:
-    """Raises an OptionError if ``scale`` is neither a number nor an :class:`OptimalScale`."""
-    if isinstance(scale, bool) or not isinstance(scale, int | float | OptimalScale):
-        raise OptionError(f"{owner}(scale={scale!r}): write a number or OptimalScale().")
 
 
 def scale_statistics(scale: Scale) -> Statistics:
@@ -142,7 +136,8 @@ class Scaled(Estimator):
     unsupported = needs_finite
 
     def __post_init__(self) -> None:
-        check_scale(type(self).__name__, self.scale)
+        is_valid = isinstance(self.scale, int | float | OptimalScale) and not isinstance(self.scale, bool)
+        check_option(self, "scale", is_valid, "a number or OptimalScale()")
         check_decay(self)
 
     def statistics(self) -> Statistics:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pyro_bpq.errors import check_option
-from pyro_bpq.estimators.base import SiteContext, Statistics, check_decay, site_mean
+from pyro_bpq.estimators.base import Estimator, SiteContext, Statistics, check_decay, site_mean
 from pyro_bpq.estimators.baselines import leave_one_out
 
 SIZE = 5  # control variates
@@ -26,27 +26,40 @@ _NOT_LEARNED = EXACT, _LATER_EXACT
 START = (1.0, 1.0, 1.0, 1.0, 0.0)
 
 
-def initial_statistics() -> Statistics:
-    """Products of control variates with each other and the plain gradient, squares, means, and scales."""
-    return {
-        "gram": (0.0,) * (len(PAIRS) + SIZE),
-        "squares": (0.0,) * SIZE,
-        "means": (0.0,) * 3,
-        "scales": START,
-    }
+class Adaptive(Estimator):
+    """Base of the estimators with these control variates and fields of these names. Unbiased."""
 
+    adaptive: bool
+    decay: float
+    max_scale: float
+    trace: float
 
-def fixed_scales(context: SiteContext) -> Tensor:
-    """Scales that do not adapt, ``(G, 5)``."""
-    scales = context.statistics["scales"]
-    return scales.new_tensor(START).expand_as(scales)
+    is_unbiased: ClassVar[bool] = True
+    uses_critic: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        check_decay(self)
+        check_option(self, "max_scale", self.max_scale > 0.0, "a positive number")
+        check_option(self, "trace", 0.0 <= self.trace <= 1.0, "a number in [0, 1]")
 
-def check_scales(owner: Any) -> None:
-    """Raises an OptionError if one of the fields ``decay``, ``max_scale`` and ``trace`` is out of range."""
-    check_decay(owner)
-    check_option(owner, "max_scale", owner.max_scale > 0.0, "a positive number")
-    check_option(owner, "trace", 0.0 <= owner.trace <= 1.0, "a number in [0, 1]")
+    @property
+    def trace_decay(self) -> float:
+        """The option ``trace``."""
+        return self.trace
+
+    def statistics(self) -> Statistics:
+        """Products of control variates with each other and the plain gradient, squares, means, and scales."""
+        return {
+            "gram": (0.0,) * (len(PAIRS) + SIZE),
+            "squares": (0.0,) * SIZE,
+            "means": (0.0,) * 3,
+            "scales": START,
+        }
+
+    def scales(self, context: SiteContext) -> Tensor:
+        """The scales of this step, ``(G, 5)``."""
+        scales = context.statistics["scales"]
+        return scales if self.adaptive else scales.new_tensor(START).expand_as(scales)
 
 
 @dataclass(frozen=True)
@@ -109,17 +122,12 @@ class ScaledTerms:
         return scales[:, i].reshape(-1, *(1,) * (self.cost.dim() - 1))
 
     def updated(
-        self,
-        context: SiteContext,
-        scales: Tensor,
-        decay: float,
-        max_scale: float,
-        trusted: tuple[int, ...] = _NOT_LEARNED,
+        self, context: SiteContext, scales: Tensor, options: Adaptive, trusted: tuple[int, ...] = _NOT_LEARNED
     ) -> dict[str, Tensor]:
         """New running statistics after a step with these scales; ``trusted`` control variates are not learned."""
         assert context.count is not None
         old, count = context.statistics, context.count
-        means = {"means": context.running_mean("means", self.means, decay)}
+        means = {"means": context.running_mean("means", self.means, options.decay)}
         present = tuple(i for i, part in enumerate(self.residuals) if part is not None)
         trusted = trusted if context.correction is not None else (*trusted, _LATER)
         if not present:
@@ -128,14 +136,15 @@ class ScaledTerms:
         # Sites of half precision keep their statistics in the default precision.
         moments = moments.to(old["gram"].dtype)
         slow = 1.0 - elements / _SAMPLES
-        slow = slow.clamp(min=decay) if isinstance(slow, Tensor) else max(slow, decay)
+        slow = slow.clamp(min=options.decay) if isinstance(slow, Tensor) else max(slow, options.decay)
         parts = torch.split(moments, [len(PAIRS) + SIZE, SIZE], 1)
         gram, squares = (context.running_mean(*part, slow) for part in zip(("gram", "squares"), parts, strict=True))
         samples = elements * (count + 1.0).clamp(max=(1.0 + slow) / (1.0 - slow))
         noise = None
         if not set(present) <= set(trusted):
             noise = (squares - _partial(gram, scales).square()).clamp(min=0.0) / samples.unsqueeze(1)
-        solved = solve(gram, old["scales"], 3.0 / ((count + 1.0) * elements), max_scale, noise, present, trusted)
+        ridge = 3.0 / ((count + 1.0) * elements)
+        solved = solve(gram, old["scales"], ridge, options.max_scale, noise, present, trusted)
         return {**means, "gram": gram, "squares": squares, "scales": solved}
 
     def moments(self, scales: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import OptionError, check_option
 from pyro_bpq.estimators.base import Estimator, SiteContext, SiteTerm
 from pyro_bpq.estimators.noise import gumbel, gumbel_given, uniform, uniform_given
 from pyro_bpq.estimators.requirements import needs_float_value
@@ -20,12 +20,6 @@ from pyro_bpq.rollout.schedule import at
 
 # A positive number, or a function from the number of steps taken to a positive number; a tensor in recorded steps.
 Temperature = float | Tensor | Callable[[int], float]
-
-
-def check_temperature(name: str, temperature: Temperature) -> None:
-    """Raises an OptionError if ``temperature`` is a number that is not positive."""
-    if not (isinstance(temperature, Tensor) or callable(temperature) or temperature > 0.0):
-        raise OptionError(f"{name}(temperature={temperature!r}): write a positive number or a function of the step.")
 
 
 def temperature_at(temperature: Temperature, step: int) -> float | Tensor:
@@ -56,7 +50,9 @@ class Tempered(Estimator):
     temperature: Temperature
 
     def __post_init__(self) -> None:
-        check_temperature(type(self).__name__, self.temperature)
+        given = self.temperature
+        is_valid = isinstance(given, Tensor) or callable(given) or given > 0.0
+        check_option(self, "temperature", is_valid, "a positive number or a function of the step")
 
     def at(self, step: int) -> Any:
         """The estimator with the temperature of a step."""

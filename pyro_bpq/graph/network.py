@@ -26,7 +26,8 @@ from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
 from pyro_bpq.graph.bitsets import ones, union
 from pyro_bpq.graph.q_node import Average, QNode
 from pyro_bpq.graph.reductions import Reduced, levels_below, reduce_graph, split
-from pyro_bpq.graph.scg import Form, StochasticComputationGraph, table
+from pyro_bpq.graph.scg import Form, StochasticComputationGraph, check_choice
+from pyro_bpq.short import aligned
 
 # Widest cell of the printed table, in characters.
 _WIDEST = 32
@@ -110,8 +111,8 @@ class BackpropQNetwork:
         References:
             | Backprop-Q (Xu et al., 2018), Sec. 3.2, Theorem 3
         """
-        _check_option("reduction", reduction, get_args(Reduction))
-        _check_option("form", form, get_args(Form))
+        check_choice("reduction", reduction, get_args(Reduction))
+        check_choice("form", form, get_args(Form))
         check_discounted(reduction, discounted)
         reduced = reduce_graph(graph, reduction, _exact_costs(graph, immediate), form, discounted)
         return cls(graph, _Assembly(graph, reduced, form).nodes(), reduction, form, immediate, discounted)
@@ -194,7 +195,8 @@ class BackpropQNetwork:
             cells = [node.name, ", ".join(node.scope), ", ".join(node.immediate), self.rule_text(node)]
             rows.append([*cells, reads.get(node.name, "")])
         rows = rows if reads else [row[:-1] for row in rows]
-        return table(line for row in rows for line in zip_longest(*map(_wrapped, row), fillvalue=""))
+        lines = [line for row in rows for line in zip_longest(*map(_wrapped, row), fillvalue="")]
+        return "\n".join(aligned(lines))
 
 
 @dataclass
@@ -279,7 +281,7 @@ def _wrapped(cell: str) -> list[str]:
 
 def _exact_costs(graph: StochasticComputationGraph, immediate: Immediate) -> int:
     if isinstance(immediate, str):
-        _check_option("immediate", immediate, ["exact", "learned"])
+        check_choice("immediate", immediate, ("exact", "learned"))
         return (1 << len(graph.costs)) - 1 if immediate == "exact" else 0
     return sum(1 << graph.cost_index[graph.cost(name).name] for name in immediate)
 
@@ -295,11 +297,6 @@ def check_discounted(reduction: str, discounted: bool) -> None:
 
 def _low(bits: int) -> int:
     return (bits & -bits).bit_length() - 1
-
-
-def _check_option(option: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise OptionError(f"{option}={value!r} is unknown; use one of {list(allowed)}.")
 
 
 def sequence_network(graph: StochasticComputationGraph, immediate: Mapping[str, tuple[str, ...]]) -> BackpropQNetwork:

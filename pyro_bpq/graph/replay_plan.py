@@ -41,11 +41,6 @@ class ReplayPlan:
     stale_stored: tuple[str, ...]  # the sites that the paper's form stores
     stale_redrawn: tuple[str, ...]  # the sites that the paper's form redraws: those of the children
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether the paper's form stores sites outside the scope, whose values come from an older guide."""
-        return set(self.stale_stored) > set(self.scope)
-
 
 def replay_plan(network: BackpropQNetwork, name: str) -> ReplayPlan:
     """Plans the replay of the Q-node ``name``; if it is not learned, the plan is empty except for the name.

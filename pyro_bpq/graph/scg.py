@@ -22,6 +22,7 @@ from typing import Literal, get_args
 
 from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
 from pyro_bpq.graph.bitsets import Names, closure, named, transposed
+from pyro_bpq.short import aligned
 
 Form = Literal["ancestor", "history"]
 
@@ -335,8 +336,7 @@ class StochasticComputationGraph:
         Raises:
             OptionError: If ``form`` is neither.
         """
-        if form not in get_args(Form):
-            raise OptionError(f"form={form!r} is unknown; use one of {list(get_args(Form))}.")
+        check_choice("form", form, get_args(Form))
         known = self.known_bits(self._position(name), form)
         return frozenset(self.node_names(self.frontier_bits(known, self.cost_set_bits(costs))))
 
@@ -375,12 +375,10 @@ class StochasticComputationGraph:
         for node in everything:
             name = f"[{node.name}]" if isinstance(node, CostNode) else node.name
             rows.append([name, ", ".join(node.parents), ", ".join(f"{p.name}:{p.dim}" for p in node.plates)])
-        return table(rows)
+        return "\n".join(aligned(rows))
 
 
-def table(rows: Iterable[Sequence[str]]) -> str:
-    """Rows of cells as text, with aligned columns."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
+    """Raises an OptionError if an option has none of the allowed values."""
+    if value not in allowed:
+        raise OptionError(f"{option}={value!r} is unknown; use one of {list(allowed)}.")

@@ -31,7 +31,6 @@ def default_critic(critic: Critic, fn: Any, components: Components | None, estim
 
 def checked_critic(critic: Any, name: str, fn: Any, components: Components | None, estimator: Estimator) -> Critic:
     """Returns the critic if the site has what it reads."""
-    chosen: Critic = critic
     kind = type(fn).__name__
     if not isinstance(critic, JointCritic):
         if estimator.is_pathwise:
@@ -39,7 +38,7 @@ def checked_critic(critic: Any, name: str, fn: Any, components: Components | Non
                 f"Site {name!r} ({kind}) is reparameterised: a critic corrects the sites before it, and "
                 f"{critic} knows no expectation there. Write critic=MomentCritic() or critic=False."
             )
-        return chosen
+        return critic
     if critic.is_finite and (components is None or estimator.is_pathwise):
         raise OptionError(
             f"Site {name!r} ({kind}) has no finite components, which {critic} sums over. Write critic=MomentCritic()."
@@ -54,4 +53,4 @@ def checked_critic(critic: Any, name: str, fn: Any, components: Components | Non
             f"Site {name!r}: {kind} tells no finite mean and variance, which {critic} is centred by. "
             "Write critic=False."
         )
-    return chosen
+    return critic

@@ -170,5 +170,4 @@ def _events(structure: Structure, cost: str) -> int:
         return 1
     if traced.elimination is not None:
         return int(traced.elimination.num_elements(cost)) // max(traced.run.costs[cost].numel(), 1) + 1
-    event: int = traced.model_trace.nodes[structure.graph.cost(cost).site]["fn"].event_shape.numel()
-    return event
+    return traced.model_trace.nodes[structure.graph.cost(cost).site]["fn"].event_shape.numel()

@@ -2,48 +2,42 @@ r"""Which costs of a site are known at its other values while all other sites, i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pyro_bpq.estimators.base import Estimator
 from pyro_bpq.estimators.hindsight import Hindsight
-from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
+from pyro_bpq.graph.bitsets import union
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.flips import flip_plan
 from pyro_bpq.plan.held import HeldPlan, HeldSite, SlopedCosts, has_slopes
-from pyro_bpq.plan.structure import StructureFacts
+from pyro_bpq.plan.structure import Structure
 from pyro_bpq.rollout.features import Components, have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
 
 
-def held_plan(
-    traced: TracedRun,
-    graph: StochasticComputationGraph,
-    facts: StructureFacts,
-    estimators: Mapping[str, Estimator],
-    is_chosen: bool,
-) -> HeldPlan | None:
+def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chosen: bool) -> HeldPlan | None:
     """Plans the extra run for the sites whose estimator is :class:`~pyro_bpq.estimators.Hindsight`.
 
     Args:
-        traced: A run.
-        graph: Its graph.
-        facts: What else is known of it.
+        structure: The structure.
         estimators: Those of all sites.
         is_chosen: Whether the user has chosen an estimator for all sites.
 
     Returns:
         The plan. ``None`` if nobody asks for it, or if sampled values may steer the program.
     """
-    if facts.is_dynamic or traced.enumerated & samples(traced.guide_trace).keys():
+    traced, graph = structure.traced, structure.graph
+    if structure.facts.is_dynamic or traced.enumerated & samples(traced.guide_trace).keys():
         return None
     sites: dict[str, HeldSite] = {}
     for name, estimator in estimators.items():
         components = traced.infos[name].components
         if isinstance(estimator, Hindsight) and components is not None:
             children = tuple(graph.children(name))
-            if all(_has_law(traced, graph, facts, name, child, estimators[child]) for child in children):
-                sites[name] = _site(traced, graph, facts, name, components, estimator, children)
+            if all(_has_law(structure, name, child, estimators[child]) for child in children):
+                sites[name] = _site(structure, name, components, estimator, children)
     if not sites:
         return None
     if any(site.is_drawn for site in sites.values()):
@@ -91,28 +85,20 @@ def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) ->
 
 def _read_by_laws(graph: StochasticComputationGraph, children: tuple[str, ...]) -> int:
     """What the probabilities of the children's values read, as bits."""
-    read = 0
-    for child in children:
-        position = graph.index[child]
-        read |= graph.parent_bits[position] | 1 << position
-    return read
+    own = graph.bits_of(children)
+    return own | union(graph.parent_bits, own)
 
 
 def _site(
-    traced: TracedRun,
-    graph: StochasticComputationGraph,
-    facts: StructureFacts,
-    name: str,
-    components: Components,
-    estimator: Hindsight,
-    children: tuple[str, ...],
+    structure: Structure, name: str, components: Components, estimator: Hindsight, children: tuple[str, ...]
 ) -> HeldSite:
+    graph = structure.graph
     reading = graph.cost_names(graph.cost_child_bits[graph.index[name]])
-    costs = tuple(cost for cost in reading if _is_known(traced, graph, facts, name, cost))
+    costs = tuple(cost for cost in reading if _is_known(structure, name, cost))
     number, is_drawn = min(components.size, estimator.draws), components.size > estimator.draws
     rest = tuple(cost for cost in reading if cost not in costs)
     immediate = tuple(cost for cost in costs if _is_immediate(graph, name, cost))
-    own = _own(traced, name, costs)
+    own = _own(structure.traced, name, costs)
     return HeldSite(components, number, costs, immediate, rest, children, own, estimator.curvature, is_drawn)
 
 
@@ -129,36 +115,30 @@ def _own(traced: TracedRun, name: str, costs: tuple[str, ...]) -> tuple[bool, bo
     return cost_of_guide(name) in costs, has_prior and cost_of_model(name) in costs
 
 
-def _is_known(
-    traced: TracedRun, graph: StochasticComputationGraph, facts: StructureFacts, name: str, cost: str
-) -> bool:
+def _is_known(structure: Structure, name: str, cost: str) -> bool:
     """Whether a run at another value of a site, in all rows of its plates at once, tells a cost row by row."""
+    traced, graph = structure.traced, structure.graph
     options = traced.user_costs.get(cost)
-    if cost in facts.handed or not (options is None or options.exact):
+    if cost in structure.facts.handed or not (options is None or options.exact):
         return False
     is_of_model = not graph.cost(cost).is_of_guide
     if traced.elimination is not None and is_of_model and not traced.elimination.can_flip(cost, name):
         return False
-    return _keeps_rows(graph, facts, name, {plate.name for plate in graph.cost(cost).plates})
+    return _keeps_rows(structure, name, graph.cost(cost).plates)
 
 
-def _has_law(
-    traced: TracedRun,
-    graph: StochasticComputationGraph,
-    facts: StructureFacts,
-    name: str,
-    child: str,
-    estimator: Estimator,
-) -> bool:
+def _has_law(structure: Structure, name: str, child: str, estimator: Estimator) -> bool:
     """Whether the probability of a child's value is known at other values of a site."""
+    traced = structure.traced
     if child in traced.untraced or estimator.attaches or _is_masked_within(traced.run.sites[child].fn):
         return False
-    return _keeps_rows(graph, facts, name, {plate.name for plate in graph.node(child).plates})
+    return _keeps_rows(structure, name, structure.graph.node(child).plates)
 
 
-def _keeps_rows(graph: StochasticComputationGraph, facts: StructureFacts, name: str, plates: set[str]) -> bool:
-    own = {plate.name for plate in graph.node(name).plates}
-    return not own or (facts.cuts_plates and own <= plates)
+def _keeps_rows(structure: Structure, name: str, plates: Sequence[Plate]) -> bool:
+    """Whether what has these plates tells one row of a site from the others."""
+    own = {plate.name for plate in structure.graph.node(name).plates}
+    return not own or (structure.facts.cuts_plates and own <= {plate.name for plate in plates})
 
 
 def _is_masked_within(fn: object) -> bool:

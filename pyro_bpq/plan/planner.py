@@ -161,7 +161,7 @@ class Planner:
         structure = Structure(traced, graph, facts, self.immediate == "exact")
         summed = None
         if self.orders and facts.cuts_plates and not facts.is_dynamic:
-            summed = sum_plan(traced, graph, facts.handed, self.max_support)
+            summed = sum_plan(structure, self.max_support)
         if facts.sums and summed is not None:
             return self._sum(structure, summed)
         sites = self._sites(structure, has_slopes, can_hold)
@@ -187,7 +187,7 @@ class Planner:
         )
         sloped = {name for name, estimator in estimators.items() if "slope" in estimator.needs}
         last = frozenset(name for name in sloped if not graph.descendants(name))
-        held = held_plan(traced, graph, facts, estimators, self.estimator is not None)
+        held = held_plan(structure, estimators, self.estimator is not None)
         return Plan(
             graph,
             layout,
@@ -296,13 +296,12 @@ class Planner:
         Returns:
             Those that hindsight may serve.
         """
-        patterns = structure.patterns
         many = [n for n in choices if n not in extra.components and has_many_components(sites[n])]
         layers = set()
         for name in many:
             if critics[name] is None:
                 kinds[name] = set()
-                is_alone = len(many) == 1 and not charged_costs(structure.graph, name, SecondRun(), (), patterns)
+                is_alone = len(many) == 1 and not charged_costs(structure, name, SecondRun(), ())
                 found = untold(sites[name], structure, is_alone, len(many))
                 revise(choices, found)
                 layers |= {name} if found.may_hold else set()
@@ -336,7 +335,7 @@ class Planner:
             known |= set(tabled[name])
             spec = self._spec(traced, name, estimators[name], critic, frozenset(kinds[name]))
             if critic is None:
-                charged[name] = charged_costs(graph, name, estimators[name], extra.costs(name), structure.patterns)
+                charged[name] = charged_costs(structure, name, estimators[name], extra.costs(name))
                 spec = replace(spec, by_component=bool(charged[name]))
             is_blind = reads_value(critic) and spec.context > 0
             specs[name] = replace(spec, has_params=True) if facts.is_dynamic and not is_blind else spec

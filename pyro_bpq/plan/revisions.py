@@ -3,16 +3,14 @@ r"""What the structure of a program says of its sites, against what follows from
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from pyro_bpq.estimators.base import Estimator, SiteInfo
-from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
+from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.rules import BY_STRUCTURE, Choice, SiteFacts, decide
 from pyro_bpq.plan.structure import Structure
 from pyro_bpq.rollout.features import have_same_values
-from pyro_bpq.tracing.component_costs import Pattern
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
 
@@ -79,17 +77,12 @@ def pays_to_compare(info: SiteInfo) -> bool:
     return info.num_particles > 1 and info.components is not None and info.components.size == 1
 
 
-def charged_costs(
-    graph: StochasticComputationGraph,
-    name: str,
-    estimator: Estimator,
-    evaluated: tuple[str, ...],
-    patterns: Mapping[tuple[str, str], Pattern],
-) -> frozenset[str]:
+def charged_costs(structure: Structure, name: str, estimator: Estimator, evaluated: tuple[str, ...]) -> frozenset[str]:
     """The costs that are charged to single components of a site, if there are any but its own log-probabilities."""
     if not estimator.by_component:
         return frozenset()
-    found = {cost for cost in graph.downstream_costs(name) if (name, cost) in patterns and cost not in evaluated}
+    costs, patterns = structure.graph.downstream_costs(name), structure.patterns
+    found = {cost for cost in costs if (name, cost) in patterns and cost not in evaluated}
     return frozenset(found) if found - {cost_of_guide(name), cost_of_model(name)} else frozenset()
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 from pyro_bpq.graph.scg import StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.plan import SumPlan
+from pyro_bpq.plan.structure import Structure
 from pyro_bpq.rollout.features import have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun
 
 
-def sum_plan(
-    traced: TracedRun, graph: StochasticComputationGraph, handed: frozenset[str], max_support: int
-) -> SumPlan | None:
+def sum_plan(structure: Structure, max_support: int) -> SumPlan | None:
     """Plans the sum; ``None`` if a site has more values or a law or a cost reads more, or if a site has options."""
-    if handed or traced.user_costs or traced.untraced or traced.enumerated or traced.only_costs:
+    traced, graph = structure.traced, structure.graph
+    if structure.facts.handed or traced.user_costs or traced.untraced or traced.enumerated or traced.only_costs:
         return None
     shared = frozenset(name for name, info in traced.infos.items() if info.has_rsample)
     components, parents = {}, dict[str, str | None]()

@@ -146,20 +146,12 @@ class _Eliminator:
         """Groups of the model's sites that are linked by enumerated sites that only the model has."""
         groups: list[tuple[set[str], set[str]]] = []
         for name, term in self.model.items():
-            reads = term.reads & self.summed.keys()
-            if name in self.summed:
-                reads |= {name}
-            if not reads:
-                continue
-            members, found = {name}, set(reads)
-            apart = []
-            for group in groups:
-                if group[1] & found:
-                    members |= group[0]
-                    found |= group[1]
-                else:
-                    apart.append(group)
-            groups = [*apart, (members, found)]
+            reads = (term.reads | {name}) & self.summed.keys()
+            if reads:
+                linked = [group for group in groups if group[1] & reads]
+                apart = [group for group in groups if not group[1] & reads]
+                members, found = {name}.union(*(group[0] for group in linked)), reads.union(*(g[1] for g in linked))
+                groups = [*apart, (members, set(found))]
         return [tuple(name for name in self.model if name in members) for members, _ in groups]
 
     def _averaged(self, recipe: Recipe) -> tuple[str, ...]:
@@ -259,8 +251,7 @@ class _Eliminator:
     def cost(self, recipe: Recipe) -> Tensor:
         """The cost that a recipe makes, with its plate dimensions, in nats."""
         made = make(recipe, self.guide if recipe.is_guide else self.model, self.summed)
-        tensor: Tensor = packed.unpack(average(made, recipe, self.log_q, self.averaged), self.dims)
-        return tensor
+        return packed.unpack(average(made, recipe, self.log_q, self.averaged), self.dims)
 
     def result(self, recipes: Mapping[str, Recipe]) -> Elimination:
         """The :class:`Elimination`, which makes the costs of other runs."""
@@ -316,10 +307,10 @@ def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
         work = _Eliminator(traced, nesting)
         recipes = work.recipes()
         work.check(recipes)
-        made = {recipe.name: (recipe, work.cost(recipe)) for recipe in recipes if not _is_as_it_was(recipe)}
+        made = {}
         for recipe in recipes:
-            if _is_as_it_was(recipe):
-                made[recipe.name] = recipe, traced.run.costs[recipe.name]
+            is_as_it_was = not (recipe.summed or recipe.averaged)
+            made[recipe.name] = recipe, traced.run.costs[recipe.name] if is_as_it_was else work.cost(recipe)
     for name in traced.untraced:
         cost = cost_of_guide(name)
         made[cost] = Recipe((name,), plates=work._plates()[cost], is_guide=True), traced.run.costs[cost]
@@ -345,10 +336,6 @@ def eliminate(traced: TracedRun, nesting: int) -> TracedRun:
         crosses=traced.crosses or work.rows_meet(recipes),
         of_guide=frozenset(name for name, recipe in kept.items() if recipe.is_guide),
     )
-
-
-def _is_as_it_was(recipe: Recipe) -> bool:
-    return not recipe.summed and not recipe.averaged
 
 
 def _sums(traced: TracedRun, recipes: Mapping[str, Recipe], costs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyro.distributions import MaskedDistribution
 from pyro.ops import packed
 from pyro.ops.contract import contract_tensor_tree
 from pyro.ops.rings import LogRing
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
+from pyro_bpq.reruns.held_run import unmasked
 
 # A tensor without dimensions of size one. Its attribute ``_pyro_dims`` names the other dimensions.
 Packed = Any
@@ -78,12 +78,9 @@ class Term:
 
         A masked site still takes its values.
         """
-        fn = self.site["fn"]
-        if not isinstance(fn, MaskedDistribution):
-            return pack(self.site["name"], self.site["unscaled_log_prob"], self.symbols)
-        while isinstance(fn, MaskedDistribution):
-            fn = fn.base_dist
-        return pack(self.site["name"], fn.log_prob(self.site["value"]), self.symbols)
+        site, fn = self.site, unmasked(self.site["fn"])
+        log_prob = site["unscaled_log_prob"] if fn is site["fn"] else fn.log_prob(site["value"])
+        return pack(site["name"], log_prob, self.symbols)
 
 
 def pack(name: str, tensor: Tensor, symbols: Mapping[int, str]) -> Packed:

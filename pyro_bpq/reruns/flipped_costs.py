@@ -15,7 +15,7 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Rollout, sum_to_plates
-from pyro_bpq.tracing.cost_statement import SkipCosts
+from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import is_enumerated, samples
@@ -42,65 +42,69 @@ def flipped_costs(
     graph, flips = plan.graph, plan.flips
     assert flips is not None
     tables: dict[str, list[Tensor]] = {name: [] for name in plan.components}
+
+    def again(values: Mapping[str, Any]) -> Any:
+        return trace_at(values, model, args, kwargs)
+
     for run in traced:
-        rows = _run_flipped(plan, flips, run, model, args, kwargs, runs, learning, is_checked)
+        rows = _run_flipped(plan, run, again, runs, learning, is_checked)
         if rows is None:
             return None
         for name, split in plan.components.items():
             plates = graph.node(name).plates
-            shape = rollout.batch_shape(plates)
-            if not rollout.is_vectorized:
-                shape = (1, *shape[1:])
+            shape = rollout.run_shape(plates)
             total = next(iter(rows.values())).new_zeros(())
             for cost in flips.costs[name]:
-                total = total + _reduce(rows[cost], graph.cost(cost).plates, plates, len(shape))
-            index = split.index(run.run.sites[name].value, run.run.sites[name].fn)
-            index = index.reshape(*(1,) * (len(shape) + 1 - index.dim()), *index.shape)
-            tables[name].append(_table(total, index.expand(*shape, -1), split, flips.start[name]))
+                total = total + reduced(rows[cost], graph.cost(cost).plates, plates, shape)
+            index = sampled_index(run.run.sites[name].value, run.run.sites[name].fn, split, shape)
+            start = flips.start[name]
+            moved = total[start : start + split.size * (split.cardinality - 1)]
+            tables[name].append(table(torch.cat((total[:1], moved)), index, split.cardinality))
     return {name: torch.cat(parts) for name, parts in tables.items()}
 
 
 def _run_flipped(
-    plan: Plan,
-    flips: FlipPlan,
-    traced: TracedRun,
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    runs: RowRuns,
-    learning: bool,
-    is_checked: bool,
+    plan: Plan, traced: TracedRun, again: Callable[..., Any], runs: RowRuns, learning: bool, is_checked: bool
 ) -> dict[str, Tensor] | None:
-    """The costs ``(rows, batch)`` of the extra run, by name."""
-    latents = latents_of(traced)
-    records = traced.run.sites
+    """The costs ``(rows, batch)`` of the extra run, by name; ``again`` is the trace of the model at values."""
+    flips, records = plan.flips, traced.run.sites
+    assert flips is not None
     moved = {
         name: flipped(records[name].value, records[name].fn, split, flips, name)
         for name, split in plan.components.items()
     }
-    sites = {name: (site["fn"], site["value"].detach()) for name, site in latents.items() if is_varied(site)}
-    fixed = {name: value for name, (_, value) in sites.items() if name not in moved}
-    fixed |= {name: site["value"] for name, site in latents.items() if not is_varied(site)}
+    sites = {n: (s["fn"], s["value"].detach()) for n, s in latents_of(traced).items() if is_varied(s)}
     wanted = tuple(dict.fromkeys(cost for costs in flips.costs.values() for cost in costs))
     sampled = {name: traced.run.costs[name].detach() for name in wanted}
 
     def costs(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
-        trace = poutine.trace(SkipCosts(exact=True)(Substitute(values)(model))).get_trace(*args, **kwargs)
+        trace = again(values)
         found = {}
         if traced.elimination is not None:
             found = traced.elimination.costs(trace, wanted, rows, traced.batch_ndim)
-        rest = sampled.keys() - found.keys()
-        site: Any
-        for site in trace.nodes.values():
-            if site["type"] == "sample" and cost_of_site(site, False) in rest:
-                cost = site["fn"].log_prob(site["value"])
-                found[cost_of_site(site, False)] = -scale_and_mask(cost, site["scale"], site["mask"])
+        add_costs(found, trace, False, sampled)
         return found
 
     shapes = {name: cost.shape for name, cost in sampled.items()}
     program = RowProgram(costs, shapes, traced.batch_ndim, traced.rng, plan.has_buffers)
     key = traced.key, traced.batch_ndim
-    return runs.run(key, program, sites, {**fixed, **traced.subsamples}, moved, sampled, learning, is_checked)
+    fixed = fixed_values(traced, sites, moved)
+    return runs.run(key, program, sites, fixed, moved, sampled, learning, is_checked)
+
+
+def trace_at(values: Mapping[str, Any], program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The trace of a program at values of its sites, without the costs that may not be computed once more."""
+    return poutine.trace(SkipCosts(exact=True)(Substitute(values)(program))).get_trace(*args, **kwargs)
+
+
+def add_costs(found: dict[str, Tensor], trace: Any, is_guide: bool, wanted: Mapping[str, Any]) -> None:
+    """Adds those of the wanted costs that a trace of guide or model has, and that are not found yet."""
+    for site in samples(trace).values():
+        name = cost_of_site(site, is_guide)
+        if name in wanted and name not in found:
+            sign = 1.0 if is_guide and cost_options(site) is None else -1.0
+            cost = site["fn"].log_prob(site["value"])
+            found[name] = sign * scale_and_mask(cost, site["scale"], site["mask"])
 
 
 def latents_of(traced: TracedRun) -> dict[str, Any]:
@@ -118,6 +122,13 @@ def is_varied(site: Any) -> bool:
     return isinstance(site["value"], Tensor) and not is_enumerated(site)
 
 
+def fixed_values(traced: TracedRun, sites: Mapping[str, Any], moved: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The values that are the same in all rows: of varied ``sites`` that are not ``moved``, and of everything else."""
+    own = {name: value for name, (_, value) in sites.items() if name not in moved}
+    rest = {name: site["value"] for name, site in latents_of(traced).items() if not is_varied(site)}
+    return {**own, **rest, **traced.subsamples}
+
+
 def flipped(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str) -> Tensor:
     """Values ``(rows, batch, event)``; each row sets one component to one of its other values."""
     delta = plan.steps(name, split, value.device)
@@ -129,16 +140,20 @@ def flipped(value: Tensor, fn: Any, split: Components, plan: FlipPlan, name: str
     return split.value((index + delta) % split.cardinality, fn).to(value.dtype)
 
 
-def _reduce(cost: Tensor, source: Sequence[Any], target: Sequence[Any], ndim: int) -> Tensor:
-    """Reduces a cost ``(rows, batch)`` to the plates of the site, ``(rows, M, plates)``."""
-    cost = cost.reshape(cost.shape[0], *(1,) * (ndim + 1 - cost.dim()), *cost.shape[1:])
-    return sum_to_plates(cost, source, target)
+def reduced(cost: Tensor, source: Sequence[Any], target: Sequence[Any], shape: tuple[int, ...]) -> Tensor:
+    """Sums costs ``(rows, batch)`` over all dimensions but the plates of a site; ``(rows, M, plates)``."""
+    missing = len(shape) + 1 - cost.dim()
+    if missing < 0:
+        cost, missing = cost.sum(tuple(range(1, 1 - missing))), 0
+    cost = sum_to_plates(cost.reshape(cost.shape[0], *(1,) * missing, *cost.shape[1:]), source, target)
+    extra = [i + 1 for i, size in enumerate(shape) if size == 1 and cost.shape[i + 1] != 1]
+    return cost.sum(extra, keepdim=True) if extra else cost
 
 
-def _table(cost: Tensor, index: Tensor, split: Components, start: int) -> Tensor:
-    """Turns costs by row into costs by component and value, ``(M, plates, D, K)``."""
-    others = split.cardinality - 1
-    return table(torch.cat((cost[:1], cost[start : start + split.size * others])), index, split.cardinality)
+def sampled_index(value: Tensor, fn: Any, split: Components, shape: tuple[int, ...]) -> Tensor:
+    """Index ``(M, plates, D)`` of the sampled value of each component."""
+    index = split.index(value, fn)
+    return index.reshape(*(1,) * (len(shape) + 1 - index.dim()), *index.shape).expand(*shape, -1)
 
 
 def table(cost: Tensor, index: Tensor, cardinality: int) -> Tensor:

@@ -6,26 +6,32 @@ All other sites keep their values. The rows of the run are those of the extra ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.held import HeldPlan, HeldSite
 from pyro_bpq.reruns.apart import particle_of, value_alone
-from pyro_bpq.reruns.flipped_costs import flipped, is_varied, latents_of, table
+from pyro_bpq.reruns.flipped_costs import (
+    add_costs,
+    fixed_values,
+    flipped,
+    is_varied,
+    latents_of,
+    reduced,
+    sampled_index,
+    table,
+    trace_at,
+)
 from pyro_bpq.reruns.held_run import HeldRun, joined, law_name, law_of, unmasked
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns, Way
-from pyro_bpq.rollout.runs import Program, Rollout, sum_to_plates
-from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
-from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
+from pyro_bpq.rollout.runs import Program, Rollout
+from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import samples
 
 
@@ -57,11 +63,11 @@ def held_costs(
         ``None`` if the programs do not run at other values.
     """
     pairs, part = list(zip(traced, programs, strict=True)), Part()
-    if particle is not None:
-        pairs = pairs if rollout.is_vectorized else [pairs[int(particle)]]
-        if rollout.is_vectorized:
-            assert run.one is not None
-            pairs, part = [(traced[0], run.one)], Part(particle, rollout.plate_ndim + 1)
+    if particle is not None and rollout.is_vectorized:
+        assert run.one is not None
+        pairs, part = [(traced[0], run.one)], Part(particle, rollout.plate_ndim + 1)
+    elif particle is not None:
+        pairs = [pairs[int(particle)]]
     parts: dict[str, list[Changes]] = {name: [] for name in run.plan.sites}
     for i, (one, program) in enumerate(pairs):
         mine = drawn if len(pairs) == 1 else {name: index[i : i + 1] for name, index in drawn.items()}
@@ -76,21 +82,16 @@ def held_costs(
 
 
 def sums_of_costs(
-    graph: StochasticComputationGraph,
-    traced: Sequence[TracedRun],
-    rollout: Rollout,
-    name: str,
-    costs: Sequence[str],
+    graph: StochasticComputationGraph, traced: Sequence[TracedRun], rollout: Rollout, name: str, costs: Sequence[str]
 ) -> Tensor:
     """The sum ``(M, plates)`` of costs that read a site, in nats."""
     plates = graph.node(name).plates
-    shape = rollout.batch_shape(plates)
-    shape = shape if rollout.is_vectorized else (1, *shape[1:])
+    shape = rollout.run_shape(plates)
 
     def of_run(one: TracedRun) -> Tensor:
         known = ((one.run.costs[cost].detach(), graph.cost(cost).plates) for cost in costs)
         none = one.run.loss.detach().new_zeros(shape)
-        return sum((_reduced(term.unsqueeze(0), own, plates, shape)[0] for term, own in known), none).expand(shape)
+        return sum((reduced(term.unsqueeze(0), own, plates, shape)[0] for term, own in known), none).expand(shape)
 
     return torch.cat([of_run(one) for one in traced])
 
@@ -153,12 +154,12 @@ def _tables(
     def changes(terms: Sequence[tuple[str, Any]]) -> Tensor:
         total = like.new_zeros((1 + chosen.stop - chosen.start, *shape))
         for term, own in terms:
-            total[1:] += _reduced(rows[term][chosen], own, plates, shape)
+            total[1:] += reduced(rows[term][chosen], own, plates, shape)
         return total[1:].movedim(0, -1) if has_bits else table(total, index, site.components.cardinality)
 
     if not has_bits:
-        index = site.components.index(part.value(samples(traced.guide_trace)[name]), traced.run.sites[name].fn)
-        index = index.reshape(*(1,) * (len(shape) + 1 - index.dim()), *index.shape).expand(*shape, -1)
+        value = part.value(samples(traced.guide_trace)[name])
+        index = sampled_index(value, traced.run.sites[name].fn, site.components, shape)
         index = index if drawn is None else index.gather(-1, drawn)
     laws = [(law_name(traced, child), graph.node(child).plates) for child in site.children]
     costs = [(cost, graph.cost(cost).plates) for cost in site.costs]
@@ -166,31 +167,13 @@ def _tables(
     return Changes(changes(laws), changes(later), changes(immediate))
 
 
-def _reduced(cost: Tensor, source: Sequence[Any], target: Sequence[Any], shape: tuple[int, ...]) -> Tensor:
-    """Sums costs ``(rows, batch)`` over all dimensions but the plates of a site; ``(rows, M, plates)``."""
-    missing = len(shape) + 1 - cost.dim()
-    if missing < 0:
-        cost, missing = cost.sum(tuple(range(1, 1 - missing))), 0
-    cost = sum_to_plates(cost.reshape(cost.shape[0], *(1,) * missing, *cost.shape[1:]), source, target)
-    extra = [i + 1 for i, size in enumerate(shape) if size == 1 and cost.shape[i + 1] != 1]
-    return cost.sum(extra, keepdim=True) if extra else cost
-
-
 def _rows(
-    run: HeldRun,
-    traced: TracedRun,
-    program: Program,
-    drawn: Mapping[str, Tensor],
-    part: Part,
-    group: Tensor | None,
+    run: HeldRun, traced: TracedRun, program: Program, drawn: Mapping[str, Tensor], part: Part, group: Tensor | None
 ) -> dict[str, Tensor] | None:
     """How costs and laws change ``(rows, batch)`` in the extra run, by name."""
     model, guide, args, kwargs = program
-    latents = latents_of(traced)
-    sites = {n: (s["fn"], part.value(s)) for n, s in latents.items() if is_varied(s)}
+    sites = {n: (s["fn"], part.value(s)) for n, s in latents_of(traced).items() if is_varied(s)}
     moved = {n: _moved(run, *sites[n], n, site, drawn.get(n), group) for n, site in run.plan.sites.items()}
-    fixed = {name: value for name, (_, value) in sites.items() if name not in moved}
-    fixed |= {name: site["value"] for name, site in latents.items() if not is_varied(site)}
     children = dict.fromkeys(child for site in run.plan.sites.values() for child in site.children)
     laws = [child for child in children if law_name(traced, child) == law_of(child)]
     costs = dict.fromkeys(cost for site in run.plan.sites.values() for cost in site.costs)
@@ -201,27 +184,24 @@ def _rows(
         sampled[law_of(child)] = part.cost(unmasked(record.fn).log_prob(record.value.detach()))
 
     def evaluated(values: Mapping[str, Any], rows: int | None) -> dict[str, Tensor]:
-        def again(one: Callable[..., Any]) -> Any:
-            return poutine.trace(SkipCosts(exact=True)(Substitute(values)(one))).get_trace(*args, **kwargs)
-
         found: dict[str, Tensor] = {}
-        first = again(guide)
-        _add_costs(found, first, True, costs)
+        first = trace_at(values, guide, args, kwargs)
+        add_costs(found, first, True, costs)
         for child in laws:
             site = first.nodes[child]
             found[law_of(child)] = unmasked(site["fn"]).log_prob(site["value"])
         if not traced.only_costs:
-            second = again(model)
+            second = trace_at(values, model, args, kwargs)
             if traced.elimination is not None:
                 wanted = [cost for cost in costs if cost not in found]
                 found |= traced.elimination.costs(second, wanted, rows, traced.batch_ndim)
-            _add_costs(found, second, False, costs)
+            add_costs(found, second, False, costs)
         return found
 
     shapes = {name: cost.shape for name, cost in sampled.items()}
     batch_ndim = traced.batch_ndim if part.index is None else part.nesting - 1
     rows = RowProgram(evaluated, shapes, batch_ndim, traced.rng, run.has_buffers)
-    key, fixed = _key(run.plan, traced, batch_ndim), {**fixed, **traced.subsamples}
+    key, fixed = _key(run.plan, traced, batch_ndim), fixed_values(traced, sites, moved)
     found = run.runs.unchecked(key, rows, sites, fixed, moved, run.learning, run.is_checked)
     if found is None and run.is_checked:
         # The sample itself is run, too: its costs have to be those of the step.
@@ -229,15 +209,6 @@ def _rows(
         checked = run.runs.run(key, rows, sites, fixed, more, sampled, run.learning)
         found = None if checked is None else {name: cost[1:] for name, cost in checked.items()}
     return None if found is None else {name: cost - sampled[name] for name, cost in found.items()}
-
-
-def _add_costs(found: dict[str, Tensor], trace: Any, is_guide: bool, wanted: Mapping[str, Any]) -> None:
-    for site in samples(trace).values():
-        name = cost_of_site(site, is_guide)
-        if name in wanted and name not in found:
-            sign = 1.0 if is_guide and cost_options(site) is None else -1.0
-            cost = site["fn"].log_prob(site["value"])
-            found[name] = sign * scale_and_mask(cost, site["scale"], site["mask"])
 
 
 def _moved(

@@ -15,7 +15,6 @@ from typing import Any
 
 import pyro
 import torch
-from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
@@ -23,13 +22,13 @@ from pyro_bpq.errors import BPQError, BPQWarning
 from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.plan.held import has_slopes
 from pyro_bpq.reruns.expansions import expansions
+from pyro_bpq.reruns.flipped_costs import trace_at
 from pyro_bpq.reruns.held_run import HeldRun, joined, law_name, law_of, unmasked
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Program, Rollout
-from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
+from pyro_bpq.tracing.cost_statement import cost_options
 from pyro_bpq.tracing.linear_reads import LinearRead, LinearReads
 from pyro_bpq.tracing.sandbox import Sandbox
-from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
 from pyro_bpq.tracing.watch import samples
 
@@ -64,8 +63,7 @@ def predicted_costs(
     for one, program in zip(traced, programs, strict=True):
         expansions = _expansions(run, one, program, generator, rollout.plate_ndim + 1 if many else None)
         for name in parts:
-            shape = rollout.batch_shape(run.graph.node(name).plates)
-            shape = shape if rollout.is_vectorized else (1, *shape[1:])
+            shape = rollout.run_shape(run.graph.node(name).plates)
             split, record = run.plan.sites[name].components, one.run.sites[name]
             value = record.value.detach()
             if split.kind == "bernoulli":
@@ -118,13 +116,10 @@ def _run_again(
     values: dict[str, Any] = {name: record.value.detach() for name, record in traced.run.sites.items()}
     values |= {name: leaf.clone() for name, leaf in leaves.items()}
     values |= traced.subsamples
-
-    def again(one: Any) -> Any:
-        return poutine.trace(SkipCosts(exact=True)(Substitute(values)(one))).get_trace(*args, **kwargs)
-
     with LinearReads(leaves) as reads:
-        pair = again(guide), None if traced.only_costs else again(model)
-    return pair, tuple(reads.found)
+        first = trace_at(values, guide, args, kwargs)
+        second = None if traced.only_costs else trace_at(values, model, args, kwargs)
+    return (first, second), tuple(reads.found)
 
 
 def _expanded(
@@ -152,13 +147,11 @@ def _expanded(
     for group, total in zip(run.plan.groups, of_model, strict=True):
         for name, part in expansion(total).items():
             side = immediate if name in group.immediate else later
-            side[name] = _sum([side[name], part]) if name in side else part
+            if name in side:
+                (slope, bent), (more, bent_more) = side[name], part
+                part = slope + more, _total([curved for curved in (bent, bent_more) if curved is not None])
+            side[name] = part
     return found, later, immediate
-
-
-def _sum(parts: Sequence[Expansion]) -> Expansion:
-    curved = [bent for _, bent in parts if bent is not None]
-    return sum((g for g, _ in parts[1:]), parts[0][0]), sum(curved[1:], curved[0]) if curved else None
 
 
 def _totals(
@@ -192,8 +185,7 @@ def _totals(
 def _log_prob(site: Any) -> Tensor:
     """The sum of the log-probabilities of a site, which the step's own run has."""
     if "log_prob_sum" in site:
-        found: Tensor = site["log_prob_sum"]
-        return found
+        return site["log_prob_sum"]
     return scale_and_mask(site["fn"].log_prob(_plain(site)), site["scale"], site["mask"]).sum()
 
 

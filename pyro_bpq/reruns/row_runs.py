@@ -106,7 +106,7 @@ class RowProgram:
         sandbox = Sandbox(self.rng[0], self.has_buffers)
         run = {
             Way.BROADCAST: self._broadcast,
-            Way.REPEATED: self._repeated,
+            Way.REPEATED: lambda rows: self._broadcast(rows.repeated()),
             Way.HIDDEN: self._hidden,
             Way.SINGLE: self._singles,
         }[way]
@@ -160,9 +160,6 @@ class RowProgram:
                 return None
             costs[name] = cost.reshape(rows.number, *shape)
         return costs
-
-    def _repeated(self, rows: Rows) -> dict[str, Tensor] | None:
-        return self._broadcast(rows.repeated())
 
     def _has_drawn(self, sandbox: Sandbox) -> bool:
         """Whether the run drew other noise than a single run, as dropout over more rows does.

@@ -113,12 +113,10 @@ def finite_components(fn: Any) -> Components | None:
 
 
 def _by_support(fn: Any) -> Components | None:
-    is_masked = _is_masked(fn)
-    if not is_masked and not getattr(fn, "has_enumerate_support", False):
-        return None
-    if is_masked or hasattr(fn, "base_dist"):
+    can_enumerate = getattr(fn, "has_enumerate_support", False)
+    if _is_masked(fn) or (can_enumerate and hasattr(fn, "base_dist")):
         return finite_components(fn.base_dist)
-    if fn.event_shape:
+    if not can_enumerate or fn.event_shape:
         return None
     try:
         support = fn.enumerate_support(expand=False)
@@ -158,9 +156,7 @@ def _bernoulli(fn: td.Bernoulli) -> Components | None:
 
 @finite_components.register(td.Categorical)
 def _categorical(fn: td.Categorical) -> Components | None:
-    if _has_own_log_prob(fn):
-        return _by_support(fn)
-    return Components("categorical", (), fn.param_shape[-1])
+    return _by_support(fn) if _has_own_log_prob(fn) else Components("categorical", (), fn.param_shape[-1])
 
 
 @finite_components.register(td.OneHotCategorical)
@@ -215,9 +211,9 @@ def family_of(fn: Any) -> tuple[Any, ...]:
 def independent_components(fn: Any) -> int | None:
     """Number of components that ``to_event`` joined, finite or not; ``None`` if it cannot be determined."""
     # A mask weights components differently. A nested to_event would have to be split in turn.
-    if not isinstance(fn, td.Independent) or isinstance(fn.base_dist, td.Independent) or _is_masked(fn.base_dist):
+    if not isinstance(fn, td.Independent) or isinstance(fn.base_dist, td.Independent):
         return None
-    if _has_own_log_prob(fn):
+    if _is_masked(fn.base_dist) or _has_own_log_prob(fn):
         return None
     return math.prod(fn.base_dist.batch_shape[len(fn.batch_shape) :])
 

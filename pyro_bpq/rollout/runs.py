@@ -114,6 +114,11 @@ class Rollout:
             shape[plate.dim] = self.plate_sizes[plate]
         return (self.num_particles, *shape)
 
+    def run_shape(self, plates: Sequence[Plate]) -> tuple[int, ...]:
+        """Returns that shape in one of the runs, which holds one particle if particles run one after the other."""
+        shape = self.batch_shape(plates)
+        return shape if self.is_vectorized else (1, *shape[1:])
+
     def stack(
         self, pick: Callable[[Run, str], Tensor], names: Sequence[str], plates: Sequence[Plate], event_ndim: int = 0
     ) -> Tensor:

@@ -9,7 +9,7 @@ from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.util import zero_grads
 
-from pyro_bpq.errors import OptionError, is_real
+from pyro_bpq.errors import OptionError, check_option, check_whole, is_real
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.svi.controlled import captured_leaves, descend
 
@@ -69,16 +69,13 @@ class ActorCriticSVI(SVI):
                 "write loss=TraceBackpropQ_ELBO(learner=CriticLearner("
                 'replay=Replay(costs="stored"))).'
             )
-        for name, least in (("rounds", 0), ("critic_updates", 0), ("warm_up", 0)):
-            value = {"rounds": rounds, "critic_updates": critic_updates, "warm_up": warm_up}[name]
-            if not isinstance(value, int) or value < least:
-                raise OptionError(f"ActorCriticSVI({name}={value!r}): write a whole number of at least {least}.")
-        if not is_real(entropy) or not entropy >= 0.0:
-            raise OptionError(f"ActorCriticSVI(entropy={entropy!r}): write a number of at least 0.")
         super().__init__(model, guide, optim, loss)  # type: ignore[no-untyped-call]
         self.elbo = loss
         self.rounds, self.critic_updates, self.warm_up, self.entropy = rounds, critic_updates, warm_up, entropy
         self.unbiased_step, self.arguments = unbiased_step, arguments
+        for name in ("rounds", "critic_updates", "warm_up"):
+            check_whole(self, name, 0)
+        check_option(self, "entropy", is_real(entropy) and entropy >= 0.0, "a number of at least 0")
 
     def __repr__(self) -> str:
         return (
@@ -126,6 +123,5 @@ class ActorCriticSVI(SVI):
         with poutine.trace(param_only=True) as capture:
             objective = self.elbo.bootstrapped_loss(model, guide, *args, entropy=self.entropy, **kwargs)
         leaves = captured_leaves(capture)
-        if not objective.requires_grad or not leaves:
-            return
-        descend(self.optim, objective, leaves)
+        if objective.requires_grad and leaves:
+            descend(self.optim, objective, leaves)

@@ -13,7 +13,7 @@ from pyro.infer import SVI
 from pyro.infer.util import zero_grads
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError, is_real
+from pyro_bpq.errors import OptionError, check_option, check_whole, is_real
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.local_objective import LocalObjective, Nearby
 from pyro_bpq.rollout.runs import Program
@@ -119,13 +119,11 @@ class ProximalSVI(_ControlledSVI):
         penalty: bool = True,
     ) -> None:
         super().__init__(model, guide, optim, loss)
-        if not isinstance(epochs, int) or epochs < 1:
-            raise OptionError(f"ProximalSVI(epochs={epochs!r}): write a whole number of at least 1.")
-        if not is_real(clip) or not 0.0 < clip < 1.0:
-            raise OptionError(f"ProximalSVI(clip={clip!r}): write a number in (0, 1).")
-        if target_kl is not None and (not is_real(target_kl) or not target_kl > 0.0):
-            raise OptionError(f"ProximalSVI(target_kl={target_kl!r}): write a positive number or None.")
         self.epochs, self.clip, self.target_kl, self.penalty = epochs, clip, target_kl, penalty
+        check_whole(self, "epochs", 1)
+        check_option(self, "clip", is_real(clip) and 0.0 < clip < 1.0, "a number in (0, 1)")
+        is_limit = target_kl is None or (is_real(target_kl) and target_kl > 0.0)
+        check_option(self, "target_kl", is_limit, "a positive number or None")
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes the epochs of one rollout.
@@ -141,7 +139,7 @@ class ProximalSVI(_ControlledSVI):
         start = sum(float(signal.sum()) for signals in objective.signals for signal in signals.values())
         self.optim(set(parameters))
         zero_grads(parameters)
-        done, stopped = 1, False
+        done = 1
         while True:
             nearby, leaves = self._nearby(objective)
             value = objective.value(nearby, self.clip, self.penalty).mean()
@@ -150,9 +148,8 @@ class ProximalSVI(_ControlledSVI):
                 break
             descend(self.optim, value, leaves)
             done += 1
-        improvement = start / self.elbo.num_particles - float(
-            objective.value(nearby, None, self.penalty).detach().mean()
-        )
+        end = objective.value(nearby, None, self.penalty).detach().mean()
+        improvement = start / self.elbo.num_particles - float(end)
         self.last = _report(loss, nearby.kl, done, improvement, stopped and done < self.epochs)
         return loss
 
@@ -225,22 +222,16 @@ class TrustRegionSVI(_ControlledSVI):
         confidence: float = 1.0,
     ) -> None:
         super().__init__(model, guide, optim, loss)
-        limits = {"max_kl": max_kl, "max_site_kl": math.inf if max_site_kl is None else max_site_kl}
-        for name, limit in limits.items():
-            if not is_real(limit) or not limit > 0.0:
-                raise OptionError(f"TrustRegionSVI({name}={limit!r}): write a positive number of nats.")
-        for name, number in {"damping": damping, "confidence": confidence}.items():
-            if not is_real(number) or not number >= 0.0:
-                raise OptionError(f"TrustRegionSVI({name}={number!r}): write a number of at least 0.")
-        for name, count, least in (("iterations", iterations, 1), ("backtracks", backtracks, 0)):
-            if not isinstance(count, int) or count < least:
-                raise OptionError(f"TrustRegionSVI({name}={count!r}): write a whole number of at least {least}.")
-        if divergence not in ("old", "new"):
-            raise OptionError(f'TrustRegionSVI(divergence={divergence!r}): write "old" or "new".')
-        self.max_kl, self.max_site_kl = limits.values()
-        self.divergence = divergence
+        self.max_kl, self.max_site_kl = max_kl, math.inf if max_site_kl is None else max_site_kl
+        self.divergence, self.confidence = divergence, confidence
         self.damping, self.iterations, self.backtracks = damping, iterations, backtracks
-        self.confidence = confidence
+        for name, limit in (("max_kl", self.max_kl), ("max_site_kl", self.max_site_kl)):
+            check_option(self, name, is_real(limit) and limit > 0.0, "a positive number of nats")
+        for name, number in (("damping", damping), ("confidence", confidence)):
+            check_option(self, name, is_real(number) and number >= 0.0, "a number of at least 0")
+        check_whole(self, "iterations", 1)
+        check_whole(self, "backtracks", 0)
+        check_option(self, "divergence", divergence in ("old", "new"), '"old" or "new"')
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes one step.

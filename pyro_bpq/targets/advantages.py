@@ -82,7 +82,7 @@ def advantages(
         found_here = [sum_to_plates(totals[c], plates[c], own) for c in node.immediate]
         immediate = gamma * sum(found_here, torch.zeros(()))
         totals[node.name] = immediate + (q[node.name].detach() if node.name in q else returns[node.name])
-    ahead = {**totals, **({} if expected is None else {name: value.detach() for name, value in expected.items()})}
+    ahead = totals | {name: value.detach() for name, value in (expected or {}).items()}
     found = {}
     for site in network.graph.index:
         nodes = network.q_nodes(site)
@@ -132,8 +132,7 @@ def _weights(network: BackpropQNetwork, names: list[str], readers: list[QNode]) 
     """Weights of the readers of a site: they sum to 1 for each of its Q-nodes, and are equal if possible."""
     reads = [[float(name in network.children(reader.name)) for reader in readers] for name in names]
     matrix = torch.tensor(reads, dtype=torch.float64).reshape(len(names), len(readers))
-    weights: list[float] = (torch.linalg.pinv(matrix) @ torch.ones(len(names), dtype=torch.float64)).tolist()
-    return weights
+    return (torch.linalg.pinv(matrix) @ torch.ones(len(names), dtype=torch.float64)).tolist()
 
 
 def is_independent(network: BackpropQNetwork, site: str, child: str) -> bool:

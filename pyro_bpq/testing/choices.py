@@ -229,8 +229,7 @@ def _support(name: str, core: Any) -> Tensor:
     cause: Exception | None = None
     if getattr(core, "has_enumerate_support", False) and not core.has_rsample:
         try:
-            support: Tensor = core.enumerate_support(expand=False)
-            return support
+            return core.enumerate_support(expand=False)
         except NotImplementedError as error:
             cause = error
     raise UnsupportedSiteError(
@@ -258,9 +257,8 @@ def _of_all(table: Tensor, number: int) -> Tensor:
 
 def _in_place_of_draw(core: Any, value: Tensor) -> Tensor:
     """Computes ``value`` from a real draw, so that dependency trackers see the parents of the site."""
-    state = torch.get_rng_state()
-    drawn = core.sample()
-    torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]):
+        drawn = core.sample()
     return torch.where(torch.ones((), dtype=torch.bool, device=value.device), value, drawn)
 
 
@@ -326,8 +324,8 @@ def walk(
     choices: ChoiceMessenger, step: Callable[[], T], noise: ChoiceNoise | None = None
 ) -> Iterator[tuple[float, T]]:
     """Runs ``step`` on every path of ``choices``; see :func:`iter_outcomes`."""
-    count, total, is_last = 0, 0.0, False
-    while not is_last:
+    count, total = 0, 0.0
+    while True:
         result = _run_settled(choices, step, noise, may_draw=count == 0)
         if choices.settle():
             count, total = count + 1, total + choices.probability
@@ -337,7 +335,8 @@ def walk(
                     "particles or a larger num_outcomes."
                 )
             yield choices.probability, result[0]
-        is_last = not choices.advance()
+        if not choices.advance():
+            break
     if abs(total - 1) > _MAX_MISSING_PROBABILITY:
         raise UnsupportedProgramError(
             f"The probabilities of all outcomes sum to {total}, not to 1: some distribution changed after "

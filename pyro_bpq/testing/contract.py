@@ -34,16 +34,6 @@ def default_problems() -> tuple[Problem, ...]:
     )
 
 
-def _sites() -> tuple[SiteInfo, ...]:
-    return (
-        SiteInfo("z", "Normal", True, None, 1),
-        SiteInfo("z", "Poisson", False, None, 1),
-        SiteInfo("z", "Gamma", True, None, 1),
-        SiteInfo("z", "Categorical", False, Components("categorical", (), 50_000), 1),
-        SiteInfo("z", "Bernoulli", False, Components("bernoulli", (), 2), 2),
-    )
-
-
 def check_estimator(estimator: Estimator, *, num_rows: int = 40_000, problems: Sequence[Problem] | None = None) -> None:
     r"""Checks that an estimator follows the protocol, and that it is unbiased if it declares so.
 
@@ -132,7 +122,14 @@ def _check_value(estimator: Any) -> None:
 
 
 def _check_unsupported(estimator: Estimator, problems: Sequence[Problem]) -> None:
-    sites = [*_sites(), *(problem.info for problem in problems)]
+    sites = [
+        SiteInfo("z", "Normal", True, None, 1),
+        SiteInfo("z", "Poisson", False, None, 1),
+        SiteInfo("z", "Gamma", True, None, 1),
+        SiteInfo("z", "Categorical", False, Components("categorical", (), 50_000), 1),
+        SiteInfo("z", "Bernoulli", False, Components("bernoulli", (), 2), 2),
+        *(problem.info for problem in problems),
+    ]
     reasons = [estimator.unsupported(site) for site in sites]
     for reason in reasons:
         says = reason is None or "use " in reason or "write " in reason
@@ -143,8 +140,6 @@ def _check_unsupported(estimator: Estimator, problems: Sequence[Problem]) -> Non
 def _check_pathwise(estimator: Any) -> None:
     context, _ = default_problems()[0].context((3,))
     assert not estimator(context).surrogate.any(), f"{estimator!r} is pathwise but adds a surrogate term."
-    if not hasattr(estimator, "attach"):
-        return
     for fn, leaf in _distributions():
         split = Components("bernoulli" if isinstance(fn, dist.Bernoulli) else "one_hot", (), fn.event_shape.numel())
         if estimator.unsupported(SiteInfo("z", type(fn).__name__, False, split, 1)) is not None:

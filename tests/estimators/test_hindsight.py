@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from pyro_bpq import ExpectedCost, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO, cost
 from pyro_bpq.errors import BPQWarning, OptionError, UnsupportedProgramError, UnsupportedSiteError
-from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, StraightThrough
+from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, StraightThrough, baselines
 from pyro_bpq.estimators import hindsight as estimator_module
+from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan import holding
 from pyro_bpq.reruns import expansions
@@ -144,7 +144,7 @@ def test_a_wrong_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_particle_in_the_baseline_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimator_module, "leave_one_out", lambda cost: cost - cost.mean(1, keepdim=True))
+    monkeypatch.setattr(baselines, "leave_one_out", lambda cost: cost - cost.mean(1, keepdim=True))
     pyro.clear_param_store()
     program = chain(values=2)
     assert largest_error(trained(program, 2, **VECTORISED), program) > 1e-5
@@ -454,7 +454,8 @@ def test_scales_leave_the_least_square() -> None:
     crossed = crossed - crossed.mean()
     later = later - 0.6 * immediate + 0.3 * crossed
     immediate = immediate + 0.4 * crossed
-    context = SimpleNamespace(statistics={"moments": torch.zeros(1, 6).double()}, count=torch.zeros(1).double())
+    statistics, count = {"moments": torch.zeros(1, 6).double()}, torch.zeros(1).double()
+    context = SiteContext(("z",), later, later, statistics=statistics, count=count)
     kept, scale = estimator_module._scales(estimator_module._moments(later, immediate, crossed, context))
     columns = torch.stack([-immediate.flatten(), crossed.flatten()], -1)
     expected = torch.linalg.lstsq(columns, later.reshape(-1, 1)).solution.flatten()

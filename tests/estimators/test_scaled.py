@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import OptionError
+from pyro_bpq.estimators import REBAR
 from pyro_bpq.estimators.base import SiteContext
-from pyro_bpq.estimators.scaled import OptimalScale, check_scale, read_scale, scale_statistics, update_scale
+from pyro_bpq.estimators.scaled import OptimalScale, read_scale, scale_statistics, update_scale
 
 
 def context(count: float, products: tuple[float, float] = (0.0, 0.0), scale: float = 1.0) -> SiteContext:
@@ -44,5 +45,5 @@ def test_fixed_scales_have_no_statistics() -> None:
     assert scale_statistics(0.5) == {} and update_scale(0.5, context(1.0), torch.zeros(1), torch.zeros(1)) == {}
     assert read_scale(0.5, context(1.0)).tolist() == [[[0.5]]]
     assert read_scale(OptimalScale(), context(1.0, scale=0.3)).flatten().tolist() == pytest.approx([0.3])
-    with pytest.raises(OptionError, match=r"Mine\(scale=True\)"):
-        check_scale("Mine", True)
+    with pytest.raises(OptionError, match=r"REBAR\(scale=True\)"):
+        REBAR(scale=True)

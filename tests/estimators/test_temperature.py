@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators.straight_through import check_temperature, temperature_at
+from pyro_bpq.estimators import Concrete
+from pyro_bpq.estimators.straight_through import temperature_at
 
 
 def test_a_temperature_is_a_number_or_a_function() -> None:
@@ -14,8 +15,8 @@ def test_a_temperature_is_a_number_or_a_function() -> None:
 
 
 def test_temperatures_are_positive() -> None:
-    with pytest.raises(OptionError, match=r"Mine\(temperature=0.0\): write a positive number"):
-        check_temperature("Mine", 0.0)
-    check_temperature("Mine", lambda step: -1.0)  # it shows at its step
+    with pytest.raises(OptionError, match=r"Concrete\(temperature=0.0\): write a positive number"):
+        Concrete(0.0)
+    Concrete(lambda step: -1.0)  # it shows at its step
     with pytest.raises(OptionError, match=r"at step 2 is -1\.0"):
         temperature_at(lambda step: 1.0 - step, 2)
