@@ -42,6 +42,11 @@ class ParticleCount:
         return self._used.now
 
     @property
+    def nesting(self) -> float:
+        """Bound on the number of nested plates, without that of the particles."""
+        return self.now.nesting - self.now.is_vectorized
+
+    @property
     def drawn(self) -> Particles:
         """The particles of a run that draws: one where the loss is summed over all values."""
         return self.open.one if self.now.sums else self.now

@@ -192,9 +192,11 @@ class PlannedObjective(Objective):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
-        return {**super().get_extra_state(), "num_noises": self.num_noises}
+        known = {"num_noises": self.num_noises, "structure": self.runner.structure.state_dict()}
+        return {**super().get_extra_state(), **known}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
         super().set_extra_state(state)
         self.num_noises = state["num_noises"]
+        self.runner.structure.load_state_dict(state["structure"])

@@ -207,6 +207,8 @@ class StepRunner(Runner):
         is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or is_together)
         is_chosen = self.plans.planner.serves_order and not self.structure.needs_graphs
         if is_ordered and (self.structure.mode == "auto" or is_chosen):
+            if self.plans.last is None:
+                self._plan_once(program, particles, mode)
             in_order = self._in_order(program, particles, mode)
             if in_order is not None:
                 return in_order
@@ -254,6 +256,12 @@ class StepRunner(Runner):
             check_declared(site for trace in traces for site in samples(trace).values())
             raise
         return Observation(tuple(runs), tuple(items))
+
+    def _plan_once(self, program: Program, particles: Particles, mode: Mode) -> None:
+        """Plans for a run that the step does without: an objective whose state was loaded may have no plan to show."""
+        one = replace(particles, number=1)
+        with Sandbox(torch.get_rng_state(), self.has_buffers):
+            self.observe(program, one, replace(mode, learning=False, may_order=False))
 
     def _in_order(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
         """A step in program order; ``None``, and nothing drawn, if an estimator that was chosen needs more.

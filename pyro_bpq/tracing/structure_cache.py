@@ -105,6 +105,21 @@ class StructureCache:
         restore(other, {**snapshot(self), "mode": mode, "in_order": False})
         return other
 
+    def state_dict(self) -> dict[str, Any]:
+        """What runs have shown of any structure of the program; graphs are found again."""
+        return {
+            "escaping": self.escaping,
+            "crosses": self.crosses,
+            "in_order": self.in_order,
+            "needs_graphs": self.needs_graphs,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self.escaping, self.crosses = tuple(state["escaping"]), state["crosses"]
+        self.escapes = bool(self.escaping)
+        self.in_order, self.needs_graphs = state["in_order"], state["needs_graphs"]
+
     def wants_tracking(self) -> bool:
         """Whether the next run must be tracked."""
         if self.is_ordered:

@@ -22,7 +22,7 @@ from pyro.optim import SGD, Adam
 from steps import CHAIN, DATA, OPTIONS, Guide, Model, assert_equal, run, state_of
 from torch import Tensor, nn
 
-from pyro_bpq import AllAction, TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
 
 
 def through_pickle(elbo: Any) -> Any:
@@ -342,3 +342,81 @@ def test_the_name_in_the_store_is_not_in_the_state() -> None:
             svi.step()
     assert names_in_store() == {"bpq_critics", "bpq_critics_1"}
     assert one.state_dict().keys() == other.state_dict().keys()
+
+
+def steered_guide() -> None:
+    z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q")))
+    if z.item() > 0:
+        pyro.sample("w", dist.Bernoulli(logits=pyro.param("r")))
+
+
+def steered_model() -> None:
+    z = pyro.sample("z", dist.Bernoulli(0.4))
+    w = pyro.sample("w", dist.Bernoulli(0.7)) if z.item() > 0 else -1.0
+    pyro.sample("x", dist.Normal(w - z, 1.0), obs=torch.tensor(0.7))
+
+
+def rows_guide() -> None:
+    with pyro.plate("rows", 3):
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q")))
+
+
+def rows_model() -> None:
+    with pyro.plate("rows", 3):
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        shift = torch.zeros(3)
+        shift[z > 0] = 1.7
+        pyro.sample("x", dist.Normal(shift, 1.0), obs=torch.tensor([0.3, -1.0, 0.8]))
+
+
+def apart_model() -> None:
+    with pyro.plate("rows", 3):
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        pyro.sample("x", dist.Normal(1.7 * z, 1.0), obs=torch.tensor([0.3, -1.0, 0.8]))
+
+
+PROGRAMS = {
+    "steered": (steered_model, steered_guide),
+    "rows": (rows_model, rows_guide),
+    "apart": (apart_model, rows_guide),
+}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("steered", {}),
+        ("steered", {"num_particles": 2}),
+        ("steered", {"estimator": ScoreFunction(), "structure": "dense"}),
+        ("rows", {}),
+        ("apart", {"num_particles": 2, "vectorize_particles": True, "estimator": ScoreFunction(LeaveOneOut())}),
+    ],
+)
+def test_what_was_found_of_a_program_goes_on(name: str, options: dict[str, Any], steps: int) -> None:
+    model, guide = PROGRAMS[name]
+
+    def session(elbo: TraceBackpropQ_ELBO) -> SVI[..., Any]:
+        return SVI(model, guide, Adam({"lr": 0.05}), elbo)
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(2)
+    pyro.param("q", torch.tensor(0.3)), pyro.param("r", torch.tensor(-0.2))
+    elbo = TraceBackpropQ_ELBO(**options)
+    first = session(elbo)
+    for _ in range(steps):
+        first.step()
+    file = io.BytesIO()
+    torch.save((elbo.state_dict(), pyro.get_param_store().get_state(), first.optim.get_state()), file)
+    pyro.set_rng_seed(5)
+    expected = [first.step() for _ in range(4)], stored()
+    file.seek(0)
+    state, store, optimiser = torch.load(file, weights_only=False)
+    pyro.get_param_store().set_state(store)
+    resumed = TraceBackpropQ_ELBO(**options)
+    resumed.load_state_dict(state)
+    second = session(resumed)
+    second.optim.set_state(optimiser)
+    pyro.set_rng_seed(5)
+    assert_equal(([second.step() for _ in range(4)], stored()), expected)
+    assert resumed.plan is not None
