@@ -1,12 +1,13 @@
 r"""Steps on programs that sampled values steer: milliseconds and variance of the gradient at fixed weights.
 
-Methods take turns, gradient by gradient. *ms*: mean CPU time of ``loss_and_grads``. *variance*: of the gradient of
+Methods take turns, ``--turn`` gradients at a time. In turns of one gradient each step finds the processor's caches
+filled by the other methods, which no training run does; it costs most where a step has most code. *ms*: mean CPU time of ``loss_and_grads``. *variance*: of the gradient of
 all parameters, summed. Weights are the initial ones and those after 1,000 steps of Adam. Critics, scales and baselines
 learn at these weights before they are measured. ``tracked`` follows dependencies at every step, with critics
 (``structure="dynamic"``). *z*: squared distance of the mean from that of leave-one-out with 8 particles, in units of
 its expectation: 1 if unbiased. The programs that ``programs.HELD_OUT`` names are left out unless asked for.
 
-    python benchmarks/steered.py [--draws 400] [--only NAME;NAME] [--held-out] [--output DIRECTORY]
+    python benchmarks/steered.py [--draws 400] [--turn 10] [--only NAME;NAME] [--held-out] [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def trained(program: Program, steps: int) -> dict[str, Tensor]:
     return copy.deepcopy(module.state_dict())
 
 
-def measure(program: Program, steps: int, draws: int, learning: int) -> list[Row]:
+def measure(program: Program, steps: int, draws: int, learning: int, turn: int) -> list[Row]:
     """Figures of a program at the weights of a step."""
     weights = trained(program, steps)
     pyro.clear_param_store()
@@ -102,9 +103,10 @@ def measure(program: Program, steps: int, draws: int, learning: int) -> list[Row
         for _ in range(learning):
             drawer.draw(False)
     with uncollected():
-        for _ in range(draws):
+        for first in range(0, draws, turn):
             for drawer in drawers.values():
-                drawer.draw()
+                for _ in range(first, min(first + turn, draws)):
+                    drawer.draw()
     mean, variance = drawers[REFERENCE].moments
     base = 1e3 * drawers["Trace_ELBO"].seconds / draws
     rows: list[Row] = []
@@ -134,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=400)
     parser.add_argument("--learning", type=int, default=200)
+    parser.add_argument("--turn", type=int, default=10, help="number of gradients of a method in a row")
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 1000])
     parser.add_argument("--only", default="", help="names of programs, separated by semicolons")
     parser.add_argument("--held-out", action="store_true", help="the programs that rules were not made on, too")
@@ -147,7 +150,7 @@ def main() -> None:
     rows: list[Row] = []
     for program in chosen:
         for steps in options.steps:
-            rows += measure(program, steps, options.draws, options.learning)
+            rows += measure(program, steps, options.draws, options.learning, options.turn)
             print(table(rows[-len(METHODS) :]), flush=True)
             write(options.output, rows, options)
 
@@ -173,7 +176,8 @@ def write(output: Path, rows: list[Row], options: argparse.Namespace) -> None:
         if row["method"] == "TraceGraph_ELBO"
     ]
     parts = [
-        f"{options.draws} gradients of each method at the weights of a step, one thread; methods took turns.",
+        f"{options.draws} gradients of each method at the weights of a step, one thread; methods took turns, "
+        f"{options.turn} gradients at a time.",
         "## Variance times time, over that of the best method\n\n"
         "`TraceGraph_ELBO` is not among the best where it is biased: see the last table.\n\n" + table(found),
         "## CPU time of a particle, over that of `Trace_ELBO`\n\n" + table(times),
