@@ -1,11 +1,12 @@
 r"""Steps on programs that sampled values steer: milliseconds and variance of the gradient at fixed weights.
 
 Methods take turns, ``--turn`` gradients at a time. In turns of one gradient each step finds the processor's caches
-filled by the other methods, which no training run does; it costs most where a step has most code. *ms*: mean CPU time of ``loss_and_grads``. *variance*: of the gradient of
-all parameters, summed. Weights are the initial ones and those after 1,000 steps of Adam. Critics, scales and baselines
-learn at these weights before they are measured. ``tracked`` follows dependencies at every step, with critics
-(``structure="dynamic"``). *z*: squared distance of the mean from that of leave-one-out with 8 particles, in units of
-its expectation: 1 if unbiased. The programs that ``programs.HELD_OUT`` names are left out unless asked for.
+filled by the other methods, which no training run does; it costs most where a step has most code. *ms*: mean CPU time
+of ``loss_and_grads``. *variance*: of the gradient of all parameters, summed. Weights are the initial ones and those
+after 1,000 steps of Adam. Critics, scales and baselines learn at these weights before they are measured. ``tracked``
+follows dependencies at every step, with critics (``structure="dynamic"``). *z*: squared distance of the mean from that
+of leave-one-out with 8 particles, in units of its expectation: 1 if unbiased. The programs that ``programs.HELD_OUT``
+names are left out unless asked for.
 
     python benchmarks/steered.py [--draws 400] [--turn 10] [--only NAME;NAME] [--held-out] [--output DIRECTORY]
 """
