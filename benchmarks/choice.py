@@ -149,7 +149,8 @@ def done_by(elbo: ELBO) -> str:
     """What an ELBO does at each site, without the reasons; empty for Pyro's ELBOs."""
     if not isinstance(elbo, TraceBackpropQ_ELBO):
         return ""
-    told = [line.strip() for line in str(elbo.plan).splitlines() if not line.strip().startswith("because:")]
+    reasons = ("because:", "no extra run of the model:")
+    told = [line.strip() for line in str(elbo.plan).splitlines() if not line.strip().startswith(reasons)]
     way = dataclasses.replace(elbo.particles.now, nesting=0.0)
     return "; ".join([str(way), *told])
 
