@@ -20,6 +20,12 @@ from torch import Tensor
 NONE, MANY = -1, -2
 """``NONE``: depends on no element of the source. ``MANY``: depends on several, or on an unknown one."""
 
+SHAPING = frozenset(("dim", "keepdim"))
+"""Names of arguments, given by name only, that rules must know. A rule that does not take them says nothing."""
+
+# Largest number of places of a write by index that are followed.
+_MOST_PLACES = 4096
+
 Positions = np.ndarray
 # Returns the positions of an argument, or raises Unknown.
 _Find = Callable[[Any], Positions]
@@ -119,6 +125,8 @@ def _reads(find: _Find, tensor: Any) -> bool:
 def _gather(find: _Find, tensor: Any, dim: int, index: Any, *rest: Any) -> Positions:
     """An entry depends on its index, and on at most all the elements that it may be taken from."""
     source, chosen = _reduce(find(tensor), dim, True), find(index)
+    if not chosen.ndim:
+        return _combine(chosen, _reduce(source, None, False))
     axis = dim % chosen.ndim
     kept = tuple(slice(None) if i == axis else slice(0, size) for i, size in enumerate(chosen.shape))
     return np.broadcast_to(_combine(chosen, source[kept]), chosen.shape)
@@ -157,6 +165,41 @@ def _scatter(find: _Find, tensor: Any, dim: int, index: Any, source: Any, *rest:
     if any(put.shape[i] not in (1, size) for i, size in enumerate(target.shape) if i != dim % target.ndim):
         raise Unknown
     return np.broadcast_to(_combine(target, put, chosen), target.shape)
+
+
+def _put_now(find: _Find, target: Any, indices: Any, values: Any, *rest: Any) -> Positions:
+    """Rule for ``target[i, z] = values`` in this run. An index that depends on the source may lead to any entry."""
+    if any(index is None or index.dtype is torch.bool for index in indices):
+        raise Unknown
+    result, chosen = np.array(find(target)), [find(index) for index in indices]
+    shape = np.broadcast_shapes(*(found.shape for found in chosen))
+    written = np.broadcast_to(find(values), shape + result.shape[len(indices) :])
+    written = _combine(_reduce(written, tuple(range(len(shape), written.ndim)), False), *chosen)
+    if written.size > _MOST_PLACES:
+        raise Unknown
+    with torch._C.DisableTorchFunction():
+        places = [np.broadcast_to(index.detach().cpu().numpy(), shape) for index in indices]
+    fixed = [bool((found == NONE).all()) for found in chosen]
+    for at in np.ndindex(shape):
+        where = tuple(
+            int(place[at]) if is_fixed else slice(None) for place, is_fixed in zip(places, fixed, strict=True)
+        )
+        result[where] = _combine(result[where], written[at])
+    return result
+
+
+def _masked_scatter(find: _Find, target: Any, mask: Any, source: Any) -> Positions:
+    found = _combine(find(target), find(mask), _reduce(find(source), None, False))
+    return np.broadcast_to(found, tuple(target.shape))
+
+
+def _diagonal(find: _Find, tensor: Any, offset: int = 0, first: int = -2, second: int = -1) -> Positions:
+    found = find(tensor)
+    number = found.shape[-1]
+    size = number + abs(offset)
+    result = np.full((*found.shape[:-1], size, size), NONE, dtype=np.int32)
+    result[..., np.arange(number) + max(-offset, 0), np.arange(number) + max(offset, 0)] = found
+    return np.moveaxis(result, (-2, -1), (first, second))
 
 
 def _pad(find: _Find, tensor: Any, pad: Sequence[int], *rest: Any) -> Positions:
@@ -225,13 +268,17 @@ _RULES: Mapping[str, Callable[..., Positions]] = MappingProxyType(
         **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), _along),
         **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax"), _along),
         **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
-        **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"), _scatter),
+        **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), _scatter),
+        **dict.fromkeys(("scatter_reduce", "scatter_reduce_", "index_copy", "index_copy_"), _scatter),
+        **dict.fromkeys(("index_add", "index_add_"), _scatter),
+        **dict.fromkeys(("masked_scatter", "masked_scatter_"), _masked_scatter),
         **dict.fromkeys(("_scaled_dot_product_flash_attention_for_cpu",), _attention),
         **dict.fromkeys(("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"), _attention),
         **dict.fromkeys(("tril", "triu"), _pointwise),
         **dict.fromkeys(("mv", "dot"), _mv),
         **dict.fromkeys(("mm", "bmm"), _matmul),
         **dict.fromkeys(("addmm", "baddbmm"), _addmm),
+        "addmv": lambda find, bias, left, right: _combine(find(bias), _mv(find, left, right)),
         "copy_": lambda find, target, source, *rest: find(source),
         "cat": lambda find, tensors, dim=0: np.concatenate([*map(find, tensors)], dim),
         "stack": lambda find, tensors, dim=0: np.stack([*map(find, tensors)], dim),
@@ -245,6 +292,8 @@ _RULES: Mapping[str, Callable[..., Positions]] = MappingProxyType(
         "median": _sum,
         "kthvalue": lambda find, tensor, k, dim=-1, keepdim=False: _sum(find, tensor, dim, keepdim),
         "index_select": _select,
+        "diag_embed": _diagonal,
+        "rot90": lambda find, tensor, number=1, dims=(0, 1): np.rot90(find(tensor), number, tuple(dims)),
         "take": _take,
         "constant_pad_nd": _pad,
         "glu": _glu,
@@ -257,7 +306,12 @@ _RULES: Mapping[str, Callable[..., Positions]] = MappingProxyType(
 )
 # For rows, only this run matters: it shows whether rows meet.
 _ROW_RULES: Mapping[str, Callable[..., Positions]] = MappingProxyType(
-    {"index": _index_now, "index_select": _select_now}
+    {
+        **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), _put_now),
+        "index": _index_now,
+        "index_select": _select_now,
+        "embedding": lambda find, table, index, *rest: _index_now(find, table, [index]),
+    }
 )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_bpq.tracing.element_rules import NONE, Positions, Unknown, plan_of, tensors_in
+from pyro_bpq.tracing.element_rules import NONE, SHAPING, Positions, Unknown, plan_of, tensors_in
 from pyro_bpq.tracing.ledger import NO_STORAGE, Ledger, OperatorMode, memory_of
 
 
@@ -86,13 +86,14 @@ class ElementTracker(OperatorMode):
         if plan is None or plan.is_view:
             return func(*args, **kwargs)
         found = {}
+        shaping = {name: kwargs[name] for name in SHAPING & kwargs.keys()}
         for key in keys:
-            # Rules see positional arguments only.
+            # Rules see no tensors that are given by name.
             if named & self._followed[key]:
                 continue
-            with contextlib.suppress(Unknown, ValueError, IndexError, TypeError, *NO_STORAGE):
+            with contextlib.suppress(Unknown, ValueError, IndexError, TypeError, ArithmeticError, *NO_STORAGE):
                 rule = plan.rule if isinstance(key, str) else plan.row_rule
-                found[key] = rule(partial(self._known, key), *args)
+                found[key] = rule(partial(self._known, key), *args, **shaping)
         targets = [kwargs.get(name) if isinstance(name, str) else args[name] for name in plan.writes]
         written = self._mask(targets)
         result = func(*args, **kwargs)
@@ -113,7 +114,7 @@ class ElementTracker(OperatorMode):
         """Records the positions of what an operator wrote into tensors that were free of the sources if clean."""
         for target in tensors_in(targets):
             slots = self._find(key, target)
-            if found is None or found.ndim > target.dim():
+            if found is None or not _fits(found.shape, tuple(target.shape)):
                 for memory in memory_of(target):
                     self._slots[key].pop(id(memory), None)
             elif slots is not None:
@@ -139,6 +140,13 @@ class ElementTracker(OperatorMode):
         slots.array = np.full(memory[0].nbytes() // slots.itemsize, NONE, dtype=np.int32)
         slots.view(tensor)[...] = positions
         known[slots.key] = slots
+
+
+def _fits(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether a shape can be broadcast to another one."""
+    return len(shape) <= len(target) and all(
+        own in (1, size) for own, size in zip(reversed(shape), reversed(target), strict=False)
+    )
 
 
 class _Slots(weakref.ref[torch.UntypedStorage]):

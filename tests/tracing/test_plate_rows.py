@@ -43,6 +43,15 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "vector times matrix": lambda a: a @ torch.arange(9.0).double().reshape(3, 3),
     "select": lambda a: a.index_select(-1, torch.tensor([2, 0, 1])),
     "shifted": lambda a: torch.nn.functional.pad(a, (1, 0))[..., :3] - 0.5 * a,
+    "stable sort": lambda a: torch.sort(a, dim=-1, stable=True).values - 0.5 * a,
+    "diagonal": lambda a: (torch.diag_embed(a) @ torch.arange(9.0).double().reshape(3, 3)).sum(-2),
+    "rotated": lambda a: torch.rot90(a.unsqueeze(-1), 2).squeeze(-1),
+    "written": lambda a: torch.zeros_like(a).index_put((torch.tensor([2, 0, 1]),), a) if a.dim() == 1 else a.flip(-1),
+    "looked up": lambda a: (
+        torch.nn.functional.embedding(torch.tensor([2, 0, 1]), a.unsqueeze(-1)).squeeze(-1)
+        if a.dim() == 1
+        else a.flip(-1)
+    ),
     "norm": lambda a: a / (1.0 + a.norm(dim=-1, keepdim=True)),
 }
 APART: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,6 +63,13 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
     "attention within": lambda a: torch.nn.functional.scaled_dot_product_attention(
         *(torch.stack([a, 1.0 - a], -1).unsqueeze(-1),) * 3
     ).sum((-1, -2)),
+    "written apart": lambda a: (
+        torch.zeros(3, 2, dtype=a.dtype).index_put((torch.arange(3), a.long()), torch.tensor(1.0, dtype=a.dtype))[
+            ..., 1
+        ]
+        if a.dim() == 1
+        else a
+    ),
     "picked": lambda a: a[..., torch.tensor([0, 1, 2])],
 }
 
