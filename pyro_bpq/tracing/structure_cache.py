@@ -111,7 +111,8 @@ class StructureCache:
             "escaping": self.escaping,
             "crosses": self.crosses,
             "in_order": self.in_order,
-            "needs_graphs": self.needs_graphs,
+            # It means nothing where no value steers the program.
+            "needs_graphs": self.escapes and self.needs_graphs,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
