@@ -7,7 +7,6 @@ programs run once more without a trace, and what they do is compared with the re
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Sequence
@@ -29,7 +28,6 @@ from pyro_bpq.compiled.updates import Updates
 from pyro_bpq.compiled.watch import NotYet
 from pyro_bpq.errors import BPQWarning, Unrecordable
 
-LOG = logging.getLogger("pyro_bpq")
 # Number of eager steps of a kind before it is recorded.
 _EAGER_STEPS = 3
 # Number of kinds of calls that are counted.

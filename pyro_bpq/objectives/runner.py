@@ -205,11 +205,11 @@ class StepRunner(Runner):
             return found
         is_together = particles.has_plate or particles.is_hidden
         is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or is_together)
-        is_chosen = self.plans.planner.serves_order and not self.structure.needs_graphs
-        if is_ordered and (self.structure.mode == "auto" or is_chosen):
+        if is_ordered and (self.structure.mode == "auto" or self._serves_chosen_order):
             if self.plans.last is None:
                 self._plan_once(program, particles, mode)
-            in_order = self._in_order(program, particles, mode)
+            step = self._in_order if self.structure.mode == "auto" else self._in_chosen_order
+            in_order = step(program, particles, mode)
             if in_order is not None:
                 return in_order
         track = self.structure.wants_tracking() or (self.structure.always_tracks and not is_ordered)
@@ -263,26 +263,39 @@ class StepRunner(Runner):
         with Sandbox(torch.get_rng_state(), self.has_buffers):
             self.observe(program, one, replace(mode, learning=False, may_order=False))
 
-    def _in_order(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
-        """A step in program order; ``None``, and nothing drawn, if an estimator that was chosen needs more.
+    @property
+    def _serves_chosen_order(self) -> bool:
+        """Whether program order that an option asks for serves all sites, as far as is known."""
+        return self.plans.planner.serves_order and not self.structure.needs_graphs
 
-        If program order follows from the rules and does not fit a run, only later steps change: what a step does must
-        not depend on the values that it has drawn.
-        """
-        planner, draws = self.plans.planner, Draws()
+    def _order_runs(self, program: Program, particles: Particles, mode: Mode) -> list[PlainRun | TracedRun]:
+        """The runs of a step in program order."""
+        planner = self.plans.planner
         options = TraceOptions(
             *(planner.choose, particles.nesting, particles.number, planner.attach),
             noise=self.noise,
             step=mode.num_steps,
         )
-        runs = [run_in_order(*program, options) for _ in range(particles.number)]
-        if self.structure.mode == "dense":
-            chosen = self._ordered(runs)
-            if mode.learning:
-                self.structure.settle_order(chosen is not None)
-            if chosen is None:
-                draws.again()
-            return None if chosen is None else Observation((), (), chosen)
+        return [run_in_order(*program, options) for _ in range(particles.number)]
+
+    def _in_chosen_order(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
+        """A step in program order that an option asks for; ``None``, and nothing drawn, if an estimator needs more."""
+        draws = Draws()
+        ordered = self._ordered(self._order_runs(program, particles, mode))
+        if mode.learning:
+            self.structure.settle_order(ordered is not None)
+        if ordered is None:
+            draws.again()
+            return None
+        return Observation((), (), ordered)
+
+    def _in_order(self, program: Program, particles: Particles, mode: Mode) -> Observation:
+        """A step in program order that follows from the rules, not from an option.
+
+        If program order does not fit a run, only later steps change: what a step does must not depend on the values
+        that it has drawn.
+        """
+        planner, runs = self.plans.planner, self._order_runs(program, particles, mode)
         if mode.learning:
             self.structure.settle_order(all(isinstance(run, PlainRun) or planner.fits_order(run) for run in runs))
         ordered = tuple(served_alike(run, plain_score(particles.number)) for run in runs)

@@ -79,7 +79,7 @@ def _extreme(find: _Find, tensor: Any, dims: Any = None, keepdim: Any = False, *
     return _pointwise(find, tensor, dims) if isinstance(dims, Tensor) else _sum(find, tensor, dims, keepdim)
 
 
-def _along(find: _Find, tensor: Any, dim: int, *rest: Any) -> Positions:
+def _along(find: _Find, tensor: Any, dim: int = -1, *rest: Any) -> Positions:
     return _spread(find(tensor), dim)
 
 
@@ -219,10 +219,6 @@ def _norm(find: _Find, tensor: Any, order: Any = 2, dims: Any = None, keepdim: A
     return _reduce(find(tensor), dims, bool(keepdim))
 
 
-def _sort(find: _Find, tensor: Any, dim: int = -1, *rest: Any) -> Positions:
-    return _spread(find(tensor), dim)
-
-
 def _topk(find: _Find, tensor: Any, number: int, dim: int = -1, *rest: Any) -> Positions:
     return np.repeat(_reduce(find(tensor), dim, True), number, dim)
 
@@ -265,7 +261,7 @@ _RULES: Mapping[str, Callable[..., Positions]] = MappingProxyType(
         **dict.fromkeys(("sum", "mean", "logsumexp", "amax", "amin", "prod", "var", "std", "any", "all"), _sum),
         **dict.fromkeys(("argmax", "argmin", "nansum", "count_nonzero", "var_mean", "std_mean"), _sum),
         **dict.fromkeys(("max", "min"), _extreme),
-        **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), _along),
+        **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "sort"), _along),
         **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax"), _along),
         **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
         **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), _scatter),
@@ -286,7 +282,6 @@ _RULES: Mapping[str, Callable[..., Positions]] = MappingProxyType(
         "repeat": lambda find, tensor, repeats: np.tile(find(tensor), tuple(repeats)),
         "roll": lambda find, tensor, shifts, dims=(): np.roll(find(tensor), tuple(shifts), tuple(dims) or None),
         "embedding": lambda find, table, index, *rest: _index(find, table, [index]),
-        "sort": _sort,
         "topk": _topk,
         "mode": lambda find, tensor, dim=-1, keepdim=False: _sum(find, tensor, dim, keepdim),
         "median": _sum,

@@ -181,13 +181,12 @@ class StructureCache:
             return frozenset()
         facts = self._facts(first)
         if facts.patterns is not None:
-            found, varying = facts.patterns, facts.varying
+            # A tracked run that nothing is learned from may show others.
+            shown = [frozenset(run.patterns.items()) for run in runs if run.reads is not None]
+            found, varying = facts.patterns.intersection(*shown), facts.varying
         else:
             found = frozenset(first.patterns.items()).intersection(*(run.patterns.items() for run in others))
             varying = found
-        for run in runs if facts.patterns is not None else ():
-            # A tracked run that nothing is learned from may show others.
-            found = found if run.reads is None else found & frozenset(run.patterns.items())
         lost = frozenset(pair for pair in varying if not pair[1].fits(first.run.costs[pair[0][1]].shape))
         return found - lost if lost else found
 
