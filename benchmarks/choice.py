@@ -15,7 +15,7 @@ of theirs, and *time* is that of a step of the rules over that of the candidate.
 the clock, is told apart.
 
     python benchmarks/choice.py [--seconds 12] [--seeds 2] [--tuning 1] [--only NAME;NAME] [--held-out] [--all]
-        [--methods NAME;NAME] [--rates FILE] [--compile] [--output DIRECTORY]
+        [--methods NAME;NAME] [--rates FILE] [--samples 1] [--compile] [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ AVERAGE = {"use_decaying_avg_baseline": True}
 MARKS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0, 1.15, 1.3, 1.5)
 # A step that takes longer, in seconds, records and compiles.
 MAKING = 0.3
-# Learning rates: with rows of data, and without.
-RATES = {True: (1e-3, 3e-3, 1e-2), False: (1e-2, 3e-2, 1e-1)}
+# Learning rates: with rows of data, and without. There the loss ends at a floor of noise, which a coarser grid misses.
+RATES = {True: (1e-3, 3e-3, 1e-2), False: (1e-2, 1.7e-2, 3e-2, 5.5e-2, 1e-1)}
 
 
 def digits() -> Tensor:
@@ -134,13 +134,13 @@ class Run:
         seconds, making = timed_step(lambda: self.svi.step(*args), self.elbo, MAKING)
         self.used, self.making, self.steps = self.used + seconds, self.making + making, self.steps + 1
 
-    def measure(self, mark: float, data: Tensor) -> None:
-        """Notes the loss, more exactly at the end."""
+    def measure(self, mark: float, data: Tensor, times: int) -> None:
+        """Notes the loss of ``times`` as many samples as usual, more exactly at the end."""
         program = self.program
         few, many = (2, 5) if program.rows else (200, 1000) if program.steered else (100, 500)
         args = (data,) if program.rows else ()
         with pyro.get_param_store().scope(self.state) as self.state, torch.no_grad():
-            number = many if mark == 1.0 else few
+            number = times * (many if mark == 1.0 else few)
             losses = [Trace_ELBO().loss(self.module.model, self.module.guide, *args) for _ in range(number)]
         self.losses[mark] = statistics.fmean(losses) / (len(data) if program.rows else 1)
 
@@ -155,7 +155,7 @@ def done_by(elbo: ELBO) -> str:
     return "; ".join([str(way), *told])
 
 
-def turns(runs: Sequence[Run], seconds: float, data: Tensor) -> dict[Run, Exception]:
+def turns(runs: Sequence[Run], options: argparse.Namespace, data: Tensor) -> dict[Run, Exception]:
     """Lets runs take turns, in changing order; those that fail drop out."""
     shuffle, failed = random.Random(0), dict[Run, Exception]()
     for mark in MARKS:
@@ -163,9 +163,9 @@ def turns(runs: Sequence[Run], seconds: float, data: Tensor) -> dict[Run, Except
             if run in failed or (mark > 1.0 and run.method != "fixed"):
                 continue
             try:
-                run.train(seconds * mark, data)
+                run.train(options.seconds * mark, data)
                 if mark == 1.0 or run.method == "fixed":
-                    run.measure(mark, data)
+                    run.measure(mark, data, options.samples)
             except (BPQError, RuntimeError, ValueError) as error:
                 if run.method not in BY_NAME:
                     raise
@@ -186,7 +186,7 @@ def race(
             rates = (known[program.name, name],) if (program.name, name) in known else RATES[bool(program.rows)]
             rates = (best_rate(runs[name]),) if seed >= options.tuning else rates
             lanes += [Run(program, name, make(), rate, seed) for rate in rates]
-        failed = turns(lanes, options.seconds, data)
+        failed = turns(lanes, options, data)
         for run, error in failed.items():
             print(f"{program.name}, {run.method}: {error}", flush=True)
         rivals = {name: make for name, make in rivals.items() if name not in {run.method for run in failed}}
@@ -221,6 +221,8 @@ def row_of(program: Program, runs: Sequence[Run], options: argparse.Namespace) -
         "seeds": len(runs),
         "in turns": "yes",
         "tuning": options.tuning,
+        "rates": len(RATES[bool(program.rows)]),
+        "samples": options.samples,
         "does": done_by(runs[0].elbo),
         "curve": " ".join(f"{statistics.fmean(run.losses[at] for run in runs):.6g}" for at in runs[0].losses),
     }
@@ -236,6 +238,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every candidate, and TraceGraph_ELBO")
     parser.add_argument("--methods", default="", help="names of methods, separated by semicolons")
     parser.add_argument("--rates", type=Path, help="a result file, whose learning rates serve again")
+    parser.add_argument("--samples", type=int, default=1, help="how many times the usual number of samples evaluate")
     parser.add_argument("--compile", action="store_true", help="compiled steps of our own methods")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -277,10 +280,11 @@ def compared(rows: Sequence[Row]) -> list[Row]:
             is_same = bool(row.get("does")) and row["does"] == own.get("does")
             noise = math.hypot(float(row["two standard errors"]), float(own["two standard errors"]))
             # As exact as the curve is written.
-            goals = (float(f"{row['loss'] + more:.6g}") for more in (0.0, noise))
-            times = tuple(time_to(own["curve"], goal) for goal in goals)
-            times = (float(own["ms a step"]) / float(row["ms a step"]), times[1]) if is_same else times
-            times = (*times, "yes" if is_same else "")
+            exact, within = (time_to(own["curve"], float(f"{row['loss'] + more:.6g}")) for more in (0.0, noise))
+            if is_same:
+                times = (float(own["ms a step"]) / float(row["ms a step"]), within, "yes")
+            else:
+                times = (exact, within, "")
         shown = {k: v for k, v in row.items() if k not in ("curve", "does")}
         found.append({**shown, "time": times[0], "within noise": times[1], "same": times[2]})
     return found
@@ -291,8 +295,9 @@ def write(output: Path, stem: str, rows: list[Row]) -> None:
     write_csv(output / f"{stem}.csv", rows)
     text = (
         "Loss in nats, minus the ELBO of fresh samples from the trained guide, per row of digits or per program; less "
-        "is better. CPU seconds of a run, number of seeds and the learning rate, the best of three for the first "
-        "seed (or for so many as *tuning* says), stand beside it. *fixed* and *auto* are "
+        "is better. CPU seconds of a run, number of seeds and the learning rate, the best of *rates* for the first "
+        "seed (or for so many as *tuning* says), stand beside it; so does how many times the usual number of samples "
+        "evaluated. *fixed* and *auto* are "
         "`TraceBackpropQ_ELBO(choice=...)`; the others are candidates pinned from the first step, and Pyro's ELBOs. "
         "*time*: when the mean loss of *fixed* first reaches that at which the method ends, over the method's time; "
         "*inf* if not in one and a half times that. *within noise*: the same to that loss and noise, the root of the "

@@ -48,13 +48,11 @@ class StochasticNode:
         name: Name of the site.
         parents: Names of the stochastic nodes that its distribution reads directly.
         plates: Its plates, sorted.
-        is_reparameterised: Whether its value carries a pathwise gradient.
     """
 
     name: str
     parents: Sequence[str] = ()
     plates: tuple[Plate, ...] = ()
-    is_reparameterised: bool = False
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class BoundPlanner(Planner):
         """The batching of the sites of a bound."""
         names = tuple(traced.run.sites)
         plates = traced.plates
-        nodes = tuple(StochasticNode(n, (), plates[n], traced.infos[n].has_rsample) for n in names)
+        nodes = tuple(StochasticNode(n, (), plates[n]) for n in names)
         cost = CostNode(_COST, names, () if rows is None else (rows,))
         graph = StochasticComputationGraph(nodes, (cost,))
         specs = {}

@@ -40,7 +40,7 @@ def build_graph(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Stoch
         # A draw and its log q read no later site. The mask drops sites that only chose later views of the same table.
         before = bits[cost_of_guide(name)] & (1 << i) - 1
         until[name] = before | 1 << i
-        nodes.append(StochasticNode(name, named(sites, before), traced.plates[name], traced.infos[name].has_rsample))
+        nodes.append(StochasticNode(name, named(sites, before), traced.plates[name]))
     costs = []
     for (name, where, *_), cost in zip(traced.entries, traced.run.costs, strict=True):
         if traced.only_costs and cost not in traced.user_costs:
