@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import replace
+from typing import Any
 
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
@@ -43,6 +44,11 @@ class GivenNumber:
 
     def __repr__(self) -> str:
         return f"GivenNumber({self.now})"
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What finds things out in a step."""
+        return self, self.proved, self.tracked
 
     def is_settled(self) -> bool:
         """Whether their way is settled."""

@@ -78,6 +78,11 @@ class OpenNumber:
         return f"OpenNumber({self.now})"
 
     @property
+    def parts(self) -> tuple[Any, ...]:
+        """What finds things out in a step."""
+        return self, self.tracked
+
+    @property
     def one(self) -> Particles:
         """One particle."""
         return Particles(nesting=self.nesting)

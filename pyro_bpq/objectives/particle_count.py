@@ -30,7 +30,7 @@ class ParticleCount:
     @property
     def parts(self) -> tuple[Any, ...]:
         """What finds things out in a step."""
-        return self, self.given, self.open, self.given.proved, self.given.tracked, self.open.tracked
+        return (self, *self._used.parts)
 
     @property
     def _used(self) -> GivenNumber | OpenNumber:
