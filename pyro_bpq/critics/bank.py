@@ -132,6 +132,9 @@ class CriticBank(nn.Module):
             self._forget(sum(self._order.values()), max(self.max_idle + used, _STEPS * self._most_rows))
         self._used.clear()
         self._touched.clear()
+        if not self._gone:
+            # A module takes its time to set an attribute.
+            return []
         gone, self._gone = self._gone, []
         return gone
 

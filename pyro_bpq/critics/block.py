@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 # Smallest size in bytes of a number in a block.
 _LEAST_BYTES = 4
+# Attribute of the modules of critics.
+_MARK = "is_of_critic"
 
 
 # (block, tensor, rows or None for all rows, new value): a change that is applied after the step.
@@ -38,6 +40,8 @@ class Block(nn.Module):
         self.keys = tuple(keys)
         self.critic = critic
         self.slow: nn.Module | None = None
+        for part in () if critic is None else critic.modules():
+            vars(part)[_MARK] = True
         for name, buffer in (buffers or {}).items():
             self.register_buffer(name, buffer)
 
@@ -83,6 +87,11 @@ class Block(nn.Module):
     def __repr__(self) -> str:
         keys = list(self.keys) if len(self.keys) < 5 else [*self.keys[:2], "...", self.keys[-1]]
         return f"Block({self.kind}: {', '.join(keys)})"
+
+
+def is_of_critic(module: nn.Module) -> bool:
+    """Whether a module is a part of a critic in a block. Its buffers are weights, which no program writes."""
+    return _MARK in vars(module)
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -231,7 +231,8 @@ class TraceBackpropQ_ELBO(PlannedObjective):
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Adds the gradients of the loss to ``.grad``, then lets the critics learn; see :class:`Objective`.
 
-        With ``choice="auto"`` candidates may be tried afterwards.
+        With ``choice="auto"`` candidates may be tried afterwards. If that is interrupted, the step has been taken:
+        ``.grad`` holds its gradient. Set the gradients to zero before the next step.
         """
         if not self._is_look_due():
             return super().loss_and_grads(model, guide, *args, **kwargs)
@@ -307,11 +308,12 @@ class TraceBackpropQ_ELBO(PlannedObjective):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
-        super().set_extra_state(state)
         # Older states measure anew.
         if "choice" in state and self.choice.is_measured:
-            self.choice.load_state_dict(state["choice"], self.num_steps)
+            self.choice.load_state_dict(state["choice"], state["num_steps"])
+            # What the choice has settled is loaded after it.
             self._rules.apply(self.choice.chosen)
+        super().set_extra_state(state)
 
     def extra_repr(self) -> str:
         """The options, and what was settled."""

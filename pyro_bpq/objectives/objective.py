@@ -283,7 +283,11 @@ class Objective(ELBO, nn.Module):
     def _eager_loss_and_grads(self, program: Program) -> float:
         mark = self.mark()
         loss, surrogate, result = self._eager_step(program, True, mark)
-        self.trainer.register()
+        try:
+            self.trainer.register()
+        except BaseException:
+            self.go_back(mark)
+            raise
         self._backward(surrogate, mark, result.leaves)
         return float(loss.item())
 

@@ -237,14 +237,14 @@ class StepRunner(Runner):
         facts = self.facts(shown, is_dynamic, particles, mode)
         if mode.learning and mode.may_order and self.plans.planner.orders:
             self.structure.settle_order(all(self.plans.planner.fits_order(traced) for traced in shown))
-        members = stacked(runs, is_dynamic)
+        members, ndim = stacked(runs, is_dynamic), most_plates(runs)
         if len(members) == 1 and any(graph != graphs[0] for graph in graphs[1:]):
             graphs = [merged_graph(runs[0], graphs)]
         try:
             items = [
                 Staging(
                     *(self, particles, mode, tuple(runs[i] for i in ids), tuple(programs[i] for i in ids)),
-                    *(graphs[ids[0]], facts),
+                    *(graphs[ids[0]], facts, ndim),
                 ).staged(program)
                 for ids in members
             ]
@@ -259,9 +259,10 @@ class StepRunner(Runner):
 
     def _plan_once(self, program: Program, particles: Particles, mode: Mode) -> None:
         """Plans for a run that the step does without: an objective whose state was loaded may have no plan to show."""
-        one = replace(particles, number=1)
+        # With two particles leave-one-out has a plan too.
+        few = replace(particles, number=min(particles.number, 2))
         with Sandbox(torch.get_rng_state(), self.has_buffers):
-            self.observe(program, one, replace(mode, learning=False, may_order=False))
+            self.observe(program, few, replace(mode, learning=False, may_order=False))
 
     @property
     def _serves_chosen_order(self) -> bool:
@@ -376,13 +377,19 @@ class StepRunner(Runner):
         """The signals of the sites of further runs of a known structure; nothing learns, and nothing runs again."""
         graph = self.structure.graph(runs[0], False)
         facts = self.facts(runs, self.structure.is_dynamic(runs[0]), particles, mode)
+        known = graph, facts, most_plates(runs)
         with self.plans.keeping_last():
-            return Staging(self, particles, mode, tuple(runs), tuple(programs), graph, facts).staged()
+            return Staging(self, particles, mode, tuple(runs), tuple(programs), *known).staged()
 
 
 def _with_values(values: Mapping[str, Any], part: Any) -> Any:
     """A program with the values of its sites put in."""
     return Substitute(values)(part)
+
+
+def most_plates(runs: Sequence[TracedRun]) -> int:
+    """The most plate dimensions of any run: a site's tensors have as many, whichever later plates its value opens."""
+    return max(run.plate_ndim for run in runs)
 
 
 def stacked(runs: Sequence[TracedRun], is_dynamic: bool) -> list[list[int]]:

@@ -36,6 +36,7 @@ class Staging:
     programs: tuple[Program, ...]  # the program of each run
     graph: StochasticComputationGraph
     facts: StructureFacts  # what is known of the structure besides its graph
+    plate_ndim: int  # number of plate dimensions in the tensors of all runs of the step
 
     def staged(self, one: Program | None = None) -> Staged:
         """The signals of the sites; without ``one``, the program for one particle, nothing runs at further values."""
@@ -56,7 +57,7 @@ class Staging:
         first, has_plate = self.traced[0], self.particles.has_plate
         number = self.particles.number if has_plate else len(self.traced)
         # Particles lie to the left of as many dimensions as plates may have, whether there are plates or not.
-        ndim = int(self.particles.nesting) - 1 if has_plate else first.plate_ndim
+        ndim = int(self.particles.nesting) - 1 if has_plate else self.plate_ndim
         return Rollout(tuple(t.run for t in self.traced), number, first.plate_sizes, ndim, has_plate)
 
     def _plan(self) -> Plan:

@@ -83,7 +83,7 @@ def lone_step(run: RunInOrder, recent: RecentCosts, learning: Learning, is_learn
     term = (loss - baselines) * run.scores
     info: dict[str, dict[str, Any]] = {}
     if build:
-        told, cost = zip(run.estimators.items(), baselines, strict=True), loss.expand(1)
+        told, cost = zip(run.estimators.items(), baselines.unbind(), strict=True), loss.expand(1)
         info = {name: {"estimator": own, "baseline": b, "cost_to_go": cost} for (name, own), b in told}
     seen = (names, loss.item()) if build else None
     return Step(loss, term.sum(), None, [], info, ((names, term),), build, run.differentiable, seen=seen)

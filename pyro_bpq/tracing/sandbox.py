@@ -14,6 +14,7 @@ from pyro.poutine.runtime import effectful
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pyro_bpq.critics.block import is_of_critic
 from pyro_bpq.errors import StructureChangedError
 
 
@@ -42,7 +43,8 @@ class BufferedModules:
                     module._buffers[name] = buffer.detach()
 
     def _note(self, module: nn.Module, _: object) -> None:
-        if module._buffers and module not in self._own and threading.get_ident() == self._thread:
+        is_new = module._buffers and module not in self._own and threading.get_ident() == self._thread
+        if is_new and not is_of_critic(module):
             self._own[module] = dict(module._buffers)
             self._called(module)
 

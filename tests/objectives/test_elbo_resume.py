@@ -375,8 +375,22 @@ def apart_model() -> None:
         pyro.sample("x", dist.Normal(1.7 * z, 1.0), obs=torch.tensor([0.3, -1.0, 0.8]))
 
 
+def pairs_guide() -> None:
+    with pyro.plate("rows", 12):
+        z = pyro.sample("z", dist.Bernoulli(logits=pyro.param("q").expand(12, 3)).to_event(1))
+        pyro.sample("w", dist.Bernoulli(logits=z + pyro.param("r")).to_event(1))
+
+
+def pairs_model() -> None:
+    with pyro.plate("rows", 12):
+        z = pyro.sample("z", dist.Bernoulli(0.4 * torch.ones(12, 3)).to_event(1))
+        w = pyro.sample("w", dist.Bernoulli(logits=z - 0.2).to_event(1))
+        pyro.sample("x", dist.Normal(w.sum(-1) * z[..., 0], 1.0), obs=torch.linspace(-1.0, 2.0, 12))
+
+
 PROGRAMS = {
     "steered": (steered_model, steered_guide),
+    "pairs": (pairs_model, pairs_guide),
     "rows": (rows_model, rows_guide),
     "apart": (apart_model, rows_guide),
 }
@@ -388,7 +402,10 @@ PROGRAMS = {
     [
         ("steered", {}),
         ("steered", {"num_particles": 2}),
+        ("steered", {"choice": "auto"}),
         ("steered", {"estimator": ScoreFunction(), "structure": "dense"}),
+        ("steered", {"estimator": ScoreFunction(LeaveOneOut()), "structure": "dense", "num_particles": 4}),
+        ("pairs", {"choice": "auto"}),
         ("rows", {}),
         ("apart", {"num_particles": 2, "vectorize_particles": True, "estimator": ScoreFunction(LeaveOneOut())}),
     ],

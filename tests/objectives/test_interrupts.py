@@ -257,3 +257,28 @@ def test_replay_by_hand_is_done_or_not() -> None:
         assert found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
         at += 3
     assert at > 10
+
+
+def test_critics_that_cannot_be_registered_learn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses(fails: bool) -> tuple[list[float], Any]:
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        model, guide = chain(Bell())
+        objective = TraceBackpropQ_ELBO(1, learner=None)
+        svi = SVI(model, guide, Adam({"lr": 0.02}), objective)
+        svi.step(), svi.step()
+        draws = torch.get_rng_state()
+        if fails:
+            with monkeypatch.context() as patch, pytest.raises(Interrupt):
+                patch.setattr(objective.trainer, "register", ringing())
+                svi.step()
+            torch.set_rng_state(draws)
+        return [svi.step() for _ in range(3)], copy.deepcopy(tensors({"state": objective.state_dict()}))
+
+    def ringing() -> Bell:
+        bell = Bell()
+        bell.at = 1
+        return bell
+
+    (one, before), (other, after) = losses(False), losses(True)
+    assert one == other and all(same(after[key], before[key]) for key in before)

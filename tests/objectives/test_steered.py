@@ -14,12 +14,19 @@ from pyro.infer import SVI
 from pyro.optim import SGD
 from steps import trained
 
-from pyro_bpq import BackpropQNetwork, StochasticComputationGraph, TraceBackpropQ_ELBO, config_bpq
+from pyro_bpq import (
+    BackpropQNetwork,
+    LeaveOneOut,
+    ScoreFunction,
+    StochasticComputationGraph,
+    TraceBackpropQ_ELBO,
+    config_bpq,
+)
 from pyro_bpq.critics.block import average_writes
 from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.graph.network import sequence_network
 from pyro_bpq.step.critic_inputs import index_features
-from pyro_bpq.testing import exact_gradient, expected_moments
+from pyro_bpq.testing import assert_unbiased, exact_gradient, expected_moments
 
 LENGTH = 3
 
@@ -140,3 +147,49 @@ def test_particles_that_run_at_once_may_look_at_values_that_are_reparameterised(
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=0)
     elbo.loss_and_grads(looks, looks)
+
+
+def opens_plate() -> None:
+    """Opens a plate at one value of a site only."""
+    a = pyro.sample("a", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3, dtype=torch.float64))))
+    if a.item() > 0:
+        with pyro.plate("rows", 2):
+            pyro.sample("c", dist.Bernoulli(logits=pyro.param("r", torch.tensor([0.4, -0.7], dtype=torch.float64))))
+
+
+def opens_plate_model() -> None:
+    a = pyro.sample("a", dist.Bernoulli(0.6))
+    if a.item() > 0:
+        with pyro.plate("rows", 2):
+            pyro.sample("c", dist.Bernoulli(torch.tensor([0.2, 0.7], dtype=torch.float64)))
+
+
+def reads_alone() -> None:
+    pyro.sample("a", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3, dtype=torch.float64))))
+
+
+def reads_in_plate() -> None:
+    """A plate of observations at one value of a site only."""
+    a = pyro.sample("a", dist.Bernoulli(0.6))
+    if a.item() > 0:
+        with pyro.plate("rows", 2):
+            pyro.sample("x", dist.Normal(0.5, 1.0), obs=torch.tensor([0.3, 0.9], dtype=torch.float64))
+    else:
+        pyro.sample("x", dist.Normal(0.5, 1.0), obs=torch.tensor(2.2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("program", "law"), [(opens_plate, opens_plate_model), (reads_alone, reads_in_plate)], ids=["drawn", "observed"]
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"structure": "dynamic"}, {"structure": "dynamic", "estimator": ScoreFunction(LeaveOneOut())}],
+    ids=["default", "dynamic", "leave-one-out"],
+)
+def test_a_plate_in_one_branch_divides_no_particles(
+    program: Callable[..., Any], law: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    """The baseline must not come from those particles only whose later plates are alike."""
+    pyro.clear_param_store()
+    elbo = trained(TraceBackpropQ_ELBO(num_particles=2, **options), law, program, steps=3).eval()
+    assert_unbiased(elbo, law, program, atol=1e-10)
