@@ -20,7 +20,7 @@ from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.work import EAGER, Weights, Work, WorkMode
 
-_WARM_UP, _FIRST_STEP, _SHARE = 1, 20, 0.05
+_WARM_UP, _FIRST_STEP, _SHARE = 1, 20, 0.03
 # Numbers of rounds after which candidates are compared; where it stays in doubt, the present choice goes on.
 ROUNDS = (8, 16, 32, 64)
 # Factor between the numbers of steps at two looks.
@@ -73,7 +73,7 @@ class MeasuredChoice:
 
     A trial takes a step of the candidate on the arguments of the present step and asks for its gradients alone: nothing
     is added to ``.grad``, parameters stay as they are, generators and buffers of modules are put back. Time is counted
-    and not read from a clock, so the same seed chooses the same. Trials take at most 5 % of the time so far. They run
+    and not read from a clock, so the same seed chooses the same. Trials take at most 3 % of the counted time so far. They run
     eagerly also where training steps are compiled; a change then has to win back its compilation in as many steps as
     were taken so far.
 
