@@ -73,9 +73,9 @@ class MeasuredChoice:
 
     A trial takes a step of the candidate on the arguments of the present step and asks for its gradients alone: nothing
     is added to ``.grad``, parameters stay as they are, generators and buffers of modules are put back. Time is counted
-    and not read from a clock, so the same seed chooses the same. Trials take at most 3 % of the counted time so far. They run
-    eagerly also where training steps are compiled; a change then has to win back its compilation in as many steps as
-    were taken so far.
+    and not read from a clock, so the same seed chooses the same. Trials take at most 3 % of the counted time so far.
+    They run eagerly also where training steps are compiled; a change then has to win back its compilation in as many
+    steps as were taken so far.
 
     Args:
         make: Makes an objective for a candidate.
