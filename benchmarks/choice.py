@@ -4,7 +4,7 @@ Methods: the rules (``choice="fixed"``), the choice by measurement (``choice="au
 first step, ``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO`` with decaying averages. The
 loss is minus the ELBO of fresh samples from the trained guide, in nats per row of digits or per program, with two
 standard errors. The first seeds, ``--tuning`` of them, pick each method's learning rate; ``--rates FILE`` takes those
-of an earlier result.
+of an earlier result, and for *auto* that of the rules. So ``--methods "fixed;auto"`` made ``choice_auto.csv``.
 All runs of a seed take turns. The rules are trained half as long again, for the time that they take to the loss at
 which another method ends: *time*, over the other's. Where a candidate does what the rules do, its curve is another draw
 of theirs, and *time* is that of a step of the rules over that of the candidate. Rows that the result file has are kept:
@@ -193,7 +193,7 @@ def race(
         for run in lanes:
             if run.method in rivals:
                 runs[run.method].setdefault(run.rate, []).append(run)
-    found = [row_of(program, runs[name][best_rate(runs[name])], options) for name in rivals]
+    found = [row_of(program, runs[name], options) for name in rivals]
     print(table(compared(found)), flush=True)
     return found
 
@@ -205,8 +205,9 @@ def best_rate(runs: Mapping[float, Sequence[Run]]) -> float:
     return min(means, key=means.__getitem__)
 
 
-def row_of(program: Program, runs: Sequence[Run], options: argparse.Namespace) -> Row:
-    """The row of a method, from its runs."""
+def row_of(program: Program, tried: Mapping[float, Sequence[Run]], options: argparse.Namespace) -> Row:
+    """The row of a method, from its runs by learning rate."""
+    runs = tried[best_rate(tried)]
     losses = [run.losses[1.0] for run in runs]
     error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else math.nan
     return {
@@ -221,7 +222,7 @@ def row_of(program: Program, runs: Sequence[Run], options: argparse.Namespace) -
         "seeds": len(runs),
         "in turns": "yes",
         "tuning": options.tuning,
-        "rates": len(RATES[bool(program.rows)]),
+        "rates": len(tried),
         "samples": options.samples,
         "does": done_by(runs[0].elbo),
         "curve": " ".join(f"{statistics.fmean(run.losses[at] for run in runs):.6g}" for at in runs[0].losses),
@@ -251,6 +252,7 @@ def main() -> None:
     data = digits()
     earlier = [] if options.rates is None else read_csv(options.rates)
     known = {(row["program"], row["method"]): row["learning rate"] for row in earlier}
+    known = {(program, "auto"): rate for (program, method), rate in known.items() if method == "fixed"} | known
     # The first step in a process makes torch and Pyro ready.
     Run(chosen[0], "", Trace_ELBO(), 1e-3, 0).train(1e-3, data)
     for program in chosen:

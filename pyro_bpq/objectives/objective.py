@@ -2,9 +2,10 @@ r"""What all objectives share: how a loss is computed, what a step changes, and 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
@@ -223,7 +224,8 @@ class Objective(ELBO, nn.Module):
             found = self._compiled_step(program)
             if found is not None:
                 return with_gradients(found.loss, found.leaves, found.gradients)
-            loss, surrogate, _ = self._eager_step(program, False, self.mark())
+            with self._undoing():
+                loss, surrogate, _ = self._eager_step(program, False)
             return loss + (surrogate - surrogate.detach())
 
     def forward(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -263,11 +265,8 @@ class Objective(ELBO, nn.Module):
 
     def _compiled_step(self, program: Program, updates: Updates | None = None) -> Outcome | None:
         """Applies what the last step taught, and takes a compiled step; ``None`` if the step has to run eagerly."""
-        if not self._is_learning:
-            return None
-        if self.trainer.waiting is not None:
-            self.learn()
-        if self.compiled is None:
+        self._learn_waiting()
+        if self.compiled is None or not self._is_learning:
             return None
         from pyro_bpq.objectives.recordable import Recordable
 
@@ -281,23 +280,15 @@ class Objective(ELBO, nn.Module):
         return found
 
     def _eager_loss_and_grads(self, program: Program) -> float:
-        mark = self.mark()
-        loss, surrogate, result = self._eager_step(program, True, mark)
-        try:
+        with self._undoing():
+            loss, surrogate, result = self._eager_step(program, True)
             self.trainer.register()
-        except BaseException:
-            self.go_back(mark)
-            raise
-        self._backward(surrogate, mark, result.leaves)
+            self._backward(surrogate, result.leaves)
         return float(loss.item())
 
-    def _eager_step(self, program: Program, goes_back: bool, mark: Any) -> tuple[Tensor, Tensor, Step]:
-        """The loss, detached, a scalar that has its gradient, and the step, which is undone where it fails."""
-        try:
-            result, surrogate = self.taken(self._prepared(program), self.mode(self._is_learning, goes_back))
-        except BaseException:
-            self.go_back(mark)
-            raise
+    def _eager_step(self, program: Program, goes_back: bool) -> tuple[Tensor, Tensor, Step]:
+        """The loss, detached, a scalar that has its gradient, and the step."""
+        result, surrogate = self.taken(self._prepared(program), self.mode(self._is_learning, goes_back))
         value = result.loss.detach()
         if not result.learns:  # what is learned from is finite
             warn_if_nan(value, "loss")
@@ -336,8 +327,8 @@ class Objective(ELBO, nn.Module):
         """Sets attributes that hold no modules: a module's own way looks for some, at every step."""
         vars(self).update(found)
 
-    def _backward(self, loss: Tensor, mark: Any, unwanted: Sequence[Tensor] = ()) -> None:
-        """Adds the gradients of a loss to ``.grad``, then lets the critics learn; undoes the step where that fails.
+    def _backward(self, loss: Tensor, unwanted: Sequence[Tensor] = ()) -> None:
+        """Adds the gradients of a loss to ``.grad``, then lets the critics learn; where that fails nothing is added.
 
         Leaves that are ``unwanted`` get no gradient.
         """
@@ -357,12 +348,16 @@ class Objective(ELBO, nn.Module):
                     leaf.grad = gradient
                 else:
                     leaf.grad.copy_(gradient)
-            self.go_back(mark)
             raise
 
     def learn(self) -> None:
         """Lets critics and statistics learn from the last step."""
         self.trainer.learn(self)
+
+    def _learn_waiting(self) -> None:
+        """Applies what the last step taught, if that waits for the next one."""
+        if self._is_learning and self.trainer.waiting is not None:
+            self.learn()
 
     def learning(self, mode: Mode | None = None) -> Learning:
         """How targets are formed in the present step."""
@@ -380,6 +375,16 @@ class Objective(ELBO, nn.Module):
         """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
         parts = [(part, snapshot(part)) for part in (*self.particles.parts, *self.runner.parts)]
         return self.trainer.mark(), parts, self.info, self.ms
+
+    @contextlib.contextmanager
+    def _undoing(self) -> Iterator[None]:
+        """Undoes what is built and found out within, if it fails."""
+        mark = self.mark()
+        try:
+            yield
+        except BaseException:
+            self.go_back(mark)
+            raise
 
     def go_back(self, mark: Any) -> None:
         """Undoes what was built and found out after a mark."""

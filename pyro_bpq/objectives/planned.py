@@ -75,16 +75,13 @@ class PlannedObjective(Objective):
     def loss_and_signals(self, program: Program) -> tuple[float, LocalObjective]:
         """Like ``loss_and_grads``; also returns the local objective of the rollout."""
         self.trainer.keep_staged()
-        mark = self.mark()
+        self._learn_waiting()
         model, guide, args, kwargs = program
-        loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        self.trainer.register()
-        try:
+        with self._undoing():
+            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+            self.trainer.register()
             objective = LocalObjective(self.staged.items, self.num_particles)
-        except BaseException:
-            self.go_back(mark)
-            raise
-        self._backward(loss, mark)
+            self._backward(loss)
         return float(loss.item()), objective
 
     def replay(self, sites: Collection[str] | None = None, updates: int = 1) -> int:

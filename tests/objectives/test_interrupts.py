@@ -270,15 +270,12 @@ def test_critics_that_cannot_be_registered_learn_once(monkeypatch: pytest.Monkey
         draws = torch.get_rng_state()
         if fails:
             with monkeypatch.context() as patch, pytest.raises(Interrupt):
-                patch.setattr(objective.trainer, "register", ringing())
+                bell = Bell()
+                bell.at = 1
+                patch.setattr(objective.trainer, "register", bell)
                 svi.step()
             torch.set_rng_state(draws)
         return [svi.step() for _ in range(3)], copy.deepcopy(tensors({"state": objective.state_dict()}))
-
-    def ringing() -> Bell:
-        bell = Bell()
-        bell.at = 1
-        return bell
 
     (one, before), (other, after) = losses(False), losses(True)
     assert one == other and all(same(after[key], before[key]) for key in before)

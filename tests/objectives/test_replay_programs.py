@@ -55,13 +55,13 @@ EVERYTHING = CriticLearner(
 def test_replay_leaves_the_weights_of_an_attention_critic(share: bool) -> None:
     learner = CriticLearner(replay=Replay(capacity=4, batch_size=2))
     elbo = train(6, program=config_bpq(guide, share="z") if share else guide, critic=AttentionCritic(), learner=learner)
-    weights = {f"{key}.{name}": w for key, block in elbo.critics.blocks.items() for name, w in block.weights().items()}
+    weights = elbo.critics.weights()
     shapes = {name: w.shape for name, w in weights.items()}
     assert weights and all(w.is_leaf for w in weights.values())
     elbo.train()
     before = {name: w.detach().clone() for name, w in weights.items()}
     elbo.bootstrapped_loss(model, guide)
-    now = {f"{key}.{name}": w for key, block in elbo.critics.blocks.items() for name, w in block.weights().items()}
+    now = elbo.critics.weights()
     assert {name: w.shape for name, w in now.items()} == shapes
     assert all(torch.equal(now[name], w) for name, w in before.items())
 
