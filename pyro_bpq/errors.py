@@ -31,6 +31,10 @@ class OptionError(BPQError, ValueError):
     """An option has an unknown name or a value outside its range."""
 
 
+class TooManyOutcomesError(OptionError):
+    """A program has more joint outcomes than :mod:`pyro_bpq.testing` may run through."""
+
+
 class GraphError(BPQError, ValueError):
     """A stochastic computation graph is malformed (a cycle, an unknown parent, a duplicate name)."""
 

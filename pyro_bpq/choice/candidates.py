@@ -57,6 +57,7 @@ class ProgramFacts:
     flips: bool = False  # whether the default runs the model at other values
     is_alike: bool = False  # whether the default sums over the values of all sites
     has_slopes: bool = False  # whether the default corrects slopes of the costs
+    is_finite: bool = False  # whether all sites have finitely many values
 
 
 @functools.cache
@@ -72,6 +73,8 @@ def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]
     crossed = Candidate("crossed costs, 8 particles", CrossedLeaveOneOut(), 8, vectorized=True, critics=False)
     # A step takes twice as long, so that it pays late, when noise is most of what is left.
     hindsight = Candidate("hindsight, 4 particles", Hindsight(crossed=True, draws=1), 4, vectorized=True, critics=False)
+    # In place of leave-one-out over as many particles.
+    sums = Candidate("sums over values, 8 particles", AllAction(), 8, vectorized=True, critics=False)
     # Its extra run takes as long as more particles do.
     no_run = Candidate("no extra run", AllAction(exact=False))
     slopes = Candidate("corrected slopes, 2 particles", DebiasedStraightThrough(), 2, vectorized=True, critics=False)
@@ -80,6 +83,7 @@ def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]
         (lambda p: not p.is_steered and p.num_particles > 1, (two, four)),
         (lambda p: not p.is_steered, (eight,)),
         (lambda p: not p.is_steered and p.num_particles == 1, (more,)),
+        (lambda p: not p.is_steered and p.num_particles > 1 and p.is_finite and not p.flips, (sums,)),
         (lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
         (lambda p: not p.is_steered and p.flips and p.is_alike, (no_run,)),
         (lambda p: not p.is_steered and p.num_sites == p.many_components == 1 and not p.has_slopes, (slopes,)),

@@ -92,6 +92,7 @@ class Rules:
             flips=last.plan.flips is not None,
             is_alike=all(spec.estimator == AllAction() for spec in specs),
             has_slopes=any(spec.estimator == DebiasedStraightThrough() for spec in specs),
+            is_finite=all(spec.components is not None for spec in specs),
         )
 
 

@@ -42,9 +42,11 @@ class TraceBackpropQ_ELBO(PlannedObjective):
     Roughly, these are
 
     - for reparameterised sites the pathwise estimator;
-    - for sites with finite components :class:`~pyro_bpq.AllAction`, with the immediate costs summed exactly over their
-      values, critics for the costs further downstream, graph-wise control variates and adaptive scales;
-    - for a single site of many components that is too large for that sum
+    - in programs of fewer than ten sites, in rows of data and at sites of many components
+      :class:`~pyro_bpq.ScoreFunction` with leave-one-out over several particles;
+    - for other sites with finite components :class:`~pyro_bpq.AllAction`, with the immediate costs summed exactly over
+      their values, critics for the costs further downstream, graph-wise control variates and adaptive scales;
+    - for a single site of many components that explains much data
       :class:`~pyro_bpq.estimators.DebiasedStraightThrough`;
     - for several layers of many components :class:`~pyro_bpq.estimators.Hindsight` or
       :class:`~pyro_bpq.estimators.CrossedLeaveOneOut`;

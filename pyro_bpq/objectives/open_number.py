@@ -47,6 +47,7 @@ class _Findings:
     next: Particles | None = None  # what runs from the next step on that learns, if anything else
     may_sum: bool | None = None  # whether the loss can be summed over all values; ``None`` before that is known
     unsummed: Particles | None = None  # how particles ran before it was summed
+    has_failed: bool = False  # whether the program failed in the last step, after it had run with many particles
     sizes: Mapping[Plate, int] = field(default_factory=dict)  # sizes of plates that the number is for
 
     @property
@@ -141,7 +142,7 @@ class OpenNumber:
 
     def _many(self, runner: Runner, program: Program, mode: Mode, alone: Any = None) -> Observation:
         """The step of many particles, or of one where they do not run; ``alone`` is that of one, if it was taken."""
-        before = snapshot(self)
+        before, was_failed = snapshot(self), self._found.has_failed
         has_run = self._found.is_proved and not self._found.is_new and not self.now.sums
         found, reason = self._first_way(runner, program, mode, alone is not None)
         if found is not None or alone is not None:
@@ -152,13 +153,18 @@ class OpenNumber:
             # With one particle it fails too: their number is not why.
             restore(self, before)
             raise
-        if has_run and reason:
-            warnings.warn(
-                f"The program ran with {before['now'].number} particles at once so far, but {reason}. From now on one "
-                "particle runs; write num_particles=1 if that is what you want.",
-                BPQWarning,
-                stacklevel=2,
-            )
+        if not mode.learning:
+            # What an evaluation meets settles nothing.
+            restore(self, before)
+        elif (has_run or was_failed) and reason:
+            number = before["now"].number
+            if self._found.has_failed:
+                rest = f"This step took one particle; the next one tries {number} again."
+            else:
+                rest = "From now on one particle runs; write num_particles=1 if that is what you want."
+            why = reason.split("\n")[0].rstrip(".")
+            text = f"The program ran with {number} particles at once so far, but {why}. {rest}"
+            warnings.warn(text, BPQWarning, stacklevel=2)
         return found
 
     def _first_way(
@@ -176,22 +182,25 @@ class OpenNumber:
         for way in self._ways(first):
             self.now = way
             is_known = way is first and before.is_proved and not before.is_new
-            found, reason = self._try_way(runner, program, mode, is_first, is_known)
+            found, trial = self._try_way(runner, program, mode, is_first, is_known)
+            reason = trial.reason
             if found is not None:
                 if not is_known:
                     where = "a dimension that the program does not see" if way.is_hidden else "a plate of their own"
                     what = "All values run" if way.sums else f"{way.number} particles run"
                     self._say(f"{what} in one call, in {where}.", refused)
-                self._note(programs=settled, is_proved=True)
+                self._note(programs=settled, is_proved=True, has_failed=False)
                 if mode.learning:
                     self._lower(runner, found.runs[0])
                     self._turn_to_sums(runner, found.runs[0], mode)
                 return found, ""
             draws.again()
-            if not reason:
+            # An error may come once. What has run so far is tried again before anything is settled.
+            is_once = is_known and trial.has_failed and not way.sums
+            if is_once or not reason:
                 self.now = self.one
-                self._note(programs=settled, is_proved=False, next=way)
-                return None, ""
+                self._note(programs=settled, is_proved=False, next=way, has_failed=is_once)
+                return None, reason
             if way.is_compact:
                 continue
             text = reason.split("\n")[0].rstrip(".")
@@ -199,7 +208,7 @@ class OpenNumber:
             what = "All values" if way.sums else f"{way.number} particles"
             refused.append(f"{what} do not run in {place}: {text}.")
         self.now = before.unsummed or self.one if first.sums else self.one
-        self._note(programs=settled, next=None)
+        self._note(programs=settled, next=None, has_failed=False)
         if not first.sums:
             self._say("One particle runs from now on.", refused)
             return None, reason
@@ -217,8 +226,8 @@ class OpenNumber:
 
     def _try_way(
         self, runner: Runner, program: Program, mode: Mode, is_first: bool, is_known: bool
-    ) -> tuple[Observation | None, str]:
-        """The step in the present way, or ``None`` and why it does not count; no reason if it has made parameters."""
+    ) -> tuple[Observation | None, Trial]:
+        """The step in the present way, or ``None``, and the trial; it has no reason if it has made parameters."""
         # Programs change: into another mode, or with what they learn.
         is_checked_again = mode.learning and is_due(mode.num_steps) and not mode.is_recorded
         compares = not is_known or is_checked_again or runner.is_looking
@@ -231,7 +240,7 @@ class OpenNumber:
                 if lent is not None and not (trial.reason or is_first):
                     # In the first step the run of one particle has written them.
                     lent.keep()
-        return (None if trial.reason or trial.created else found), trial.reason
+        return (None if trial.reason or trial.created else found), trial
 
     # How an open number goes on, from a run of the present step.
 
@@ -240,8 +249,8 @@ class OpenNumber:
         number = 1 if mode.has_ranks or found.ordered else runner.good_for(found.runs[0])
         if number == 1:
             self.said = (
-                "One particle runs. Several run only if no sampled value steers the program, and if ten or more sites, "
-                "or sites in plates of ten or more rows, have costs that are not known at their other values."
+                "One particle runs. Several run only if no sampled value steers the program, and if the gradient of a "
+                "site for which nothing is chosen is noisy."
             )
         else:
             self._note(next=Particles(number, True, False, self._nesting_beside(found.runs[0])))

@@ -14,7 +14,7 @@ from pyro_bpq.plan.held import HeldPlan, HeldSite, SlopedCosts, has_slopes
 from pyro_bpq.plan.structure import Structure
 from pyro_bpq.rollout.features import Components, have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.watch import samples
+from pyro_bpq.tracing.watch import carried, samples
 
 
 def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chosen: bool) -> HeldPlan | None:
@@ -130,7 +130,8 @@ def _is_known(structure: Structure, name: str, cost: str) -> bool:
 def _has_law(structure: Structure, name: str, child: str, estimator: Estimator) -> bool:
     """Whether the probability of a child's value is known at other values of a site."""
     traced = structure.traced
-    if child in traced.untraced or estimator.attaches or _is_masked_within(traced.run.sites[child].fn):
+    record = traced.run.sites[child]
+    if child in traced.untraced or estimator.attaches or _is_masked_within(record.fn) or carried(record.value):
         return False
     return _keeps_rows(structure, name, structure.graph.node(child).plates)
 

@@ -19,17 +19,17 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: t
 
         M = min(8, max(4, 1 + a / b), max(2, 524288 / n)),   n elements of the largest value of a particle
 
-    Several particles serve sites for which nothing is chosen and whose later costs are known at the sampled value only.
-    They run if such a site lies in plates of ten rows or more, or if there are ten such sites or more; else one runs.
+    Several particles serve sites for which nothing is chosen and whose gradients are noisy. A gradient has no noise if
+    the site is the only one of the program, has one component, and all later costs are known at its other values.
     ``a`` are the counted seconds of a step that the particles of one call share, its calls of operators. ``b`` are the
-    seconds that each particle adds. Several particles help because their mean is a baseline for each row, unlike means
-    of earlier steps. If :class:`~pyro_bpq.estimators.DebiasedStraightThrough`, which needs no baseline, serves all such
-    sites in rows, ``M`` is 2. If :class:`~pyro_bpq.estimators.Hindsight` does, it is at most 4. The table is
+    seconds that each particle adds. Several particles help because their mean is a baseline for each site and row,
+    unlike means of earlier steps. If :class:`~pyro_bpq.estimators.DebiasedStraightThrough`, which needs no baseline,
+    serves all such sites, ``M`` is 2. If :class:`~pyro_bpq.estimators.Hindsight` does, it is at most 4. The table is
     ``PARTICLES`` in ``plan/rules.py``.
     """
     facts = ProgramFacts(
-        by_row=frozenset(plan.by_row),
-        untold=len(plan.untold),
+        compared=plan.compared,
+        noisy=len(plan.noisy),
         sloped=frozenset(n for n in plan.sloped if num_reads(traced, n) >= MANY_READS) - plan.layers,
         held=plan.layers,
         is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,

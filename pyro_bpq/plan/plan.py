@@ -47,8 +47,8 @@ class Plan:
     components: dict[str, Components]  # finite components of the sites that it flips
     # What components of sites read, by site and cost, where costs are charged to components.
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
-    # Sites of the default's choice in many rows, whose cost-to-go is not known at other values.
-    by_row: frozenset[str] = frozenset()
+    # Noisy sites of the default's choice that other particles serve: in rows of data, or few.
+    compared: frozenset[str] = frozenset()
     led_back: frozenset[str] = frozenset()  # sites whose estimators ask for slopes that the costs of a run have itself
     notes_maps: bool = False  # whether a run notes the linear maps that read these sites, for curvatures
     handed: frozenset[str] = frozenset()  # costs of the model that read values of the guide itself
@@ -59,7 +59,7 @@ class Plan:
     held: HeldPlan | None = None
     refused: str = ""  # why there is no extra run of the model, where its price speaks against it; else empty
     is_dynamic: bool = False  # whether sampled values may steer the program, so that another run may have another plan
-    untold: frozenset[str] = frozenset()  # sites of the default's choice whose cost-to-go is not known at other values
+    noisy: frozenset[str] = frozenset()  # sites of the default's choice whose gradients are noisy
     layers: frozenset[str] = frozenset()  # sites that hindsight serves where there are enough particles
     summed: SumPlan | None = None  # the tables that the loss can be summed over, or ``None``
     sums: bool = False  # whether it is summed over them

@@ -6,7 +6,7 @@ The estimator follows from the rules of :mod:`pyro_bpq.plan.rules`, the critic f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from pyro_bpq.plan.critic_options import checked_critic, default_critic
 from pyro_bpq.plan.extra_run import ExtraRun, is_complete, known_costs, plan_extra_run
 from pyro_bpq.plan.holding import held_plan
 from pyro_bpq.plan.plan import Plan, SumPlan
-from pyro_bpq.plan.revisions import charged_costs, crossable, in_rows, open_sites, pays_to_compare, revise, untold
+from pyro_bpq.plan.revisions import Compared, charged_costs, compare, crossable, revise, untold
 from pyro_bpq.plan.rules import BY_OPTIONS, SUMMED, Choice, SiteFacts, decide, has_many_components, with_baseline
 from pyro_bpq.plan.structure import Structure, StructureFacts
 from pyro_bpq.plan.sum_plan import sum_plan
@@ -171,10 +171,10 @@ class Planner:
             revise(choices, replace(sites[name], is_partly_scored=is_partly_scored))
         can_flip = can_flip and structure.is_exact
         extra = self._extra_run(structure, choices, can_flip and not facts.is_dynamic)
-        untold_sites, by_row, served = self._by_row(structure, extra)
-        for name in served:
-            revise(choices, replace(sites[name], is_by_row=True))
-        if served:
+        compared = self._compared(structure, extra)
+        for name in compared.served:
+            revise(choices, compared.facts(sites[name]))
+        if compared.served:
             extra = self._extra_run(structure, choices, can_flip)
         critics = self._critics(structure, choices, extra)
         kinds = self._kinds(structure, choices, extra)
@@ -194,7 +194,7 @@ class Planner:
             extra.flips,
             extra.components,
             {pair: p for pair, p in structure.patterns.items() if pair[1] in layout.charged.get(pair[0], ())},
-            by_row,
+            compared.sites,
             last | (frozenset() if held is None else held.sloped) if has_own else frozenset(),
             has_own and held is not None and held.curved,
             facts.handed,
@@ -203,7 +203,7 @@ class Planner:
             held=held,
             refused=extra.refused,
             is_dynamic=facts.is_dynamic,
-            untold=untold_sites,
+            noisy=compared.noisy,
             layers=layers,
             summed=summed,
         )
@@ -238,25 +238,11 @@ class Planner:
         estimators = {name: choice.estimator for name, choice in choices.items()}
         return plan_extra_run(structure, estimators, self.max_elements) if can_flip else ExtraRun()
 
-    def _by_row(self, structure: Structure, extra: ExtraRun) -> tuple[frozenset[str], frozenset[str], Collection[str]]:
-        """Finds sites for which nothing is chosen and whose cost-to-go is not known at other values.
-
-        Returns:
-            These sites; those of them in rows of data; and the names of sites that get leave-one-out over particles.
-        """
-        traced = structure.traced
+    def _compared(self, structure: Structure, extra: ExtraRun) -> Compared:
+        """The sites that other particles serve; none if something is chosen, or the program is steered."""
         # Costs of a user's own may be dear: critics save calls.
-        is_chosen = self.estimator is not None or self.asks_for_critics or bool(traced.user_costs)
-        if is_chosen or structure.facts.is_dynamic:
-            return frozenset(), frozenset(), ()
-        rows = in_rows(structure)
-        untold = frozenset(n for n in open_sites(traced) if not is_complete(structure, n, extra.costs(n)))
-        by_row = rows & untold
-        if not any(pays_to_compare(traced.infos[name]) for name in by_row):
-            return untold, by_row, ()
-        # The extra run goes on only where it tells most sites everything.
-        others = by_row if 2 * len(by_row) < len(rows) else rows
-        return untold, by_row, [name for name in others if pays_to_compare(traced.infos[name])]
+        is_chosen = self.estimator is not None or self.asks_for_critics or bool(structure.traced.user_costs)
+        return Compared() if is_chosen or structure.facts.is_dynamic else compare(structure, extra)
 
     def _critics(
         self, structure: Structure, choices: Mapping[str, Choice], extra: ExtraRun

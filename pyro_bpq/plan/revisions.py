@@ -3,12 +3,13 @@ r"""What the structure of a program says of its sites, against what follows from
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
-from pyro_bpq.plan.rules import BY_STRUCTURE, Choice, SiteFacts, decide
+from pyro_bpq.plan.extra_run import ExtraRun, is_complete
+from pyro_bpq.plan.rules import BY_STRUCTURE, FEW_PARTICLES, MANY_SITES, Choice, SiteFacts, decide
 from pyro_bpq.plan.structure import Structure
 from pyro_bpq.rollout.features import have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -72,9 +73,54 @@ def open_sites(traced: TracedRun) -> list[str]:
     return [n for n, options in traced.options.items() if options.is_open and not traced.infos[n].has_rsample]
 
 
-def pays_to_compare(info: SiteInfo) -> bool:
-    """Whether other particles serve a site better than sums over its values; of many components they always do."""
-    return info.num_particles > 1 and info.components is not None and info.components.size == 1
+@dataclass(frozen=True)
+class Compared:
+    """Which sites of the default's choice other particles serve.
+
+    Args:
+        noisy: Sites for which nothing is chosen and whose gradients are noisy: all, if no run gives all costs of the
+            single site of a program at all of its values.
+        sites: Those of them that other particles serve, if there are any.
+        served: The sites that get leave-one-out over the particles that run now.
+        is_few: Whether that is because the program has few sites, not because of rows of data.
+    """
+
+    noisy: frozenset[str] = frozenset()
+    sites: frozenset[str] = frozenset()
+    served: frozenset[str] = frozenset()
+    is_few: bool = False
+
+    def facts(self, site: SiteFacts) -> SiteFacts:
+        """The facts of a site that is served."""
+        return replace(site, is_of_few=self.is_few, is_by_row=not self.is_few)
+
+
+def compare(structure: Structure, extra: ExtraRun) -> Compared:
+    """Finds the sites that leave-one-out over particles serves better than sums over their values and critics.
+
+    In few sites, sums over values take the time of many particles and leave the noise of all other sites. Critics of
+    many sites know more than the mean of other particles. Of data they only know what ``context`` shows them.
+    """
+    traced, particles, rows = structure.traced, structure.facts.num_particles, in_rows(structure)
+    sites = frozenset(open_sites(traced))
+    told = {name for name in sites if is_complete(structure, name, extra.costs(name))}
+    untold = rows - told
+    # The extra run goes on only where it tells most sites everything.
+    others = untold if 2 * len(untold) < len(rows) else rows
+    served = {name for name in others if particles > 1 and _size(traced.infos[name]) == 1}
+    served = served if served & untold else set()
+    if len(traced.infos) == 1 and told and _size(traced.infos[next(iter(told))]) == 1:
+        return Compared()
+    if len(sites) >= MANY_SITES:
+        return Compared(sites, untold, frozenset(served))
+    if particles >= FEW_PARTICLES:
+        served = {name for name in sites if _size(traced.infos[name])}
+    return Compared(sites, sites, frozenset(served), not rows)
+
+
+def _size(info: SiteInfo) -> int:
+    """Number of components of finitely many values."""
+    return 0 if info.components is None else info.components.size
 
 
 def charged_costs(structure: Structure, name: str, estimator: Estimator, evaluated: tuple[str, ...]) -> frozenset[str]:

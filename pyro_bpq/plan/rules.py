@@ -23,7 +23,7 @@ from pyro_bpq.plan.held import has_slopes
 from pyro_bpq.tracing.config import BaselineOptions, SiteOptions
 
 MOST_PARTICLES = 8
-# Sites from which on several particles run, whatever their plates.
+# Sites from which on sums over values and critics serve those that are not in rows of data.
 MANY_SITES = 10
 # Elements that the largest values of all particles may have: as many particles are worth their time and memory.
 ELEMENTS = 1 << 19
@@ -67,6 +67,7 @@ class SiteFacts:
         max_support: Largest number of values of a component that are summed over.
         is_partly_scored: Whether it is reparameterised in part only, by rejection sampling.
         is_by_row: Whether its costs differ from row to row of data, and other particles serve it better than sums.
+        is_of_few: Whether it is one of few sites, and other particles serve it better than sums.
         is_untold: Whether nobody chose for it, it has many components and no critic, and no extra run of the model
             gives its costs at its other values.
         can_compare: Whether other runs of the program may serve it.
@@ -84,6 +85,7 @@ class SiteFacts:
     max_support: int = 64
     is_partly_scored: bool = False
     is_by_row: bool = False
+    is_of_few: bool = False
     is_untold: bool = False
     can_compare: bool = False
     is_alone: bool = False
@@ -173,6 +175,7 @@ BY_STRUCTURE = (
         lambda s: s.plain_score,
     ),
     Rule("rows of data: the row's other particles are the baseline", lambda s: s.is_by_row, lambda s: s.score_function),
+    Rule("few sites: other particles are the baseline", lambda s: s.is_of_few, lambda s: s.score_function),
     Rule(
         "many components, in a program that is not run again at other values",
         lambda s: s.is_untold and not s.can_compare,
@@ -212,22 +215,22 @@ class ProgramFacts:
     """What the rules for the number of particles look at.
 
     Args:
-        by_row: Sites of the default's choice whose costs differ from row to row of their plates.
+        compared: Sites of the default's choice that other particles serve: they are in rows of data, or few.
         sloped: Sites that are served by slopes of the costs.
         is_plain: Whether there are no cost statements, and all sites are in the traces and sampled.
         elements: Number of elements of the largest value.
         particles: Number of particles in it.
-        untold: Number of sites of the default's choice whose cost-to-go is not known at other values.
+        noisy: Number of sites of the default's choice whose gradients are noisy.
         held: Layers that are served by their law given what was drawn after them, if there are enough particles.
         free: Seconds of a particle that the particles of one call share, over those that each of them adds.
     """
 
-    by_row: frozenset[str]
+    compared: frozenset[str]
     sloped: frozenset[str]
     is_plain: bool
     elements: int
     particles: int = 1
-    untold: int = 0
+    noisy: int = 0
     held: frozenset[str] = frozenset()
     free: float = math.inf
 
@@ -251,24 +254,17 @@ def _worthwhile(program: ProgramFacts) -> int:
 
 
 PARTICLES = (
-    ParticleRule(
-        "few sites, and no costs that differ from row to row",
-        lambda p: not p.by_row and p.untold < MANY_SITES,
-        lambda p: 1,
-    ),
+    ParticleRule("no noise that particles average", lambda p: not (p.compared or p.noisy), lambda p: 1),
     ParticleRule("particles cannot be taken apart", lambda p: not p.is_plain, lambda p: 1),
     # Slopes need no baseline.
-    ParticleRule("slopes serve all sites of rows", lambda p: bool(p.by_row) and p.by_row <= p.sloped, lambda p: 2),
+    ParticleRule("slopes serve all sites", lambda p: bool(p.compared) and p.compared <= p.sloped, lambda p: 2),
     ParticleRule(
-        "hindsight serves all sites of rows",
-        lambda p: bool(p.by_row) and p.by_row <= p.held,
+        "hindsight serves all sites",
+        lambda p: bool(p.compared) and p.compared <= p.held,
         lambda p: min(FEW_PARTICLES, _affordable(p)),
     ),
-    # A step of a long program is mostly Python, which particles of one call share.
-    ParticleRule(
-        "many sites: particles average their noise, as many as are nearly free", lambda p: not p.by_row, _worthwhile
-    ),
-    ParticleRule("rows of data: other particles know the row, as many as are nearly free", lambda p: True, _worthwhile),
+    # A step is mostly Python, which particles of one call share.
+    ParticleRule("particles average their noise, as many as are nearly free", lambda p: True, _worthwhile),
 )
 
 

@@ -18,7 +18,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
-from pyro_bpq.errors import OptionError, StructureChangedError, UnsupportedProgramError, UnsupportedSiteError
+from pyro_bpq.errors import StructureChangedError, TooManyOutcomesError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.testing.distributions import TwoPoint
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class ChoiceMessenger(Messenger):
     def _check_size(self, name: str, num_values: int, num_elements: int) -> None:
         size = math.prod(choice.shape[0] ** choice.shape[1] for choice in self._path)
         if size * num_values**num_elements > self.num_outcomes:
-            raise OptionError(
+            raise TooManyOutcomesError(
                 f"More than num_outcomes={self.num_outcomes} joint outcomes at site {name!r}, which has "
                 f"{num_elements} elements of {num_values} values each, after {size} outcomes of the choices "
                 "before it. Use a smaller program, fewer particles or a larger num_outcomes; for large "
@@ -312,7 +312,7 @@ def iter_outcomes(
         Probability of the outcome and the return value of ``step``; the probabilities sum to one.
 
     Raises:
-        OptionError: If there are more than ``num_outcomes`` outcomes.
+        TooManyOutcomesError: If there are more than ``num_outcomes`` outcomes.
         UnsupportedSiteError: If a site has no finite support.
         UnsupportedProgramError: If ``step`` draws from the global generator outside of the choices.
         StructureChangedError: If ``step`` is not deterministic given its choices.
@@ -330,7 +330,7 @@ def walk(
         if choices.settle():
             count, total = count + 1, total + choices.probability
             if count > choices.num_outcomes:
-                raise OptionError(
+                raise TooManyOutcomesError(
                     f"More than num_outcomes={choices.num_outcomes} joint outcomes. Use a smaller program, fewer "
                     "particles or a larger num_outcomes."
                 )

@@ -154,7 +154,7 @@ def expected_gradient(
         ``.grad`` fields and the global generator are as before.
 
     Raises:
-        OptionError: If there are more than ``num_outcomes`` outcomes.
+        TooManyOutcomesError: If there are more than ``num_outcomes`` outcomes.
         UnsupportedSiteError: If a site has no finite support.
         UnsupportedProgramError: If the step draws outside of the sites and of ``noise``.
         StructureChangedError: If the step is not deterministic given its draws, or if it changes the ELBO.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.critics.block import is_of_critic
-from pyro_bpq.errors import StructureChangedError
+from pyro_bpq.errors import StructureChangedError, TooManyOutcomesError
 
 
 class BufferedModules:
@@ -139,25 +139,27 @@ class Sandbox:
 
 
 class Trial:
-    """Tries a step of many particles. ``reason`` says why it failed; it is empty if the step succeeded.
+    """Tries a step of many particles.
 
-    A program may fail in any way at values of another shape. Parameters that the step has made, ``created``, are
-    removed from Pyro's store: they might have the shape of many particles.
+    A program may fail in any way at values of another shape. ``reason`` says why the step does not count; it is empty
+    if the step succeeded. ``has_failed`` says whether an error was raised. Parameters that the step has made,
+    ``created``, are removed from Pyro's store: they might have the shape of many particles.
     """
 
     def __init__(self) -> None:
-        self.reason, self.created = "", set[str]()
+        self.reason, self.has_failed, self.created = "", False, set[str]()
         self._known = set(pyro.get_param_store().keys())
 
     def __enter__(self) -> Trial:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, _: object) -> bool:
-        if error is not None and (isinstance(error, StructureChangedError) or not isinstance(error, Exception)):
+        is_raised = isinstance(error, (StructureChangedError, TooManyOutcomesError))
+        if error is not None and (is_raised or not isinstance(error, Exception)):
             return False
         if error is not None:
             # An error that has another cause comes again.
-            self.reason = f"it failed: {error}"
+            self.reason, self.has_failed = f"it failed: {error}", True
         self.created = self.new_parameters()
         for name in self.created:
             del pyro.get_param_store()[name]

@@ -39,7 +39,7 @@ from pyro_bpq.tracing.traced_run import (
     record_run,
     total,
 )
-from pyro_bpq.tracing.watch import HANDED, TraceOptions, Watch, is_untraced, samples
+from pyro_bpq.tracing.watch import HANDED, TraceOptions, Watch, carried, is_untraced, samples
 from pyro_bpq.tracing.work import WorkMode
 
 # Modules whose distributions keep a value only in tensors.
@@ -208,7 +208,10 @@ def _dependencies(
     bits = {cost: found >> 1 for cost, found in (of_guide | of_model).items()}
     # A GuideMessenger runs guide and model as one program: the guide hands nothing over.
     handed = frozenset(cost for cost, found in of_model.items() if found & watch.handed and watch.has_model)
-    return Reads(tuple(tracker.ledger.bits)[1:], bits), handed | _weighted_by_itself(tracker, model_sites)
+    handed |= _weighted_by_itself(tracker, model_sites)
+    # So does the log-probability of a value that carries more than its site's value shows.
+    handed |= {cost_of_site(site, False) for site in model_sites.values() if carried(site["value"])}
+    return Reads(tuple(tracker.ledger.bits)[1:], bits), handed
 
 
 def _reads(tracker: DependencyTracker, sites: Sites, watch: Watch, heard: Heard, is_guide: bool) -> dict[str, int]:

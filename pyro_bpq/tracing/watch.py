@@ -334,6 +334,19 @@ def is_untraced(site: Any) -> bool:
     return bool(site["infer"].get("_do_not_trace"))
 
 
+def carried(value: Any) -> dict[str, Tensor]:
+    """The tensors that a value carries for its distribution, as the relaxed value of a straight-through one."""
+    found = vars(value) if isinstance(value, Tensor) else {}
+    return {name: held for name, held in found.items() if isinstance(held, Tensor)}
+
+
+def with_carried(value: Tensor, like: Tensor) -> Tensor:
+    """The value with detached copies of what another one carries."""
+    for name, held in carried(like).items():
+        setattr(value, name, held.detach())
+    return value
+
+
 def samples(trace: Any) -> dict[str, Any]:
     """The sample sites of a trace."""
     return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
