@@ -82,18 +82,27 @@ class CriticBank(nn.Module):
         if missing:
             if make is None:
                 return None
-            block = make(missing)
-            if self.is_own:
-                block.hide_weights()
-            if self.keeps_slow:
-                block.keep_slow()
-            self._add(block)
+            for rows in self._by_home(kind, missing):
+                block = make(rows)
+                if self.is_own:
+                    block.hide_weights()
+                if self.keeps_slow:
+                    block.keep_slow()
+                self._add(block)
         selection = self._find(kind, keys)
         # Programs of changing structure select ever new combinations of keys.
         if len(self._selections) >= 256:
             self._selections.clear()
         self._selections[kind, keys] = selection
         return self._noted(selection, make is not None)
+
+    def _by_home(self, kind: str, keys: Sequence[str]) -> list[tuple[str, ...]]:
+        """The keys of new blocks: new rows begin as in the run that was saved, apart from the rows that were loaded."""
+        groups: dict[Any, list[str]] = {}
+        for key in keys:
+            loaded = self._waiting.get(_waiting_key(kind, key), {})
+            groups.setdefault(loaded.get(_HOME), []).append(key)
+        return [tuple(group) for group in groups.values()]
 
     def _noted(self, selection: Selection, is_used: bool) -> Selection:
         """Returns the selection and notes its blocks, as used only if the step learns (``is_used``)."""

@@ -397,14 +397,19 @@ class Objective(ELBO, nn.Module):
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
         settled = self.particles.open_state
         # Plain values, which torch loads without trust.
-        particles = {"particles": None if settled is None else astuple(settled), "nesting": self.particles.nesting}
+        plain = None if settled is None else tuple(None if one is None else astuple(one) for one in settled)
+        particles = {"particles": plain, "nesting": self.particles.nesting}
         return {**self.trainer.state_dict(), **particles}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
         self.trainer.load_state_dict(state)
-        particles = state["particles"]
-        self.particles.open_state = None if particles is None else Particles(*particles)
+        settled = state["particles"]
+        if settled is not None:
+            now, *others = settled
+            following, unsummed = (None if one is None else Particles(*one) for one in others)
+            settled = Particles(*now), following, unsummed
+        self.particles.open_state = settled
         if self._needs_nesting and math.isinf(self.max_plate_nesting):
             # A guess would draw.
             self.max_plate_nesting = state["nesting"] + self.vectorize_particles

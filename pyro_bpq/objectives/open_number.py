@@ -36,6 +36,8 @@ from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Trial
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
+# How particles run, how they run from the next step on, and how they ran before the loss was summed.
+Settled = tuple[Particles, Particles | None, Particles | None]
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,14 @@ class OpenNumber:
         return Particles(nesting=self.nesting)
 
     @property
-    def state(self) -> Particles | None:
-        """What was settled; ``None`` where one particle runs and nothing else waits."""
-        return self.now if self.now.number > 1 else self._found.next
+    def state(self) -> Settled:
+        """What was settled."""
+        return self.now, self._found.next, self._found.unsummed
 
-    def reset(self, state: Particles | None = None) -> None:
+    def reset(self, state: Settled | None = None) -> None:
         """Goes on as after a state, that of a new count by default."""
-        self.now, self._found = state or self.one, _Findings()
+        self.now, following, unsummed = state or (self.one, None, None)
+        self._found = _Findings(next=following, unsummed=unsummed)
 
     def is_settled(self, program: Program) -> bool:
         """Whether number and way are settled for a program."""

@@ -22,7 +22,7 @@ from pyro.optim import SGD, Adam
 from steps import CHAIN, DATA, OPTIONS, Guide, Model, assert_equal, run, state_of
 from torch import Tensor, nn
 
-from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq import AllAction, LeaveOneOut, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO
 
 
 def through_pickle(elbo: Any) -> Any:
@@ -437,3 +437,53 @@ def test_what_was_found_of_a_program_goes_on(name: str, options: dict[str, Any],
     pyro.set_rng_seed(5)
     assert_equal(([second.step() for _ in range(4)], stored()), expected)
     assert resumed.plan is not None
+
+
+class Growing:
+    """Three sites in a chain, and from some step on a fourth, in every other step."""
+
+    def __init__(self, start: int = 10) -> None:
+        self.start = start
+
+    def names(self, step: int) -> list[str]:
+        return ["b", "c", "d"] if step >= self.start and step % 2 == 0 else ["b", "c"]
+
+    def model(self, step: int) -> None:
+        weight = pyro.param("weight", torch.tensor(0.7))
+        with pyro.plate("rows", 3):
+            z = pyro.sample("a", dist.Categorical(torch.ones(3)))
+            for name in self.names(step):
+                z = pyro.sample(name, dist.Categorical(logits=torch.eye(3)[z]))
+            pyro.sample("x", dist.Normal(weight * z * z, 1.0), obs=torch.tensor([0.3, 1.2, -0.4]))
+
+    def guide(self, step: int) -> None:
+        with pyro.plate("rows", 3):
+            z = pyro.sample("a", dist.Categorical(logits=pyro.param("a_logits", torch.tensor([0.2, -0.3, 0.1]))))
+            for name in self.names(step):
+                logits = pyro.param(f"{name}_logits", torch.linspace(-0.5, 0.5, 9).reshape(3, 3))
+                z = pyro.sample(name, dist.Categorical(logits=logits[z]))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_particles": 1}, {"critic": LinearCritic()}], ids=["default", "1", "linear"]
+)
+@pytest.mark.parametrize("cut", [10, 12])
+def test_a_program_that_grows_resumes_where_it_was(options: dict[str, Any], cut: int) -> None:
+    """Its sums begin at step ten; and blocks of critics whose rows were saved come apart from new ones."""
+    program, losses = Growing(), {}
+    for is_cut in (False, True):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        elbo = TraceBackpropQ_ELBO(**options)
+        svi = SVI(program.model, program.guide, Adam({"lr": 0.01}), elbo)
+        found = []
+        for step in range(18):
+            if is_cut and step == cut:
+                saved = elbo.state_dict()
+                elbo = TraceBackpropQ_ELBO(**options)
+                elbo.load_state_dict(saved)
+                svi = SVI(program.model, program.guide, svi.optim, elbo)
+            found.append(svi.step(step))
+        losses[is_cut] = found
+    # Sums add up in another order where other steps are tracked.
+    assert losses[True] == pytest.approx(losses[False], abs=1e-12)
