@@ -130,7 +130,7 @@ def state_of(fit: nn.Module) -> dict[str, Any]:
 def train(name: str, rank: int | None) -> dict[str, Any]:
     """State after some steps on given draws: of one process with all rows (rank ``None``), or of one of several."""
     options, sizes = CASES[name]
-    fit = make(options)
+    fit = make({"num_particles": 1, **options})
     share = slice(None) if rank is None else slice(*((0, sizes[0]), (sizes[0], 8))[rank])
     fit(*(part[share] for part in batch(100)))  # what is built on first use exists
     trained = fit if rank is None else DistributedDataParallel(fit)

@@ -160,6 +160,7 @@ def is_equal(left: Any, right: Any) -> bool:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
+    "one_particle": {"num_particles": 1},
     "no_learner": {"learner": None},
     "two_particles": {"num_particles": 2},
     "vectorised": {"num_particles": 2, "vectorize_particles": True, "max_plate_nesting": 0},

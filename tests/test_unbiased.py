@@ -133,7 +133,7 @@ def two_particles() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("case", "options"), list(one_particle()))
 def test_step_is_unbiased(case: Case, options: dict[str, Any]) -> None:
-    elbo = TraceBackpropQ_ELBO(**options)
+    elbo = TraceBackpropQ_ELBO(1, **options)
     train(elbo, case)
     assert error(elbo, case) < ATOL
 
@@ -153,7 +153,7 @@ def test_first_step_is_unbiased(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["chain", "plate_subsample"])
 def test_differentiable_loss_is_unbiased(name: str) -> None:
-    case, elbo = BY_NAME[name], TraceBackpropQ_ELBO()
+    case, elbo = BY_NAME[name], TraceBackpropQ_ELBO(1)
     train(elbo, case, 50)
     assert error(elbo, case, use_differentiable_loss=True) < ATOL
 
@@ -170,7 +170,7 @@ def scrambled(elbo: TraceBackpropQ_ELBO, scale: float = 1.0) -> None:
 @pytest.mark.parametrize("reduction", ["per_cost", "merged", "tree", "chain", "single"])
 @pytest.mark.parametrize("name", ["diamond", "global_local", "reordered_guide"])
 def test_nonsense_critics_are_harmless(name: str, reduction: Any) -> None:
-    case, elbo = BY_NAME[name], TraceBackpropQ_ELBO(reduction=reduction)
+    case, elbo = BY_NAME[name], TraceBackpropQ_ELBO(1, reduction=reduction)
     train(elbo, case, 5)
     scrambled(elbo)
     assert error(elbo, case) < ATOL
@@ -182,14 +182,14 @@ def test_small_programs_as_large_ones(name: str, monkeypatch: pytest.MonkeyPatch
     for limit in ("DENSE", "FULL", "FEW"):
         monkeypatch.setattr(sums, limit, 0)
     monkeypatch.setattr(returns, "network_rules", functools.partial(network_rules, block=2))
-    case, elbo = BY_NAME[name], TraceBackpropQ_ELBO()
+    case, elbo = BY_NAME[name], TraceBackpropQ_ELBO(1)
     train(elbo, case, 30)
     assert error(elbo, case) < ATOL
 
 
 def test_trained_critics_lower_the_variance() -> None:
     case, variances = BY_NAME["chain"], []
-    for elbo in (TraceBackpropQ_ELBO(), TraceBackpropQ_ELBO(estimator=ScoreFunction(RunningBaseline()))):
+    for elbo in (TraceBackpropQ_ELBO(1), TraceBackpropQ_ELBO(estimator=ScoreFunction(RunningBaseline()))):
         train(elbo, case, 300, lr=0.0)
         moments = expected_moments(elbo, case.model, case.guide)
         variances.append(sum(float(moments.variance[name].sum()) for name in ("qa", "qb", "qc")))
@@ -210,7 +210,7 @@ def test_critics_of_vector_sites_lower_the_variance() -> None:
 @pytest.mark.slow
 def test_critics_stay_stable_over_many_steps() -> None:
     # A scale of the critics that followed their own error once made them diverge after a thousand steps.
-    case, elbo = BY_NAME["chain"], TraceBackpropQ_ELBO()
+    case, elbo = BY_NAME["chain"], TraceBackpropQ_ELBO(1)
     train(elbo, case, 3000, lr=0.0)
     moments = expected_moments(elbo, case.model, case.guide)
     plain = TraceBackpropQ_ELBO(estimator=ScoreFunction(RunningBaseline()))
@@ -258,7 +258,7 @@ def steered_guide() -> None:
 @pytest.mark.parametrize(("model", "guide"), [(rows_model, rows_guide), (steered_model, steered_guide)])
 def test_rows_that_meet_are_not_cut(model: Any, guide: Any, structure: str) -> None:
     for options in ({}, {"estimator": ScoreFunction()}, {"estimator": AllAction(exact=True)}):
-        elbo = trained(TraceBackpropQ_ELBO(structure=structure, **options), model, guide)
+        elbo = trained(TraceBackpropQ_ELBO(1, structure=structure, **options), model, guide)
         assert_unbiased(elbo.eval(), model, guide)
 
 
@@ -371,7 +371,7 @@ def test_largest_error_sees_a_planted_bias(options: dict[str, Any]) -> None:
 
 def test_largest_error_sees_a_missing_dependency() -> None:
     # A graph that lost an edge: the cost downstream of the last site is not counted.
-    case, elbo = BY_NAME["chain"], TraceBackpropQ_ELBO()
+    case, elbo = BY_NAME["chain"], TraceBackpropQ_ELBO(1)
     train(elbo, case, 10)
     lost = {"-log p(x)": frozenset({"b"})}
     for key, (reads, agreements) in list(elbo.runner.structure.reads.items()):

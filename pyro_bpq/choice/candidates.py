@@ -73,6 +73,8 @@ def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]
     crossed = Candidate("crossed costs, 8 particles", CrossedLeaveOneOut(), 8, vectorized=True, critics=False)
     # A step takes twice as long, so that it pays late, when noise is most of what is left.
     hindsight = Candidate("hindsight, 4 particles", Hindsight(crossed=True, draws=1), 4, vectorized=True, critics=False)
+    # With one particle sites have critics, and an extra run that pays.
+    one = Candidate("the rules, one particle", None, 1)
     # In place of leave-one-out over as many particles.
     sums = Candidate("sums over values, 8 particles", AllAction(), 8, vectorized=True, critics=False)
     # Its extra run takes as long as more particles do.
@@ -80,7 +82,7 @@ def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]
     slopes = Candidate("corrected slopes, 2 particles", DebiasedStraightThrough(), 2, vectorized=True, critics=False)
     return (
         (lambda p: p.is_steered, (several("program order", 4, in_order=True),)),
-        (lambda p: not p.is_steered and p.num_particles > 1, (two, four)),
+        (lambda p: not p.is_steered and p.num_particles > 1, (one, two, four)),
         (lambda p: not p.is_steered, (eight,)),
         (lambda p: not p.is_steered and p.num_particles == 1, (more,)),
         (lambda p: not p.is_steered and p.num_particles > 1 and p.is_finite and not p.flips, (sums,)),

@@ -224,11 +224,17 @@ class BoundRunner(Runner):
         self._layouts: dict[Any, tuple[Layout, Plate | None]] = {}
 
     def trace(
-        self, program: Program, particles: Particles, num_steps: int, *, put: Callable[[Any], Any] = lambda part: part
+        self,
+        program: Program,
+        particles: Particles,
+        num_steps: int,
+        *,
+        warns: bool = True,
+        put: Callable[[Any], Any] = lambda part: part,
     ) -> TracedRun:
         """Runs a program once."""
         model, guide, args, kwargs = program
-        return trace_run(put(model), put(guide), args, kwargs, self._options(particles))
+        return trace_run(put(model), put(guide), args, kwargs, replace(self._options(particles), warns=warns))
 
     def _options(self, particles: Particles) -> TraceOptions:
         return TraceOptions(self.planner.choose, particles.nesting, particles.number)

@@ -112,9 +112,15 @@ class Runner(ABC):
 
     @abstractmethod
     def trace(
-        self, program: Program, particles: Particles, num_steps: int, *, put: Callable[[Any], Any] = lambda part: part
+        self,
+        program: Program,
+        particles: Particles,
+        num_steps: int,
+        *,
+        warns: bool = True,
+        put: Callable[[Any], Any] = lambda part: part,
     ) -> TracedRun:
-        """Runs a program once; ``put`` wraps model and guide."""
+        """Runs a program once; ``put`` wraps model and guide, ``warns`` says whether likely mistakes are told."""
 
     @abstractmethod
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,6 +60,15 @@ class _Findings:
     def fit(self, program: Program) -> bool:
         """Whether they are those of a program; true in a new state."""
         return all(is_same_program(*pair) for pair in zip(self.programs.items, program[:2], strict=False))
+
+
+@contextlib.contextmanager
+def _silenced(is_said: bool) -> Iterator[None]:
+    """Leaves out our own warnings, where a run of one particle has given them in the same step."""
+    with warnings.catch_warnings():
+        if is_said:
+            warnings.simplefilter("ignore", BPQWarning)
+        yield
 
 
 class OpenNumber:
@@ -171,7 +180,7 @@ class OpenNumber:
         return found
 
     def _first_way(
-        self, runner: Runner, program: Program, mode: Mode, is_first: bool
+        self, runner: Runner, program: Program, mode: Mode, is_first: bool, said: str = ""
     ) -> tuple[Observation | None, str]:
         """The step in the first way in which many particles run; else ``None``, why, and one particle from now on.
 
@@ -181,7 +190,7 @@ class OpenNumber:
         if before.is_new and not first.sums:
             # Copied or loaded, maybe in a new process: one particle makes the parameters that Pyro's store lacks.
             make_parameters(runner, program, self.one, mode.num_steps)
-        reason, refused = "", list[str]()
+        reason, refused = "", [said] if said else []
         for way in self._ways(first):
             self.now = way
             is_known = way is first and before.is_proved and not before.is_new
@@ -217,7 +226,7 @@ class OpenNumber:
             return None, reason
         self._say("The loss is not summed over all values.", refused)
         self._note(is_proved=False, may_sum=False)
-        return self._first_way(runner, program, mode, is_first) if self.now.number > 1 else (None, "")
+        return self._first_way(runner, program, mode, is_first, self.said) if self.now.number > 1 else (None, "")
 
     def _ways(self, first: Particles) -> list[Particles]:
         """In which ways many particles may run: the present one, then what asks less of the program."""
@@ -235,7 +244,7 @@ class OpenNumber:
         is_checked_again = mode.learning and is_due(mode.num_steps) and not mode.is_recorded
         compares = not is_known or is_checked_again or runner.is_looking
         lends = compares and self.now.has_plate and runner.has_buffers
-        with Trial() as trial, LentBuffers() if lends else contextlib.nullcontext() as lent:
+        with Trial() as trial, LentBuffers() if lends else contextlib.nullcontext() as lent, _silenced(is_first):
             found = runner.observe(program, self.now, replace(mode, is_checked=compares))
             is_new = self.tracked.may_be_new(found.runs[0])
             if (compares or is_new) and self.now.has_plate and not trial.new_parameters():

@@ -78,8 +78,8 @@ class Compared:
     """Which sites of the default's choice other particles serve.
 
     Args:
-        noisy: Sites for which nothing is chosen and whose gradients are noisy: all, if no run gives all costs of the
-            single site of a program at all of its values.
+        noisy: Sites for which nothing is chosen and whose gradients are noisy. A program without noise draws one site,
+            each of whose costs reads one component and is known at all of its values.
         sites: Those of them that other particles serve, if there are any.
         served: The sites that get leave-one-out over the particles that run now.
         is_few: Whether that is because the program has few sites, not because of rows of data.
@@ -109,13 +109,21 @@ def compare(structure: Structure, extra: ExtraRun) -> Compared:
     others = untold if 2 * len(untold) < len(rows) else rows
     served = {name for name in others if particles > 1 and _size(traced.infos[name]) == 1}
     served = served if served & untold else set()
-    if len(traced.infos) == 1 and told and _size(traced.infos[next(iter(told))]) == 1:
+    # A net that predicts a baseline serves one particle.
+    is_predicted = any(o.baseline is not None and o.baseline.is_predicted for o in traced.options.values())
+    if is_predicted or (len(traced.infos) == 1 and any(_is_separate(structure, name) for name in told)):
         return Compared()
     if len(sites) >= MANY_SITES:
         return Compared(sites, untold, frozenset(served))
     if particles >= FEW_PARTICLES:
         served = {name for name in sites if _size(traced.infos[name])}
     return Compared(sites, sites, frozenset(served), not rows)
+
+
+def _is_separate(structure: Structure, name: str) -> bool:
+    """Whether every cost of a site reads one of its components."""
+    others = set(structure.graph.downstream_costs(name)) - {cost_of_guide(name), cost_of_model(name)}
+    return _size(structure.traced.infos[name]) == 1 or all((name, cost) in structure.patterns for cost in others)
 
 
 def _size(info: SiteInfo) -> int:

@@ -24,6 +24,7 @@ from pyro_bpq.choice.candidates import BY_NAME
 from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.estimators import debiased_straight_through
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
+from pyro_bpq.plan import rules
 from pyro_bpq.testing import ChoiceNoise, assert_unbiased
 from pyro_bpq.tracing.work import COMPILED, EAGER
 
@@ -125,22 +126,33 @@ def chain(seen: float = 1.0) -> tuple[Any, Any]:
     return model, guide
 
 
+ONE = Candidate("the rules, 1 particle", num_particles=1)
+"""With critics, and few outcomes."""
+CHANGES = {each.name: each for each in (*BY_NAME.values(), ONE)} | {
+    "no critics": replace(BY_NAME["no critics"], num_particles=1)
+}
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("the rules", "no critics"),
+        (ONE.name, "no critics"),
+        ("no critics", ONE.name),
+        ("leave-one-out, 4 particles", ONE.name),
         ("no critics", "the rules"),
-        ("leave-one-out, 4 particles", "the rules"),
-        pytest.param("the rules", "leave-one-out, 4 particles", marks=pytest.mark.slow),
+        pytest.param(ONE.name, "leave-one-out, 4 particles", marks=pytest.mark.slow),
+        pytest.param("the rules", "leave-one-out, 2 particles", marks=pytest.mark.slow),
     ],
 )
-def test_a_change_of_choice_is_unbiased(before: str, after: str) -> None:
+def test_a_change_of_choice_is_unbiased(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The outcomes of eight particles are too many.
+    monkeypatch.setattr(rules, "MOST_PARTICLES", 4)
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(choice="auto")
     svi = SVI(*chain(), SGD({"lr": 1e-3}), elbo)
     for name in (before, after):
-        elbo._rules.apply(BY_NAME[name])
+        elbo._rules.apply(CHANGES[name])
         assert_unbiased(copy.deepcopy(elbo).eval(), *chain())
         for _ in range(4):
             svi.step()
@@ -182,15 +194,38 @@ def test_candidates_of_a_single_site_are_unbiased(name: str, monkeypatch: pytest
     assert_unbiased(elbo.eval(), *bits(), noise=noise)
 
 
-def test_what_is_tried_follows_from_the_plan() -> None:
+@functools.cache
+def coin() -> tuple[Any, Any]:
+    """A single site of one coin."""
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.4))
+        pyro.sample("x", dist.Normal(1.5 * z, 0.8), obs=torch.tensor(1.0, dtype=torch.float64))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3, dtype=torch.float64))))
+
+    return model, guide
+
+
+@pytest.mark.parametrize(
+    ("programs", "tried"),
+    [
+        (bits(), {"corrected slopes, 2 particles", "leave-one-out, 4 particles"}),
+        (coin(), {"no extra run", "the rules, 8 particles"}),
+    ],
+    ids=["many components", "one component"],
+)
+def test_what_is_tried_follows_from_the_plan(programs: Any, tried: set[str]) -> None:
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(choice="auto")
-    svi = SVI(*bits(), SGD({"lr": 1e-3}), elbo)
+    svi = SVI(*programs, SGD({"lr": 1e-3}), elbo)
     for _ in range(22):
         svi.step()
     names = {candidate.name for candidate in elbo.choice.candidates}
-    assert {"no extra run", "corrected slopes, 2 particles"} <= names, str(elbo.plan)
+    assert tried <= names, str(elbo.plan)
+    assert not names & {"no extra run", "corrected slopes, 2 particles"} - tried
 
 
 PROGRAM = """
@@ -263,7 +298,7 @@ def test_compiled_steps_are_measured_too(making: float, is_whole: bool, monkeypa
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     elbo = TraceBackpropQ_ELBO(choice="auto", compile="eager")
-    elbo.choice.share, elbo.choice.candidates = 1e6, (FIXED, NOISY)
+    elbo.choice.share, elbo.choice.candidates = 1e6, (ONE, NOISY)
     elbo.choice.chosen = NOISY
     elbo._rules.apply(NOISY)
     # The level of the costs is high.
@@ -272,7 +307,7 @@ def test_compiled_steps_are_measured_too(making: float, is_whole: bool, monkeypa
         svi.step()
     assert elbo.choice.weights.making == making and elbo.choice.dropped == {}
     if making == 0.0:
-        assert elbo.choice.chosen == FIXED, str(elbo.choice)
+        assert elbo.choice.chosen == ONE, str(elbo.choice)
     else:
         # Some hundred operators take more to compile than forty steps.
         assert elbo.choice.chosen == NOISY

@@ -127,7 +127,7 @@ def test_steps_go_on_eagerly_while_a_thread_compiles(fails: bool) -> None:
 
         return run
 
-    elbo = TraceBackpropQ_ELBO(compile=Compile(backend, background=True))
+    elbo = TraceBackpropQ_ELBO(1, compile=Compile(backend, background=True))
     model, guide = program("background", 2)
 
     def take(steps: int) -> None:

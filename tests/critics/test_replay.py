@@ -346,7 +346,7 @@ def test_draw_is_uniform() -> None:
 
 
 def test_replay_draws_nothing_from_global_generators() -> None:
-    plain, replayed = TraceBackpropQ_ELBO(), chain_elbo(capacity=8, updates_per_step=3)
+    plain, replayed = TraceBackpropQ_ELBO(1), chain_elbo(capacity=8, updates_per_step=3)
     run(plain, steps=10)
     state = torch.get_rng_state()
     run(replayed, steps=10)
@@ -463,4 +463,4 @@ def test_replay_refuses_bad_options(options: dict[str, Any]) -> None:
 
 
 def test_steps_do_not_change_where_replay_is_off() -> None:
-    assert_equal(run(TraceBackpropQ_ELBO(), CHAIN), run(TraceBackpropQ_ELBO(learner=CriticLearner()), CHAIN))
+    assert_equal(run(TraceBackpropQ_ELBO(1), CHAIN), run(TraceBackpropQ_ELBO(1, learner=CriticLearner()), CHAIN))

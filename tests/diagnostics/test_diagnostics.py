@@ -25,6 +25,8 @@ from pyro_bpq.diagnostics.sampling import num_outcomes_of
 from pyro_bpq.errors import BPQWarning, OptionError
 from pyro_bpq.estimators import DisARM, StraightThrough
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
+from pyro_bpq.plan import revisions
+from pyro_bpq.plan.rules import MOST_PARTICLES
 from pyro_bpq.testing import exact_gradient, expected_moments
 
 
@@ -58,7 +60,7 @@ class Noisy(ScoreFunction):
 @pytest.mark.parametrize("name", ["chain", "plate_subsample", "discrete_above_reparam", "python_branch", "vector"])
 def test_moments_are_those_of_the_step(name: str) -> None:
     case = BY_NAME[name]
-    elbo = settled(case, 20)
+    elbo = settled(case, 20, num_particles=1)
     found = gradient_moments(elbo, case.model, case.guide, *case.args)
     assert found.is_exact and found.total_variance_error == 0.0 and elbo.training
     truth = expected_moments(elbo.eval(), case.model, case.guide, *case.args)
@@ -79,7 +81,7 @@ def test_summands_of_the_sites_add_up_to_the_gradient() -> None:
 
 
 def test_sampled_moments_agree_with_exact_ones() -> None:
-    elbo = settled(CHAIN, 20)
+    elbo = settled(CHAIN, 20, num_particles=1)
     exact = gradient_moments(elbo, CHAIN.model, CHAIN.guide)
     sampled = gradient_moments(elbo, CHAIN.model, CHAIN.guide, exact=False, num_samples=200)
     assert sampled.num_samples == 200 and not sampled.is_exact
@@ -157,7 +159,7 @@ def test_comparison_measures_every_estimator(capsys: pytest.CaptureFixture[str])
     found = compare_estimators(
         *(case.model, case.guide),
         estimators={
-            "default": TraceBackpropQ_ELBO(),
+            "default": TraceBackpropQ_ELBO(1),
             "score": ScoreFunction(),
             "graph": TraceGraph_ELBO(),
             "pathwise": Pathwise(),
@@ -191,34 +193,43 @@ OURS = ["default", "default, 4 particles", "default, no critic", "leave-one-out"
 ALL = [*OURS, "Trace_ELBO", "Trace_ELBO, 4 particles", "TraceGraph_ELBO", "TraceGraph_ELBO, baselines"]
 
 
-@pytest.mark.parametrize("name", ["chain", "vector"])
-def test_rivals_are_pyros_own_and_none_is_there_twice(name: str) -> None:
+@pytest.mark.parametrize(("name", "is_few"), [("chain", True), ("vector", True), ("chain", False)])
+def test_rivals_are_pyros_own_and_none_is_there_twice(name: str, is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME[name]
     case.params()
+    if not is_few:
+        # As a program of many sites, which keep critics.
+        monkeypatch.setattr(revisions, "MANY_SITES", 1)
     before = list(pyro.get_param_store().keys())
-    found = compare_estimators(case.model, case.guide, *case.args, **QUICK)
+    found = compare_estimators(case.model, case.guide, *case.args, **{**QUICK, "num_samples": 60})
     assert list(pyro.get_param_store().keys()) == before
-    # Of the vector nothing is left to learn.
-    same = {"default, no critic": "default"} if name == "vector" else {}
+    # Few sites have no critics.
+    same = {"default, no critic": "default", "leave-one-out": "default, 4 particles"} if is_few else {}
     assert found.same == same and {row.name for row in found.rows} == set(ALL) - set(same)
     assert list(found) == list(found.rows)
     assert all(found[left_out] == found[kept] for left_out, kept in same.items())
     with pytest.raises(OptionError, match="no estimator 'none such'"):
         found["none such"]
     assert all(row.ran and not row.is_biased for row in found.rows), str(found)
-    assert found["leave-one-out"].num_particles == 4 and found["default"].num_particles == 1
+    assert found["leave-one-out"].num_particles == 4 and found["default"].num_particles == MOST_PARTICLES
     assert found["Trace_ELBO"].variance > found["TraceGraph_ELBO, baselines"].variance
     # It is Pyro's own.
     theirs = gradient_moments(TraceGraph_ELBO(), case.model, case.guide, *case.args)
     assert found["TraceGraph_ELBO"].variance == pytest.approx(theirs.total_variance, rel=1e-12)
     text = str(found)
     assert found["default, 4 particles"].num_particles == 4
-    assert found["leave-one-out"].write.startswith("TraceBackpropQ_ELBO(num_particles=4, vectorize_particles=True, est")
+    write = found["leave-one-out"].write
+    assert write.startswith(f"TraceBackpropQ_ELBO(num_particles=4, vectorize_particles=True{'' if is_few else ', est'}")
     # What it names can be written as it stands.
-    assert found.recommended is None or f" Write {found[found.recommended].write}." in text or name == "vector"
-    assert "not detected" in text and "'default' took AllAction()" in text
-    assert ("with MLPCritic() at a, b" in text) == (name == "chain")
-    assert ("'default, no critic' is the same as 'default'" in text) == (name == "vector")
+    assert (
+        found.recommended is None
+        or f" Write {found[found.recommended].write}." in text
+        or found.recommended == "default"
+    )
+    assert "not detected" in text
+    assert ("'default' took AllAction() with MLPCritic() at a, b" in text) == (not is_few)
+    assert ("'default' took ScoreFunction(baseline=LeaveOneOut()) at" in text) == is_few
+    assert ("'default, no critic' is the same as 'default'" in text) == is_few
 
 
 def test_what_a_comparison_tells_to_write_is_the_rival() -> None:
@@ -369,7 +380,7 @@ def test_young_critic_is_only_hinted_at() -> None:
 
 
 def test_critic_with_a_wrong_gradient_is_found() -> None:
-    elbo = settled(CHAIN, STEPS)
+    elbo = settled(CHAIN, STEPS, num_particles=1)
     assert "critic gradient" not in kinds_of(elbo, CHAIN)
     with torch.no_grad():
         for weight in elbo.critics.weights().values():
@@ -415,7 +426,7 @@ def test_model_that_cannot_be_rerun_is_found() -> None:
     def guide() -> None:
         pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor(0.3))))
 
-    elbo = TraceBackpropQ_ELBO()
+    elbo = TraceBackpropQ_ELBO(1)
     for _ in range(3):
         elbo.loss_and_grads(model, guide)
     assert elbo.runner.plans.unflippable

@@ -365,9 +365,10 @@ AVERAGE = {"use_decaying_avg_baseline": True}
         # A running mean either way, and options that have no effect.
         (lambda q: dist.Poisson(q.exp()), 4, AVERAGE, 1, None),
         (lambda q: dist.Bernoulli(logits=q), 4, AVERAGE, 1, None),
-        (lambda q: dist.Bernoulli(logits=q), 4, AVERAGE, None, None),
+        (lambda q: dist.Bernoulli(logits=q), 4, AVERAGE, None, "particles would run in one call"),
+        (lambda q: dist.Bernoulli(logits=q), 4, None, None, None),
     ],
-    ids=["rows", "rows-none", "units", "units-none", "poisson-2", "poisson-1", "few-rows", "few-rows-open"],
+    ids=["rows", "rows-none", "units", "units-none", "poisson-2", "poisson-1", "few-rows", "few-rows-open", "few-none"],
 )
 def test_baseline_options_that_stand_in_the_way_are_found(
     make: Any, rows: int, baseline: Any, particles: int | None, expected: str | None

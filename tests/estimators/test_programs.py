@@ -225,7 +225,7 @@ LOOKED: list[tuple[float, float]] = []
 
 def looked(mean_field: bool) -> list[tuple[float, float]]:
     LOOKED.clear()
-    trained(TraceBackpropQ_ELBO(), layers_model, lambda: layers_guide(Looking(mean_field=mean_field)), steps=12)
+    trained(TraceBackpropQ_ELBO(1), layers_model, lambda: layers_guide(Looking(mean_field=mean_field)), steps=12)
     return LOOKED
 
 

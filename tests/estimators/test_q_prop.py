@@ -43,8 +43,10 @@ def chain_guide(critics: tuple[Any, Any] = (None, None)) -> None:
     pyro.sample("c", dist.Bernoulli(logits=pyro.param("qc", irregular(start=3)) * b.sum() + 0.3 * a))
 
 
-def train(model: Any, guide: Any, *args: Any, steps: int = 20, **options: Any) -> TraceBackpropQ_ELBO:
-    return trained(TraceBackpropQ_ELBO(**options), model, guide, *args, steps=steps).eval()
+def train(
+    model: Any, guide: Any, *args: Any, steps: int = 20, num_particles: int = 1, **options: Any
+) -> TraceBackpropQ_ELBO:
+    return trained(TraceBackpropQ_ELBO(num_particles, **options), model, guide, *args, steps=steps).eval()
 
 
 def critics_of(elbo: TraceBackpropQ_ELBO, kind: str) -> list[Tensor]:
@@ -153,7 +155,7 @@ def test_reparameterised_sites_correct_earlier_ones() -> None:
     # The second power of a two-point variable is constant: its critic is linear here, and exact.
     variance = []
     for critic in (False, MomentCritic(())):
-        elbo = train(reparam_model, reparam_guide, critic, steps=150, num_particles=1)
+        elbo = train(reparam_model, reparam_guide, critic, steps=150)
         assert_unbiased(elbo, reparam_model, reparam_guide, critic)
         moments = expected_moments(elbo, reparam_model, reparam_guide, critic)
         variance.append(float(moments.variance["qz"]))

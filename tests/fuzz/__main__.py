@@ -75,7 +75,7 @@ def main() -> int:
     names = [*CONFIGS, *CONTROLS]
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
     parser.add_argument("--programs", type=int, default=1000, help="number of programs of each configuration")
-    parser.add_argument("--config", default="default", help=f"one or more of {', '.join(names)}, or all")
+    parser.add_argument("--config", default="one,default", help=f"one or more of {', '.join(names)}, or all")
     parser.add_argument("--start", type=int, default=0, help="first seed")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--features", action="store_true", help="print how often programs with each feature fail")

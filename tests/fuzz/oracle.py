@@ -28,6 +28,7 @@ from pyro_bpq.estimators import (
     debiased_straight_through,
     disarm,
 )
+from pyro_bpq.plan import rules
 from pyro_bpq.reruns import expansions
 from pyro_bpq.step import hindsight_signal
 from pyro_bpq.testing import ChoiceNoise, iter_outcomes
@@ -84,7 +85,9 @@ def _hidden() -> TraceBackpropQ_ELBO:
 
 
 CONFIGS: dict[str, Config] = {
-    "default": Config(TraceBackpropQ_ELBO),
+    "one": Config(lambda: TraceBackpropQ_ELBO(1)),
+    # Four particles, see below, have the fourth power of the states.
+    "default": Config(TraceBackpropQ_ELBO, options={"max_states": 4}),
     "two": Config(lambda: TraceBackpropQ_ELBO(2), lambda: Trace_ELBO(2), particles=2, options=PAIRS),
     "vectorised": Config(
         lambda: TraceBackpropQ_ELBO(**VECTORISED),
@@ -251,7 +254,10 @@ def _choosing(guide: Any, config: Config) -> Any:
 
 @contextmanager
 def _enumerable_noise(noise: ChoiceNoise) -> Iterator[None]:
-    """Estimators that draw noise draw one of few values, with the chances of what it decides."""
+    """Estimators that draw noise draw one of few values, with the chances of what it decides.
+
+    The default runs four particles at most.
+    """
 
     def entry(chance: Tensor, generator: torch.Generator) -> Tensor:
         flat = chance.flatten(-2)
@@ -274,6 +280,7 @@ def _enumerable_noise(noise: ChoiceNoise) -> Iterator[None]:
         stack.enter_context(mock.patch.object(expansions, "_signs", signs))
         stack.enter_context(mock.patch.object(debiased_straight_through, "_draw", entry))
         stack.enter_context(mock.patch.object(disarm, "uniform_given", partner))
+        stack.enter_context(mock.patch.object(rules, "MOST_PARTICLES", rules.FEW_PARTICLES))
         yield
 
 

@@ -55,7 +55,7 @@ def test_gradient_is_unbiased(name: str) -> None:
     case.params()
     guide = _Formal()(case.guide)
     pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(analytic_kl=True)
+    elbo = TraceBackpropQ_ELBO(1, analytic_kl=True)
     for _ in range(30):
         elbo.loss_and_grads(case.model, guide, *case.args)
     elbo.eval()

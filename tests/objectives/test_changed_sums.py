@@ -18,6 +18,7 @@ from torch import Tensor
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.summing import Summing
 from pyro_bpq.plan import particles as rule
+from pyro_bpq.plan import rules
 from pyro_bpq.reruns.joint_check import EVERY
 from pyro_bpq.testing import assert_unbiased, exact_loss
 
@@ -26,6 +27,12 @@ from pyro_bpq.testing import assert_unbiased, exact_loss
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are summed from the third one on."""
     monkeypatch.setattr(rule, "DRAWN_STEPS", (2, 2))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One particle runs where nothing is summed: its outcomes can be enumerated."""
+    monkeypatch.setattr(rules, "MOST_PARTICLES", 1)
 
 
 X = torch.tensor([0.3, -1.0])
@@ -57,6 +64,7 @@ def _fitted(model: Any, guide: Any, calls: Sequence[tuple[Any, ...]], **options:
     return fitted(TraceBackpropQ_ELBO(**options), model, guide, calls)
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_flag_among_the_arguments_is_another_structure_at_once() -> None:
     model, guide = _fork(lambda args: args[0])
     elbo = _fitted(model, guide, [(False,)] * 20)
@@ -64,6 +72,7 @@ def test_a_flag_among_the_arguments_is_another_structure_at_once() -> None:
     assert_unbiased(elbo.eval(), model, guide, True)
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("steps", [0, EVERY])
 def test_a_change_that_no_plain_value_shows_is_found_by_evaluations_and_within_some_steps(steps: int) -> None:
     model, guide = _fork(lambda _: bool(SWITCH))
@@ -82,6 +91,7 @@ def test_a_change_that_no_plain_value_shows_is_found_by_evaluations_and_within_s
         SWITCH.fill_(False)
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("compile", [False, "eager"])
 def test_a_number_among_the_arguments_is_looked_at_at_once(compile: Any) -> None:
     model, guide = _fork(lambda args: args[0])
@@ -113,6 +123,11 @@ def test_rows_that_a_flag_mixes_are_not_summed(read: Callable[[Tensor], Tensor],
     for _ in range(steps):
         svi.step(True)
     assert_unbiased(elbo.eval(), model, guide, True)
+    assert elbo.plan is not None and not elbo.plan.sums
+    # Evaluations settle nothing.
+    assert elbo.particles.now.sums == (steps == 0)
+    elbo.train()
+    svi.step(True)
     assert not elbo.particles.now.sums
 
 
@@ -133,6 +148,8 @@ def test_rows_of_data_that_begin_to_meet_are_not_summed() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             elbo.eval().loss_and_grads(model, guide, None)
+            assert elbo.plan is not None and not elbo.plan.sums and elbo.particles.now.sums
+            elbo.train().loss_and_grads(model, guide, None)
     finally:
         SWITCH.fill_(False)
     assert not elbo.particles.now.sums
@@ -161,6 +178,7 @@ def _tree(parents: Sequence[int]) -> None:
         values.append(pyro.sample(f"z{i}", dist.Bernoulli(logits=pyro.param(f"l{i}", torch.tensor(0.3)) + shift)))
 
 
+@pytest.mark.usefixtures("alone")
 def test_lists_of_parents_that_differ_from_step_to_step() -> None:
     def model(parents: Sequence[int]) -> None:
         values = [pyro.sample(f"z{i}", dist.Bernoulli(0.4)) for i in range(len(parents))]

@@ -8,7 +8,7 @@ import pyro
 import pytest
 import torch
 from models import BY_NAME
-from pyro.infer import ELBO, SVI
+from pyro.infer import ELBO, SVI, Trace_ELBO
 from pyro.optim import SGD, Adam
 from steps import CHAIN, DATA, assert_equal, is_equal, module, run, state_of, step
 from torch import Tensor
@@ -25,10 +25,11 @@ from pyro_bpq.errors import OptionError
 # One computation behind both interfaces
 
 
+@pytest.mark.parametrize("number", [1, None])
 @pytest.mark.parametrize("name", ["chain", "global_local_subsample", "discrete_above_reparam", "python_branch"])
-def test_differentiable_loss_gives_the_gradients_of_loss_and_grads(name: str) -> None:
+def test_differentiable_loss_gives_the_gradients_of_loss_and_grads(name: str, number: int | None) -> None:
     case = BY_NAME[name]
-    one, other = TraceBackpropQ_ELBO(), TraceBackpropQ_ELBO()
+    one, other = TraceBackpropQ_ELBO(number), TraceBackpropQ_ELBO(number)
     case.params()
     for seed in range(8):
         pyro.set_rng_seed(seed)
@@ -41,18 +42,23 @@ def test_differentiable_loss_gives_the_gradients_of_loss_and_grads(name: str) ->
 
 
 def test_differentiable_loss_returns_the_loss(options: dict[str, Any]) -> None:
-    elbo = TraceBackpropQ_ELBO(**options)
+    elbo, alike = TraceBackpropQ_ELBO(**options), None
     CHAIN.params()
+    if not options:
+        # An evaluation takes one particle, where their number is open.
+        elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
+        alike = Trace_ELBO(elbo.num_particles, vectorize_particles=True, max_plate_nesting=0)
+        assert alike.num_particles > 1
     for seed in range(4):
         pyro.set_rng_seed(seed)
         loss = elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
         assert loss.shape == () and loss.requires_grad
         pyro.set_rng_seed(seed)
-        assert loss.item() == pytest.approx(elbo.loss(CHAIN.model, CHAIN.guide), rel=1e-12)
+        assert loss.item() == pytest.approx((alike or elbo).loss(CHAIN.model, CHAIN.guide), rel=1e-12)
 
 
 def test_forward_is_differentiable_loss_and_call_is_pyros() -> None:
-    elbo = TraceBackpropQ_ELBO()
+    elbo = TraceBackpropQ_ELBO(1)
     CHAIN.params()
     pyro.set_rng_seed(0)
     expected = elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
@@ -77,7 +83,7 @@ def test_elbo_module_trains_with_a_torch_optimiser(structure: str) -> None:
 
 
 def test_own_learner_keeps_critics_out_of_the_parameters() -> None:
-    fit = module(TraceBackpropQ_ELBO())
+    fit = module(TraceBackpropQ_ELBO(1))
     names = {name for name, _ in fit.named_parameters()}
     fit(DATA)
     assert {name for name, _ in fit.named_parameters()} == names
@@ -117,7 +123,7 @@ def test_without_learner_svi_trains_the_critics() -> None:
 
 def test_without_learner_gradient_of_model_and_guide_is_the_same() -> None:
     # The critics' loss is added to the surrogate, and reaches the critics only.
-    one, other = run(TraceBackpropQ_ELBO(), steps=1), run(TraceBackpropQ_ELBO(learner=None), steps=1)
+    one, other = run(TraceBackpropQ_ELBO(1), steps=1), run(TraceBackpropQ_ELBO(1, learner=None), steps=1)
     assert_equal(one, other)
 
 
@@ -160,7 +166,7 @@ def test_train_learns_again(options: dict[str, Any]) -> None:
 
 
 def test_nothing_changes_between_forward_and_backward() -> None:
-    elbo = TraceBackpropQ_ELBO()
+    elbo = TraceBackpropQ_ELBO(1)
     run(elbo)
     elbo.differentiable_loss(CHAIN.model, CHAIN.guide)
     tensors = {name: tensor.clone() for name, tensor in elbo.critics.blocks.state_dict().items()}
@@ -232,14 +238,14 @@ def test_dtype_of_the_program_is_the_critics(dtype: torch.dtype) -> None:
 
 def test_float64_program_under_a_float32_default() -> None:
     torch.set_default_dtype(torch.float32)
-    elbo = TraceBackpropQ_ELBO()
+    elbo = TraceBackpropQ_ELBO(1)
     run(elbo, BY_NAME["chain"], steps=5)
     tensors = list(elbo.critics.blocks.state_dict().values())
     assert tensors and all(t.dtype == torch.float64 for t in tensors if isinstance(t, Tensor))
 
 
 def test_to_moves_the_critics() -> None:
-    elbo = TraceBackpropQ_ELBO()
+    elbo = TraceBackpropQ_ELBO(1)
     run(elbo)
     elbo.to(torch.float32).to(torch.float64)
     run(elbo, steps=5)
@@ -280,7 +286,7 @@ def test_seed_decides_the_initial_critics() -> None:
 
 
 def test_info_names_sites() -> None:
-    elbo = TraceBackpropQ_ELBO()
+    elbo = TraceBackpropQ_ELBO(1)
     run(elbo)
     assert set(elbo.info) == {"a", "b", "c"}
     assert {"scales", "cost_to_go", "td_loss", "explained"} <= set(elbo.info["a"])

@@ -23,6 +23,8 @@ from steps import CHAIN, DATA, OPTIONS, Guide, Model, assert_equal, run, state_o
 from torch import Tensor, nn
 
 from pyro_bpq import AllAction, LeaveOneOut, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.plan import particles
+from pyro_bpq.plan.rules import DRAWN_STEPS
 
 
 def through_pickle(elbo: Any) -> Any:
@@ -119,6 +121,10 @@ def stored() -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in pyro.get_param_store().named_parameters()}
 
 
+def _plain(state: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in names}
+
+
 @each_options
 @pytest.mark.parametrize("how", ["pickle", "state_dict"])
 def test_svi_resumes_with_the_same_numbers(options: dict[str, Any], how: str) -> None:
@@ -131,7 +137,11 @@ def test_svi_resumes_with_the_same_numbers(options: dict[str, Any], how: str) ->
     resumed = Session.load(saved, options)
     assert_equal(resumed.train(8), expected)
     assert_equal(stored(), parameters)
-    assert_equal(state_of(resumed.elbo), state)
+    found = state_of(resumed.elbo)
+    # Critics of the first look, at one particle, that no later step uses wait in a loaded state.
+    waiting = {key for key in state if key.startswith("critics.blocks.") and key not in found}
+    assert not waiting or not options
+    assert_equal(_plain(found, "critics._extra_state"), _plain(state, "critics._extra_state", *waiting))
     # The comparison tells: without the optimiser's state the numbers differ.
     forgetful = Session.load(saved, options)
     forgetful.optimiser._state_waiting_to_be_consumed.clear()
@@ -457,19 +467,23 @@ class Growing:
             pyro.sample("x", dist.Normal(weight * z * z, 1.0), obs=torch.tensor([0.3, 1.2, -0.4]))
 
     def guide(self, step: int) -> None:
+        first = pyro.param("first", torch.tensor([0.2, -0.3, 0.1]))
+        logits = pyro.param("logits", torch.linspace(-0.5, 0.5, 27).reshape(3, 3, 3))
         with pyro.plate("rows", 3):
-            z = pyro.sample("a", dist.Categorical(logits=pyro.param("a_logits", torch.tensor([0.2, -0.3, 0.1]))))
-            for name in self.names(step):
-                logits = pyro.param(f"{name}_logits", torch.linspace(-0.5, 0.5, 9).reshape(3, 3))
-                z = pyro.sample(name, dist.Categorical(logits=logits[z]))
+            z = pyro.sample("a", dist.Categorical(logits=first))
+            for i, name in enumerate(self.names(step)):
+                z = pyro.sample(name, dist.Categorical(logits=logits[i][z]))
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"num_particles": 1}, {"critic": LinearCritic()}], ids=["default", "1", "linear"]
 )
 @pytest.mark.parametrize("cut", [10, 12])
-def test_a_program_that_grows_resumes_where_it_was(options: dict[str, Any], cut: int) -> None:
+def test_a_program_that_grows_resumes_where_it_was(
+    options: dict[str, Any], cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its sums begin at step ten; and blocks of critics whose rows were saved come apart from new ones."""
+    monkeypatch.setattr(particles, "DRAWN_STEPS", DRAWN_STEPS)
     program, losses = Growing(), {}
     for is_cut in (False, True):
         pyro.clear_param_store()

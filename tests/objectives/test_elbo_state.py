@@ -67,20 +67,21 @@ def test_state_dict_continues_when_critics_exist(options: dict[str, Any]) -> Non
     assert_equal(state_of(other), state_of(elbo))
 
 
-def test_elbo_module_state_dict_round_trip() -> None:
+@pytest.mark.parametrize("number", [None, 1])
+def test_elbo_module_state_dict_round_trip(number: int | None) -> None:
     with pyro.settings.context(module_local_params=True):
-        check_elbo_module_state_dict_round_trip()
+        check_elbo_module_state_dict_round_trip(number)
 
 
-def check_elbo_module_state_dict_round_trip() -> None:
-    fit = module(TraceBackpropQ_ELBO())
+def check_elbo_module_state_dict_round_trip(number: int | None) -> None:
+    fit = module(TraceBackpropQ_ELBO(number))
     optimiser = torch.optim.SGD(fit.parameters(), lr=0.01)
     for _ in range(5):
         optimiser.zero_grad()
         fit(DATA).backward()
         optimiser.step()
     state = through_file(fit.state_dict())
-    fresh = module(TraceBackpropQ_ELBO())
+    fresh = module(TraceBackpropQ_ELBO(number))
     fresh.load_state_dict(state)
     grads = []
     for each in (fit, fresh):
@@ -96,7 +97,13 @@ def check_elbo_module_state_dict_round_trip() -> None:
 
 def test_batch_size_may_change() -> None:
     case = BY_NAME["global_local"]
-    for options in ({}, {"num_particles": 2}, {"estimator": ScoreFunction(RunningBaseline())}, {"learner": None}):
+    for options in (
+        {},
+        {"num_particles": 1},
+        {"num_particles": 2},
+        {"estimator": ScoreFunction(RunningBaseline())},
+        {"learner": None},
+    ):
         elbo = TraceBackpropQ_ELBO(**options)
         case.params()
         svi = SVI(case.model, case.guide, SGD({"lr": 0.01}), elbo)
@@ -106,9 +113,9 @@ def test_batch_size_may_change() -> None:
 
 
 def test_two_elbos_share_nothing() -> None:
-    alone = TraceBackpropQ_ELBO()
+    alone = TraceBackpropQ_ELBO(1)
     expected = run(alone, steps=6)
-    one, other = TraceBackpropQ_ELBO(), TraceBackpropQ_ELBO(num_particles=2)
+    one, other = TraceBackpropQ_ELBO(1), TraceBackpropQ_ELBO(num_particles=2)
     run(other)
     found = run(one, steps=3)
     state = torch.get_rng_state()
@@ -118,8 +125,9 @@ def test_two_elbos_share_nothing() -> None:
     assert_equal(found + [step(one) for _ in range(3)], expected)
 
 
-def test_one_elbo_may_serve_two_programs_with_the_same_names() -> None:
-    elbo = TraceBackpropQ_ELBO()
+@pytest.mark.parametrize("number", [None, 1])
+def test_one_elbo_may_serve_two_programs_with_the_same_names(number: int | None) -> None:
+    elbo = TraceBackpropQ_ELBO(number)
     for name in ("chain", "fork", "diamond", "vector", "nested_plates", "chain", "global_local", "plate"):
         grads = run(elbo, BY_NAME[name], steps=4)
         assert all(bool(torch.isfinite(g).all()) for grad in grads for g in grad.values())
@@ -127,7 +135,7 @@ def test_one_elbo_may_serve_two_programs_with_the_same_names() -> None:
 
 
 def test_clear_param_store_in_between() -> None:
-    for options in ({}, {"learner": None}):
+    for options in ({}, {"num_particles": 1}, {"learner": None}):
         elbo = TraceBackpropQ_ELBO(**options)
         for _ in range(3):
             CHAIN.params()
@@ -141,10 +149,15 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("where", ["model", "guide", "backward", "critic"])
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [("model", 1), ("guide", 1), ("backward", 1), ("critic", 1), ("model", None), ("guide", None), ("backward", None)],
+)
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
-def test_exception_leaves_everything_as_before(where: str, is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    elbo = TraceBackpropQ_ELBO()
+def test_exception_leaves_everything_as_before(
+    where: str, number: int | None, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elbo = TraceBackpropQ_ELBO(number)
     CHAIN.params()
     if not is_first:
         run(elbo)
@@ -172,11 +185,11 @@ def test_exception_leaves_everything_as_before(where: str, is_first: bool, monke
     monkeypatch.undo()
     assert_equal(state_of(elbo), before)
     assert elbo.num_steps == rest
-    assert_equal(run(elbo, steps=1), run(copy_without_waiting(before), steps=1))
+    assert_equal(run(elbo, steps=1), run(copy_without_waiting(before, number), steps=1))
 
 
-def copy_without_waiting(state: dict[str, Any]) -> TraceBackpropQ_ELBO:
-    elbo = TraceBackpropQ_ELBO()
+def copy_without_waiting(state: dict[str, Any], number: int | None) -> TraceBackpropQ_ELBO:
+    elbo = TraceBackpropQ_ELBO(number)
     elbo.load_state_dict(copy.deepcopy(state))
     return elbo
 

@@ -43,7 +43,7 @@ class Runner:
         """The number that the test says."""
         return self.number
 
-    def trace(self, program: Any, particles: Particles, num_steps: int, *, put: Any = None) -> Any:
+    def trace(self, program: Any, particles: Particles, num_steps: int, *, warns: bool = True, put: Any = None) -> Any:
         """No comparison is made here."""
         raise AssertionError
 

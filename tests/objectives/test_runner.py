@@ -15,6 +15,7 @@ from pyro_bpq.objectives.observation import NoiseSource
 from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.plan.planner import Planner
+from pyro_bpq.plan.rules import MOST_PARTICLES
 from pyro_bpq.rollout.runs import Particles, Program
 
 ROWS = 3
@@ -87,11 +88,27 @@ def test_a_forgotten_step_is_planned_anew() -> None:
     assert found.plans.last is not None
 
 
-def test_a_program_is_good_for_one_particle_where_nothing_differs_by_row() -> None:
+def short_guide() -> None:
+    with pyro.plate("rows", ROWS):
+        pyro.sample("y", dist.Bernoulli(logits=pyro.param("q", lambda: torch.zeros(ROWS))))
+
+
+def short_model() -> None:
+    with pyro.plate("rows", ROWS):
+        y = pyro.sample("y", dist.Bernoulli(torch.tensor(0.3)))
+        pyro.sample("x", dist.Normal(y, 1.0), obs=torch.ones(ROWS))
+
+
+@pytest.mark.parametrize(
+    ("program", "number"),
+    [(PROGRAM, MOST_PARTICLES), (Program(short_model, short_guide, (), {}), 1)],
+    ids=["noisy", "all known"],
+)
+def test_a_program_is_good_for_one_particle_where_nothing_is_noisy(program: Program, number: int) -> None:
     found = runner()
-    assert found.good_for(found.trace(PROGRAM, WAYS["one"], 0)) == 1  # nothing is planned yet
-    seen = found.observe(PROGRAM, WAYS["one"], Mode(learning=True))
-    assert found.good_for(seen.runs[0]) == 1
+    assert found.good_for(found.trace(program, WAYS["one"], 0)) == 1  # nothing is planned yet
+    seen = found.observe(program, WAYS["one"], Mode(learning=True))
+    assert found.good_for(seen.runs[0]) == number
 
 
 def test_noise_comes_from_generators_of_its_own() -> None:

@@ -47,7 +47,7 @@ def test_slow_copies_lag_behind() -> None:
 
 
 def test_rate_one_is_no_tracking() -> None:
-    plain, one, slow = TraceBackpropQ_ELBO(), slow_elbo(1.0), slow_elbo(0.1)
+    plain, one, slow = TraceBackpropQ_ELBO(1), slow_elbo(1.0), slow_elbo(0.1)
     assert_equal(run(one, steps=8), run(plain, steps=8))
     run(slow, steps=8)
     # Critics do not count yet in the gradient, but they learn.
@@ -125,12 +125,12 @@ def test_steps_stay_unbiased(name: str, learner: CriticLearner) -> None:
 def test_warm_up_trains_critics_and_leaves_the_guide() -> None:
     CHAIN.params()
     pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO()
+    elbo = TraceBackpropQ_ELBO(1)
     loss = elbo.warm_up(CHAIN.model, CHAIN.guide, steps=6)
     assert elbo.num_steps == 6 and loss == pytest.approx(loss)
     assert all(p.grad is None for _, p in pyro.get_param_store().named_parameters())
     # The same as steps at fixed parameters.
-    other = TraceBackpropQ_ELBO()
+    other = TraceBackpropQ_ELBO(1)
     run(other, steps=6)
     assert_equal(state_of(other), state_of(elbo))
 

@@ -6,7 +6,7 @@ import pytest
 
 from pyro_bpq.plan.rules import ELEMENTS, FEW_PARTICLES, MANY_SITES, MOST_PARTICLES, PARTICLES, ProgramFacts
 
-ROWS = frozenset(("y", "z"))
+SITES = frozenset(("y", "z"))
 
 
 def number(facts: ProgramFacts) -> tuple[int, str]:
@@ -17,26 +17,33 @@ def number(facts: ProgramFacts) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("facts", "expected", "why"),
     [
-        (ProgramFacts(frozenset(), frozenset(), True, 10), 1, "few sites"),
-        (ProgramFacts(frozenset(), frozenset(), True, 10, untold=MANY_SITES - 1), 1, "few sites"),
-        (ProgramFacts(frozenset(), frozenset(), True, 10, untold=MANY_SITES), MOST_PARTICLES, "many sites"),
-        (ProgramFacts(frozenset(), frozenset(), True, ELEMENTS // 3, untold=MANY_SITES), 3, "many sites"),
-        (ProgramFacts(frozenset(), frozenset(), False, 10, untold=MANY_SITES), 1, "taken apart"),
-        (ProgramFacts(ROWS, frozenset(), False, 10), 1, "taken apart"),
-        (ProgramFacts(ROWS, ROWS | {"x"}, True, 10), 2, "slopes"),
-        (ProgramFacts(ROWS, frozenset(), True, 10, held=ROWS), FEW_PARTICLES, "hindsight"),
-        (ProgramFacts(ROWS, frozenset(), True, ELEMENTS // 3, held=ROWS), 3, "hindsight"),
-        (ProgramFacts(ROWS, frozenset(), True, 10, held=frozenset("y")), MOST_PARTICLES, "rows of data"),
-        (ProgramFacts(ROWS, frozenset("y"), True, 10), MOST_PARTICLES, "rows of data"),
-        (ProgramFacts(ROWS, frozenset(), True, ELEMENTS // 3), 3, "rows of data"),
-        (ProgramFacts(ROWS, frozenset(), True, 100 * ELEMENTS), 2, "rows of data"),
-        (ProgramFacts(ROWS, frozenset(), True, ELEMENTS, particles=4), 4, "rows of data"),
-        (ProgramFacts(ROWS, frozenset(), True, 0), MOST_PARTICLES, "rows of data"),
-        (ProgramFacts(ROWS, frozenset(), True, 10, free=0.3), FEW_PARTICLES, "rows of data"),
-        (ProgramFacts(ROWS, frozenset(), True, 10, free=4.6), 6, "rows of data"),
-        (ProgramFacts(frozenset(), frozenset(), True, 10, untold=MANY_SITES, free=0.3), FEW_PARTICLES, "many sites"),
-        (ProgramFacts(ROWS, frozenset(), True, ELEMENTS // 3, free=0.3), 3, "rows of data"),
-        (ProgramFacts(ROWS, frozenset(), True, 10, held=ROWS, free=7.0), FEW_PARTICLES, "hindsight"),
+        (ProgramFacts(frozenset(), frozenset(), True, 10), 1, "no noise"),
+        (ProgramFacts(frozenset(), frozenset(), True, 10, noisy=1), MOST_PARTICLES, "average"),
+        (ProgramFacts(frozenset(), frozenset(), True, 10, noisy=MANY_SITES), MOST_PARTICLES, "average"),
+        (ProgramFacts(frozenset(), frozenset(), True, ELEMENTS // 3, noisy=MANY_SITES), 3, "average"),
+        (ProgramFacts(frozenset(), frozenset(), False, 10), 1, "no noise"),
+        (ProgramFacts(frozenset(), frozenset(), False, 10, noisy=MANY_SITES), 1, "taken apart"),
+        (ProgramFacts(SITES, frozenset(), False, 10), 1, "taken apart"),
+        (ProgramFacts(SITES, SITES, False, 10, noisy=2), 1, "taken apart"),
+        (ProgramFacts(SITES, SITES | {"x"}, True, 10), 2, "slopes"),
+        (ProgramFacts(SITES, SITES, True, 10, noisy=3), 2, "slopes"),
+        (ProgramFacts(frozenset(), SITES, True, 10, noisy=2), MOST_PARTICLES, "average"),
+        (ProgramFacts(SITES, SITES, True, 10, held=SITES), 2, "slopes"),
+        (ProgramFacts(SITES, frozenset(), True, 10, held=SITES), FEW_PARTICLES, "hindsight"),
+        (ProgramFacts(SITES, frozenset(), True, ELEMENTS // 3, held=SITES), 3, "hindsight"),
+        (ProgramFacts(frozenset(), frozenset(), True, 10, noisy=2, held=SITES), MOST_PARTICLES, "average"),
+        (ProgramFacts(SITES, frozenset(), True, 10, held=frozenset("y")), MOST_PARTICLES, "average"),
+        (ProgramFacts(SITES, frozenset("y"), True, 10), MOST_PARTICLES, "average"),
+        (ProgramFacts(SITES, frozenset(), True, ELEMENTS // 3), 3, "average"),
+        (ProgramFacts(SITES, frozenset(), True, 100 * ELEMENTS), 2, "average"),
+        (ProgramFacts(SITES, frozenset(), True, ELEMENTS, particles=4), 4, "average"),
+        (ProgramFacts(SITES, frozenset(), True, 0), MOST_PARTICLES, "average"),
+        (ProgramFacts(SITES, frozenset(), True, 10, free=0.3), FEW_PARTICLES, "average"),
+        (ProgramFacts(SITES, frozenset(), True, 10, free=4.6), 6, "average"),
+        (ProgramFacts(frozenset(), frozenset(), True, 10, noisy=1, free=0.3), FEW_PARTICLES, "average"),
+        (ProgramFacts(frozenset(), frozenset(), True, 10, noisy=MANY_SITES, free=0.3), FEW_PARTICLES, "average"),
+        (ProgramFacts(SITES, frozenset(), True, ELEMENTS // 3, free=0.3), 3, "average"),
+        (ProgramFacts(SITES, frozenset(), True, 10, held=SITES, free=7.0), FEW_PARTICLES, "hindsight"),
     ],
 )
 def test_the_first_rule_that_holds_counts(facts: ProgramFacts, expected: int, why: str) -> None:

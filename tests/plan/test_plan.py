@@ -114,14 +114,16 @@ def chosen(
 @pytest.mark.parametrize(
     ("program", "site", "options", "expected"),
     [
-        (flat(), "z", {}, DebiasedStraightThrough()),
+        (flat(), "z", {}, ScoreFunction(LeaveOneOut())),
+        (flat(), "z", {"num_particles": 1}, DebiasedStraightThrough()),
         (flat(), "z", {"num_particles": 2}, DebiasedStraightThrough()),
         (flat(), "z", {"num_particles": 4}, ScoreFunction(LeaveOneOut())),
-        (stepped(), "z", {}, DisARM()),
+        (stepped(), "z", {"num_particles": 1}, DisARM()),
         (stepped(), "z", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
-        (flat(faces), "z", {}, SecondRun()),
-        (stack(), "z", {}, SecondRun()),
-        (stack(), "y", {}, SecondRun()),
+        (flat(faces), "z", {"num_particles": 1}, SecondRun()),
+        (stack(), "z", {"num_particles": 1}, SecondRun()),
+        (stack(), "y", {"num_particles": 1}, SecondRun()),
+        (stack(), "y", {}, ScoreFunction(LeaveOneOut())),
         (stack(), "y", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
         (stack(), "y", {"num_particles": 4}, ScoreFunction(LeaveOneOut())),
         (tall(), "y", {"num_particles": 4}, CrossedLeaveOneOut()),
@@ -130,6 +132,7 @@ def chosen(
         (flat(), "z", {"estimator": AllAction()}, AllAction()),
     ],
     ids=[
+        "open number",
         "flat",
         "particles",
         "more particles",
@@ -138,6 +141,7 @@ def chosen(
         "categorical",
         "below",
         "top",
+        "stack of an open number",
         "stack of particles",
         "stack of more particles",
         "taller stack",
@@ -202,9 +206,13 @@ def test_many_components_keep_pyros_baseline() -> None:
 
 
 def test_the_extra_run_tells_all_of_a_flat_site_and_too_little_of_a_stack() -> None:
-    assert chosen(flat(), "z", 1 << 21) == AllAction()
-    assert chosen(flat(faces), "z", 1 << 21) == AllAction()
-    assert chosen(stack(), "z", 1 << 21) == SecondRun()
+    for number in (1, 2):
+        assert chosen(flat(), "z", 1 << 21, num_particles=number) == AllAction()
+        assert chosen(flat(faces), "z", 1 << 21, num_particles=number) == AllAction()
+    assert chosen(stack(), "z", 1 << 21, num_particles=1) == SecondRun()
+    # From four particles on it takes the time of more particles.
+    for several in (None, 4):
+        assert chosen(flat(), "z", 1 << 21, num_particles=several) == ScoreFunction(LeaveOneOut())
 
 
 @pytest.mark.parametrize("is_forced", [False, True])

@@ -19,10 +19,8 @@ ROWS = 12
 DATA = torch.linspace(-1.0, 1.0, ROWS)
 
 
-def after(
-    draw: Callable[..., Any], rows: bool = False, max_elements: int = 1 << 21, **options: Any
-) -> TraceBackpropQ_ELBO:
-    """An ELBO after two steps on one site, or on two that follow each other in rows of data."""
+def after(draw: Callable[..., Any], rows: int = 0, max_elements: int = 1 << 21, **options: Any) -> TraceBackpropQ_ELBO:
+    """An ELBO after two steps on one site, or on two that follow each other in rows."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
 
@@ -32,11 +30,12 @@ def after(
             if obs is not None:
                 pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=obs)
             return
-        with pyro.plate("rows", ROWS):
-            y = pyro.sample("y", draw(rate + DATA)).float()
+        data = DATA[:rows]
+        with pyro.plate("rows", rows):
+            y = pyro.sample("y", draw(rate + data)).float()
             z = pyro.sample("z", draw(rate + y)).float()
             if obs is not None:
-                pyro.sample("x", dist.Normal(z, 1.0), obs=DATA)
+                pyro.sample("x", dist.Normal(z, 1.0), obs=data)
 
     def model() -> None:
         sites(torch.zeros(()), torch.tensor(0.5))
@@ -59,12 +58,27 @@ CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "rows": (
         "rows of data: the row's other particles are the baseline",
         lambda r: dist.Bernoulli(logits=r),
-        {"rows": True},
+        {"rows": ROWS},
+    ),
+    "few sites": (
+        "few sites: other particles are the baseline",
+        lambda r: dist.Bernoulli(logits=r),
+        {"rows": ROWS - 3},
+    ),
+    "few sites, one particle": (
+        "few values: a sum over all of them",
+        lambda r: dist.Bernoulli(logits=r),
+        {"rows": ROWS - 3, "num_particles": 1},
+    ),
+    "many components": (
+        "many components: other particles are the baseline",
+        lambda r: dist.Bernoulli(logits=r * torch.ones(20)).to_event(1),
+        {},
     ),
     "slopes": (
         "the only site of many components: slopes of the costs, corrected by a true difference",
         lambda r: dist.Bernoulli(logits=r * torch.ones(20)).to_event(1),
-        {"max_elements": 1},
+        {"max_elements": 1, "num_particles": 1},
     ),
 }
 
@@ -87,7 +101,7 @@ def test_a_plan_tells_particles_critics_and_exact_costs() -> None:
         "    critic: none, as nothing is left to learn",
         "    known at all values: -log p(x), -log p(z), log q(z), by 2 rows of an extra run",
     ]
-    assert str(after(lambda r: dist.Bernoulli(logits=r), rows=True).plan).startswith("8 particles\n")
+    assert str(after(lambda r: dist.Bernoulli(logits=r), rows=ROWS).plan).startswith("8 particles\n")
 
 
 def test_a_plan_tells_sites_that_are_alike_together() -> None:
@@ -151,5 +165,5 @@ def test_what_an_extra_run_tells_is_not_learned() -> None:
         elbo.loss_and_grads(model, guide)
         return str(elbo.plan)
 
-    assert "critic: none, as nothing is left to learn\n    known at all values: -log p(x)" in plan()
+    assert "critic: none, as nothing is left to learn\n    known at all values: -log p(x)" in plan(num_particles=1)
     assert "critic: LinearCritic()" in plan(critic=LinearCritic())

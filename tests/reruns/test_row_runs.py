@@ -149,7 +149,7 @@ PROGRAMS: dict[str, tuple[Any, Way | None]] = {
 
 
 def train(model: Any, **options: Any) -> TraceBackpropQ_ELBO:
-    return trained(TraceBackpropQ_ELBO(**options), model, guide, steps=5)
+    return trained(TraceBackpropQ_ELBO(1, **options), model, guide, steps=5)
 
 
 def ways(elbo: TraceBackpropQ_ELBO) -> list[Way]:
@@ -231,7 +231,7 @@ def test_a_program_that_does_not_run_at_all_values_is_compared_at_its_own() -> N
         logits = pyro.param("q", torch.tensor([0.3, -0.5, 0.9]))
         pyro.sample("z", dist.Categorical(logits=torch.cat([logits, torch.tensor([-torch.inf])])))
 
-    elbo = TraceBackpropQ_ELBO()
+    elbo = TraceBackpropQ_ELBO(1)
     for _ in range(5):
         elbo.loss_and_grads(model, own_guide)
     elbo.eval()

@@ -39,7 +39,7 @@ def gradients() -> dict[str, Tensor]:
 
 def particles(case: Case, number: int) -> dict[str, Any]:
     if number == 1:
-        return {}
+        return {"num_particles": 1}
     if case.is_vectorisable:
         return {"num_particles": number, "vectorize_particles": True, "max_plate_nesting": 2}
     return {"num_particles": number}

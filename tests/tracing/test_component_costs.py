@@ -196,7 +196,7 @@ def test_counts_are_charged_too() -> None:
         z = pyro.sample("z", dist.Poisson(torch.ones(4)).to_event(1))
         pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=torch.arange(4.0))
 
-    elbo = TraceBackpropQ_ELBO()
+    elbo = TraceBackpropQ_ELBO(1)
     elbo.loss_and_grads(model, guide)
     assert _charged(elbo)["z"] >= {"-log p(x)", "log q(z)"}
     assert elbo.info["z"]["cost_to_go"].shape == (1, 4)

@@ -12,6 +12,7 @@ from steps import trained
 
 from pyro_bpq import (
     AllAction,
+    LeaveOneOut,
     LinearCritic,
     MLPCritic,
     Pathwise,
@@ -42,8 +43,7 @@ def make_guide(**infer: Any) -> Any:
 def specs(elbo: TraceBackpropQ_ELBO, guide: Any) -> dict[str, Any]:
     pyro.clear_param_store()
     elbo.loss_and_grads(model, guide)
-    (plan,) = elbo.runner.plans.plans.values()
-    return dict(plan.layout.specs)
+    return dict(elbo.runner.plans.last.plan.layout.specs)
 
 
 def test_precedence_is_site_then_config_then_elbo_then_default() -> None:
@@ -54,7 +54,8 @@ def test_precedence_is_site_then_config_then_elbo_then_default() -> None:
     found = specs(elbo, guide)
     assert found["z"].estimator == site["bpq"]["estimator"] and found["w"].estimator == config
     assert specs(TraceBackpropQ_ELBO(estimator=argument), make_guide())["z"].estimator == argument
-    assert specs(TraceBackpropQ_ELBO(), make_guide())["z"].estimator == AllAction()
+    assert specs(TraceBackpropQ_ELBO(), make_guide())["z"].estimator == ScoreFunction(LeaveOneOut())
+    assert specs(TraceBackpropQ_ELBO(1), make_guide())["z"].estimator == AllAction()
 
 
 def test_options_of_site_and_config_are_merged() -> None:
@@ -96,7 +97,7 @@ def test_elbos_estimator_leaves_reparameterised_sites_to_pathwise() -> None:
 
 
 def test_critic_false_means_none() -> None:
-    found = specs(TraceBackpropQ_ELBO(), make_guide(bpq={"critic": False}))
+    found = specs(TraceBackpropQ_ELBO(1), make_guide(bpq={"critic": False}))
     assert found["z"].critic is None and found["w"].critic is not None
 
 
@@ -107,7 +108,7 @@ def test_pyros_baseline_options_are_those_of_the_score_function() -> None:
     assert found["z"].estimator == ScoreFunction(RunningBaseline(decay=0.8))
     assert found["w"].estimator == ScoreFunction()
     chosen = {"estimator": AllAction()}
-    for bpq, other in ((chosen, TraceBackpropQ_ELBO(estimator=ScoreFunction())), ({}, TraceBackpropQ_ELBO())):
+    for bpq, other in ((chosen, TraceBackpropQ_ELBO(estimator=ScoreFunction())), ({}, TraceBackpropQ_ELBO(1))):
         found = specs(other, make_guide(baseline=baseline, bpq=bpq))
         assert found["z"].estimator == AllAction()
 

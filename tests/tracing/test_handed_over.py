@@ -122,7 +122,7 @@ CASES = [
 def test_gradients_are_exact_with_trained_critics(kind: type[Whole], options: str) -> None:
     programs = kind()
     exact = exact_gradient(programs.model, programs.guide)
-    elbo = TraceBackpropQ_ELBO(**OPTIONS[options])
+    elbo = TraceBackpropQ_ELBO(1, **OPTIONS[options])
     for _ in range(20):
         elbo.loss_and_grads(programs.model, programs.guide)
     found = expected_gradient(elbo.eval(), programs.model, programs.guide)
@@ -137,7 +137,7 @@ def test_many_components_over_values_and_draws(options: str, monkeypatch: pytest
 
     monkeypatch.setattr(debiased_straight_through, "_draw", chosen_entries(noise))
     exact = exact_gradient(programs.model, programs.guide)
-    elbo = TraceBackpropQ_ELBO(estimator=None if options == "default" else DebiasedStraightThrough())
+    elbo = TraceBackpropQ_ELBO(1, estimator=None if options == "default" else DebiasedStraightThrough())
     for _ in range(20):
         elbo.loss_and_grads(programs.model, programs.guide)
     assert isinstance(elbo.info["z"]["estimator"], DebiasedStraightThrough)
