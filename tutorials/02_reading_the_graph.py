@@ -40,7 +40,7 @@ def guide(data: Tensor) -> None:
         pyro.sample("topic", dist.Bernoulli(logits=slope[style] + data))
 
 
-elbo = TraceBackpropQ_ELBO()
+elbo = TraceBackpropQ_ELBO(num_particles=1)
 elbo.loss_and_grads(model, guide, torch.tensor([0.3, 2.1, 2.6]))
 elbo.graph
 
@@ -66,8 +66,8 @@ elbo.network
 
 # %% [markdown]
 # All costs of `topic` read only what is known when it is drawn: they are immediate, and nothing is left to learn there.
-# (By default such costs are summed exactly over the values of the site.) The critic of `style` must learn the later
-# costs of the rows.
+# (With one particle such costs are summed exactly over the values of the site.) The critic of `style` must learn the
+# later costs of the rows. By default so small a program runs eight particles in one call, which need no critics.
 #
 # ## What it is worth
 #
@@ -84,9 +84,9 @@ plot_comparison(comparison, axes)
 plt.show()
 
 # %% [markdown]
-# Each row of the plate is charged with its own costs, and `style` with those of all rows. *Default* sums the immediate
-# costs over all values of a site, so with one particle little noise is left. *Leave-one-out* takes the mean of four
-# particles in one call, which takes little more time on such a small program.
+# Each row of the plate is charged with its own costs, and `style` with those of all rows. *Default* and *leave-one-out*
+# take the mean of several particles in one call, eight and four. That takes little more time than one particle on such a
+# small program.
 #
 # ## Questions to a graph
 #

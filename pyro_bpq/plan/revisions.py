@@ -112,7 +112,7 @@ def compare(structure: Structure, extra: ExtraRun) -> Compared:
     # A net that predicts a baseline serves one particle.
     is_predicted = any(o.baseline is not None and o.baseline.is_predicted for o in traced.options.values())
     if is_predicted or (len(traced.infos) == 1 and any(_is_separate(structure, name) for name in told)):
-        return Compared()
+        return Compared(served=frozenset(served))
     if len(sites) >= MANY_SITES:
         return Compared(sites, untold, frozenset(served))
     if particles >= FEW_PARTICLES:

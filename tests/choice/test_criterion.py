@@ -50,7 +50,9 @@ def test_candidates_follow_from_the_program() -> None:
     assert not any(candidate.in_order for candidate in plain)
     assert "the rules, 8 particles" in {candidate.name for candidate in plain}
     rows = candidates_for(ProgramFacts(num_sites=1, num_particles=2))
-    assert [candidate.num_particles for candidate in rows] == [None, 2, 4, 8]
+    assert [candidate.num_particles for candidate in rows] == [None, 1, 2, 4, 8]
+    finite = candidates_for(ProgramFacts(num_sites=1, num_particles=8, is_finite=True))
+    assert {one.name for one in finite} - {one.name for one in rows} == {"sums over values, 8 particles"}
     single = {
         one.name for one in candidates_for(ProgramFacts(num_sites=1, many_components=1, flips=True, is_alike=True))
     }
