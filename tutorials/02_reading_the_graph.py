@@ -85,8 +85,8 @@ plt.show()
 
 # %% [markdown]
 # Each row of the plate is charged with its own costs, and `style` with those of all rows. *Default* and *leave-one-out*
-# take the mean of several particles in one call, eight and four. That takes little more time than one particle on such a
-# small program.
+# take the mean of several particles in one call, eight and four. That takes little more time than one particle on such
+# a small program.
 #
 # ## Questions to a graph
 #

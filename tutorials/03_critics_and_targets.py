@@ -81,14 +81,16 @@ show("critics", TraceBackpropQ_ELBO(num_particles=1))
 
 # %% [markdown]
 # (`num_particles=1` asks for one particle, which critics serve. By default this short chain runs eight particles in one
-# call, and needs none.) The bias is rounding error in every row, with an untrained critic and with a trained one: a critic changes only the
+# call, and needs none.)
+#
+# The bias is rounding error in every row, with an untrained critic and with a trained one: a critic changes only the
 # variance. (That is what *unbiased* means in this project, and how each estimator is tested.)
 #
 # ## Which critic
 #
-# The default critic is a small net per site. A table can represent the exact Q-function if the scope is finite and small, as
-# here. A linear critic has fewer weights to learn, but can represent less. With `None` only the exact immediate costs
-# and the baseline remain.
+# The default critic is a small net per site. A table can represent the exact Q-function if the scope is finite and
+# small, as here. A linear critic has fewer weights to learn, but can represent less. With `None` only the exact
+# immediate costs and the baseline remain.
 
 # %%
 for critic in (MLPCritic(), TabularCritic(), LinearCritic(), None):
@@ -148,7 +150,8 @@ plot_comparison(comparison)
 
 # %% [markdown]
 # The mean of several particles in one call, the default's eight or four, is best on this chain: the chain is short, and
-# eight particles of such a small program take little more time than one. `TraceGraph_ELBO` is far behind. Next: `04_discrete_vae`.
+# eight particles of such a small program take little more time than one. `TraceGraph_ELBO` is far behind. Next:
+# `04_discrete_vae`.
 #
 # ## Something to try
 #
