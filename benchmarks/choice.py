@@ -46,7 +46,10 @@ from pyro_bpq.choice.candidates import BY_NAME
 from pyro_bpq.errors import BPQError
 
 STEERED = ("program order, 4 particles",)
-PLAIN = ("leave-one-out, 4 particles", "leave-one-out, 8 particles", "no critics", "sums over values, 8 particles")
+PLAIN = (
+    *("leave-one-out, 4 particles", "leave-one-out, 8 particles"),
+    *("no critics", "sums over values, 8 particles", "the rules, one particle"),
+)
 AVERAGE = {"use_decaying_avg_baseline": True}
 # Where the rules' loss is looked at, in parts of a run of the others.
 MARKS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0, 1.15, 1.3, 1.5)

@@ -94,7 +94,7 @@ show("critics", TraceBackpropQ_ELBO(num_particles=1))
 
 # %%
 for critic in (MLPCritic(), TabularCritic(), LinearCritic(), None):
-    show(str(critic), TraceBackpropQ_ELBO(critic=critic))
+    show(str(critic), TraceBackpropQ_ELBO(num_particles=1, critic=critic))
 
 # %% [markdown]
 # ## Which target

@@ -63,11 +63,10 @@ class _Findings:
 
 
 @contextlib.contextmanager
-def _silenced(is_said: bool) -> Iterator[None]:
-    """Leaves out our own warnings, where a run of one particle has given them in the same step."""
+def _silenced() -> Iterator[None]:
+    """Leaves out our own warnings: a run of one particle has given them in the same step."""
     with warnings.catch_warnings():
-        if is_said:
-            warnings.simplefilter("ignore", BPQWarning)
+        warnings.simplefilter("ignore", BPQWarning)
         yield
 
 
@@ -244,7 +243,8 @@ class OpenNumber:
         is_checked_again = mode.learning and is_due(mode.num_steps) and not mode.is_recorded
         compares = not is_known or is_checked_again or runner.is_looking
         lends = compares and self.now.has_plate and runner.has_buffers
-        with Trial() as trial, LentBuffers() if lends else contextlib.nullcontext() as lent, _silenced(is_first):
+        silenced = _silenced() if is_first else contextlib.nullcontext()
+        with Trial() as trial, LentBuffers() if lends else contextlib.nullcontext() as lent, silenced:
             found = runner.observe(program, self.now, replace(mode, is_checked=compares))
             is_new = self.tracked.may_be_new(found.runs[0])
             if (compares or is_new) and self.now.has_plate and not trial.new_parameters():
