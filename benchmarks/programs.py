@@ -14,7 +14,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from small_programs import Alarm, Bits, Diagnosis, KindsAndLevels, Network, TwoCounts
+from small_programs import Alarm, Bits, Diagnosis, KindsAndLevels, Network, Parts, TwoCounts
 from torch import Tensor, nn
 
 HELD_OUT = (
@@ -51,14 +51,6 @@ class Program:
     make: Callable[[], Any]
     rows: int = 0
     steered: bool = False
-
-
-class Parts(nn.Module):
-    """A program whose parameters are those of the module."""
-
-    def start(self) -> None:
-        """Registers the parameters."""
-        pyro.module("programs", self)
 
 
 # Rows of data.

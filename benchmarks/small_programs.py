@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 
-class Part(nn.Module):
+class Parts(nn.Module):
     """A program whose parameters are those of the module."""
 
     def start(self) -> None:
@@ -20,7 +20,7 @@ class Part(nn.Module):
         pyro.module("programs", self)
 
 
-class Bits(Part):
+class Bits(Parts):
     """Factors that are in or out, in rows of three numbers."""
 
     def __init__(self, rows: int, number: int) -> None:
@@ -44,7 +44,7 @@ class Bits(Part):
             pyro.sample("z", dist.Bernoulli(logits=self.encoder(self.y)).to_event(1))
 
 
-class Network(Part):
+class Network(Parts):
     """A Bayesian network of a few sites, whose laws are tables; an observation reads all of them."""
 
     def __init__(self, sites: int, values: int, seed: int) -> None:
@@ -76,7 +76,7 @@ class Network(Part):
         self._draw(self.q)
 
 
-class Alarm(Part):
+class Alarm(Parts):
     """Burglary and earthquake, an alarm that may ring for either, and three neighbours, on five nights."""
 
     CALLS = ((1.0, 1.0, 0.0), (0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 1.0, 0.0))
@@ -106,7 +106,7 @@ class Alarm(Part):
             pyro.sample("earthquake", dist.Bernoulli(logits=logits[:, 3] + logits[:, 4] * alarm))
 
 
-class TwoCounts(Part):
+class TwoCounts(Parts):
     """Visitors of two kinds on three days, of whom the sum is seen, with noise."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class TwoCounts(Part):
             pyro.sample("b", dist.Poisson(self.q[:, 1].exp()))
 
 
-class KindsAndLevels(Part):
+class KindsAndLevels(Parts):
     """Six measurements, each of one of three kinds and with a level of its own."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class KindsAndLevels(Part):
             pyro.sample("level", dist.Normal(loc, self.scale.exp()))
 
 
-class Diagnosis(Part):
+class Diagnosis(Parts):
     """Eight causes and six findings, each of which some causes explain: a noisy-or network."""
 
     def __init__(self) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from pyro_bpq.objectives.observation import Runner
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.staged import Mode, Staged, Transient
 from pyro_bpq.reruns.shared_backward import add_gradients, inputs_of, with_gradients
-from pyro_bpq.rollout.runs import Particles, Program
+from pyro_bpq.rollout.runs import Program
 from pyro_bpq.rollout.schedule import Schedule, at
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.values import Learning, Step
@@ -395,21 +394,13 @@ class Objective(ELBO, nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What tensors and buffers do not hold: optimiser, number of steps, what waits to be learned."""
-        settled = self.particles.open_state
-        # Plain values, which torch loads without trust.
-        plain = None if settled is None else tuple(None if one is None else astuple(one) for one in settled)
-        particles = {"particles": plain, "nesting": self.particles.nesting}
+        particles = {"particles": self.particles.open_state, "nesting": self.particles.nesting}
         return {**self.trainer.state_dict(), **particles}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`get_extra_state`."""
         self.trainer.load_state_dict(state)
-        settled = state["particles"]
-        if settled is not None:
-            now, *others = settled
-            following, unsummed = (None if one is None else Particles(*one) for one in others)
-            settled = Particles(*now), following, unsummed
-        self.particles.open_state = settled
+        self.particles.open_state = state["particles"]
         if self._needs_nesting and math.isinf(self.max_plate_nesting):
             # A guess would draw.
             self.max_plate_nesting = state["nesting"] + self.vectorize_particles

@@ -19,7 +19,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from pyro_bpq.errors import BPQWarning
@@ -36,8 +36,6 @@ from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Trial
 from pyro_bpq.tracing.traced_run import TracedRun
 
 LOG = logging.getLogger("pyro_bpq")
-# How particles run, how they run from the next step on, and how they ran before the loss was summed.
-Settled = tuple[Particles, Particles | None, Particles | None]
 
 
 @dataclass(frozen=True)
@@ -99,14 +97,16 @@ class OpenNumber:
         return Particles(nesting=self.nesting)
 
     @property
-    def state(self) -> Settled:
-        """What was settled."""
-        return self.now, self._found.next, self._found.unsummed
+    def state(self) -> tuple[Any, ...]:
+        """How particles run, how from the next step on, and how before sums: plain values, loaded without trust."""
+        settled = self.now, self._found.next, self._found.unsummed
+        return tuple(None if one is None else astuple(one) for one in settled)
 
-    def reset(self, state: Settled | None = None) -> None:
+    def reset(self, state: tuple[Any, ...] | None = None) -> None:
         """Goes on as after a state, that of a new count by default."""
-        self.now, following, unsummed = state or (self.one, None, None)
-        self._found = _Findings(next=following, unsummed=unsummed)
+        settled = (None if one is None else Particles(*one) for one in state or (None, None, None))
+        now, following, unsummed = settled
+        self.now, self._found = now or self.one, _Findings(next=following, unsummed=unsummed)
 
     def is_settled(self, program: Program) -> bool:
         """Whether number and way are settled for a program."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyro_bpq.objectives.given_number import GivenNumber
 from pyro_bpq.objectives.observation import Observation, Runner
-from pyro_bpq.objectives.open_number import OpenNumber, Settled
+from pyro_bpq.objectives.open_number import OpenNumber
 from pyro_bpq.objectives.staged import Mode
 from pyro_bpq.rollout.runs import Particles, Program
 
@@ -94,11 +94,11 @@ class ParticleCount:
             self.given.now, self.is_open = self.open.one, False
 
     @property
-    def open_state(self) -> Settled | None:
+    def open_state(self) -> tuple[Any, ...] | None:
         """What was settled of an open number; ``None`` of a given one."""
         return self.open.state if self.is_open else None
 
     @open_state.setter
-    def open_state(self, state: Settled | None) -> None:
+    def open_state(self, state: tuple[Any, ...] | None) -> None:
         if self.is_open:
             self.open.reset(state)

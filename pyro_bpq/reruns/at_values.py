@@ -30,7 +30,7 @@ from pyro_bpq.tracing.component_costs import Pattern, charge_sites
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute, relaxed_log_prob
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
-from pyro_bpq.tracing.watch import samples, with_carried
+from pyro_bpq.tracing.watch import detached, samples
 
 # Traces a program (model, guide, args, kwargs) without tracking; ``put`` wraps model and guide.
 Trace = Callable[..., TracedRun]
@@ -90,9 +90,9 @@ class Reruns:
     ) -> Run:
         model, _, args, kwargs = program
         sites = traced.run.sites
-        values: dict[str, Any] = {site: _fixed(record.value) for site, record in sites.items() if site not in fresh}
+        values: dict[str, Any] = {site: detached(record.value) for site, record in sites.items() if site not in fresh}
         if held is not None:
-            values.update({site: _fixed(record.value) for site, record in held.sites.items() if site in fresh})
+            values.update({site: detached(record.value) for site, record in held.sites.items() if site in fresh})
         values.update(traced.subsamples)
         own = sites[name].value
         with torch.set_grad_enabled(value.requires_grad):
@@ -218,11 +218,6 @@ class Reruns:
         others |= {cost_of_site(site, True) for site in samples(traced.guide_trace).values() if site["is_observed"]}
         # Some costs of the model read values that the guide made. These need a new run of the guide too.
         return (others | self.plan.handed).isdisjoint(self.plan.graph.downstream_costs(name))
-
-
-def _fixed(value: Tensor) -> Tensor:
-    """A value that is kept, with what it carries for its distribution."""
-    return with_carried(value.detach(), value)
 
 
 def _with_all_costs(again: Run, traced: TracedRun, name: str) -> Run:

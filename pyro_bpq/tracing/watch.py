@@ -340,11 +340,12 @@ def carried(value: Any) -> dict[str, Tensor]:
     return {name: held for name, held in found.items() if isinstance(held, Tensor)}
 
 
-def with_carried(value: Tensor, like: Tensor) -> Tensor:
-    """The value with detached copies of what another one carries."""
-    for name, held in carried(like).items():
-        setattr(value, name, held.detach())
-    return value
+def detached(value: Tensor) -> Tensor:
+    """The value without its gradient, with detached copies of what it carries for its distribution."""
+    result = value.detach()
+    for name, held in carried(value).items():
+        setattr(result, name, held.detach())
+    return result
 
 
 def samples(trace: Any) -> dict[str, Any]:

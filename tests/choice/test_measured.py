@@ -126,11 +126,9 @@ def chain(seen: float = 1.0) -> tuple[Any, Any]:
     return model, guide
 
 
-ONE = Candidate("the rules, 1 particle", num_particles=1)
+ONE = BY_NAME["the rules, one particle"]
 """With critics, and few outcomes."""
-CHANGES = {each.name: each for each in (*BY_NAME.values(), ONE)} | {
-    "no critics": replace(BY_NAME["no critics"], num_particles=1)
-}
+CHANGES = {**BY_NAME, "no critics": replace(BY_NAME["no critics"], num_particles=1)}
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,15 @@ def trained() -> tuple[TraceBackpropQ_ELBO, Rows]:
     return elbo, rows
 
 
+def fail_once(elbo: TraceBackpropQ_ELBO, rows: Rows, warning: str) -> None:
+    rows.errors = 1
+    with pytest.warns(BPQWarning, match=warning):
+        elbo.loss_and_grads(rows.model, rows.guide)
+
+
 def test_one_error_costs_one_step_of_many_particles() -> None:
     elbo, rows = trained()
-    rows.errors = 1
-    with pytest.warns(BPQWarning, match="at once so far, but it failed: boom. This step took one particle"):
-        elbo.loss_and_grads(rows.model, rows.guide)
+    fail_once(elbo, rows, "at once so far, but it failed: boom. This step took one particle")
     assert elbo.num_particles == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -59,12 +63,8 @@ def test_one_error_costs_one_step_of_many_particles() -> None:
 def test_an_error_that_comes_again_settles_one_particle() -> None:
     elbo, rows = trained()
     # One run of the first step, and both ways of the second: in a plate, and hidden, where a kept tensor is refused.
-    rows.errors = 1
-    with pytest.warns(BPQWarning, match="the next one tries 8 again"):
-        elbo.loss_and_grads(rows.model, rows.guide)
-    rows.errors = 1
-    with pytest.warns(BPQWarning, match="From now on one particle runs"):
-        elbo.loss_and_grads(rows.model, rows.guide)
+    fail_once(elbo, rows, "the next one tries 8 again")
+    fail_once(elbo, rows, "From now on one particle runs")
     elbo.loss_and_grads(rows.model, rows.guide)
     assert elbo.num_particles == 1
 

@@ -12,8 +12,7 @@ from torch import Tensor, tensor
 
 from pyro_bpq import AllAction, ScoreFunction, TraceBackpropQ_ELBO
 from pyro_bpq.estimators import Hindsight
-from pyro_bpq.reruns.at_values import _fixed
-from pyro_bpq.tracing.watch import carried
+from pyro_bpq.tracing.watch import carried, detached
 
 
 def relaxed(logits: Tensor, kind: str) -> Any:
@@ -73,7 +72,7 @@ def test_values_that_are_kept_keep_what_they_carry(kind: str) -> None:
     trace = poutine.trace(program.guide).get_trace()
     value, fn = trace.nodes["z"]["value"], trace.nodes["z"]["fn"]
     assert carried(value) and not carried(value.detach())
-    kept = _fixed(value)
+    kept = detached(value)
     assert torch.equal(fn.log_prob(kept), fn.log_prob(value)) and not kept.requires_grad
     assert not torch.isclose(fn.log_prob(value.detach()), fn.log_prob(value))
 
