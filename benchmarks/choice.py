@@ -42,7 +42,7 @@ from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.choice import Candidate
-from pyro_bpq.choice.candidates import BY_NAME
+from pyro_bpq.choice.candidates import BY_NAME, FIXED
 from pyro_bpq.errors import BPQError
 
 STEERED = ("program order, 4 particles",)
@@ -50,6 +50,8 @@ PLAIN = (
     *("leave-one-out, 4 particles", "leave-one-out, 8 particles"),
     *("no critics", "sums over values, 8 particles", "the rules, one particle"),
 )
+# Others that ``--methods`` may name, each of which ``criterion.md`` has on the programs that it is made for.
+FURTHER = tuple(name for name in BY_NAME if name not in (*STEERED, *PLAIN, FIXED.name))
 AVERAGE = {"use_decaying_avg_baseline": True}
 # Where the rules' loss is looked at, in parts of a run of the others.
 MARKS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0, 1.15, 1.3, 1.5)
@@ -91,7 +93,7 @@ def methods(
         chosen = chosen or ";".join(("fixed", *names))
     if chosen:
         found |= {"TraceGraph_ELBO": TraceGraph_ELBO} | {name: pinned(one, compile) for name, one in BY_NAME.items()}
-        return {name: found[name] for name in chosen.split(";") if name in names or name not in BY_NAME}
+        return {name: found[name] for name in chosen.split(";") if name in (*names, *FURTHER) or name not in BY_NAME}
     if everything:
         found["TraceGraph_ELBO"] = TraceGraph_ELBO
     return found | {name: pinned(BY_NAME[name]) for name in (names if everything else names[:1])}

@@ -1,7 +1,7 @@
 """How often the choice by measurement picks well: its regret, against many gradients at fixed weights.
 
 The default is trained for some steps. At these weights every candidate then gives many gradients; methods take turns,
-and critics and baselines are taught before. ``J`` is the median CPU time of a step times the mean of
+and critics and baselines are taught before. A candidate that refuses the program has no row. ``J`` is the median CPU time of a step times the mean of
 ``Σ_p |g_p|² / s_p`` (:mod:`pyro_bpq.choice.criterion`). A look is simulated with rounds that are drawn from these
 gradients, and counted time. *regret*: mean over looks of the ``J`` of the pick over the best. Rows that the result file
 has are kept. The programs that ``programs.HELD_OUT`` names are left out unless asked for.
@@ -37,6 +37,7 @@ from pyro_bpq import TraceBackpropQ_ELBO
 from pyro_bpq.choice.candidates import FIXED
 from pyro_bpq.choice.criterion import better_than, normalised, products
 from pyro_bpq.choice.measured import HOPELESS, ROUNDS
+from pyro_bpq.errors import UnsupportedProgramError
 from pyro_bpq.tracing.work import WorkMode
 
 LOOKS, TEACHING, COUNTED = 60, 40, 9
@@ -104,9 +105,15 @@ def measure(program: Program, options: argparse.Namespace, data: Tensor) -> list
         one.name: Gradients(rules if one == FIXED else TraceBackpropQ_ELBO(choice=one), module)
         for one in rules.choice.candidates
     }
-    for one in found.values():
-        for _ in range(TEACHING):
-            one.draw(batch(), False)
+    for name, one in list(found.items()):
+        try:
+            for _ in range(TEACHING):
+                one.draw(batch(), False)
+        except UnsupportedProgramError as error:
+            # A pinned candidate may not serve a program.
+            print(f"{program.name}, {name}: {str(error).splitlines()[-1]}", flush=True)
+            del found[name]
+            continue
         for _ in range(COUNTED):
             one.count(batch())
     for _ in range(options.draws):

@@ -2,15 +2,16 @@
 
 Each is measured where it dominates: products of large matrices, convolutions of many small images, elementwise
 operators on large tensors, and steps of ``Trace_ELBO`` on a chain of binary sites, whose tensors have one element. It
-prints the machine and the number of threads. The weights in the library were fitted by least squares of relative errors
-to the CPU times of steps of candidates on seven programs of ``programs.py``, one thread of an Intel Xeon that others
-used meanwhile. Its byte is dearer than what this shows, as elementwise operators do more than copy.
+prints the machine and the number of threads. A byte of a program is dearer than what this shows, as elementwise
+operators do more than copy.
 
-``--compiled`` fits the weights of compiled steps, by least squares of relative errors: to the times in
-``choice_compiled.csv`` of the rules and of candidates, from what the same steps call when they run eagerly. The seconds
-of an operator's compilation are those of all operators that were compiled, caches of the compiler warm or not.
+``--eager`` fits the weights of the library, by least squares of relative errors: to the CPU times in ``criterion.csv``
+of the rules and of candidates on all programs of ``programs.py``, from what the same steps call. They were measured on
+one thread of an AMD EPYC. ``--compiled`` does the same for compiled steps and the times in ``choice_compiled.csv``,
+from what the same steps call when they run eagerly. The seconds of an operator's compilation are those of all operators
+that were compiled, caches of the compiler warm or not.
 
-    python benchmarks/weights.py [--compiled]
+    python benchmarks/weights.py [--eager] [--compiled]
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 
 import numpy as np
@@ -83,23 +84,37 @@ def fitted(work: Sequence[Work], seconds: Sequence[float]) -> dict[str, float]:
     return weights | {"relative error": float(errors[best] ** 0.5)}
 
 
+def eager() -> None:
+    """Prints the weights of eager steps."""
+    data, rows = digits(), read_csv(RESULTS / "criterion.csv")
+    work = [counted(str(row["program"]), str(row["candidate"]), data) for row in rows]
+    show(fitted(work, [1e-3 * float(row["ms"]) for row in rows]))
+
+
+def show(weights: Mapping[str, float]) -> None:
+    """Prints weights."""
+    for name, weight in weights.items():
+        print(f"{name}: {weight:.2g}")
+
+
 def compiled() -> None:
     """Prints the weights of compiled steps."""
     data = digits()
     rows = [row for row in read_csv(RESULTS / "choice_compiled.csv") if row["method"] in ("fixed", *BY_NAME)]
     work = [counted(str(row["program"]), str(row["method"]), data) for row in rows]
-    for name, weight in fitted(work, [1e-3 * float(row["ms a step"]) for row in rows]).items():
-        print(f"{name}: {weight:.2g}")
+    show(fitted(work, [1e-3 * float(row["ms a step"]) for row in rows]))
     making = sum(float(row["seconds to make"]) for row in rows) / sum(one.operators for one in work)
     print(f"making: {making:.2g} s for an operator")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--eager", action="store_true", help="the weights of eager steps")
     parser.add_argument("--compiled", action="store_true", help="the weights of compiled steps")
     torch.set_num_threads(1)
-    if parser.parse_args().compiled:
-        compiled()
+    options = parser.parse_args()
+    if options.eager or options.compiled:
+        (eager if options.eager else compiled)()
         print(machine())
         return
     left, images, large = torch.randn(600, 600), torch.randn(1000, 32, 4, 4), torch.randn(2_000_000)

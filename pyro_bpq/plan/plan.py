@@ -61,6 +61,7 @@ class Plan:
     is_dynamic: bool = False  # whether sampled values may steer the program, so that another run may have another plan
     noisy: frozenset[str] = frozenset()  # sites of the default's choice whose gradients are noisy
     layers: frozenset[str] = frozenset()  # sites that hindsight serves where there are enough particles
+    crossed: frozenset[str] = frozenset()  # sites that crossed costs serve where there are
     summed: SumPlan | None = None  # the tables that the loss can be summed over, or ``None``
     sums: bool = False  # whether it is summed over them
 

@@ -178,7 +178,7 @@ class Planner:
             extra = self._extra_run(structure, choices, can_flip)
         critics = self._critics(structure, choices, extra)
         kinds = self._kinds(structure, choices, extra)
-        layers = self._revise_vectors(structure, sites, choices, critics, kinds, extra)
+        layers, crossed = self._revise_vectors(structure, sites, choices, critics, kinds, extra)
         estimators = {name: choice.estimator for name, choice in choices.items()}
         layout = self._layout(structure, estimators, critics, kinds, extra)
         # What is sampled downstream is drawn anew where slopes count it; costs of a user's own get plain values.
@@ -205,6 +205,7 @@ class Planner:
             is_dynamic=facts.is_dynamic,
             noisy=compared.noisy,
             layers=layers,
+            crossed=crossed,
             summed=summed,
         )
 
@@ -276,22 +277,23 @@ class Planner:
         critics: Mapping[str, Critic | None],
         kinds: dict[str, set[Known]],
         extra: ExtraRun,
-    ) -> frozenset[str]:
+    ) -> tuple[frozenset[str], frozenset[str]]:
         """Revises the choices of sites of many components that have neither an extra run nor a critic.
 
         Returns:
-            Those that hindsight may serve.
+            Those that hindsight may serve, and the others that crossed costs may serve.
         """
         many = [n for n in choices if n not in extra.components and has_many_components(sites[n])]
-        layers = set()
+        layers, crossed = set[str](), set[str]()
         for name in many:
             if critics[name] is None:
                 kinds[name] = set()
                 is_alone = len(many) == 1 and not charged_costs(structure, name, SecondRun(), ())
                 found = untold(sites[name], structure, is_alone, len(many))
                 revise(choices, found)
-                layers |= {name} if found.may_hold else set()
-        return frozenset(layers)
+                if found.can_cross:
+                    (layers if found.may_hold else crossed).add(name)
+        return frozenset(layers), frozenset(crossed)
 
     def _layout(
         self,

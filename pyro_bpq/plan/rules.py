@@ -33,8 +33,8 @@ FEW_PARTICLES = 4
 MANY_READS = 10_000
 # The same where there are several such sites: a step is longer then.
 MANY_READS_OF_LAYERS = 100_000
-# With fewer layers, and fewer reads, the costs beside a particle's own past are not worth their time.
-FEW_LAYERS = 3
+# The squared noise of one particle's gradient, over the square of its mean, as it often is: rows of data average it.
+USUAL_NOISE = 3.0
 # Elements that the largest values in all rows of a sum over all values may have.
 MOST_SUMMED = 1 << 19
 # Steps that draw before such a sum, where the model learns nothing and where it learns.
@@ -117,10 +117,14 @@ class SiteFacts:
         return self.layers > 1 and self.reads >= MANY_READS_OF_LAYERS
 
     @property
-    def may_cross(self) -> bool:
+    def can_cross(self) -> bool:
         """Whether it is one of several layers, whose costs may be those of other particles' later layers."""
-        is_worth_it = self.is_large or self.layers >= FEW_LAYERS
-        return self.is_untold and is_worth_it and self.info.num_particles >= FEW_PARTICLES
+        return self.is_untold and self.layers > 1
+
+    @property
+    def may_cross(self) -> bool:
+        """The same with enough particles."""
+        return self.can_cross and self.info.num_particles >= FEW_PARTICLES
 
     @property
     def may_hold(self) -> bool:
@@ -222,6 +226,7 @@ class ProgramFacts:
         particles: Number of particles in it.
         noisy: Number of sites of the default's choice whose gradients are noisy.
         held: Layers that are served by their law given what was drawn after them, if there are enough particles.
+        crossed: Layers that are served by costs of other particles' values, if there are enough particles.
         free: Seconds of a particle that the particles of one call share, over those that each of them adds.
     """
 
@@ -232,6 +237,7 @@ class ProgramFacts:
     particles: int = 1
     noisy: int = 0
     held: frozenset[str] = frozenset()
+    crossed: frozenset[str] = frozenset()
     free: float = math.inf
 
 
@@ -249,8 +255,15 @@ def _affordable(program: ProgramFacts) -> int:
 
 
 def _worthwhile(program: ProgramFacts) -> int:
-    """As many as take about as long as what they share, but not too few."""
-    return min(_affordable(program), max(FEW_PARTICLES, round(min(1.0 + program.free, MOST_PARTICLES))))
+    """As many as bring the time of a step times its mean squared gradient to its minimum, but not too few."""
+    best = 1.0 + math.sqrt(USUAL_NOISE * (1.0 + program.free))
+    return min(_affordable(program), max(FEW_PARTICLES, round(min(best, MOST_PARTICLES))))
+
+
+def _paired(program: ProgramFacts) -> int:
+    """As many as their pairs allow: each particle is scored beside the past of every other one."""
+    pairs = math.isqrt(2 * ELEMENTS * program.particles // max(program.elements, 1))
+    return min(_affordable(program), max(FEW_PARTICLES, min(pairs, MOST_PARTICLES)))
 
 
 PARTICLES = (
@@ -263,8 +276,12 @@ PARTICLES = (
         lambda p: bool(p.compared) and p.compared <= p.held,
         lambda p: min(FEW_PARTICLES, _affordable(p)),
     ),
+    # Log-probabilities of layers take little time beside the model's run.
+    ParticleRule(
+        "crossed costs serve all sites", lambda p: bool(p.compared) and p.compared <= p.crossed | p.held, _paired
+    ),
     # A step is mostly Python, which particles of one call share.
-    ParticleRule("particles average their noise, as many as are nearly free", lambda p: True, _worthwhile),
+    ParticleRule("particles average their noise, as many as are worth their time", lambda p: True, _worthwhile),
 )
 
 

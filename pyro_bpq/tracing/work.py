@@ -23,11 +23,11 @@ from pyro_bpq.tracing.ledger import OperatorMode
 class Weights:
     """Seconds that things take: ratios matter, see ``benchmarks/weights.py``."""
 
-    operator: float = 6.7e-6  # A call of an operator, with Python's share in a Pyro program
-    flop: float = 1.6e-11  # A floating-point operation of a matrix product or of attention
-    convolved: float = 2.2e-11  # one of a convolution
-    byte: float = 6.5e-10  # A byte of a result
-    step: float = 1.5e-3  # A step's Python that no operator is called for
+    operator: float = 8.3e-6  # A call of an operator, with Python's share in a Pyro program
+    flop: float = 1.3e-11  # A floating-point operation of a matrix product or of attention
+    convolved: float = 3.2e-11  # one of a convolution
+    byte: float = 3.3e-10  # A byte of a result
+    step: float = 1.8e-3  # A step's Python that no operator is called for
     making: float = 0.0  # What it takes to make a compiled step, for each operator
 
 
