@@ -1,10 +1,11 @@
 """How often the choice by measurement picks well: its regret, against many gradients at fixed weights.
 
 The default is trained for some steps. At these weights every candidate then gives many gradients; methods take turns,
-and critics and baselines are taught before. A candidate that refuses the program has no row. ``J`` is the median CPU time of a step times the mean of
-``Σ_p |g_p|² / s_p`` (:mod:`pyro_bpq.choice.criterion`). A look is simulated with rounds that are drawn from these
-gradients, and counted time. *regret*: mean over looks of the ``J`` of the pick over the best. Rows that the result file
-has are kept. The programs that ``programs.HELD_OUT`` names are left out unless asked for.
+and critics and baselines are taught before. A candidate that refuses the program has no row. ``J`` is the median CPU
+time of a step times the mean of ``Σ_p |g_p|² / s_p`` (:mod:`pyro_bpq.choice.criterion`). A look is simulated with
+rounds that are drawn from these gradients, and counted time. *regret*: mean over looks of the ``J`` of the pick over
+the best. Rows that the result file has are kept. The programs that ``programs.HELD_OUT`` names are left out unless
+asked for.
 
 Progress under Adam, with its momentum, is that of the race of ``choice.py``, whose losses at equal time stand in
 ``choice.csv``: pairs of candidates whose ``J`` differ by a tenth or more are compared with it.
