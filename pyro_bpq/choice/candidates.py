@@ -55,9 +55,18 @@ class ProgramFacts:
     many_components: int = 0  # number of those with many components
     num_particles: int = 1  # number of particles that the default runs
     flips: bool = False  # whether the default runs the model at other values
-    is_alike: bool = False  # whether the default sums over the values of all sites
-    has_slopes: bool = False  # whether the default corrects slopes of the costs
     is_finite: bool = False  # whether all sites have finitely many values
+    estimators: frozenset[Estimator] = frozenset()  # the default's estimators
+
+    @property
+    def has_slopes(self) -> bool:
+        """Whether the default corrects slopes of the costs."""
+        return DebiasedStraightThrough() in self.estimators
+
+    def is_default(self, candidate: Candidate) -> bool:
+        """Whether the default does what a candidate stands for."""
+        is_chosen = candidate.estimator is not None and self.estimators == {candidate.estimator}
+        return is_chosen and candidate.num_particles == self.num_particles and candidate.critics == self.has_critics
 
 
 @functools.cache
@@ -87,7 +96,7 @@ def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]
         (lambda p: not p.is_steered and p.num_particles == 1, (more,)),
         (lambda p: not p.is_steered and p.num_particles > 1 and p.is_finite and not p.flips, (sums,)),
         (lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
-        (lambda p: not p.is_steered and p.flips and p.is_alike, (no_run,)),
+        (lambda p: not p.is_steered and p.flips and p.estimators == {AllAction()}, (no_run,)),
         (lambda p: not p.is_steered and p.num_sites == p.many_components == 1 and not p.has_slopes, (slopes,)),
         (lambda p: not p.is_steered and p.num_sites > 1 and p.many_components > 1, (crossed, hindsight)),
     )
@@ -107,4 +116,5 @@ def candidates_for(facts: ProgramFacts) -> tuple[Candidate, ...]:
     """
     if not facts.num_sites:
         return (FIXED,)
-    return (FIXED, *(candidate for holds, given in rules() if holds(facts) for candidate in given))
+    found = (candidate for holds, given in rules() if holds(facts) for candidate in given)
+    return (FIXED, *(candidate for candidate in found if not facts.is_default(candidate)))

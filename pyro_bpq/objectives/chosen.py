@@ -11,7 +11,6 @@ from torch import Tensor
 from pyro_bpq.choice import MeasuredChoice
 from pyro_bpq.choice.candidates import FIXED, Candidate, ProgramFacts
 from pyro_bpq.errors import OptionError
-from pyro_bpq.estimators import AllAction, DebiasedStraightThrough
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.rollout.runs import Program
@@ -90,9 +89,8 @@ class Rules:
             many_components=sum(size > 1 for size in sizes),
             num_particles=self.particles.now.number,
             flips=last.plan.flips is not None,
-            is_alike=all(spec.estimator == AllAction() for spec in specs),
-            has_slopes=any(spec.estimator == DebiasedStraightThrough() for spec in specs),
             is_finite=all(spec.components is not None for spec in specs),
+            estimators=frozenset(spec.estimator for spec in specs),
         )
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from pyro_bpq import AllAction, LeaveOneOut, ScoreFunction
 from pyro_bpq.choice.candidates import BY_NAME, FIXED, ProgramFacts, candidates_for
 from pyro_bpq.choice.criterion import better_than, median_of_means, normalised
+from pyro_bpq.estimators import CrossedLeaveOneOut, DebiasedStraightThrough
+
+LEAVE_ONE_OUT = ScoreFunction(LeaveOneOut())
 
 
 def test_tensors_share_the_scale_of_the_present_choice() -> None:
@@ -53,13 +59,41 @@ def test_candidates_follow_from_the_program() -> None:
     assert [candidate.num_particles for candidate in rows] == [None, 1, 2, 4, 8]
     finite = candidates_for(ProgramFacts(num_sites=1, num_particles=8, is_finite=True))
     assert {one.name for one in finite} - {one.name for one in rows} == {"sums over values, 8 particles"}
-    single = {
-        one.name for one in candidates_for(ProgramFacts(num_sites=1, many_components=1, flips=True, is_alike=True))
-    }
-    assert {"no extra run", "corrected slopes, 2 particles"} <= single
-    sloped = candidates_for(ProgramFacts(num_sites=1, many_components=1, has_slopes=True, flips=True))
+    sums, slopes = (frozenset({estimator}) for estimator in (AllAction(), DebiasedStraightThrough()))
+    single = candidates_for(ProgramFacts(num_sites=1, many_components=1, flips=True, estimators=sums))
+    assert {"no extra run", "corrected slopes, 2 particles"} <= {one.name for one in single}
+    sloped = candidates_for(ProgramFacts(num_sites=1, many_components=1, flips=True, estimators=slopes))
     assert not {"no extra run", "corrected slopes, 2 particles"} & {one.name for one in sloped}
     assert {"no critics", "crossed costs, 8 particles", "hindsight, 4 particles"} <= {
         candidate.name for candidate in plain
     }
     assert all(BY_NAME[candidate.name] == candidate for candidate in (*steered, *plain))
+
+
+@pytest.mark.parametrize(
+    ("facts", "left_out"),
+    [
+        (
+            ProgramFacts(num_sites=2, num_particles=8, estimators=frozenset({LEAVE_ONE_OUT})),
+            "leave-one-out, 8 particles",
+        ),
+        (
+            ProgramFacts(num_sites=2, num_particles=4, estimators=frozenset({LEAVE_ONE_OUT})),
+            "leave-one-out, 4 particles",
+        ),
+        (
+            ProgramFacts(num_sites=2, many_components=2, num_particles=8, estimators=frozenset({CrossedLeaveOneOut()})),
+            "crossed costs, 8 particles",
+        ),
+        (ProgramFacts(num_sites=2, num_particles=5, estimators=frozenset({LEAVE_ONE_OUT})), ""),
+        (ProgramFacts(num_sites=2, num_particles=8, estimators=frozenset({LEAVE_ONE_OUT, AllAction()})), ""),
+        (
+            ProgramFacts(num_sites=2, num_particles=8, has_critics=True, estimators=frozenset({LEAVE_ONE_OUT})),
+            "",
+        ),
+    ],
+)
+def test_what_the_default_does_is_not_tried_again(facts: ProgramFacts, left_out: str) -> None:
+    tried = {one.name for one in candidates_for(facts)}
+    other = {one.name for one in candidates_for(replace(facts, estimators=frozenset()))}
+    assert other - tried == ({left_out} if left_out else set())
