@@ -11,7 +11,7 @@ from pyro_bpq.choice.candidates import BY_NAME, FIXED, ProgramFacts, candidates_
 from pyro_bpq.choice.criterion import better_than, median_of_means, normalised
 from pyro_bpq.estimators import CrossedLeaveOneOut, DebiasedStraightThrough
 
-LEAVE_ONE_OUT = ScoreFunction(LeaveOneOut())
+SCORE = ScoreFunction(LeaveOneOut())
 
 
 def test_tensors_share_the_scale_of_the_present_choice() -> None:
@@ -74,21 +74,21 @@ def test_candidates_follow_from_the_program() -> None:
     ("facts", "left_out"),
     [
         (
-            ProgramFacts(num_sites=2, num_particles=8, estimators=frozenset({LEAVE_ONE_OUT})),
+            ProgramFacts(num_sites=2, num_particles=8, estimators=frozenset({SCORE})),
             "leave-one-out, 8 particles",
         ),
         (
-            ProgramFacts(num_sites=2, num_particles=4, estimators=frozenset({LEAVE_ONE_OUT})),
+            ProgramFacts(num_sites=2, num_particles=4, estimators=frozenset({SCORE})),
             "leave-one-out, 4 particles",
         ),
         (
             ProgramFacts(num_sites=2, many_components=2, num_particles=8, estimators=frozenset({CrossedLeaveOneOut()})),
             "crossed costs, 8 particles",
         ),
-        (ProgramFacts(num_sites=2, num_particles=5, estimators=frozenset({LEAVE_ONE_OUT})), ""),
-        (ProgramFacts(num_sites=2, num_particles=8, estimators=frozenset({LEAVE_ONE_OUT, AllAction()})), ""),
+        (ProgramFacts(num_sites=2, num_particles=5, estimators=frozenset({SCORE})), ""),
+        (ProgramFacts(num_sites=2, num_particles=8, estimators=frozenset({SCORE, AllAction()})), ""),
         (
-            ProgramFacts(num_sites=2, num_particles=8, has_critics=True, estimators=frozenset({LEAVE_ONE_OUT})),
+            ProgramFacts(num_sites=2, num_particles=8, has_critics=True, estimators=frozenset({SCORE})),
             "",
         ),
     ],
