@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.reruns.row_runs import agree, is_due, probe, probe_generator
+from pyro_bpq.reruns.row_runs import EVEN, FIRST, LAST, agree, is_due, kinds_at, probe, probe_generator
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.cost_statement import SkipCosts
@@ -23,7 +23,7 @@ from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, samples
 
 # Smallest number of particles that are run alone, in the first comparison and in later ones.
-FIRST, LATER = 16, 4
+FIRST_LOOK, LATER = 16, 4
 # The same from so many sites on: a run takes long, so that each shows more.
 LONG, FIRST_OF_LONG, LATER_OF_LONG = 100, 4, 1
 # Number of tracked runs that are all compared.
@@ -49,11 +49,11 @@ class Comparison:
 def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     """Compares particles that run together with the same particles on their own.
 
-    The comparison draws the values of every site evenly (:func:`~pyro_bpq.reruns.row_runs.probe`). Sampled values may
-    be equal in all particles, and equal values do not show that particles are mixed. In long programs it runs few
-    particles alone. So there all other particles get other values than the one that runs alone, and that one other
-    values than the one before: of binary sites both are seen. If the program fails at some values, the comparison uses
-    the sampled ones.
+    Sampled values may be equal in all particles, and equal values do not show that particles are mixed. So most
+    particles get other ones (:func:`~pyro_bpq.reruns.row_runs.probe`): drawn evenly, or the first value of every site,
+    or the last one. In long programs few particles run alone. There all other particles get other values than that one,
+    which gets the first value of every site, the last one, or other values than the one before. If the program fails at
+    some values, the comparison draws them evenly; if it fails there too, it uses the sampled ones.
 
     Runs that draw more noise besides their sites for many particles cannot be compared, nor can runs of programs that
     work at no given values (flows without an inverse): the result is ``None``. Initial values do no harm, as
@@ -71,7 +71,7 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     if compared.is_compact:
         sampled = {name: _compact(sites[name], value) for name, value in sampled.items()}
     is_long = len(sites) >= LONG
-    wanted = (FIRST_OF_LONG if is_long else FIRST) if is_first else (LATER_OF_LONG if is_long else LATER)
+    wanted = (FIRST_OF_LONG if is_long else FIRST_LOOK) if is_first else (LATER_OF_LONG if is_long else LATER)
 
     def costs_alone(values: Mapping[str, Tensor], index: int) -> dict[str, Tensor] | None:
         own = {name: _whole(sites[name], value_alone(sites[name], values[name], index, nesting)) for name in sites}
@@ -86,24 +86,41 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
         found = [False if among is None else is_same(values, i, among) for i in picked]
         return None if among is None or None in found else all(found)
 
-    def chosen() -> Iterator[tuple[Mapping[str, Tensor], Sequence[int]]]:
+    def probed(name: str, kinds: Sequence[int]) -> Tensor:
+        fn, value = sites[name]["fn"], sampled[name]
+        if _has_particles(sites[name], value, number, nesting):
+            return probe(fn, value, kinds, generator)
+        return probe(fn, value.unsqueeze(0), [EVEN], generator)[0]
+
+    def chosen(is_even: bool) -> Iterator[tuple[Mapping[str, Tensor], Sequence[int]]]:
         """Values, and the particles that run alone at them."""
+        order = torch.randperm(number, generator=generator).tolist()
         if not is_long:
             # Few particles are more likely to be alike by chance: they are compared more than once.
-            for _ in range(-(-wanted // number)):
-                values = {name: probe(site["fn"], sampled[name], 1, generator)[0] for name, site in sites.items()}
-                yield values, torch.randperm(number, generator=generator)[:wanted].tolist()
+            for start in range(0, wanted, number):
+                kinds = [EVEN] * number if is_even else kinds_at([start + order.index(i) for i in range(number)])
+                yield {name: probed(name, kinds) for name in sites}, order[:wanted]
             return
-        values, order = sampled, torch.randperm(number, generator=generator).tolist()
-        for last, index in itertools.pairwise([order[-1], *itertools.islice(itertools.cycle(order), wanted)]):
-            values = {name: _contrasted(sites[name], values[name], last, index, nesting, generator) for name in sites}
+        values, turn = sampled, int(torch.randint(4, (), generator=generator))
+        for i, (last, index) in enumerate(itertools.pairwise(itertools.islice(itertools.cycle(order), wanted + 1))):
+            kind = EVEN if is_even else (FIRST, LAST, EVEN, EVEN)[(turn + i) % 4]
+            values = {
+                name: _contrasted(site, values[name], kind, last, index, nesting, generator)
+                for name, site in sites.items()
+            }
             yield values, [index]
 
-    found: list[bool | None] = []
-    for values, picked in chosen():
-        found.append(compare(values, picked))
-        if not found[-1]:
-            break
+    def looked(is_even: bool) -> list[bool | None]:
+        found: list[bool | None] = []
+        for values, picked in chosen(is_even):
+            found.append(compare(values, picked))
+            if not found[-1]:
+                break
+        return found
+
+    found = looked(False)
+    if None in found:
+        found = looked(True)
     if None in found:
         found = [compare(sampled, torch.randperm(number, generator=generator)[:wanted].tolist())]
         if found == [None] and all(
@@ -223,23 +240,29 @@ def _whole(site: Any, value: Tensor) -> Tensor:
     return value.expand(shape)
 
 
-def _contrasted(site: Any, value: Tensor, last: int, index: int, nesting: int, generator: torch.Generator) -> Tensor:
-    """Values at which one particle differs from all others, and from the particle that differed last.
+def _has_particles(site: Any, value: Tensor, number: int, nesting: int) -> bool:
+    """Whether the first dimension of a value is that of the particles."""
+    return value.dim() - len(site["fn"].event_shape) >= nesting and len(value) == number
 
-    They are drawn evenly where there are finitely many. Else all particles get new values.
+
+def _contrasted(
+    site: Any, value: Tensor, kind: int, last: int, index: int, nesting: int, generator: torch.Generator
+) -> Tensor:
+    """Values at which one particle differs from all others.
+
+    It has the first value or the last one, as its kind says, or differs from the particle that differed last. Sites of
+    infinitely many values get new ones in all particles.
     """
     fn = site["fn"]
     split = finite_components(fn)
-    if (
-        split is None
-        or split.cardinality < 2
-        or value.dim() - len(fn.event_shape) < nesting
-        or len(value) <= max(last, index)
-    ):
-        return probe(fn, value, 1, generator)[0]
+    is_apart = value.dim() - len(fn.event_shape) >= nesting and len(value) > max(last, index)
+    if split is None or split.cardinality < 2 or not is_apart:
+        return probe(fn, value.unsqueeze(0), [EVEN], generator)[0]
     old = split.index(value, fn)
     further = torch.randint(1, split.cardinality, (2, *old.shape), generator=generator).to(old.device)
     own = old[last] + further[0, index]
+    if kind != EVEN:
+        own = torch.full_like(own, 0 if kind == FIRST else split.cardinality - 1)
     new = own + further[1]
     new[index] = own
     return split.value(new % split.cardinality, fn).to(value.dtype).reshape(value.shape)

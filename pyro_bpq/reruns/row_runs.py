@@ -38,6 +38,8 @@ MOST_SINGLES = 16
 MOST_ELEMENTS = 1 << 21
 # Number of rows at which ways are compared, and number of these rows that single runs check.
 PROBES, REFEREES = 8, 2
+# Values of a row: drawn evenly; the first or the last of each component; those that were sampled.
+EVEN, FIRST, LAST, SAMPLED = range(4)
 # A way is compared with the others again after 1, 2, 4, ... uses, and then every ``LONGEST`` uses.
 LONGEST = 128
 _CAPACITY = 256
@@ -292,11 +294,17 @@ def _as_sampled(way: Way, program: RowProgram, rows: Rows, sampled: Mapping[str,
 def _prove(program: RowProgram, sites: Mapping[str, Any], rows: Rows, seed: int) -> Way:
     """Finds the fastest way that gives the costs of single runs."""
     generator = probe_generator(seed)
-    drawn = {name: probe(fn, value, PROBES, generator) for name, (fn, value) in sites.items()}
-    rest = {name: value for name, value in rows.fixed.items() if name not in drawn}
+    rest = {name: value for name, value in rows.fixed.items() if name not in sites}
+
+    def probed(kinds: Sequence[int]) -> Rows:
+        drawn = {n: probe(fn, value.expand(PROBES, *value.shape), kinds, generator) for n, (fn, value) in sites.items()}
+        return replace(rows, fixed=rest, varied=drawn)
+
     # The program may fail at some values. The rows themselves then serve for the comparison.
-    for compared, is_strict in ((replace(rows, fixed=rest, varied=drawn), True), (rows, False)):
-        program = replace(program, is_strict=is_strict)
+    mixed = kinds_at(torch.randperm(PROBES, generator=generator).tolist())
+    tried = (probed(mixed), probed([EVEN] * PROBES), rows)
+    for compared in tried:
+        program = replace(program, is_strict=compared is not rows)
         picked = torch.randperm(compared.number, generator=generator)[:REFEREES]
         some = {name: value[picked.to(value.device)] for name, value in compared.varied.items()}
         truth = program.run(Way.SINGLE, replace(compared, varied=some))
@@ -328,37 +336,55 @@ def probe_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(0x9E3779B97F4A7C15 * (seed + 1) % (1 << 63))
 
 
-def probe(fn: Any, value: Tensor, rows: int, generator: torch.Generator) -> Tensor:
-    """Draws values of a site to compare runs at, evenly if finite, else from its distribution.
+def kinds_at(places: Sequence[int]) -> list[int]:
+    """Kinds of values of rows by their places: all kinds in turn."""
+    return [(FIRST, EVEN, LAST, SAMPLED)[place % 4] for place in places]
 
-    Sampled values may hardly vary, and equal rows do not show that rows are mixed.
+
+def probe(fn: Any, value: Tensor, kinds: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Draws values of a site to compare runs at; those of finite sites by kind, others from its distribution.
+
+    Sampled values may hardly vary, and equal rows do not show that rows are mixed. Nor do values that are drawn evenly,
+    if the program looks for a single one: ``z.max()`` of many bits is 1 in nearly all rows. So in some rows all sites
+    have their first value, or their last one.
+
+    Args:
+        fn: Distribution of the site.
+        value: The sampled values, shape ``(rows, batch, event)``.
+        kinds: ``EVEN``, ``FIRST``, ``LAST`` or ``SAMPLED`` for each row.
+        generator: Draws.
 
     Returns:
-        Values ``(rows, batch, event)``. Every row is the sampled value if the distribution cannot be drawn from.
+        Values of the same shape; the sampled ones if the distribution cannot be drawn from.
     """
     try:
-        return _drawn(fn, value, rows, generator)
+        return _drawn(fn, value, kinds, generator)
     except Exception:
         # A user's own distribution may lack a support, or its sample() may fail here.
-        return value.expand(rows, *value.shape)
+        return value
 
 
-def _drawn(fn: Any, value: Tensor, rows: int, generator: torch.Generator) -> Tensor:
+def _drawn(fn: Any, value: Tensor, kinds: Sequence[int], generator: torch.Generator) -> Tensor:
+    kind = torch.tensor(kinds, device=value.device)
     split = finite_components(fn)
     if split is not None:
         index = split.index(value, fn)
-        drawn = torch.randint(split.cardinality, (rows, *index.shape), generator=generator).to(index.device)
-        return split.value(drawn, fn).to(value.dtype).reshape(rows, *value.shape)
-    repeated = value.expand(rows, *value.shape)
+        kind = kind.reshape(-1, *(1,) * (index.dim() - 1))
+        drawn = torch.randint(split.cardinality, index.shape, generator=generator).to(index.device)
+        drawn = torch.where(kind == SAMPLED, index, drawn).masked_fill(kind == FIRST, 0)
+        drawn = drawn.masked_fill(kind == LAST, split.cardinality - 1)
+        return split.value(drawn, fn).to(value.dtype).reshape(value.shape)
+    shape = value.shape[: value.dim() - len(fn.event_shape)]
     with Sandbox(int(torch.randint(1 << 31, (), generator=generator)), has_buffers=False):
-        drawn = fn.sample((rows,)).detach()
-    if drawn.shape != repeated.shape:
-        return repeated
+        drawn = fn.sample(() if shape == fn.batch_shape else (len(kinds),)).detach()
+    if drawn.shape != value.shape:
+        return value
     if getattr(fn.support, "is_discrete", False) and not fn.event_shape:
         # Counts may nearly always be zero, so they are raised by up to 2.
         more = drawn + torch.randint(3, drawn.shape, generator=generator).to(drawn)
         drawn = torch.where(fn.support.check(more), more, drawn)
-    return drawn.to(value.dtype)
+    kind = kind.reshape(-1, *(1,) * (value.dim() - 1))
+    return torch.where(kind == SAMPLED, value, drawn.to(value.dtype))
 
 
 def agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:

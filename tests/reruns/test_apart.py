@@ -62,6 +62,57 @@ def test_particles_of_an_open_number_are_hidden_where_they_mix(mixes: str, proba
         assert elbo.particles.now.is_hidden and elbo.num_particles == 8
 
 
+# Reductions that have the same result at nearly all values that are drawn evenly.
+TRIGGERS = {
+    "largest": lambda z: z.max(),
+    "product": lambda z: z.prod(),
+    "any": lambda z: z.bool().any().double(),
+    "all": lambda z: z.bool().all().double(),
+    "more than three": lambda z: (z.sum() > 3.0).double(),
+}
+
+
+def alarms(layout: str, trigger: Any, probability: float) -> tuple[Any, Any]:
+    """Twelve bits that nearly always have one value, and an observation that reads them all at once."""
+
+    def draw(p: Tensor) -> Tensor:
+        if layout == "plate":
+            with pyro.plate("rows", 12):
+                return pyro.sample("z", dist.Bernoulli(p))
+        if layout == "event":
+            return pyro.sample("z", dist.Bernoulli(p).to_event(1))
+        return torch.stack([pyro.sample(f"z_{i}", dist.Bernoulli(p[i])) for i in range(12)])
+
+    def model() -> None:
+        z = draw(torch.full((12,), probability))
+        pyro.sample("x", dist.Normal(1.5 * trigger(z), 0.5), obs=torch.tensor(0.9))
+
+    def guide() -> None:
+        draw(pyro.param("p", torch.full((12,), probability), constraint=dist.constraints.unit_interval))
+
+    return model, guide
+
+
+@pytest.mark.parametrize("probability", [0.05, 0.95])
+@pytest.mark.parametrize("trigger", TRIGGERS)
+@pytest.mark.parametrize("layout", ["plate", "event", "stack", "long stack"])
+def test_rare_events_show_that_particles_mix(
+    layout: str, trigger: str, probability: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if layout == "long stack":
+        monkeypatch.setattr(module, "LONG", 12)
+    elbo = TraceBackpropQ_ELBO()
+    elbo.loss_and_grads(*alarms(layout, TRIGGERS[trigger], probability))
+    assert elbo.particles.now.is_hidden and elbo.num_particles == 8
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_rare_events_show_it_of_given_particles(trigger: str) -> None:
+    elbo = TraceBackpropQ_ELBO(num_particles=4, vectorize_particles=True, max_plate_nesting=1)
+    with pytest.warns(BPQWarning, match="depend on the others"):
+        elbo.loss_and_grads(*alarms("plate", TRIGGERS[trigger], 0.05))
+
+
 def chain(read: Any, length: int, probability: float, last: int) -> tuple[Any, Any]:
     """A chain of draws of ``last + 1`` values, one of which the model reads in its own way."""
     start = torch.tensor(probability).log().expand(last + 1).clone()
@@ -116,12 +167,15 @@ def test_one_particle_differs_from_all_others_and_from_the_last(fn: Any) -> None
     value, last = fn.sample(), 2
     assert split is not None
     for index in (1, 3, 1, 0):
-        new = module._contrasted({"fn": fn}, value, last, index, 2, generator)
+        new = module._contrasted({"fn": fn}, value, module.EVEN, last, index, 2, generator)
         assert new.shape == value.shape and new.dtype == value.dtype and fn.support.check(new).all()
         before, after = split.index(value, fn), split.index(new, fn)
         assert (after[index] != before[last]).all()
         assert all((after[i] != after[index]).all() for i in range(4) if i != index)
         value, last = new, index
+    for kind, expected in ((module.FIRST, 0), (module.LAST, split.cardinality - 1)):
+        after = split.index(module._contrasted({"fn": fn}, value, kind, last, 1, 2, generator), fn)
+        assert (after[1] == expected).all() and all((after[i] != expected).all() for i in (0, 2, 3))
 
 
 def test_an_open_number_falls_to_one_where_particles_cannot_be_hidden() -> None:
@@ -139,7 +193,7 @@ def test_an_open_number_falls_to_one_where_particles_cannot_be_hidden() -> None:
 
 def test_sampled_values_alone_would_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = Programs(MIXES["first"], 0.9999)
-    monkeypatch.setattr(module, "probe", lambda fn, value, rows, generator: value.expand(rows, *value.shape))
+    monkeypatch.setattr(module, "probe", lambda fn, value, kinds, generator: value)
     elbo = TraceBackpropQ_ELBO()
     for _ in range(3):
         elbo.loss_and_grads(programs.model, programs.guide)

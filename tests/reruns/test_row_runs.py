@@ -15,7 +15,22 @@ from torch import Tensor, nn
 
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.reruns import row_runs as module
-from pyro_bpq.reruns.row_runs import LONGEST, PROBES, RowProgram, RowRuns, Rows, Way, agree, is_due, probe
+from pyro_bpq.reruns.row_runs import (
+    EVEN,
+    FIRST,
+    LAST,
+    LONGEST,
+    PROBES,
+    SAMPLED,
+    RowProgram,
+    RowRuns,
+    Rows,
+    Way,
+    agree,
+    is_due,
+    probe,
+)
+from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing.substitute import Substitute
 
@@ -338,10 +353,16 @@ def test_what_is_due() -> None:
 )
 def test_probes_vary_and_lie_in_the_support(fn: Any) -> None:
     value, state = fn.sample(), torch.get_rng_state()
-    drawn = probe(fn, value, 64, torch.Generator().manual_seed(0))
+    drawn = probe(fn, value.expand(64, *value.shape), [EVEN] * 64, torch.Generator().manual_seed(0))
     assert drawn.shape == (64, *value.shape) and drawn.dtype == value.dtype
     assert bool(fn.support.check(drawn).all())
     assert len({tuple(row.reshape(-1).tolist()) for row in drawn}) > 1
+    kinds = [FIRST, LAST, SAMPLED, EVEN]
+    first, last, sampled, _ = probe(fn, value.expand(4, *value.shape), kinds, torch.Generator().manual_seed(0))
+    assert torch.equal(sampled, value)
+    split = finite_components(fn)
+    if split is not None:
+        assert (split.index(first, fn) == 0).all() and (split.index(last, fn) == split.cardinality - 1).all()
     assert torch.equal(torch.get_rng_state(), state)
 
 
