@@ -242,7 +242,8 @@ class OpenNumber:
         # Programs change: into another mode, or with what they learn.
         is_checked_again = mode.learning and is_due(mode.num_steps) and not mode.is_recorded
         compares = not is_known or is_checked_again or runner.is_looking
-        lends = compares and self.now.has_plate and runner.has_buffers
+        # In the first step the run of one particle has written them.
+        lends = runner.has_buffers and (is_first or (compares and self.now.has_plate))
         silenced = _silenced() if is_first else contextlib.nullcontext()
         with Trial() as trial, LentBuffers() if lends else contextlib.nullcontext() as lent, silenced:
             found = runner.observe(program, self.now, replace(mode, is_checked=compares))
@@ -250,7 +251,6 @@ class OpenNumber:
             if (compares or is_new) and self.now.has_plate and not trial.new_parameters():
                 trial.reason = self._difference(runner, program, found.runs[0], mode, lent, is_new)
                 if lent is not None and not (trial.reason or is_first):
-                    # In the first step the run of one particle has written them.
                     lent.keep()
         return (None if trial.reason or trial.created else found), trial
 

@@ -34,7 +34,7 @@ from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plain_values import ReachedValues, plain_arguments
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.program_graph import merged_graph
-from pyro_bpq.tracing.sandbox import Draws, Sandbox, UngraphedBuffers
+from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
@@ -319,17 +319,26 @@ class StepRunner(Runner):
             return trace_particles(*programs[0], options, is_checked=mode.is_checked, has_buffers=self.has_buffers)
         trace = functools.partial(self.trace, particles=particles, num_steps=mode.num_steps, track=track)
         last = None if track or not torch.is_grad_enabled() else self.plans.last
+        lends = particles.is_hidden and self.has_buffers
+
+        def each(**options: Any) -> list[TracedRun]:
+            # Particles of one call write buffers once; where they run one after the other for once, the first does.
+            first, *others = programs
+            runs = [trace(first, **options)]
+            with LentBuffers() if lends else contextlib.nullcontext():
+                return runs + [trace(program, **options) for program in others]
+
         if last is None or not last.plan.led_back:
-            return [trace(program) for program in programs]
+            return each()
         draws = Draws()
         try:
             with UngraphedBuffers() if last.plan.has_buffers else contextlib.nullcontext():
-                return [trace(program, sloped=last.plan.led_back, maps=last.plan.notes_maps) for program in programs]
+                return each(sloped=last.plan.led_back, maps=last.plan.notes_maps)
         except BPQError:
             raise
         except RuntimeError as error:
             draws.again()
-            runs = [trace(program) for program in programs]
+            runs = each()
             # It runs with plain values: torch refuses something that the program does with values that carry gradients.
             self.plans.know_slopes(last.key, False)
             warnings.warn(

@@ -687,3 +687,38 @@ def test_guides_that_make_parameters_in_the_shape_of_a_run_serve_vectorised_part
             svi.step()
     assert elbo.particles.now.has_plate
     assert max(value.dim() for value in guide.parameters()) == 1
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, z: Tensor) -> Tensor:
+        self.calls += 1.0
+        # The mean is taken over particles too where the program sees them.
+        out: Tensor = self.out(torch.relu(z - z.mean()))
+        return out
+
+
+def test_buffers_change_once_in_a_step_of_hidden_particles() -> None:
+    net, elbo = Counting(), TraceBackpropQ_ELBO()
+
+    def draw(probs: Tensor) -> Tensor:
+        with pyro.plate("rows", 4):
+            return pyro.sample("z", dist.Bernoulli(probs).to_event(1))
+
+    def model() -> None:
+        z = draw(torch.full((4, 2), 0.4))
+        with pyro.plate("data", 4):
+            pyro.sample("x", dist.Normal(net(z), 1.0).to_event(1), obs=torch.ones(4, 2))
+
+    def guide() -> None:
+        draw(pyro.param("l", torch.zeros(4, 2)).sigmoid())
+
+    for step in range(20):
+        elbo.loss_and_grads(model, guide)
+        assert elbo.particles.now.is_hidden and net.calls == step + 1
