@@ -2,9 +2,10 @@ r"""Checks that each particle in a vectorised call costs the same as in a run of
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,8 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     or the last one. In long programs few particles run alone. There all other particles get other values than that one,
     which gets the first value of every site, the last one, or other values than the one before. If the program fails at
     some values, the comparison draws them evenly; if it fails there too, it uses the sampled ones.
+
+    In the first look every other comparison moves the parameters a little. A weight of zero hides what it multiplies.
 
     Runs that draw more noise besides their sites for many particles cannot be compared, nor can runs of programs that
     work at no given values (flows without an inverse): the result is ``None``. Initial values do no harm, as
@@ -110,10 +113,13 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
             }
             yield values, [index]
 
+    leaves = _leaves(many.run.costs.values()) if is_first else []
+
     def looked(is_even: bool) -> list[bool | None]:
         found: list[bool | None] = []
-        for values, picked in chosen(is_even):
-            found.append(compare(values, picked))
+        for i, (values, picked) in enumerate(chosen(is_even)):
+            with _moved(leaves, generator) if i % 2 else contextlib.nullcontext():
+                found.append(compare(values, picked))
             if not found[-1]:
                 break
         return found
@@ -210,6 +216,35 @@ class RunsAt:
         after = self._after = self._after or sandbox.after
         self.draw_alike &= all(torch.equal(*pair) for pair in zip(after, sandbox.after, strict=True))
         return {name: cost.detach() for name, cost in run.costs.items()}
+
+
+def _leaves(costs: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters that costs depend on."""
+    nodes = [cost.grad_fn for cost in costs if cost.grad_fn is not None]
+    seen, found = set(nodes), []
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided:
+            found.append(leaf)
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        nodes += new
+    return found
+
+
+@contextlib.contextmanager
+def _moved(leaves: Sequence[Tensor], generator: torch.Generator) -> Iterator[None]:
+    """Moves parameters by about a hundredth, and back; autograd takes no notice."""
+    kept = [leaf.data for leaf in leaves]
+    try:
+        for leaf, data in zip(leaves, kept, strict=True):
+            noise = torch.randn(data.shape, generator=generator).to(data)
+            leaf.data = data + 0.01 * (1.0 + data.abs()) * noise
+        yield
+    finally:
+        for leaf, data in zip(leaves, kept, strict=True):
+            leaf.data = data
 
 
 def _frames(site: Any) -> list[Any]:

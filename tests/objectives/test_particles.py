@@ -697,17 +697,17 @@ class Counting(torch.nn.Module):
         self.out = torch.nn.Linear(2, 2)
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, z: Tensor) -> Tensor:
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
         self.calls += 1.0
         # The mean is taken over particles too where the program sees them.
-        out: Tensor = self.out(torch.relu(z - z.mean()))
+        out: torch.Tensor = self.out(torch.relu(z - z.mean()))
         return out
 
 
 def test_buffers_change_once_in_a_step_of_hidden_particles() -> None:
     net, elbo = Counting(), TraceBackpropQ_ELBO()
 
-    def draw(probs: Tensor) -> Tensor:
+    def draw(probs: torch.Tensor) -> torch.Tensor:
         with pyro.plate("rows", 4):
             return pyro.sample("z", dist.Bernoulli(probs).to_event(1))
 

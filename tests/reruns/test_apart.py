@@ -113,6 +113,28 @@ def test_rare_events_show_it_of_given_particles(trigger: str) -> None:
         elbo.loss_and_grads(*alarms("plate", TRIGGERS[trigger], 0.05))
 
 
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_weight_of_zero_hides_no_mixing(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_long:
+        monkeypatch.setattr(module, "LONG", 1)
+
+    def guide() -> None:
+        with pyro.plate("rows", 4):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("a", torch.linspace(-1.0, 0.5, 4))))
+
+    def model() -> None:
+        with pyro.plate("rows", 4):
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+        w = pyro.param("w", torch.tensor(0.0))
+        pyro.sample("x", dist.Normal((z.sum() - 3.0) ** 2 * w, 0.5), obs=torch.tensor(0.9))
+
+    elbo = TraceBackpropQ_ELBO()
+    elbo.loss_and_grads(model, guide)
+    assert elbo.particles.now.is_hidden and pyro.param("w") == 0.0
+    # It saw what single particles see.
+    assert pyro.param("w").grad.abs() < 200.0
+
+
 def chain(read: Any, length: int, probability: float, last: int) -> tuple[Any, Any]:
     """A chain of draws of ``last + 1`` values, one of which the model reads in its own way."""
     start = torch.tensor(probability).log().expand(last + 1).clone()
