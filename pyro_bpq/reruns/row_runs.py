@@ -342,7 +342,7 @@ def kinds_at(places: Sequence[int]) -> list[int]:
 
 
 def probe(fn: Any, value: Tensor, kinds: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Draws values of a site to compare runs at; those of finite sites by kind, others from its distribution.
+    """Draws values of a site to compare runs at, by kind if it is finite or a count, else from its distribution.
 
     Sampled values may hardly vary, and equal rows do not show that rows are mixed. Nor do values that are drawn evenly,
     if the program looks for a single one: ``z.max()`` of many bits is 1 in nearly all rows. So in some rows all sites
@@ -379,11 +379,12 @@ def _drawn(fn: Any, value: Tensor, kinds: Sequence[int], generator: torch.Genera
         drawn = fn.sample(() if shape == fn.batch_shape else (len(kinds),)).detach()
     if drawn.shape != value.shape:
         return value
-    if getattr(fn.support, "is_discrete", False) and not fn.event_shape:
-        # Counts may nearly always be zero, so they are raised by up to 2.
-        more = drawn + torch.randint(3, drawn.shape, generator=generator).to(drawn)
-        drawn = torch.where(fn.support.check(more), more, drawn)
     kind = kind.reshape(-1, *(1,) * (value.dim() - 1))
+    if getattr(fn.support, "is_discrete", False) and not fn.event_shape:
+        # Counts may nearly always be zero, so they are raised by up to 2, or by 3. The first one is zero.
+        more = drawn + torch.randint(3, drawn.shape, generator=generator).to(drawn)
+        more = torch.where(kind == FIRST, 0, torch.where(kind == LAST, drawn + 3, more))
+        drawn = torch.where(fn.support.check(more), more, drawn)
     return torch.where(kind == SAMPLED, value, drawn.to(value.dtype))
 
 

@@ -106,6 +106,24 @@ def test_rare_events_show_that_particles_mix(
     assert elbo.particles.now.is_hidden and elbo.num_particles == 8
 
 
+@pytest.mark.parametrize("trigger", ["largest", "any", "more than three"])
+@pytest.mark.parametrize("law", [dist.Poisson, lambda rate: dist.Geometric(1.0 / (1.0 + rate))])
+def test_rare_counts_show_that_particles_mix(law: Any, trigger: str) -> None:
+    def guide() -> None:
+        rate = pyro.param("rate", torch.full((12,), 0.05), constraint=dist.constraints.positive)
+        with pyro.plate("rows", 12):
+            pyro.sample("z", law(rate))
+
+    def model() -> None:
+        with pyro.plate("rows", 12):
+            z = pyro.sample("z", law(torch.full((12,), 0.05)))
+        pyro.sample("x", dist.Normal(1.5 * TRIGGERS[trigger](z), 0.5), obs=torch.tensor(0.9))
+
+    elbo = TraceBackpropQ_ELBO()
+    elbo.loss_and_grads(model, guide)
+    assert elbo.particles.now.is_hidden and elbo.num_particles == 8
+
+
 @pytest.mark.parametrize("trigger", TRIGGERS)
 def test_rare_events_show_it_of_given_particles(trigger: str) -> None:
     elbo = TraceBackpropQ_ELBO(num_particles=4, vectorize_particles=True, max_plate_nesting=1)
