@@ -34,7 +34,9 @@ MANY_READS = 10_000
 # The same where there are several such sites: a step is longer then.
 MANY_READS_OF_LAYERS = 100_000
 # The squared noise of one particle's gradient, over the square of its mean, as it often is: rows of data average it.
-USUAL_NOISE = 3.0
+USUAL_NOISE = 2.0
+# With fewer layers, and fewer reads, the costs beside a particle's own past are not worth their time.
+FEW_LAYERS = 3
 # Elements that the largest values in all rows of a sum over all values may have.
 MOST_SUMMED = 1 << 19
 # Steps that draw before such a sum, where the model learns nothing and where it learns.
@@ -119,7 +121,7 @@ class SiteFacts:
     @property
     def can_cross(self) -> bool:
         """Whether it is one of several layers, whose costs may be those of other particles' later layers."""
-        return self.is_untold and self.layers > 1
+        return self.is_untold and (self.is_large or self.layers >= FEW_LAYERS)
 
     @property
     def may_cross(self) -> bool:

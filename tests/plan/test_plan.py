@@ -123,9 +123,9 @@ def chosen(
         (flat(faces), "z", {"num_particles": 1}, SecondRun()),
         (stack(), "z", {"num_particles": 1}, SecondRun()),
         (stack(), "y", {"num_particles": 1}, SecondRun()),
-        (stack(), "y", {}, CrossedLeaveOneOut()),
+        (stack(), "y", {}, ScoreFunction(LeaveOneOut())),
         (stack(), "y", {"num_particles": 2}, ScoreFunction(LeaveOneOut())),
-        (stack(), "y", {"num_particles": 4}, CrossedLeaveOneOut()),
+        (stack(), "y", {"num_particles": 4}, ScoreFunction(LeaveOneOut())),
         (tall(), "y", {"num_particles": 4}, CrossedLeaveOneOut()),
         # Its values may be dear: a cost statement is passed once.
         (charged(), "z", {}, MEAN),
@@ -182,7 +182,7 @@ def coarse() -> tuple[Callable[[], None], Callable[[], None]]:
     ("program", "is_wide", "expected"),
     [
         (stack(), True, Hindsight(draws=1, crossed=True)),
-        (stack(), False, CrossedLeaveOneOut()),
+        (stack(), False, ScoreFunction(LeaveOneOut())),
         (coarse(), True, CrossedLeaveOneOut()),
         (noisy(), True, CrossedLeaveOneOut()),
     ],
