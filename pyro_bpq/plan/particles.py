@@ -17,14 +17,13 @@ from pyro_bpq.tracing.work import EAGER, Work
 def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: tuple[Work, Work] | None = None) -> int:
     r"""Number of particles that a program is good for.
 
-        M = min(8, max(4, 1 + sqrt(2 (1 + a / b))), max(2, 524288 / n)),   n elements of the largest value of a particle
+        M = min(8, max(4, 1 + a / 2b), max(2, 524288 / n)),   n elements of the largest value of a particle
 
     Several particles serve sites for which nothing is chosen and whose gradients are noisy. A gradient has no noise if
     the site is the only one of the program, has one component, and all later costs are known at its other values.
     ``a`` are the counted seconds of a step that the particles of one call share, its calls of operators. ``b`` are the
-    seconds that each particle adds. With leave-one-out the mean squared gradient goes with ``1 + v / (M - 1)``, where
-    ``v`` is the squared noise of a particle's gradient over that of its mean. Times ``a + b M`` this is least at about
-    ``1 + sqrt(v (1 + a / b))``, and ``v`` is often about 2.
+    seconds that each particle adds. Several particles help because their mean is a baseline for each site and row,
+    unlike means of earlier steps.
 
     If :class:`~pyro_bpq.estimators.DebiasedStraightThrough`, which needs no baseline, serves all such sites, ``M`` is
     2. If :class:`~pyro_bpq.estimators.Hindsight` does, it is at most 4. If

@@ -33,8 +33,6 @@ FEW_PARTICLES = 4
 MANY_READS = 10_000
 # The same where there are several such sites: a step is longer then.
 MANY_READS_OF_LAYERS = 100_000
-# The squared noise of one particle's gradient, over the square of its mean, as it often is: rows of data average it.
-USUAL_NOISE = 2.0
 # With fewer layers, and fewer reads, the costs beside a particle's own past are not worth their time.
 FEW_LAYERS = 3
 # Elements that the largest values in all rows of a sum over all values may have.
@@ -257,9 +255,8 @@ def _affordable(program: ProgramFacts) -> int:
 
 
 def _worthwhile(program: ProgramFacts) -> int:
-    """As many as bring the time of a step times its mean squared gradient to its minimum, but not too few."""
-    best = 1.0 + math.sqrt(USUAL_NOISE * (1.0 + program.free))
-    return min(_affordable(program), max(FEW_PARTICLES, round(min(best, MOST_PARTICLES))))
+    """As many as take about half as long as what they share, but not too few."""
+    return min(_affordable(program), max(FEW_PARTICLES, round(min(1.0 + 0.5 * program.free, MOST_PARTICLES))))
 
 
 def _paired(program: ProgramFacts) -> int:
@@ -283,7 +280,7 @@ PARTICLES = (
         "crossed costs serve all sites", lambda p: bool(p.compared) and p.compared <= p.crossed | p.held, _paired
     ),
     # A step is mostly Python, which particles of one call share.
-    ParticleRule("particles average their noise, as many as are worth their time", lambda p: True, _worthwhile),
+    ParticleRule("particles average their noise, as many as are nearly free", lambda p: True, _worthwhile),
 )
 
 
