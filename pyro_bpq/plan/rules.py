@@ -255,8 +255,8 @@ def _affordable(program: ProgramFacts) -> int:
 
 
 def _worthwhile(program: ProgramFacts) -> int:
-    """As many as take about half as long as what they share, but not too few."""
-    return min(_affordable(program), max(FEW_PARTICLES, round(min(1.0 + 0.5 * program.free, MOST_PARTICLES))))
+    """As many as add at most half of the time of what they share, but not too few."""
+    return min(_affordable(program), max(FEW_PARTICLES, int(min(1.0 + 0.5 * program.free, MOST_PARTICLES))))
 
 
 def _paired(program: ProgramFacts) -> int:

@@ -39,7 +39,7 @@ def number(facts: ProgramFacts) -> tuple[int, str]:
         (ProgramFacts(SITES, frozenset(), True, ELEMENTS, particles=4), 4, "average"),
         (ProgramFacts(SITES, frozenset(), True, 0), MOST_PARTICLES, "average"),
         (ProgramFacts(SITES, frozenset(), True, 10, free=0.3), FEW_PARTICLES, "average"),
-        (ProgramFacts(SITES, frozenset(), True, 10, free=9.2), 6, "average"),
+        (ProgramFacts(SITES, frozenset(), True, 10, free=10.2), 6, "average"),
         (ProgramFacts(SITES, frozenset(), True, 10, crossed=SITES, free=0.3), MOST_PARTICLES, "crossed"),
         (ProgramFacts(SITES, frozenset(), True, ELEMENTS // 18, crossed=SITES), 6, "crossed"),
         (ProgramFacts(SITES, frozenset(), True, ELEMENTS // 7, crossed=SITES), FEW_PARTICLES, "crossed"),
