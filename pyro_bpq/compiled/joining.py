@@ -222,7 +222,7 @@ class _Writer:
 
     def _is_first(self, node: fx.Node) -> bool:
         """Whether a stack makes a first dimension."""
-        value, (_, dim) = value_of(node), (*node.args, 0)[:2]
+        value, (_, dim) = value_of(node), (*node.args, node.kwargs.get("dim", 0))[:2]
         return value is not None and isinstance(dim, int) and dim % value.dim() == 0
 
     def _node(self, node: fx.Node) -> fx.Node:

@@ -130,6 +130,22 @@ def test_what_is_written_in_place_is_read_before_or_after_as_recorded() -> None:
     assert number_of(found, "exp") <= 3
 
 
+@pytest.mark.parametrize("terms", [3, 8, NUMBER])
+@pytest.mark.parametrize("reduces", [torch.sum, torch.logsumexp])
+def test_stacks_that_were_joined_once_keep_their_dimension(terms: int, reduces: Any) -> None:
+    """The total of a run is that of a stack of its costs; there are as many as particles."""
+
+    def body(x: Tensor, y: Tensor) -> list[Tensor]:
+        columns = [row.exp().unbind() for row in x.unbind()]
+        totals = [reduces(torch.stack([column[i] for column in columns]), 0) for i in range(8)]
+        centred = [total - part for total, part in zip(totals, y.unbind(), strict=True)]
+        return [torch.stack(centred), torch.stack(totals) * y]
+
+    inputs = [torch.rand(terms, 8), torch.rand(8)]
+    found = check(make_fx(body)(*inputs), inputs)
+    assert number_of(found, "sub") == 1
+
+
 def test_types_that_rows_would_change_are_left_alone() -> None:
     def body(x: Tensor, y: Tensor) -> list[Tensor]:
         return [x[i] * y[i] for i in range(NUMBER)]
