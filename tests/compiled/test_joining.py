@@ -146,6 +146,26 @@ def test_stacks_that_were_joined_once_keep_their_dimension(terms: int, reduces: 
     assert number_of(found, "sub") == 1
 
 
+def test_steps_of_hidden_particles_are_the_same() -> None:
+    """Each particle has costs of its own, whose stacks are alike. Here there are as many as particles."""
+    x = torch.randn(5, 6)
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.full((6,), 0.3)).to_event(1))
+        w = pyro.sample("w", dist.Normal(torch.zeros(6), 1.0).to_event(1))
+        for i in range(5):
+            # A vector times a matrix mixes particles where it sees them.
+            pyro.sample(f"y_{i}", dist.Normal((x @ (z * w))[i], 0.5), obs=torch.tensor(0.3))
+        pyro.factor("f", w.sum())
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(6))).to_event(1))
+        loc = pyro.param("loc", torch.zeros(6))
+        pyro.sample("w", dist.Normal(loc, pyro.param("scale", torch.zeros(6)).exp()).to_event(1))
+
+    check(*recorded(model, guide))
+
+
 def test_types_that_rows_would_change_are_left_alone() -> None:
     def body(x: Tensor, y: Tensor) -> list[Tensor]:
         return [x[i] * y[i] for i in range(NUMBER)]
