@@ -72,7 +72,7 @@ class GivenNumber:
         with LentBuffers() if lends else contextlib.nullcontext() as lent:
             found = runner.observe(program, self.now, mode)
             many, is_new = found.runs[0], self.tracked.may_be_new(found.runs[0])
-            if not mode.is_recorded and (is_new or not self.proved.knows(many.key, *when)):
+            if not mode.is_recorded and (is_new or many.mixes or not self.proved.knows(many.key, *when)):
                 compared = compared_alone(runner, program, self.now, many, mode.num_steps)
                 mixes = self.proved.mixes(compared, mode.num_steps, is_new)
             if lent is not None and not mixes:

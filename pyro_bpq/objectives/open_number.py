@@ -247,7 +247,7 @@ class OpenNumber:
         silenced = _silenced() if is_first else contextlib.nullcontext()
         with Trial() as trial, LentBuffers() if lends else contextlib.nullcontext() as lent, silenced:
             found = runner.observe(program, self.now, replace(mode, is_checked=compares))
-            is_new = self.tracked.may_be_new(found.runs[0])
+            is_new = self.tracked.may_be_new(found.runs[0]) or found.runs[0].mixes
             if (compares or is_new) and self.now.has_plate and not trial.new_parameters():
                 trial.reason = self._difference(runner, program, found.runs[0], mode, lent, is_new)
                 if lent is not None and not (trial.reason or is_first):
@@ -311,7 +311,8 @@ class OpenNumber:
     ) -> str:
         """What tells a particle among others from one on its own; empty where nothing does."""
         is_first = is_new or not self._found.is_proved
-        keeps = keeps_apart(compared_alone(runner, program, self.now, many, mode.num_steps), mode.num_steps, is_first)
+        compared = compared_alone(runner, program, self.now, many, mode.num_steps)
+        keeps = not many.mixes and keeps_apart(compared, mode.num_steps, is_first)
         if keeps is None:
             return (
                 "the programs draw noise besides their sites, or run at no given values: particles cannot be compared"

@@ -164,6 +164,8 @@ class StepRunner(Runner):
             put: Puts values in: it wraps model and guide, within enumeration.
         """
         model, guide, args, kwargs = program
+        # Particles that meet show in few runs at few values, but in every tracked one.
+        is_looked_at = particles.has_plate and not self.structure.always_tracks
         options = replace(
             self._options(particles),
             track=track,
@@ -173,7 +175,7 @@ class StepRunner(Runner):
             components=self.structure.follows_components and not self.enumerates,
             sloped=sloped,
             maps=maps,
-            rows=self.structure.follows_rows and not self.enumerates,
+            rows=not self.enumerates and (self.structure.follows_rows or is_looked_at),
             counts=track and not self.structure.escapes,
             warns=warns,
         )

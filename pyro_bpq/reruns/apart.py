@@ -164,7 +164,8 @@ class Together:
         See :func:`keeps_apart`. Runs that cannot be compared count as unmixed, as in Pyro.
         """
         key = compared.many.key
-        if keeps_apart(compared, num_steps, is_first or key not in self._proved) is False:
+        is_first = is_first or key not in self._proved
+        if compared.many.mixes or keeps_apart(compared, num_steps, is_first) is False:
             warnings.warn(
                 f"vectorize_particles=True: the costs of one of the {compared.number} particles depend on the others, "
                 "so the program mixes particles, as by z[0] or z.sum(). From now on they run without seeing each "

@@ -81,12 +81,13 @@ class ElementWatch:
         self.components = components
         self.sizes: dict[str, tuple[torch.Size, int]] = {}
 
-    def drawn(self, name: str, fn: Any, value: Any, frames: Sequence[Any] = ()) -> None:
+    def drawn(self, name: str, fn: Any, value: Any, frames: Sequence[Any] = (), particles: Sequence[Any] = ()) -> None:
         """Starts to follow a newly drawn site in vectorised plates; both trackers must be active."""
         if not isinstance(value, Tensor) or name in self.sizes:
             return
         if self.rows is not None:
             self.rows.drawn(name, fn, value, frames)
+            self.rows.drawn(name, fn, value, particles)
         if not self.components:
             return
         if self.elements.followed:

@@ -39,7 +39,7 @@ from pyro_bpq.tracing.traced_run import (
     record_run,
     total,
 )
-from pyro_bpq.tracing.watch import HANDED, TraceOptions, Watch, carried, is_untraced, samples
+from pyro_bpq.tracing.watch import HANDED, PARTICLES, TraceOptions, Watch, carried, is_untraced, samples
 from pyro_bpq.tracing.work import WorkMode
 
 # Modules whose distributions keep a value only in tensors.
@@ -79,11 +79,14 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         reads, handed = None, frozenset[str]()
         if tracker is not None:
             reads, handed = _dependencies(tracker, watch, guide_sites, model_sites, heard)
-        patterns, met = {}, dict[str, tuple[str, ...]]()
+        patterns, met, mixes = {}, dict[str, tuple[str, ...]](), False
         if elements is not None:
             patterns = elements.patterns(_scored(guide_sites, model_sites))
             if elements.rows is not None:
                 met = elements.rows.meeting(_scored(guide_sites, model_sites, user=True))
+                mixes = any(PARTICLES in plates for plates in met.values())
+                own = {cost: tuple(plate for plate in plates if plate != PARTICLES) for cost, plates in met.items()}
+                met = {cost: plates for cost, plates in own.items() if plates}
     escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
     rng, number = (watch.model_start, torch.get_rng_state()), options.num_particles
     flags = flags_of(args, kwargs)
@@ -99,6 +102,7 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         patterns=patterns,
         crosses=traced.crosses or bool(met),
         met=met,
+        mixes=mixes,
         handed=handed,
         has_buffers=modules is None or bool(modules),
         maps=() if maps is None else tuple(maps.found),

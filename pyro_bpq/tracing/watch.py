@@ -203,7 +203,8 @@ class Watch(Messenger):
             is_pathwise = self._is_pathwise(msg)
             if self.elements is not None:
                 frames = [frame for frame in self.plates[name] if frame.name != PARTICLES]
-                self.elements.drawn(name, msg["fn"], msg["value"], () if is_pathwise else frames)
+                particles = [frame for frame in self.plates[name] if frame.name == PARTICLES]
+                self.elements.drawn(name, msg["fn"], msg["value"], () if is_pathwise else frames, particles)
             if not is_pathwise:
                 self.tracker.ledger.taint(msg["value"], self.handed)
         if score is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 from typing import Any
@@ -16,6 +17,7 @@ from pyro_bpq import TraceBackpropQ_ELBO, TraceBackpropQ_IWAE, cost
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.reruns import apart as module
 from pyro_bpq.testing import assert_unbiased
+from pyro_bpq.tracing.component_costs import PlateRows
 
 ROWS = 12
 
@@ -51,6 +53,13 @@ MIXES = {
 }
 
 
+@pytest.fixture
+def by_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only values tell that particles mix, as after operators that tracked runs do not follow."""
+    monkeypatch.setattr(PlateRows, "meeting", lambda self, costs: {})
+
+
+@pytest.mark.usefixtures("by_values")
 @pytest.mark.parametrize("mixes", MIXES)
 @pytest.mark.parametrize("probability", [0.5, 0.98, 0.9999])
 def test_particles_of_an_open_number_are_hidden_where_they_mix(mixes: str, probability: float) -> None:
@@ -93,6 +102,7 @@ def alarms(layout: str, trigger: Any, probability: float) -> tuple[Any, Any]:
     return model, guide
 
 
+@pytest.mark.usefixtures("by_values")
 @pytest.mark.parametrize("probability", [0.05, 0.95])
 @pytest.mark.parametrize("trigger", TRIGGERS)
 @pytest.mark.parametrize("layout", ["plate", "event", "stack", "long stack"])
@@ -106,6 +116,7 @@ def test_rare_events_show_that_particles_mix(
     assert elbo.particles.now.is_hidden and elbo.num_particles == 8
 
 
+@pytest.mark.usefixtures("by_values")
 @pytest.mark.parametrize("trigger", ["largest", "any", "more than three"])
 @pytest.mark.parametrize("law", [dist.Poisson, lambda rate: dist.Geometric(1.0 / (1.0 + rate))])
 def test_rare_counts_show_that_particles_mix(law: Any, trigger: str) -> None:
@@ -124,6 +135,7 @@ def test_rare_counts_show_that_particles_mix(law: Any, trigger: str) -> None:
     assert elbo.particles.now.is_hidden and elbo.num_particles == 8
 
 
+@pytest.mark.usefixtures("by_values")
 @pytest.mark.parametrize("trigger", TRIGGERS)
 def test_rare_events_show_it_of_given_particles(trigger: str) -> None:
     elbo = TraceBackpropQ_ELBO(num_particles=4, vectorize_particles=True, max_plate_nesting=1)
@@ -131,6 +143,7 @@ def test_rare_events_show_it_of_given_particles(trigger: str) -> None:
         elbo.loss_and_grads(*alarms("plate", TRIGGERS[trigger], 0.05))
 
 
+@pytest.mark.usefixtures("by_values")
 @pytest.mark.parametrize("is_long", [False, True])
 def test_a_weight_of_zero_hides_no_mixing(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_long:
@@ -153,6 +166,52 @@ def test_a_weight_of_zero_hides_no_mixing(is_long: bool, monkeypatch: pytest.Mon
     assert pyro.param("w").grad.abs() < 200.0
 
 
+PATTERN = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])
+# Costs that differ between particles at one value that is neither likely nor extreme, or not at all yet.
+HIDDEN_COSTS = {
+    "match": lambda z: 8.0 * (z == PATTERN).all(),
+    "match in a row": lambda z: 8.0 * (z == PATTERN).all(-1).any(),
+    "eleven": lambda z: 8.0 * (z.sum() == 11.0),
+    "weight of zero": lambda z: torch.tensor(0.0) * z.sum(),
+    "softmax": lambda z: torch.tensor(0.0) * z.softmax(0).sum(-1),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN_COSTS)
+@pytest.mark.parametrize("given", [False, True])
+def test_tracked_runs_see_particles_meet(kind: str, given: bool) -> None:
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", 2.0 * PATTERN - 1.0)).to_event(1))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.full((10,), 0.5)).to_event(1))
+        pyro.factor("hit", HIDDEN_COSTS[kind](z))
+
+    options: Any = {"num_particles": 4, "vectorize_particles": True, "max_plate_nesting": 0} if given else {}
+    elbo = TraceBackpropQ_ELBO(**options)
+    with pytest.warns(BPQWarning, match="depend on the others") if given else contextlib.nullcontext():
+        elbo.loss_and_grads(model, guide)
+    assert elbo.particles.now.is_hidden and elbo.num_particles == (4 if given else 8)
+
+
+def test_tracked_runs_see_particles_stay_apart() -> None:
+    """Each reduces rows of one particle alone."""
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", 2.0 * PATTERN - 1.0)).to_event(1))
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.full((10,), 0.5)).to_event(1))
+        pyro.factor(
+            "hit", 8.0 * (z == PATTERN).all(-1) + z.softmax(-1).max(-1).values + (z @ torch.eye(10).to(z)).sum(-1)
+        )
+
+    elbo = TraceBackpropQ_ELBO()
+    for _ in range(20):
+        elbo.loss_and_grads(model, guide)
+    assert elbo.particles.now.has_plate and elbo.num_particles == 8
+
+
 def chain(read: Any, length: int, probability: float, last: int) -> tuple[Any, Any]:
     """A chain of draws of ``last + 1`` values, one of which the model reads in its own way."""
     start = torch.tensor(probability).log().expand(last + 1).clone()
@@ -172,6 +231,7 @@ def chain(read: Any, length: int, probability: float, last: int) -> tuple[Any, A
     return model, guide
 
 
+@pytest.mark.usefixtures("by_values")
 @pytest.mark.parametrize("mixes", MIXES)
 @pytest.mark.parametrize("last", [1, 4])
 def test_long_programs_show_it_in_few_runs(mixes: str, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +291,7 @@ def test_an_open_number_falls_to_one_where_particles_cannot_be_hidden() -> None:
         assert elbo.num_particles == 1
 
 
+@pytest.mark.usefixtures("by_values")
 def test_sampled_values_alone_would_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = Programs(MIXES["first"], 0.9999)
     monkeypatch.setattr(module, "probe", lambda fn, value, kinds, generator: value)
