@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.reruns.row_runs import EVEN, FIRST, LAST, agree, is_due, kinds_at, probe, probe_generator
+from pyro_bpq.reruns.row_runs import Kind, agree, is_due, kinds_at, probe, probe_generator
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.cost_statement import SkipCosts
@@ -89,11 +89,11 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
         found = [False if among is None else is_same(values, i, among) for i in picked]
         return None if among is None or None in found else all(found)
 
-    def probed(name: str, kinds: Sequence[int]) -> Tensor:
+    def probed(name: str, kinds: Sequence[Kind]) -> Tensor:
         fn, value = sites[name]["fn"], sampled[name]
         if _has_particles(sites[name], value, number, nesting):
             return probe(fn, value, kinds, generator)
-        return probe(fn, value.unsqueeze(0), [EVEN], generator)[0]
+        return probe(fn, value.unsqueeze(0), [Kind.EVEN], generator)[0]
 
     def chosen(is_even: bool) -> Iterator[tuple[Mapping[str, Tensor], Sequence[int]]]:
         """Values, and the particles that run alone at them."""
@@ -101,12 +101,12 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
         if not is_long:
             # Few particles are more likely to be alike by chance: they are compared more than once.
             for start in range(0, wanted, number):
-                kinds = [EVEN] * number if is_even else kinds_at([start + order.index(i) for i in range(number)])
+                kinds = [Kind.EVEN] * number if is_even else kinds_at([start + order.index(i) for i in range(number)])
                 yield {name: probed(name, kinds) for name in sites}, order[:wanted]
             return
         values, turn = sampled, int(torch.randint(4, (), generator=generator))
         for i, (last, index) in enumerate(itertools.pairwise(itertools.islice(itertools.cycle(order), wanted + 1))):
-            kind = EVEN if is_even else (FIRST, LAST, EVEN, EVEN)[(turn + i) % 4]
+            kind = Kind.EVEN if is_even else (Kind.FIRST, Kind.LAST, Kind.EVEN, Kind.EVEN)[(turn + i) % 4]
             values = {
                 name: _contrasted(site, values[name], kind, last, index, nesting, generator)
                 for name, site in sites.items()
@@ -282,7 +282,7 @@ def _has_particles(site: Any, value: Tensor, number: int, nesting: int) -> bool:
 
 
 def _contrasted(
-    site: Any, value: Tensor, kind: int, last: int, index: int, nesting: int, generator: torch.Generator
+    site: Any, value: Tensor, kind: Kind, last: int, index: int, nesting: int, generator: torch.Generator
 ) -> Tensor:
     """Values at which one particle differs from all others.
 
@@ -293,12 +293,12 @@ def _contrasted(
     split = finite_components(fn)
     is_apart = value.dim() - len(fn.event_shape) >= nesting and len(value) > max(last, index)
     if split is None or split.cardinality < 2 or not is_apart:
-        return probe(fn, value.unsqueeze(0), [EVEN], generator)[0]
+        return probe(fn, value.unsqueeze(0), [Kind.EVEN], generator)[0]
     old = split.index(value, fn)
     further = torch.randint(1, split.cardinality, (2, *old.shape), generator=generator).to(old.device)
     own = old[last] + further[0, index]
-    if kind != EVEN:
-        own = torch.full_like(own, 0 if kind == FIRST else split.cardinality - 1)
+    if kind != Kind.EVEN:
+        own = torch.full_like(own, 0 if kind == Kind.FIRST else split.cardinality - 1)
     new = own + further[1]
     new[index] = own
     return split.value(new % split.cardinality, fn).to(value.dtype).reshape(value.shape)

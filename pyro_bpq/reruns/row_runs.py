@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any
 
 import pyro
@@ -38,8 +38,6 @@ MOST_SINGLES = 16
 MOST_ELEMENTS = 1 << 21
 # Number of rows at which ways are compared, and number of these rows that single runs check.
 PROBES, REFEREES = 8, 2
-# Values of a row: drawn evenly; the first or the last of each component; those that were sampled.
-EVEN, FIRST, LAST, SAMPLED = range(4)
 # A way is compared with the others again after 1, 2, 4, ... uses, and then every ``LONGEST`` uses.
 LONGEST = 128
 _CAPACITY = 256
@@ -53,6 +51,15 @@ class Way(Enum):
     HIDDEN = "hidden"
     SINGLE = "single"
     NONE = "none"
+
+
+class Kind(IntEnum):
+    """Kinds of values of a row at which ways are compared."""
+
+    EVEN = 0  # drawn evenly
+    FIRST = 1  # the first one of each component
+    LAST = 2  # the last one of each component
+    SAMPLED = 3  # those that were sampled
 
 
 @dataclass(frozen=True)
@@ -296,13 +303,13 @@ def _prove(program: RowProgram, sites: Mapping[str, Any], rows: Rows, seed: int)
     generator = probe_generator(seed)
     rest = {name: value for name, value in rows.fixed.items() if name not in sites}
 
-    def probed(kinds: Sequence[int]) -> Rows:
+    def probed(kinds: Sequence[Kind]) -> Rows:
         drawn = {n: probe(fn, value.expand(PROBES, *value.shape), kinds, generator) for n, (fn, value) in sites.items()}
         return replace(rows, fixed=rest, varied=drawn)
 
     # The program may fail at some values. The rows themselves then serve for the comparison.
     mixed = kinds_at(torch.randperm(PROBES, generator=generator).tolist())
-    tried = (probed(mixed), probed([EVEN] * PROBES), rows)
+    tried = (probed(mixed), probed([Kind.EVEN] * PROBES), rows)
     for compared in tried:
         program = replace(program, is_strict=compared is not rows)
         picked = torch.randperm(compared.number, generator=generator)[:REFEREES]
@@ -336,12 +343,12 @@ def probe_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(0x9E3779B97F4A7C15 * (seed + 1) % (1 << 63))
 
 
-def kinds_at(places: Sequence[int]) -> list[int]:
+def kinds_at(places: Sequence[int]) -> list[Kind]:
     """Kinds of values of rows by their places: all kinds in turn."""
-    return [(FIRST, EVEN, LAST, SAMPLED)[place % 4] for place in places]
+    return [(Kind.FIRST, Kind.EVEN, Kind.LAST, Kind.SAMPLED)[place % 4] for place in places]
 
 
-def probe(fn: Any, value: Tensor, kinds: Sequence[int], generator: torch.Generator) -> Tensor:
+def probe(fn: Any, value: Tensor, kinds: Sequence[Kind], generator: torch.Generator) -> Tensor:
     """Draws values of a site to compare runs at, by kind if it is finite or a count, else from its distribution.
 
     Sampled values may hardly vary, and equal rows do not show that rows are mixed. Nor do values that are drawn evenly,
@@ -351,7 +358,7 @@ def probe(fn: Any, value: Tensor, kinds: Sequence[int], generator: torch.Generat
     Args:
         fn: Distribution of the site.
         value: The sampled values, shape ``(rows, batch, event)``.
-        kinds: ``EVEN``, ``FIRST``, ``LAST`` or ``SAMPLED`` for each row.
+        kinds: The kind of each row.
         generator: Draws.
 
     Returns:
@@ -364,15 +371,15 @@ def probe(fn: Any, value: Tensor, kinds: Sequence[int], generator: torch.Generat
         return value
 
 
-def _drawn(fn: Any, value: Tensor, kinds: Sequence[int], generator: torch.Generator) -> Tensor:
+def _drawn(fn: Any, value: Tensor, kinds: Sequence[Kind], generator: torch.Generator) -> Tensor:
     kind = torch.tensor(kinds, device=value.device)
     split = finite_components(fn)
     if split is not None:
         index = split.index(value, fn)
         kind = kind.reshape(-1, *(1,) * (index.dim() - 1))
         drawn = torch.randint(split.cardinality, index.shape, generator=generator).to(index.device)
-        drawn = torch.where(kind == SAMPLED, index, drawn).masked_fill(kind == FIRST, 0)
-        drawn = drawn.masked_fill(kind == LAST, split.cardinality - 1)
+        drawn = torch.where(kind == Kind.SAMPLED, index, drawn).masked_fill(kind == Kind.FIRST, 0)
+        drawn = drawn.masked_fill(kind == Kind.LAST, split.cardinality - 1)
         return split.value(drawn, fn).to(value.dtype).reshape(value.shape)
     shape = value.shape[: value.dim() - len(fn.event_shape)]
     with Sandbox(int(torch.randint(1 << 31, (), generator=generator)), has_buffers=False):
@@ -383,9 +390,9 @@ def _drawn(fn: Any, value: Tensor, kinds: Sequence[int], generator: torch.Genera
     if getattr(fn.support, "is_discrete", False) and not fn.event_shape:
         # Counts may nearly always be zero, so they are raised by up to 2, or by 3. The first one is zero.
         more = drawn + torch.randint(3, drawn.shape, generator=generator).to(drawn)
-        more = torch.where(kind == FIRST, 0, torch.where(kind == LAST, drawn + 3, more))
+        more = torch.where(kind == Kind.FIRST, 0, torch.where(kind == Kind.LAST, drawn + 3, more))
         drawn = torch.where(fn.support.check(more), more, drawn)
-    return torch.where(kind == SAMPLED, value, drawn.to(value.dtype))
+    return torch.where(kind == Kind.SAMPLED, value, drawn.to(value.dtype))
 
 
 def agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:

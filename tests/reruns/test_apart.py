@@ -267,13 +267,13 @@ def test_one_particle_differs_from_all_others_and_from_the_last(fn: Any) -> None
     value, last = fn.sample(), 2
     assert split is not None
     for index in (1, 3, 1, 0):
-        new = module._contrasted({"fn": fn}, value, module.EVEN, last, index, 2, generator)
+        new = module._contrasted({"fn": fn}, value, module.Kind.EVEN, last, index, 2, generator)
         assert new.shape == value.shape and new.dtype == value.dtype and fn.support.check(new).all()
         before, after = split.index(value, fn), split.index(new, fn)
         assert (after[index] != before[last]).all()
         assert all((after[i] != after[index]).all() for i in range(4) if i != index)
         value, last = new, index
-    for kind, expected in ((module.FIRST, 0), (module.LAST, split.cardinality - 1)):
+    for kind, expected in ((module.Kind.FIRST, 0), (module.Kind.LAST, split.cardinality - 1)):
         after = split.index(module._contrasted({"fn": fn}, value, kind, last, 1, 2, generator), fn)
         assert (after[1] == expected).all() and all((after[i] != expected).all() for i in (0, 2, 3))
 

@@ -16,12 +16,9 @@ from torch import Tensor, nn
 from pyro_bpq import AllAction, TraceBackpropQ_ELBO
 from pyro_bpq.reruns import row_runs as module
 from pyro_bpq.reruns.row_runs import (
-    EVEN,
-    FIRST,
-    LAST,
     LONGEST,
     PROBES,
-    SAMPLED,
+    Kind,
     RowProgram,
     RowRuns,
     Rows,
@@ -353,11 +350,11 @@ def test_what_is_due() -> None:
 )
 def test_probes_vary_and_lie_in_the_support(fn: Any) -> None:
     value, state = fn.sample(), torch.get_rng_state()
-    drawn = probe(fn, value.expand(64, *value.shape), [EVEN] * 64, torch.Generator().manual_seed(0))
+    drawn = probe(fn, value.expand(64, *value.shape), [Kind.EVEN] * 64, torch.Generator().manual_seed(0))
     assert drawn.shape == (64, *value.shape) and drawn.dtype == value.dtype
     assert bool(fn.support.check(drawn).all())
     assert len({tuple(row.reshape(-1).tolist()) for row in drawn}) > 1
-    kinds = [FIRST, LAST, SAMPLED, EVEN]
+    kinds = [Kind.FIRST, Kind.LAST, Kind.SAMPLED, Kind.EVEN]
     first, last, sampled, _ = probe(fn, value.expand(4, *value.shape), kinds, torch.Generator().manual_seed(0))
     assert torch.equal(sampled, value)
     split = finite_components(fn)
