@@ -52,7 +52,7 @@ def flags_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...
 
 
 def plain_arguments(arguments: Any) -> tuple[Any, ...]:
-    """Whole numbers, truth values, texts and the lengths of lists among the arguments of a call, in their order.
+    """Whole numbers, truth values, texts, small arrays and the lengths of lists among the arguments, in their order.
 
     Of numbers with a fraction it tells whether they are zero. Tensors are left out.
     """
@@ -65,6 +65,8 @@ def plain_arguments(arguments: Any) -> tuple[Any, ...]:
             pending += islice(parts, _MOST_PLAIN)
         elif isinstance(item, _PLAIN):
             found.append(_plain(item))
+        elif isinstance(item, numpy.ndarray):
+            found.append(_array(item))
     return tuple(found)
 
 
@@ -128,6 +130,14 @@ def _plain(value: Any) -> tuple[Any, ...]:
     return kind, value != 0.0 if isinstance(value, float) else value
 
 
+def _array(value: numpy.ndarray[Any, Any]) -> tuple[Any, ...]:
+    """Kind, shape and numbers of a small array; of numbers with a fraction only whether they are zero."""
+    if value.size > _MOST_PLAIN or value.dtype.kind not in "biuf":
+        return ("ndarray",)
+    numbers = value != 0.0 if value.dtype.kind == "f" else value
+    return "ndarray", value.dtype.kind, value.shape, tuple(numbers.reshape(-1).tolist())
+
+
 def _value(space: Any, name: str) -> tuple[Any, ...]:
     """What stands at a place now."""
     try:
@@ -136,6 +146,8 @@ def _value(space: Any, name: str) -> tuple[Any, ...]:
         return ("missing",)
     if isinstance(value, _PLAIN):
         return _plain(value)
+    if isinstance(value, numpy.ndarray):
+        return _array(value)
     kind = type(value)
     return (kind.__qualname__, plain_arguments(value)) if kind in _LISTS else (kind.__qualname__,)
 

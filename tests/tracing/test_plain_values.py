@@ -178,6 +178,22 @@ def test_plain_arguments_tell_kinds_zeros_and_lengths() -> None:
     assert plain_arguments(({i: i for i in range(10**5)},))[0] is not None
 
 
+def test_small_arrays_tell_their_zeros() -> None:
+    weights = numpy.array([[1.0, 0.0], [0.5, 0.0]])
+    parents, large = numpy.array([0, 2]), numpy.zeros(100)
+    seen = _seen(lambda: (weights, parents, large))
+    first = seen()
+    weights[0, 0], large[3] = 7.0, 1.0
+    assert seen() == first
+    weights[1] = [0.0, 0.5]
+    second = seen()
+    assert second != first
+    parents[1] = 1
+    assert seen() != second
+    given = [plain_arguments(((numpy.array(values),), {})) for values in ([1, 0], [0, 1], [True, False], [1.0, 0.0])]
+    assert len(set(given)) == 4 and given[3] == plain_arguments(((numpy.array([3.0, 0.0]),), {}))
+
+
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("switch", ["attribute", "closure"])
 def test_a_switch_that_no_argument_shows_is_seen_at_once(
