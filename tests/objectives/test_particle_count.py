@@ -29,7 +29,7 @@ PLATE, HIDDEN = Particles(8, True, False, 2), Particles(8, False, True)
 class Runner:
     """Refuses some ways to run; every program is good for so many particles."""
 
-    has_buffers, is_looking = False, False
+    has_buffers, is_looking, mixes = False, False, False
 
     def __init__(self, refuses: Callable[[Particles], bool] = lambda _: False, number: int = 8) -> None:
         self.refuses, self.number = refuses, number
@@ -53,7 +53,13 @@ class Runner:
         if self.refuses(particles):
             raise RuntimeError("shapes do not fit")
         self.ran.append(particles)
-        known = {"user_costs": {}, "enumerated": (), "key": "k", "reads": None}
+        known = {
+            "user_costs": {},
+            "enumerated": (),
+            "key": "k",
+            "reads": None,
+            "mixes": self.mixes and particles.has_plate,
+        }
         run: Any = SimpleNamespace(batch_ndim=1, plate_sizes=self.sizes, **known)
         return Observation((run,))
 
@@ -91,6 +97,16 @@ def test_what_mixes_in_a_plate_is_hidden(monkeypatch: pytest.MonkeyPatch) -> Non
     count, runner = open_count(), Runner()
     run(count, runner)
     assert count.now == HIDDEN
+
+
+def test_particles_that_a_tracked_run_sees_meet_are_hidden_in_this_step() -> None:
+    count, runner = open_count(), Runner()
+    # No comparison is due in step 11.
+    run(count, runner, 11)
+    assert count.now == PLATE
+    runner.mixes = True
+    run(count, runner, 1, 11)
+    assert count.now == HIDDEN and runner.ran[-2:] == [PLATE, HIDDEN]
 
 
 def test_what_runs_in_no_way_runs_alone_and_draws_what_it_would_have_drawn() -> None:
