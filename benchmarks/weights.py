@@ -19,14 +19,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
 import numpy as np
 import pyro
 import torch
 from choice import digits
-from common import RESULTS, machine, read_csv
+from common import RESULTS, Row, machine, read_csv
 from overhead import chain
 from programs import PROGRAMS
 from pyro.infer import Trace_ELBO
@@ -84,25 +84,24 @@ def fitted(work: Sequence[Work], seconds: Sequence[float]) -> dict[str, float]:
     return weights | {"relative error": float(errors[best] ** 0.5)}
 
 
+def fit(rows: Sequence[Row], method: str, milliseconds: str) -> list[Work]:
+    """Prints weights, from the columns that name the method and its time, and returns the work of the steps."""
+    data = digits()
+    work = [counted(str(row["program"]), str(row[method]), data) for row in rows]
+    for name, weight in fitted(work, [1e-3 * float(row[milliseconds]) for row in rows]).items():
+        print(f"{name}: {weight:.2g}")
+    return work
+
+
 def eager() -> None:
     """Prints the weights of eager steps."""
-    data, rows = digits(), read_csv(RESULTS / "criterion.csv")
-    work = [counted(str(row["program"]), str(row["candidate"]), data) for row in rows]
-    show(fitted(work, [1e-3 * float(row["ms"]) for row in rows]))
-
-
-def show(weights: Mapping[str, float]) -> None:
-    """Prints weights."""
-    for name, weight in weights.items():
-        print(f"{name}: {weight:.2g}")
+    fit(read_csv(RESULTS / "criterion.csv"), "candidate", "ms")
 
 
 def compiled() -> None:
     """Prints the weights of compiled steps."""
-    data = digits()
     rows = [row for row in read_csv(RESULTS / "choice_compiled.csv") if row["method"] in ("fixed", *BY_NAME)]
-    work = [counted(str(row["program"]), str(row["method"]), data) for row in rows]
-    show(fitted(work, [1e-3 * float(row["ms a step"]) for row in rows]))
+    work = fit(rows, "method", "ms a step")
     making = sum(float(row["seconds to make"]) for row in rows) / sum(one.operators for one in work)
     print(f"making: {making:.2g} s for an operator")
 

@@ -311,8 +311,7 @@ class OpenNumber:
     ) -> str:
         """What tells a particle among others from one on its own; empty where nothing does."""
         is_first = is_new or not self._found.is_proved
-        compared = compared_alone(runner, program, self.now, many, mode.num_steps)
-        keeps = not many.mixes and keeps_apart(compared, mode.num_steps, is_first)
+        keeps = keeps_apart(compared_alone(runner, program, self.now, many, mode.num_steps), mode.num_steps, is_first)
         if keeps is None:
             return (
                 "the programs draw noise besides their sites, or run at no given values: particles cannot be compared"

@@ -3,6 +3,7 @@ r"""Checks that each particle in a vectorised call costs the same as in a run of
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning
-from pyro_bpq.reruns.row_runs import Kind, agree, is_due, kinds_at, probe, probe_generator
+from pyro_bpq.reruns.probes import Kind, contrasted, kinds_at, probe, probe_generator
+from pyro_bpq.reruns.row_runs import agree, is_due
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.cost_statement import SkipCosts
@@ -50,11 +52,12 @@ class Comparison:
 def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     """Compares particles that run together with the same particles on their own.
 
-    Sampled values may be equal in all particles, and equal values do not show that particles are mixed. So most
-    particles get other ones (:func:`~pyro_bpq.reruns.row_runs.probe`): drawn evenly, or the first value of every site,
-    or the last one. In long programs few particles run alone. There all other particles get other values than that one,
-    which gets the first value of every site, the last one, or other values than the one before. If the program fails at
-    some values, the comparison draws them evenly; if it fails there too, it uses the sampled ones.
+    If a tracked run has seen particles meet, nothing needs to be run. Else values have to tell. Sampled values may be
+    equal in all particles, and equal values do not show that particles are mixed. So most particles get other ones
+    (:func:`~pyro_bpq.reruns.probes.probe`): drawn evenly, or the first value of every site, or the last one. In long
+    programs few particles run alone. There all other particles get other values than that one, which gets the first
+    value of every site, the last one, or other values than the one before. If the program fails at some values, the
+    comparison draws them evenly; if it fails there too, it uses the sampled ones.
 
     In the first look every other comparison moves the parameters a little. A weight of zero hides what it multiplies.
 
@@ -63,6 +66,8 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     ``pyro.param("w", torch.randn(5))`` draws them in every run.
     """
     many, number, nesting = compared.many, compared.number, compared.nesting
+    if many.mixes:
+        return False
     sites = {
         name: site
         for trace in (many.model_trace, many.guide_trace)
@@ -89,11 +94,16 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
         found = [False if among is None else is_same(values, i, among) for i in picked]
         return None if among is None or None in found else all(found)
 
-    def probed(name: str, kinds: Sequence[Kind]) -> Tensor:
-        fn, value = sites[name]["fn"], sampled[name]
-        if _has_particles(sites[name], value, number, nesting):
-            return probe(fn, value, kinds, generator)
-        return probe(fn, value.unsqueeze(0), [Kind.EVEN], generator)[0]
+    def drawn(values: Mapping[str, Tensor], draw: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
+        """New values of all sites; those that all particles share are drawn once."""
+        found = {}
+        for name, value in values.items():
+            fn = sites[name]["fn"]
+            if value.dim() - len(fn.event_shape) >= nesting and len(value) == number:
+                found[name] = draw(fn, value)
+            else:
+                found[name] = probe(fn, value.unsqueeze(0), [Kind.EVEN], generator)[0]
+        return found
 
     def chosen(is_even: bool) -> Iterator[tuple[Mapping[str, Tensor], Sequence[int]]]:
         """Values, and the particles that run alone at them."""
@@ -102,15 +112,13 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
             # Few particles are more likely to be alike by chance: they are compared more than once.
             for start in range(0, wanted, number):
                 kinds = [Kind.EVEN] * number if is_even else kinds_at([start + order.index(i) for i in range(number)])
-                yield {name: probed(name, kinds) for name in sites}, order[:wanted]
+                yield drawn(sampled, functools.partial(probe, kinds=kinds, generator=generator)), order[:wanted]
             return
         values, turn = sampled, int(torch.randint(4, (), generator=generator))
         for i, (last, index) in enumerate(itertools.pairwise(itertools.islice(itertools.cycle(order), wanted + 1))):
             kind = Kind.EVEN if is_even else (Kind.FIRST, Kind.LAST, Kind.EVEN, Kind.EVEN)[(turn + i) % 4]
-            values = {
-                name: _contrasted(site, values[name], kind, last, index, nesting, generator)
-                for name, site in sites.items()
-            }
+            other = functools.partial(contrasted, kind=kind, last=last, index=index, generator=generator)
+            values = drawn(values, other)
             yield values, [index]
 
     leaves = _leaves(many.run.costs.values()) if is_first else []
@@ -164,8 +172,7 @@ class Together:
         See :func:`keeps_apart`. Runs that cannot be compared count as unmixed, as in Pyro.
         """
         key = compared.many.key
-        is_first = is_first or key not in self._proved
-        if compared.many.mixes or keeps_apart(compared, num_steps, is_first) is False:
+        if keeps_apart(compared, num_steps, is_first or key not in self._proved) is False:
             warnings.warn(
                 f"vectorize_particles=True: the costs of one of the {compared.number} particles depend on the others, "
                 "so the program mixes particles, as by z[0] or z.sum(). From now on they run without seeing each "
@@ -274,34 +281,6 @@ def _whole(site: Any, value: Tensor) -> Tensor:
     for dim, size in _plates(site, value).items():
         shape[dim] = size if shape[dim] == 1 else shape[dim]
     return value.expand(shape)
-
-
-def _has_particles(site: Any, value: Tensor, number: int, nesting: int) -> bool:
-    """Whether the first dimension of a value is that of the particles."""
-    return value.dim() - len(site["fn"].event_shape) >= nesting and len(value) == number
-
-
-def _contrasted(
-    site: Any, value: Tensor, kind: Kind, last: int, index: int, nesting: int, generator: torch.Generator
-) -> Tensor:
-    """Values at which one particle differs from all others.
-
-    It has the first value or the last one, as its kind says, or differs from the particle that differed last. Sites of
-    infinitely many values get new ones in all particles.
-    """
-    fn = site["fn"]
-    split = finite_components(fn)
-    is_apart = value.dim() - len(fn.event_shape) >= nesting and len(value) > max(last, index)
-    if split is None or split.cardinality < 2 or not is_apart:
-        return probe(fn, value.unsqueeze(0), [Kind.EVEN], generator)[0]
-    old = split.index(value, fn)
-    further = torch.randint(1, split.cardinality, (2, *old.shape), generator=generator).to(old.device)
-    own = old[last] + further[0, index]
-    if kind != Kind.EVEN:
-        own = torch.full_like(own, 0 if kind == Kind.FIRST else split.cardinality - 1)
-    new = own + further[1]
-    new[index] = own
-    return split.value(new % split.cardinality, fn).to(value.dtype).reshape(value.shape)
 
 
 def _is_same(among: Mapping[str, Tensor], alone: Mapping[str, Tensor], index: int, nesting: int) -> bool:

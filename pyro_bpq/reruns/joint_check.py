@@ -6,7 +6,8 @@ import torch
 
 from pyro_bpq.plan.plan import SumPlan
 from pyro_bpq.reruns.apart import Comparison, RunsAt
-from pyro_bpq.reruns.row_runs import agree, probe_generator
+from pyro_bpq.reruns.probes import probe_generator
+from pyro_bpq.reruns.row_runs import agree
 from pyro_bpq.step.exact_sum import costs_at
 
 # Steps whose number is a multiple of it are checked, those of the first comparisons besides.

@@ -78,6 +78,7 @@ class ElementWatch:
     def __init__(self, tracker: DependencyTracker, components: bool = True, rows: bool = False) -> None:
         self.tracker, self.elements = tracker, ElementTracker(tracker.ledger)
         self.rows = PlateRows(self.elements) if rows else None
+        self.particles = PlateRows(self.elements) if rows else None
         self.components = components
         self.sizes: dict[str, tuple[torch.Size, int]] = {}
 
@@ -85,9 +86,9 @@ class ElementWatch:
         """Starts to follow a newly drawn site in vectorised plates; both trackers must be active."""
         if not isinstance(value, Tensor) or name in self.sizes:
             return
-        if self.rows is not None:
-            self.rows.drawn(name, fn, value, frames)
-            self.rows.drawn(name, fn, value, particles)
+        for rows, own in ((self.rows, frames), (self.particles, particles)):
+            if rows is not None:
+                rows.drawn(name, fn, value, own)
         if not self.components:
             return
         if self.elements.followed:

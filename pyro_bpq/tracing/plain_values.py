@@ -34,7 +34,7 @@ _MOST_CHANGES = 4
 # Number of calls after which objects may have other attributes.
 _EVERY = 64
 _FLAGS = ("bool", "NoneType")
-_PLAIN = (bool, int, float, str, NoneType, Enum, numpy.bool_, numpy.integer)
+_PLAIN = (bool, int, float, str, NoneType, Enum, numpy.bool_, numpy.integer, numpy.ndarray)
 _LISTS = (list, tuple, dict, set, frozenset)
 
 
@@ -65,8 +65,6 @@ def plain_arguments(arguments: Any) -> tuple[Any, ...]:
             pending += islice(parts, _MOST_PLAIN)
         elif isinstance(item, _PLAIN):
             found.append(_plain(item))
-        elif isinstance(item, numpy.ndarray):
-            found.append(_array(item))
     return tuple(found)
 
 
@@ -124,6 +122,8 @@ def _is_same(one: Any, other: Any) -> bool:
 def _plain(value: Any) -> tuple[Any, ...]:
     """Kind and value. A kind is told by its name: unlike classes, names can always be copied and pickled."""
     kind = type(value).__qualname__
+    if isinstance(value, numpy.ndarray):
+        return _array(value)
     if isinstance(value, Enum):
         return kind, value.name
     # True == 1 == 1.0, but not for a program.
@@ -146,8 +146,6 @@ def _value(space: Any, name: str) -> tuple[Any, ...]:
         return ("missing",)
     if isinstance(value, _PLAIN):
         return _plain(value)
-    if isinstance(value, numpy.ndarray):
-        return _array(value)
     kind = type(value)
     return (kind.__qualname__, plain_arguments(value)) if kind in _LISTS else (kind.__qualname__,)
 

@@ -39,7 +39,7 @@ from pyro_bpq.tracing.traced_run import (
     record_run,
     total,
 )
-from pyro_bpq.tracing.watch import HANDED, PARTICLES, TraceOptions, Watch, carried, is_untraced, samples
+from pyro_bpq.tracing.watch import HANDED, TraceOptions, Watch, carried, is_untraced, samples
 from pyro_bpq.tracing.work import WorkMode
 
 # Modules whose distributions keep a value only in tensors.
@@ -82,11 +82,9 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         patterns, met, mixes = {}, dict[str, tuple[str, ...]](), False
         if elements is not None:
             patterns = elements.patterns(_scored(guide_sites, model_sites))
-            if elements.rows is not None:
+            if elements.rows is not None and elements.particles is not None:
                 met = elements.rows.meeting(_scored(guide_sites, model_sites, user=True))
-                mixes = any(PARTICLES in plates for plates in met.values())
-                own = {cost: tuple(plate for plate in plates if plate != PARTICLES) for cost, plates in met.items()}
-                met = {cost: plates for cost, plates in own.items() if plates}
+                mixes = bool(elements.particles.meeting(_scored(guide_sites, model_sites, user=True)))
     escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
     rng, number = (watch.model_start, torch.get_rng_state()), options.num_particles
     flags = flags_of(args, kwargs)

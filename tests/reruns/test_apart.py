@@ -251,33 +251,6 @@ def test_long_programs_that_keep_apart_stay(monkeypatch: pytest.MonkeyPatch) -> 
     assert elbo.num_particles == 8 and not elbo.particles.now.is_hidden
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        dist.Bernoulli(torch.full((4, 3), 0.5)),
-        dist.Bernoulli(torch.full((4, 3, 2), 0.5)).to_event(1),
-        dist.Categorical(torch.ones(4, 3, 5)),
-        dist.OneHotCategorical(torch.ones(4, 3, 5)),
-        dist.OneHotCategorical(torch.ones(4, 3, 2, 5)).to_event(1),
-    ],
-    ids=repr,
-)
-def test_one_particle_differs_from_all_others_and_from_the_last(fn: Any) -> None:
-    split, generator = module.finite_components(fn), module.probe_generator(0)
-    value, last = fn.sample(), 2
-    assert split is not None
-    for index in (1, 3, 1, 0):
-        new = module._contrasted({"fn": fn}, value, module.Kind.EVEN, last, index, 2, generator)
-        assert new.shape == value.shape and new.dtype == value.dtype and fn.support.check(new).all()
-        before, after = split.index(value, fn), split.index(new, fn)
-        assert (after[index] != before[last]).all()
-        assert all((after[i] != after[index]).all() for i in range(4) if i != index)
-        value, last = new, index
-    for kind, expected in ((module.Kind.FIRST, 0), (module.Kind.LAST, split.cardinality - 1)):
-        after = split.index(module._contrasted({"fn": fn}, value, kind, last, 1, 2, generator), fn)
-        assert (after[1] == expected).all() and all((after[i] != expected).all() for i in (0, 2, 3))
-
-
 def test_an_open_number_falls_to_one_where_particles_cannot_be_hidden() -> None:
     kept = []
 

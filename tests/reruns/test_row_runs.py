@@ -18,16 +18,13 @@ from pyro_bpq.reruns import row_runs as module
 from pyro_bpq.reruns.row_runs import (
     LONGEST,
     PROBES,
-    Kind,
     RowProgram,
     RowRuns,
     Rows,
     Way,
     agree,
     is_due,
-    probe,
 )
-from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.testing import assert_unbiased
 from pyro_bpq.tracing.substitute import Substitute
 
@@ -330,37 +327,6 @@ def test_mixing_that_the_sampled_row_does_not_tell_is_found_where_a_look_is_due(
 
 def test_what_is_due() -> None:
     assert [n for n in range(300) if is_due(n)] == [0, 1, 2, 4, 8, 16, 32, 64, LONGEST, 2 * LONGEST]
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        dist.Bernoulli(torch.full((5,), 0.999)),
-        dist.Categorical(torch.tensor([1e-6, 1.0, 1e-6])),
-        dist.OneHotCategorical(torch.tensor([[1e-6, 1.0, 1e-6]] * 4)),
-        dist.Bernoulli(torch.full((2, 5), 1e-9)).to_event(1),
-        dist.Poisson(torch.tensor(1e-6)),
-        dist.Geometric(torch.tensor(0.9999)),
-        dist.Binomial(3, torch.tensor(1e-9)),
-        dist.Normal(torch.zeros(3), 1.0),
-        dist.Dirichlet(torch.ones(3)),
-        dist.Multinomial(4, torch.ones(3)),
-    ],
-    ids=lambda fn: type(fn).__name__,
-)
-def test_probes_vary_and_lie_in_the_support(fn: Any) -> None:
-    value, state = fn.sample(), torch.get_rng_state()
-    drawn = probe(fn, value.expand(64, *value.shape), [Kind.EVEN] * 64, torch.Generator().manual_seed(0))
-    assert drawn.shape == (64, *value.shape) and drawn.dtype == value.dtype
-    assert bool(fn.support.check(drawn).all())
-    assert len({tuple(row.reshape(-1).tolist()) for row in drawn}) > 1
-    kinds = [Kind.FIRST, Kind.LAST, Kind.SAMPLED, Kind.EVEN]
-    first, last, sampled, _ = probe(fn, value.expand(4, *value.shape), kinds, torch.Generator().manual_seed(0))
-    assert torch.equal(sampled, value)
-    split = finite_components(fn)
-    if split is not None:
-        assert (split.index(first, fn) == 0).all() and (split.index(last, fn) == split.cardinality - 1).all()
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_rounding_agrees_and_a_mixed_mean_does_not() -> None:
