@@ -1,13 +1,13 @@
 """The default against its own options and Pyro's ELBOs, at equal CPU time, on programs of many kinds.
 
-Methods: the rules (``choice="fixed"``), the choice by measurement (``choice="auto"``), a candidate pinned from the
-first step, ``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO`` with decaying averages. The
-loss is minus the ELBO of fresh samples from the trained guide, in nats per row of digits or per program, with two
+Methods: the default, its rules without measurement (``choice="fixed"``), a candidate pinned from the first step,
+``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO`` with decaying averages. Where the default
+has nothing to try, its rules alone are the same method, and have no row. The loss is minus the ELBO of fresh samples from the trained guide, in nats per row of digits or per program, with two
 standard errors. The first seeds, ``--tuning`` of them, pick each method's learning rate; ``--rates FILE`` takes those
-of an earlier result, and for *auto* that of the rules. So ``--methods "fixed;auto"`` made ``choice_auto.csv``.
-All runs of a seed take turns. The rules are trained half as long again, for the time that they take to the loss at
-which another method ends: *time*, over the other's. Where a candidate does what the rules do, its curve is another draw
-of theirs, and *time* is that of a step of the rules over that of the candidate. Rows that the result file has are kept:
+of an earlier result, and for *fixed* that of the default. All runs of a seed take turns. The default is trained half as
+long again, for the time that it takes to the loss at which another method ends: *time*, over the other's. Where another
+method does what the default does, its curve is another draw of the same, and *time* is that of a step of the default
+over that of the other method. Rows that the result file has are kept:
 ``--only`` measures programs anew. The programs that ``programs.HELD_OUT`` names are left out unless asked for with
 ``--held-out``. A candidate that refuses a program has no row.
 
@@ -50,6 +50,7 @@ PLAIN = (
     *("leave-one-out, 4 particles", "leave-one-out, 8 particles"),
     *("no critics", "sums over values, 8 particles", "the rules, one particle"),
 )
+DEFAULT = "default"
 # Others that ``--methods`` may name, each of which ``criterion.md`` has on the programs that it is made for.
 FURTHER = tuple(name for name in BY_NAME if name not in (*STEERED, *PLAIN, FIXED.name))
 AVERAGE = {"use_decaying_avg_baseline": True}
@@ -84,13 +85,13 @@ def methods(
     """The rivals on a program."""
     names = STEERED if program.steered else PLAIN
     found: dict[str, Callable[[], ELBO]] = {
+        DEFAULT: lambda: TraceBackpropQ_ELBO(compile=compile),
         "fixed": lambda: TraceBackpropQ_ELBO(choice="fixed", compile=compile),
-        "auto": lambda: TraceBackpropQ_ELBO(choice="auto", compile=compile),
         "Trace_ELBO": Trace_ELBO,
     }
     if compile:
         # Of Pyro's ELBOs the step of none is compiled.
-        chosen = chosen or ";".join(("fixed", *names))
+        chosen = chosen or ";".join((DEFAULT, *names))
     if chosen:
         found |= {"TraceGraph_ELBO": TraceGraph_ELBO} | {name: pinned(one, compile) for name, one in BY_NAME.items()}
         return {name: found[name] for name in chosen.split(";") if name in (*names, *FURTHER) or name not in BY_NAME}
@@ -165,11 +166,11 @@ def turns(runs: Sequence[Run], options: argparse.Namespace, data: Tensor) -> dic
     shuffle, failed = random.Random(0), dict[Run, Exception]()
     for mark in MARKS:
         for run in shuffle.sample(runs, len(runs)):
-            if run in failed or (mark > 1.0 and run.method != "fixed"):
+            if run in failed or (mark > 1.0 and run.method != DEFAULT):
                 continue
             try:
                 run.train(options.seconds * mark, data)
-                if mark == 1.0 or run.method == "fixed":
+                if mark == 1.0 or run.method == DEFAULT:
                     run.measure(mark, data, options.samples)
             except (BPQError, RuntimeError, ValueError) as error:
                 if run.method not in BY_NAME:
@@ -257,7 +258,7 @@ def main() -> None:
     data = digits()
     earlier = [] if options.rates is None else read_csv(options.rates)
     known = {(row["program"], row["method"]): row["learning rate"] for row in earlier}
-    known = {(program, "auto"): rate for (program, method), rate in known.items() if method == "fixed"} | known
+    known = {(program, "fixed"): rate for (program, method), rate in known.items() if method == DEFAULT} | known
     # The first step in a process makes torch and Pyro ready.
     Run(chosen[0], "", Trace_ELBO(), 1e-3, 0).train(1e-3, data)
     for program in chosen:
@@ -278,12 +279,12 @@ def time_to(curve: str, loss: float) -> float:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """The rows with the time of the rules to each method's loss over that method's own, exactly and within noise."""
-    rules = {row["program"]: row for row in rows if row["method"] == "fixed" and row.get("curve")}
+    """The rows with the time of the default to each method's loss over that method's own, exactly and within noise."""
+    defaults = {row["program"]: row for row in rows if row["method"] == DEFAULT and row.get("curve")}
     found = []
     for row in rows:
-        own, times = rules.get(row["program"]), ("", "", "")
-        if own is not None and row["method"] != "fixed":
+        own, times = defaults.get(row["program"]), ("", "", "")
+        if own is not None and row["method"] != DEFAULT:
             is_same = bool(row.get("does")) and row["does"] == own.get("does")
             noise = math.hypot(float(row["two standard errors"]), float(own["two standard errors"]))
             # As exact as the curve is written.
@@ -304,12 +305,13 @@ def write(output: Path, stem: str, rows: list[Row]) -> None:
         "Loss in nats, minus the ELBO of fresh samples from the trained guide, per row of digits or per program; less "
         "is better. CPU seconds of a run, number of seeds and the learning rate, the best of *rates* for the first "
         "seed (or for so many as *tuning* says), stand beside it; so does how many times the usual number of samples "
-        "evaluated. *fixed* and *auto* are "
-        "`TraceBackpropQ_ELBO(choice=...)`; the others are candidates pinned from the first step, and Pyro's ELBOs. "
-        "*time*: when the mean loss of *fixed* first reaches that at which the method ends, over the method's time; "
+        "evaluated. *default* is "
+        "`TraceBackpropQ_ELBO()`, *fixed* its rules without measurement, where it has something to try; the others are "
+        "candidates pinned from the first step, and Pyro's ELBOs. "
+        "*time*: when the mean loss of *default* first reaches that at which the method ends, over the method's time; "
         "*inf* if not in one and a half times that. *within noise*: the same to that loss and noise, the root of the "
-        "sum of both squared, doubled standard errors. *same*: whether the candidate does at each site what *fixed* "
-        "does, with as many particles; *time* is then the time of a step of *fixed* over that of the candidate. *in "
+        "sum of both squared, doubled standard errors. *same*: whether the method does at each site what *default* "
+        "does, with as many particles; *time* is then the time of a step of *default* over that of the method. *in "
         "turns*: whether the runs of a seed took turns; in older rows each method ran in a block. One thread."
     )
     if stem == "choice_compiled":

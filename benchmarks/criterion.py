@@ -27,15 +27,16 @@ from typing import Any
 
 import pyro
 import torch
-from choice import digits
+from choice import DEFAULT, digits
 from common import RESULTS, Row, read_csv, table, write_csv, write_markdown
 from programs import Program, selected
 from pyro.infer import SVI
 from pyro.optim import Adam
+from random_programs import drawn
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.choice.candidates import FIXED
+from pyro_bpq.choice.candidates import FIXED, candidates_for
 from pyro_bpq.choice.criterion import better_than, normalised, products
 from pyro_bpq.choice.measured import HOPELESS, ROUNDS
 from pyro_bpq.errors import UnsupportedProgramError
@@ -91,7 +92,7 @@ def measure(program: Program, options: argparse.Namespace, data: Tensor) -> list
     """The rows of a program."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    module, rules = program.make(), TraceBackpropQ_ELBO()
+    module, rules = program.make(), TraceBackpropQ_ELBO(choice="fixed")
     generator = torch.Generator().manual_seed(0)
 
     def batch() -> tuple[Tensor, ...]:
@@ -101,10 +102,9 @@ def measure(program: Program, options: argparse.Namespace, data: Tensor) -> list
     svi = SVI(module.model, module.guide, Adam({"lr": 3e-3 if program.rows else 1e-2}), rules)
     for _ in range(options.steps):
         svi.step(*batch())
-    rules.choice.begin(rules._rules.facts(has_ranks=False))
     found = {
         one.name: Gradients(rules if one == FIXED else TraceBackpropQ_ELBO(choice=one), module)
-        for one in rules.choice.candidates
+        for one in candidates_for(rules._rules.facts(has_ranks=False), tries_all=True)
     }
     for name, one in list(found.items()):
         try:
@@ -145,7 +145,7 @@ def measure(program: Program, options: argparse.Namespace, data: Tensor) -> list
 
 def under_adam(rows: list[Row], raced: list[Row]) -> list[Row]:
     """For each program how many pairs of candidates the race under Adam orders as ``J`` does."""
-    ends = {(row["program"], str(row["method"]).replace("fixed", FIXED.name)): row for row in raced}
+    ends = {(row["program"], str(row["method"]).replace(DEFAULT, FIXED.name)): row for row in raced}
     found = []
     for program in dict.fromkeys(row["program"] for row in rows):
         own = [row for row in rows if row["program"] == program and (program, row["candidate"]) in ends]
@@ -169,31 +169,41 @@ def under_adam(rows: list[Row], raced: list[Row]) -> list[Row]:
     return found
 
 
+def seeds(text: str) -> range:
+    """The seeds from a first to a last one, such as ``0-19``."""
+    first, last = map(int, text.split("-"))
+    return range(first, last + 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--draws", type=int, default=60)
     parser.add_argument("--only", default="", help="names of programs, separated by semicolons")
     parser.add_argument("--held-out", action="store_true", help="the programs that rules were not made on")
+    parser.add_argument("--random", type=seeds, default=None, help="random programs in place of these: seeds, as 0-19")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rows = read_csv(options.output / "criterion.csv")
-    chosen = selected(options.only, options.held_out)
-    data = digits()
+    chosen, name = selected(options.only, options.held_out), "criterion"
+    if options.random is not None:
+        chosen, name = [drawn(seed) for seed in options.random], "criterion_random"
+    rows, data = read_csv(options.output / f"{name}.csv"), digits()
     for program in chosen:
         if all(row["program"] != program.name for row in rows):
             rows += measure(program, options, data)
-            write_csv(options.output / "criterion.csv", rows)
+            write_csv(options.output / f"{name}.csv", rows)
             print(program.name, f"regret {rows[-1]['regret']:.3g}", flush=True)
     text = (
         f"{options.draws} gradients of each candidate after {options.steps} steps of the default, one thread; "
         f"candidates took turns. {LOOKS} simulated looks of each program."
     )
-    order = "## Pairs of candidates, `J` against the loss of the race under Adam"
-    parts = [text, table(rows), order, table(under_adam(rows, read_csv(RESULTS / "choice.csv")))]
-    write_markdown(options.output / "criterion.md", "Regret of the choice by measurement", parts)
+    parts = [text, table(rows)]
+    if options.random is None:
+        order = "## Pairs of candidates, `J` against the loss of the race under Adam"
+        parts += [order, table(under_adam(rows, read_csv(RESULTS / "choice.csv")))]
+    write_markdown(options.output / f"{name}.md", "Regret of the choice by measurement", parts)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pyro_bpq.estimators.baselines import LeaveOneOut
 from pyro_bpq.estimators.debiased_straight_through import DebiasedStraightThrough
 from pyro_bpq.estimators.hindsight import Hindsight
 from pyro_bpq.estimators.score_function import CrossedLeaveOneOut, ScoreFunction
+from pyro_bpq.plan.rules import MOST_PARTICLES
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Candidate:
         return "dense" if self.in_order else "auto"
 
 
+# Estimators for which others were close.
+_PLAIN = frozenset({ScoreFunction(LeaveOneOut()), AllAction()})
+
 FIXED = Candidate("the rules")
 """What the rules give, without any measurement."""
 
@@ -54,9 +58,26 @@ class ProgramFacts:
     num_sites: int = 0  # number of sites with a score
     many_components: int = 0  # number of those with many components
     num_particles: int = 1  # number of particles that the default runs
+    affordable: int = MOST_PARTICLES  # number of particles whose values are small enough for one call
     flips: bool = False  # whether the default runs the model at other values
     is_finite: bool = False  # whether all sites have finitely many values
+    has_rows: bool = False  # whether sites are in rows of data
     estimators: frozenset[Estimator] = frozenset()  # the default's estimators
+
+    @property
+    def has_several(self) -> bool:
+        """Whether the default runs several particles."""
+        return self.num_particles > 1 and not self.is_steered
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the default compares particles or sums over values, and eight particles are small enough."""
+        return self.estimators <= _PLAIN and self.affordable >= MOST_PARTICLES and not self.is_steered
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether other particles' costs serve layers."""
+        return self.num_sites > 1 and self.many_components > 1
 
     @property
     def has_slopes(self) -> bool:
@@ -69,9 +90,24 @@ class ProgramFacts:
         return is_chosen and candidate.num_particles == self.num_particles and candidate.critics == self.has_critics
 
 
+@dataclass(frozen=True)
+class Line:
+    """A line of the table of candidates.
+
+    Args:
+        holds: On which programs these are tried.
+        candidates: What is tried.
+        is_close: Whether they were the best on some programs of that kind, so that rules alone do not tell.
+    """
+
+    holds: Callable[[ProgramFacts], bool]
+    candidates: tuple[Candidate, ...]
+    is_close: bool = False
+
+
 @functools.cache
-def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]], ...]:
-    """For which programs which candidates are tried, besides the default."""
+def lines() -> tuple[Line, ...]:
+    """The table: on which programs what is tried besides the default."""
 
     def several(text: str, number: int, **options: bool) -> Candidate:
         return Candidate(f"{text}, {number} particles", ScoreFunction(LeaveOneOut()), number, critics=False, **options)
@@ -90,31 +126,41 @@ def rules() -> tuple[tuple[Callable[[ProgramFacts], bool], tuple[Candidate, ...]
     no_run = Candidate("no extra run", AllAction(exact=False))
     slopes = Candidate("corrected slopes, 2 particles", DebiasedStraightThrough(), 2, vectorized=True, critics=False)
     return (
-        (lambda p: p.is_steered, (several("program order", 4, in_order=True),)),
-        (lambda p: not p.is_steered and p.num_particles > 1, (one, two, four)),
-        (lambda p: not p.is_steered, (eight,)),
-        (lambda p: not p.is_steered and p.num_particles == 1, (more,)),
-        (lambda p: not p.is_steered and p.num_particles > 1 and p.is_finite and not p.flips, (sums,)),
-        (lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
-        (lambda p: not p.is_steered and p.flips and p.estimators == {AllAction()}, (no_run,)),
-        (lambda p: not p.is_steered and p.num_sites == p.many_components == 1 and not p.has_slopes, (slopes,)),
-        (lambda p: not p.is_steered and p.num_sites > 1 and p.many_components > 1, (crossed, hindsight)),
+        Line(lambda p: p.is_steered, (several("program order", 4, in_order=True),)),
+        Line(lambda p: p.is_plain, (eight,), is_close=True),
+        Line(lambda p: p.is_plain and _may_sum(p) and not p.has_rows, (sums,), is_close=True),
+        Line(lambda p: p.has_several and not p.is_finite, (one,), is_close=True),
+        Line(lambda p: p.has_several, (one, two, four)),
+        Line(lambda p: not p.is_steered, (eight,)),
+        Line(lambda p: not p.is_steered and not p.has_several, (more,)),
+        Line(_may_sum, (sums,)),
+        Line(lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
+        Line(lambda p: not p.is_steered and p.flips and p.estimators == {AllAction()}, (no_run,)),
+        Line(lambda p: not p.is_steered and p.num_sites == p.many_components == 1 and not p.has_slopes, (slopes,)),
+        Line(lambda p: not p.is_steered and p.is_layered, (crossed, hindsight)),
     )
 
 
+def _may_sum(program: ProgramFacts) -> bool:
+    return program.has_several and program.is_finite and not program.flips
+
+
 BY_NAME: Mapping[str, Candidate] = MappingProxyType(
-    {candidate.name: candidate for candidate in (FIXED, *(one for _, given in rules() for one in given))}
+    {candidate.name: candidate for candidate in (FIXED, *(one for line in lines() for one in line.candidates))}
 )
 """All candidates by name."""
 
 
-def candidates_for(facts: ProgramFacts) -> tuple[Candidate, ...]:
+def candidates_for(facts: ProgramFacts, tries_all: bool = False) -> tuple[Candidate, ...]:
     """The candidates that are tried on a program, the default first.
 
     Args:
         facts: What is known of the program.
+        tries_all: Whether to try all that the table has for the program, or only what was the best on some programs
+            of its kind.
     """
     if not facts.num_sites:
         return (FIXED,)
-    found = (candidate for holds, given in rules() if holds(facts) for candidate in given)
-    return (FIXED, *(candidate for candidate in found if not facts.is_default(candidate)))
+    tried = (line for line in lines() if (tries_all or line.is_close) and line.holds(facts))
+    found = (one for line in tried for one in line.candidates if not facts.is_default(one))
+    return tuple(dict.fromkeys((FIXED, *found)))

@@ -81,6 +81,7 @@ class MeasuredChoice:
         make: Makes an objective for a candidate.
         seed: Where the generators of trials start from.
         pinned: The candidate that the user chose, or ``None`` to measure.
+        tries_all: Whether to try all candidates of a program, or only those that were the best on some of its kind.
 
     Attributes:
         is_measured: Whether the choice is left to measurement.
@@ -95,8 +96,10 @@ class MeasuredChoice:
         weights: Seconds that the work of a training step takes: :data:`~pyro_bpq.tracing.work.EAGER` or ``COMPILED``.
     """
 
-    def __init__(self, make: Callable[[Candidate], Trial], seed: int, pinned: Candidate | None) -> None:
-        self._make, self._seed = make, seed
+    def __init__(
+        self, make: Callable[[Candidate], Trial], seed: int, pinned: Candidate | None, tries_all: bool = False
+    ) -> None:
+        self._make, self._seed, self._tries_all = make, seed, tries_all
         self.is_measured = pinned is None
         self.chosen = FIXED if pinned is None else pinned
         self.candidates: tuple[Candidate, ...] = ()
@@ -129,7 +132,7 @@ class MeasuredChoice:
 
     def begin(self, facts: ProgramFacts) -> None:
         """Lists what is tried, once the program is known."""
-        self.candidates, self._is_steered = candidates_for(facts), facts.is_steered
+        self.candidates, self._is_steered = candidates_for(facts, self._tries_all), facts.is_steered
 
     def is_due(self, num_steps: int) -> bool:
         """Whether something may be tried after so many steps."""

@@ -13,20 +13,21 @@ from pyro_bpq.choice.candidates import FIXED, Candidate, ProgramFacts
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.particle_count import ParticleCount
 from pyro_bpq.objectives.runner import StepRunner
+from pyro_bpq.plan.rules import affordable
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.work import Work
 
 
-def checked_choice(choice: Any, is_open: bool) -> Candidate | None:
-    """The candidate that is pinned; ``None`` to measure."""
+def checked_choice(choice: Any, is_open: bool, may_try: bool = True) -> Candidate | None:
+    """The candidate that is pinned; ``None`` to measure, where options are open and candidates may be tried."""
     if isinstance(choice, Candidate) and (is_open or choice == FIXED):
         return choice
     if isinstance(choice, Candidate):
         raise OptionError(f"choice={choice.name!r} sets estimator, critics, particles and structure: write it alone.")
-    if choice not in ("fixed", "auto"):
-        raise OptionError(f"choice={choice!r} is unknown; write 'fixed', 'auto' or a Candidate.")
+    if choice not in ("fixed", "auto", "all"):
+        raise OptionError(f"choice={choice!r} is unknown; write 'fixed', 'auto', 'all' or a Candidate.")
     # Options that the user wrote stay.
-    return None if choice == "auto" and is_open else FIXED
+    return None if choice != "fixed" and is_open and may_try else FIXED
 
 
 class Rules:
@@ -77,7 +78,7 @@ class Rules:
 
     def facts(self, has_ranks: bool) -> ProgramFacts:
         """What is known of the program; nothing is tried where users give costs, or several processes learn."""
-        last = self.runner.plans.last
+        last, now = self.runner.plans.last, self.particles.now
         if last is None or has_ranks or any(cost.name.startswith("cost(") for cost in last.graph.costs):
             return ProgramFacts()
         specs = [spec for spec in last.plan.layout.specs.values() if not spec.estimator.is_pathwise]
@@ -87,9 +88,12 @@ class Rules:
             has_critics=any(spec.critic is not None for spec in specs),
             num_sites=len(specs),
             many_components=sum(size > 1 for size in sizes),
-            num_particles=self.particles.now.number,
+            num_particles=now.number,
+            # Candidates run in one call, and see all particles.
+            affordable=1 if now.is_hidden else affordable(last.plan.elements, last.plan.num_particles),
             flips=last.plan.flips is not None,
             is_finite=all(spec.components is not None for spec in specs),
+            has_rows=last.plan.has_rows,
             estimators=frozenset(spec.estimator for spec in specs),
         )
 

@@ -64,6 +64,8 @@ class Plan:
     crossed: frozenset[str] = frozenset()  # sites that crossed costs serve where there are
     summed: SumPlan | None = None  # the tables that the loss can be summed over, or ``None``
     sums: bool = False  # whether it is summed over them
+    has_rows: bool = False  # whether sites for which nothing is chosen are in plates of many rows
+    elements: int = 0  # number of elements of the largest value
 
     def __str__(self) -> str:
         """What each site got and why, its critic, and what is known exactly; sites that are alike together."""

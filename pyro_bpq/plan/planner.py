@@ -24,8 +24,9 @@ from pyro_bpq.graph.scg import Form, StochasticComputationGraph, cost_of_guide, 
 from pyro_bpq.plan.critic_options import checked_critic, default_critic
 from pyro_bpq.plan.extra_run import ExtraRun, is_complete, known_costs, plan_extra_run
 from pyro_bpq.plan.holding import held_plan
+from pyro_bpq.plan.particles import largest_value
 from pyro_bpq.plan.plan import Plan, SumPlan
-from pyro_bpq.plan.revisions import Compared, charged_costs, compare, crossable, revise, untold
+from pyro_bpq.plan.revisions import Compared, charged_costs, compare, crossable, in_rows, revise, untold
 from pyro_bpq.plan.rules import BY_OPTIONS, SUMMED, Choice, SiteFacts, decide, has_many_components, with_baseline
 from pyro_bpq.plan.structure import Structure, StructureFacts
 from pyro_bpq.plan.sum_plan import sum_plan
@@ -207,6 +208,8 @@ class Planner:
             layers=layers,
             crossed=crossed,
             summed=summed,
+            has_rows=bool(in_rows(structure)),
+            elements=largest_value(traced),
         )
 
     def _sites(self, structure: Structure, has_slopes: bool, can_hold: bool) -> dict[str, SiteFacts]:

@@ -9,7 +9,7 @@ from typing import Any
 from pyro_bpq.estimators.base import Estimator, SiteInfo
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
 from pyro_bpq.plan.extra_run import ExtraRun, is_complete
-from pyro_bpq.plan.rules import BY_STRUCTURE, FEW_PARTICLES, MANY_SITES, Choice, SiteFacts, decide
+from pyro_bpq.plan.rules import BY_STRUCTURE, FEW_PARTICLES, MANY_COMPONENTS, MANY_SITES, Choice, SiteFacts, decide
 from pyro_bpq.plan.structure import Structure
 from pyro_bpq.rollout.features import have_same_values
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -116,8 +116,14 @@ def compare(structure: Structure, extra: ExtraRun) -> Compared:
     if len(sites) >= MANY_SITES:
         return Compared(sites, untold, frozenset(served))
     if particles >= FEW_PARTICLES:
-        served = {name for name in sites if _size(traced.infos[name])}
+        served = {name for name in sites if _size(traced.infos[name])} - _summed(structure, told - rows)
     return Compared(sites, sites, frozenset(served), not rows)
+
+
+def _summed(structure: Structure, told: set[str]) -> set[str]:
+    """The only site, if sums over the values of its many components take off most of the noise."""
+    is_only = len(structure.traced.infos) == 1
+    return {name for name in told if is_only and _size(structure.traced.infos[name]) >= MANY_COMPONENTS}
 
 
 def _is_separate(structure: Structure, name: str) -> bool:

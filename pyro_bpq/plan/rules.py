@@ -25,6 +25,8 @@ from pyro_bpq.tracing.config import BaselineOptions, SiteOptions
 MOST_PARTICLES = 8
 # Sites from which on sums over values and critics serve those that are not in rows of data.
 MANY_SITES = 10
+# Components of an only site from which on sums over the values of each are worth an extra run of all particles.
+MANY_COMPONENTS = 10
 # Elements that the largest values of all particles may have: as many particles are worth their time and memory.
 ELEMENTS = 1 << 19
 # Fewer particles than these tell little of a site with many components.
@@ -250,8 +252,13 @@ class ParticleRule:
     number: Callable[[ProgramFacts], int]
 
 
+def affordable(elements: int, particles: int) -> int:
+    """Number of particles whose values are small enough for one call, if those of so many have so many elements."""
+    return min(MOST_PARTICLES, max(2, ELEMENTS * particles // max(elements, 1)))
+
+
 def _affordable(program: ProgramFacts) -> int:
-    return min(MOST_PARTICLES, max(2, ELEMENTS * program.particles // max(program.elements, 1)))
+    return affordable(program.elements, program.particles)
 
 
 def _worthwhile(program: ProgramFacts) -> int:

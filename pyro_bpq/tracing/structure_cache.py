@@ -6,11 +6,12 @@ dependencies are merged and never replaced. A run that was not tracked and whose
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -90,6 +91,8 @@ class StructureCache:
         self.reads: OrderedDict[Any, tuple[Reads, int]] = OrderedDict()
         self.graphs: dict[Any, StochasticComputationGraph] = {}
         self.facts: dict[Any, _Facts] = {}
+        # What structures of a loaded state compute: later runs, of more particles, would be counted otherwise.
+        self.counted: dict[str, tuple[Work, Work]] = {}
         # What was found last.
         self.said = ""
 
@@ -106,13 +109,15 @@ class StructureCache:
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """What runs have shown of any structure of the program; graphs are found again."""
+        """What runs have shown of any structure of the program, and what these compute; graphs are found again."""
+        works = {_digest(key): facts.work for key, facts in self.facts.items() if facts.work is not None}
         return {
             "escaping": self.escaping,
             "crosses": self.crosses,
             "in_order": self.in_order,
             # It means nothing where no value steers the program.
             "needs_graphs": self.escapes and self.needs_graphs,
+            "work": {key: tuple(map(astuple, work)) for key, work in {**self.counted, **works}.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -120,6 +125,7 @@ class StructureCache:
         self.escaping, self.crosses = tuple(state["escaping"]), state["crosses"]
         self.escapes = bool(self.escaping)
         self.in_order, self.needs_graphs = state["in_order"], state["needs_graphs"]
+        self.counted = {key: (Work(*guide), Work(*model)) for key, (guide, model) in state["work"].items()}
 
     def wants_tracking(self) -> bool:
         """Whether the next run must be tracked."""
@@ -200,7 +206,7 @@ class StructureCache:
 
     def work_of(self, traced: TracedRun) -> tuple[Work, Work] | None:
         """Returns what guide and model of that structure compute, as first counted; ``None`` if it never was."""
-        return self._facts(traced).work or traced.work
+        return self._facts(traced).work or self.counted.get(_digest(traced.key)) or traced.work
 
     def knows(self, traced: TracedRun) -> bool:
         """Whether the run was tracked, a run with its key was tracked, or the mode is ``"dense"``."""
@@ -308,7 +314,7 @@ class StructureCache:
     def _learn_facts(self, traced: TracedRun) -> None:
         """Stores the facts that extra runs need."""
         known = self._facts(traced)
-        handed, work = known.handed | traced.handed, known.work or traced.work
+        handed, work = known.handed | traced.handed, self.work_of(traced)
         self.facts[traced.key] = replace(known, handed=handed, has_buffers=traced.has_buffers, work=work)
 
     def _learn_patterns(self, traced: TracedRun) -> None:
@@ -369,3 +375,8 @@ def _warn_of_rows(traced: TracedRun, reads: Mapping[str, frozenset[str]]) -> Non
         BPQWarning,
         stacklevel=2,
     )
+
+
+def _digest(key: tuple[Any, ...]) -> str:
+    """A name of a structure that another process finds too."""
+    return hashlib.sha256(repr(key).encode()).hexdigest()

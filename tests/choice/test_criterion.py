@@ -49,25 +49,50 @@ def test_a_gain_within_its_error_is_none() -> None:
 
 def test_candidates_follow_from_the_program() -> None:
     assert candidates_for(ProgramFacts()) == (FIXED,)
-    steered = candidates_for(ProgramFacts(is_steered=True, num_sites=3))
+    steered = candidates_for(ProgramFacts(is_steered=True, num_sites=3), True)
     assert steered[0] == FIXED and all(candidate.in_order for candidate in steered[1:])
     assert len(steered) == 2
-    plain = candidates_for(ProgramFacts(num_sites=3, has_critics=True, many_components=2))
+    plain = candidates_for(ProgramFacts(num_sites=3, has_critics=True, many_components=2), True)
     assert not any(candidate.in_order for candidate in plain)
     assert "the rules, 8 particles" in {candidate.name for candidate in plain}
-    rows = candidates_for(ProgramFacts(num_sites=1, num_particles=2))
-    assert [candidate.num_particles for candidate in rows] == [None, 1, 2, 4, 8]
-    finite = candidates_for(ProgramFacts(num_sites=1, num_particles=8, is_finite=True))
+    rows = candidates_for(ProgramFacts(num_sites=1, num_particles=2), True)
+    assert rows[0] == FIXED and {candidate.num_particles for candidate in rows[1:]} == {1, 2, 4, 8}
+    finite = candidates_for(ProgramFacts(num_sites=1, num_particles=8, is_finite=True), True)
     assert {one.name for one in finite} - {one.name for one in rows} == {"sums over values, 8 particles"}
     sums, slopes = (frozenset({estimator}) for estimator in (AllAction(), DebiasedStraightThrough()))
-    single = candidates_for(ProgramFacts(num_sites=1, many_components=1, flips=True, estimators=sums))
+    single = candidates_for(ProgramFacts(num_sites=1, many_components=1, flips=True, estimators=sums), True)
     assert {"no extra run", "corrected slopes, 2 particles"} <= {one.name for one in single}
-    sloped = candidates_for(ProgramFacts(num_sites=1, many_components=1, flips=True, estimators=slopes))
+    sloped = candidates_for(ProgramFacts(num_sites=1, many_components=1, flips=True, estimators=slopes), True)
     assert not {"no extra run", "corrected slopes, 2 particles"} & {one.name for one in sloped}
     assert {"no critics", "crossed costs, 8 particles", "hindsight, 4 particles"} <= {
         candidate.name for candidate in plain
     }
     assert all(BY_NAME[candidate.name] == candidate for candidate in (*steered, *plain))
+
+
+CROSSED, SLOPES = CrossedLeaveOneOut(), DebiasedStraightThrough()
+FINITE = ProgramFacts(num_sites=2, num_particles=8, is_finite=True, estimators=frozenset({SCORE}))
+
+
+@pytest.mark.parametrize(
+    ("facts", "tried"),
+    [
+        (FINITE, {"sums over values, 8 particles"}),
+        (replace(FINITE, flips=True), set()),
+        (replace(FINITE, has_rows=True), set()),
+        (replace(FINITE, num_particles=5), {"leave-one-out, 8 particles", "sums over values, 8 particles"}),
+        (replace(FINITE, num_particles=5, affordable=5), set()),
+        (replace(FINITE, is_finite=False), {"the rules, one particle"}),
+        (replace(FINITE, is_steered=True), set()),
+        (replace(FINITE, flips=True, estimators=frozenset({AllAction()})), {"leave-one-out, 8 particles"}),
+        (replace(FINITE, many_components=2, estimators=frozenset({CROSSED})), set()),
+        (replace(FINITE, num_sites=1, many_components=1, estimators=frozenset({SLOPES})), set()),
+        (replace(FINITE, num_sites=0), set()),
+    ],
+)
+def test_what_is_tried_is_where_rules_are_in_doubt(facts: ProgramFacts, tried: set[str]) -> None:
+    assert {one.name for one in candidates_for(facts)} == tried | {FIXED.name}
+    assert set(candidates_for(facts)) <= set(candidates_for(facts, True))
 
 
 @pytest.mark.parametrize(
@@ -94,6 +119,6 @@ def test_candidates_follow_from_the_program() -> None:
     ],
 )
 def test_what_the_default_does_is_not_tried_again(facts: ProgramFacts, left_out: str) -> None:
-    tried = {one.name for one in candidates_for(facts)}
-    other = {one.name for one in candidates_for(replace(facts, estimators=frozenset()))}
+    tried = {one.name for one in candidates_for(facts, True)}
+    other = {one.name for one in candidates_for(replace(facts, estimators=frozenset()), True)}
     assert other - tried == ({left_out} if left_out else set())

@@ -217,7 +217,7 @@ def coin() -> tuple[Any, Any]:
 def test_what_is_tried_follows_from_the_plan(programs: Any, tried: set[str]) -> None:
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(choice="auto")
+    elbo = TraceBackpropQ_ELBO(choice="all")
     svi = SVI(*programs, SGD({"lr": 1e-3}), elbo)
     for _ in range(22):
         svi.step()

@@ -501,3 +501,33 @@ def test_a_program_that_grows_resumes_where_it_was(
         losses[is_cut] = found
     # Sums add up in another order where other steps are tracked.
     assert losses[True] == pytest.approx(losses[False], abs=1e-12)
+
+
+def test_what_an_extra_run_takes_is_known_after_a_resume() -> None:
+    # Counted in a run of all particles, the extra run would look too dear.
+    torch.manual_seed(0)
+    decoder = nn.Linear(80, 64)
+
+    def model() -> None:
+        z = pyro.sample("z", dist.Bernoulli(torch.full((80,), 0.5)).to_event(1))
+        pyro.sample("x", dist.Normal(decoder(z), 1.0).to_event(1), obs=torch.ones(64))
+
+    def guide() -> None:
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(80))).to_event(1))
+
+    def trained(elbo: TraceBackpropQ_ELBO, steps: int) -> Tensor:
+        svi = SVI(model, guide, SGD({"lr": 1e-3}), elbo)
+        pyro.set_rng_seed(steps)
+        for _ in range(steps):
+            svi.step()
+        return pyro.param("q").detach().clone()
+
+    pyro.clear_param_store()
+    elbo, other = TraceBackpropQ_ELBO(), TraceBackpropQ_ELBO()
+    start = trained(elbo, 6)
+    other.load_state_dict(elbo.state_dict())
+    expected = trained(elbo, 3)
+    assert elbo.plan is not None and elbo.plan.flips is not None and elbo.num_particles == 8
+    pyro.param("q").data.copy_(start)
+    assert torch.equal(trained(other, 3), expected)
+    assert str(other.plan) == str(elbo.plan)

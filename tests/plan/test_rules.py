@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pyro_bpq import AllAction, LeaveOneOut, LinearCritic, ScoreFunction, TraceBackpropQ_ELBO
-from pyro_bpq.plan.rules import BY_OPTIONS, BY_STRUCTURE
+from pyro_bpq.plan.rules import BY_OPTIONS, BY_STRUCTURE, MANY_COMPONENTS
 from pyro_bpq.short import short
 
 ROWS = 12
@@ -71,9 +71,19 @@ CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         {"rows": ROWS - 3, "num_particles": 1},
     ),
     "many components": (
+        "few values: a sum over all of them",
+        lambda r: dist.Bernoulli(logits=r * torch.ones(MANY_COMPONENTS)).to_event(1),
+        {},
+    ),
+    "some components": (
+        "many components: other particles are the baseline",
+        lambda r: dist.Bernoulli(logits=r * torch.ones(MANY_COMPONENTS - 1)).to_event(1),
+        {},
+    ),
+    "many components, a dear run": (
         "many components: other particles are the baseline",
         lambda r: dist.Bernoulli(logits=r * torch.ones(20)).to_event(1),
-        {},
+        {"max_elements": 1},
     ),
     "slopes": (
         "the only site of many components: slopes of the costs, corrected by a true difference",

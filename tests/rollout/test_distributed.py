@@ -77,7 +77,8 @@ def without_idle_scales(state: dict[str, Any]) -> dict[str, Any]:
         state[key] = state[key].where(diagonal > 1e-20, 1.0)
     # What waits to be written has such scales too, without their names.
     extra = next(key for key in state if key.endswith("_extra_state") and "critics" not in key)
-    state[extra] = {**state[extra], "waiting": None}
+    # Each process counts the work of its own rows.
+    state[extra] = {**state[extra], "waiting": None, "structure": {**state[extra]["structure"], "work": None}}
     return state
 
 
