@@ -2,14 +2,15 @@
 
 Methods: the default, its rules without measurement (``choice="fixed"``), a candidate pinned from the first step,
 ``Trace_ELBO`` and, with ``--all``, more candidates and ``TraceGraph_ELBO`` with decaying averages. Where the default
-has nothing to try, its rules alone are the same method, and have no row. The loss is minus the ELBO of fresh samples from the trained guide, in nats per row of digits or per program, with two
-standard errors. The first seeds, ``--tuning`` of them, pick each method's learning rate; ``--rates FILE`` takes those
-of an earlier result, and for *fixed* that of the default. All runs of a seed take turns. The default is trained half as
-long again, for the time that it takes to the loss at which another method ends: *time*, over the other's. Where another
-method does what the default does, its curve is another draw of the same, and *time* is that of a step of the default
-over that of the other method. Rows that the result file has are kept:
-``--only`` measures programs anew. The programs that ``programs.HELD_OUT`` names are left out unless asked for with
-``--held-out``. A candidate that refuses a program has no row.
+has nothing to try, its rules alone are the same method, and have no row. The loss is minus the ELBO of fresh samples
+from the trained guide, in nats per row of digits or per program, with two standard errors. The first seeds,
+``--tuning`` of them, pick the learning rate of a method; ``--rates FILE`` takes those of an earlier result, and for
+*fixed* that of the default. All runs of a seed take turns. The default is trained half as long again, for the time
+that it takes to the loss at which another method ends: *time*, over the other's. Where another method does what the
+default does, its curve is another draw of the same, and *time* is that of a step of the default over that of the
+other method. Rows that the result file has are kept: ``--only`` measures programs anew. The programs that
+``programs.HELD_OUT`` names are left out unless asked for with ``--held-out``. A candidate that refuses a program has
+no row.
 
 ``--compile`` races our own methods with compiled steps, into ``choice_compiled.csv``; what it takes to make these, by
 the clock, is told apart.

@@ -65,6 +65,10 @@ class UnsupportedProgramError(BPQError, NotImplementedError):
     """A program uses a feature for which no right gradient can be given."""
 
 
+class ParticlesDifferError(UnsupportedProgramError):
+    """Particles in one call do not cost what each costs on its own."""
+
+
 class Unrecordable(UnsupportedProgramError):
     """A step cannot be recorded; the text is the end of a sentence that says why."""
 

@@ -13,7 +13,7 @@ import torch
 from pyro.infer.util import is_validation_enabled
 
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
+from pyro_bpq.errors import BPQError, BPQWarning, ParticlesDifferError, UnsupportedProgramError
 from pyro_bpq.objectives.observation import NoiseSource, Observation, Runner
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.staged import Mode, Staged
@@ -27,7 +27,8 @@ from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
-from pyro_bpq.reruns.row_runs import RowRuns
+from pyro_bpq.reruns.row_runs import RowRuns, agree
+from pyro_bpq.reruns.rows_apart import rows_that_meet
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
 from pyro_bpq.tracing.hidden_particles import trace_particles
@@ -182,7 +183,7 @@ class StepRunner(Runner):
         if not self.enumerates:
             traced = trace_run(put(model), put(guide), args, kwargs, options)
             check_gradients(traced)
-            return traced
+            return self._with_rows_that_meet(traced, program, particles, num_steps) if traced.unfollowed else traced
         nesting = int(particles.nesting)
         with enumerated_programs(model, guide, nesting) as (summed, sampled):
             # Values that are put in stand outside of enumeration, which follows the sites that it passes.
@@ -190,6 +191,20 @@ class StepRunner(Runner):
         if self.warns and is_validation_enabled() and not traced.enumerated:
             warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
         return eliminate(traced, nesting)
+
+    def _with_rows_that_meet(
+        self, traced: TracedRun, program: Program, particles: Particles, num_steps: int
+    ) -> TracedRun:
+        """The run with the rows that meet by values, where they could not be followed."""
+        if self.structure.crosses or traced.crosses:
+            return traced
+
+        def trace(part: Program, put: Callable[[Any], Any]) -> TracedRun:
+            return self.trace(part, particles, num_steps, warns=False, put=put)
+
+        is_first = self.structure.tracked_runs == 0
+        met = rows_that_meet(trace, program, traced, self.has_buffers, num_steps, is_first)
+        return replace(traced, met=met, crosses=bool(met))
 
     def _options(self, particles: Particles) -> TraceOptions:
         planner = self.plans.planner
@@ -355,15 +370,23 @@ class StepRunner(Runner):
     def _tracked_again(
         self, runs: Sequence[TracedRun], program: Program, particles: Particles, mode: Mode
     ) -> list[TracedRun]:
-        """Tracked runs of particles one after the other, at the values that these have drawn together."""
-        found = []
+        """Tracked runs of particles one after the other, at the values that these have drawn together.
+
+        Raises:
+            ParticlesDifferError: If a particle costs something else alone. Nobody can tell where programs draw more
+                noise, or may have changed buffers in the meantime.
+        """
+        found, is_comparable = [], True
         for run in runs:
             sites = {**samples(run.model_trace), **samples(run.guide_trace)}
             values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
             put = functools.partial(_with_values, {**values, **run.subsamples})
             # What the step has drawn, and written into buffers, stays as it is.
-            with Sandbox(torch.get_rng_state(), self.has_buffers):
+            with Sandbox(torch.get_rng_state(), self.has_buffers) as sandbox:
                 found.append(self.trace(program, particles, mode.num_steps, True, put=put))
+            is_comparable &= not found[-1].has_buffers and all(map(torch.equal, sandbox.before, sandbox.after))
+        if is_comparable and not all(map(_cost_alike, runs, found)):
+            raise ParticlesDifferError("a particle costs something else on its own, at the same values of all sites")
         return found
 
     def facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode) -> StructureFacts:
@@ -396,6 +419,13 @@ class StepRunner(Runner):
 def _with_values(values: Mapping[str, Any], part: Any) -> Any:
     """A program with the values of its sites put in."""
     return Substitute(values)(part)
+
+
+def _cost_alike(one: TracedRun, other: TracedRun) -> bool:
+    """Whether two runs at the same values cost the same; true if they have other sites, since values steer these."""
+    costs, others = one.run.costs, other.run.costs
+    names = costs.keys() if one.key == other.key else ()
+    return agree([costs[name].detach() for name in names], [others[name].detach() for name in names])
 
 
 def most_plates(runs: Sequence[TracedRun]) -> int:

@@ -6,22 +6,19 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyro
 import torch
 from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.reruns.probes import Kind, contrasted, kinds_at, probe, probe_generator
 from pyro_bpq.reruns.row_runs import agree, is_due
+from pyro_bpq.reruns.runs_at import RunsAt, leaves_of, moved
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
-from pyro_bpq.tracing.cost_statement import SkipCosts
-from pyro_bpq.tracing.sandbox import Sandbox
-from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, samples
 
@@ -74,7 +71,8 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
         for name, site in samples(trace).items()
         if not site["is_observed"] and not is_enumerated(site) and isinstance(site["value"], Tensor)
     }
-    runs, generator = RunsAt(compared), probe_generator(seed)
+    runs = RunsAt(compared.trace, many.subsamples, compared.has_buffers)
+    generator = probe_generator(seed)
     sampled = {name: site["value"].detach() for name, site in sites.items()}
     if compared.is_compact:
         sampled = {name: _compact(sites[name], value) for name, value in sampled.items()}
@@ -121,12 +119,12 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
             values = drawn(values, other)
             yield values, [index]
 
-    leaves = _leaves(many.run.costs.values()) if is_first else []
+    leaves = leaves_of(many.run.costs.values()) if is_first else []
 
     def looked(is_even: bool) -> list[bool | None]:
         found: list[bool | None] = []
         for i, (values, picked) in enumerate(chosen(is_even)):
-            with _moved(leaves, generator) if i % 2 else contextlib.nullcontext():
+            with moved(leaves, generator) if i % 2 else contextlib.nullcontext():
                 found.append(compare(values, picked))
             if not found[-1]:
                 break
@@ -200,59 +198,6 @@ class TrackedRuns:
             return False
         self.number += 1
         return self.number <= _NEW or is_due(self.number)
-
-
-class RunsAt:
-    """Runs programs at given values, and leaves generators and buffers unchanged."""
-
-    def __init__(self, compared: Comparison) -> None:
-        self.trace, self.subsamples = compared.trace, compared.many.subsamples
-        # Whether all runs, which start from one seed, have drawn the same number of random numbers
-        self.has_buffers, self.draw_alike = compared.has_buffers, True
-        self._after: list[Tensor] | None = None
-
-    def costs(self, program: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """The costs of a run; ``None`` if it fails."""
-        put, sandbox = Substitute({**values, **self.subsamples}), Sandbox(0, self.has_buffers)
-        try:
-            with sandbox, pyro.validation_enabled(False), torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                # Cost functions may be expensive, so they are called only once per step.
-                run = self.trace(program, lambda part: SkipCosts()(put(part))).run
-        except Exception:
-            return None
-        after = self._after = self._after or sandbox.after
-        self.draw_alike &= all(torch.equal(*pair) for pair in zip(after, sandbox.after, strict=True))
-        return {name: cost.detach() for name, cost in run.costs.items()}
-
-
-def _leaves(costs: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters that costs depend on."""
-    nodes = [cost.grad_fn for cost in costs if cost.grad_fn is not None]
-    seen, found = set(nodes), []
-    while nodes:
-        node = nodes.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided:
-            found.append(leaf)
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        nodes += new
-    return found
-
-
-@contextlib.contextmanager
-def _moved(leaves: Sequence[Tensor], generator: torch.Generator) -> Iterator[None]:
-    """Moves parameters by about a hundredth, and back; autograd takes no notice."""
-    kept = [leaf.data for leaf in leaves]
-    try:
-        for leaf, data in zip(leaves, kept, strict=True):
-            noise = torch.randn(data.shape, generator=generator).to(data)
-            leaf.data = data + 0.01 * (1.0 + data.abs()) * noise
-        yield
-    finally:
-        for leaf, data in zip(leaves, kept, strict=True):
-            leaf.data = data
 
 
 def _frames(site: Any) -> list[Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from pyro_bpq.plan.plan import SumPlan
-from pyro_bpq.reruns.apart import Comparison, RunsAt
+from pyro_bpq.reruns.apart import Comparison
 from pyro_bpq.reruns.probes import probe_generator
 from pyro_bpq.reruns.row_runs import agree
+from pyro_bpq.reruns.runs_at import RunsAt
 from pyro_bpq.step.exact_sum import costs_at
 
 # Steps whose number is a multiple of it are checked, those of the first comparisons besides.
@@ -40,7 +41,7 @@ def tables_hold(compared: Comparison, plan: SumPlan, seed: int) -> bool:
         drawn = torch.randint(split.cardinality, (number, *fn.batch_shape[1:]), generator=generator)
         index[name] = drawn.to(value.device)
         values[name] = split.value(index[name].unsqueeze(-1), fn).to(value.dtype)
-    costs = RunsAt(compared).costs(compared.together, values)
+    costs = RunsAt(compared.trace, compared.many.subsamples, compared.has_buffers).costs(compared.together, values)
     if costs is None:
         return False
     with torch.no_grad():

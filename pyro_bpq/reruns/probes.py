@@ -110,3 +110,22 @@ def contrasted(fn: Any, value: Tensor, kind: Kind, last: int, index: int, genera
     new = own + further[1]
     new[index] = own
     return split.value(new % split.cardinality, fn).to(value.dtype).reshape(value.shape)
+
+
+def shifted(fn: Any, value: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws values of a site that differ in each component from given ones, where it is finite; else new ones.
+
+    Args:
+        fn: Distribution of the site.
+        value: Its values.
+        generator: Draws.
+
+    Returns:
+        Values of the same shape.
+    """
+    split = finite_components(fn)
+    if split is None or split.cardinality < 2:
+        return probe(fn, value.unsqueeze(0), [Kind.EVEN], generator)[0]
+    old = split.index(value, fn)
+    more = torch.randint(1, split.cardinality, old.shape, generator=generator).to(old.device)
+    return split.value((old + more) % split.cardinality, fn).to(value.dtype).reshape(value.shape)

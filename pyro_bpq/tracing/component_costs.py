@@ -7,7 +7,7 @@ costs that depend on component ``d``. An element of a cost that reads only compo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -214,18 +214,30 @@ class PlateRows:
     def meeting(self, costs: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
         """Finds the costs in which a row reads another row of a site in the same plates, with these plates.
 
-        It reports only certain cases: after an unknown operator, it reports nothing.
+        It reports only certain cases: after an unknown operator, it reports nothing. See :meth:`unfollowed`.
         """
+        return self._costs_where(self._meet, costs)
+
+    def unfollowed(self, costs: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
+        """Finds the costs that read sites of their own plates by an unknown operator, with these plates."""
+        return self._costs_where(self._is_unknown, costs)
+
+    def _costs_where(
+        self, holds: Callable[[_Plates, tuple[int, ...], Tensor], bool], costs: Iterable[tuple[str, Any]]
+    ) -> dict[str, tuple[str, ...]]:
         found = {}
         for cost, site in costs if self.plates else ():
             where = {(frame.name, frame.dim) for frame in site["cond_indep_stack"] if frame.vectorized}
-            met = dict[str, None]()
+            own = dict[str, None]()
             for plates, sizes in self.plates.items():
-                if where.issuperset(plates) and self._meet(plates, sizes, site["log_prob"]):
-                    met.update((name, None) for name, _ in plates)
-            if met:
-                found[cost] = tuple(met)
+                if where.issuperset(plates) and holds(plates, sizes, site["log_prob"]):
+                    own.update((name, None) for name, _ in plates)
+            if own:
+                found[cost] = tuple(own)
         return found
+
+    def _is_unknown(self, plates: _Plates, sizes: tuple[int, ...], log_prob: Tensor) -> bool:
+        return self.elements.positions(plates, log_prob) is None
 
     def _meet(self, plates: _Plates, sizes: tuple[int, ...], log_prob: Tensor) -> bool:
         positions, shape = self.elements.positions(plates, log_prob), log_prob.shape

@@ -189,7 +189,12 @@ class _Operators(OperatorMode):
             mask = ledger.mask(args)
         if kwargs:
             mask |= ledger.mask([*kwargs.values()])
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        try:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        except (torch.linalg.LinAlgError, IndexError):  # type: ignore[attr-defined]
+            # Who catches the error learns something of the values.
+            ledger.escape(mask)
+            raise
         if mask or ledger.positions:
             plan = _plan(func)
             # In a backward pass, the autograd graph of a view holds the view's position as a plain number.
@@ -282,7 +287,11 @@ class _Calls(TorchFunctionMode):
     def defer(self, func: Any, args: _Args, kwargs: _Kwargs, mask: int = 0) -> Any:
         """Runs a call that reads scalars only as positions; its result depends on them."""
         with self._ledger.deferring(mask):
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except IndexError:
+                self._ledger.escape(self._ledger.deferred or 0)
+                raise
             self._ledger.place(next(iter(args), None), result, self._ledger.deferred or 0)
             return result
 

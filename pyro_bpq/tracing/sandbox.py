@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pyro_bpq.critics.block import is_of_critic
-from pyro_bpq.errors import StructureChangedError, TooManyOutcomesError
+from pyro_bpq.errors import ParticlesDifferError, StructureChangedError, TooManyOutcomesError
 
 
 class BufferedModules:
@@ -159,7 +159,8 @@ class Trial:
             return False
         if error is not None:
             # An error that has another cause comes again.
-            self.reason, self.has_failed = f"it failed: {error}", True
+            self.has_failed = not isinstance(error, ParticlesDifferError)
+            self.reason = f"it failed: {error}" if self.has_failed else str(error)
         self.created = self.new_parameters()
         for name in self.created:
             del pyro.get_param_store()[name]

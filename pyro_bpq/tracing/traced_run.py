@@ -70,6 +70,8 @@ class TracedRun:
     has_buffers: bool = True
     # Costs in whose plates rows meet, with the names of these plates. Only some tracked runs look for them.
     met: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Costs of which it is not known whether rows meet, with the plates; only where rows are looked for.
+    unfollowed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     mixes: bool = False  # whether particles of a plate were seen to meet in a cost
     of_guide: frozenset[str] = frozenset()  # costs that are log-probabilities of the guide
     work: tuple[Work, Work] | None = None  # what the guide and the model computed; `None` if that was not counted

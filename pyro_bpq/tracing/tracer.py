@@ -79,11 +79,13 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         reads, handed = None, frozenset[str]()
         if tracker is not None:
             reads, handed = _dependencies(tracker, watch, guide_sites, model_sites, heard)
-        patterns, met, mixes = {}, dict[str, tuple[str, ...]](), False
+        patterns, mixes = {}, False
+        met, unfollowed = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]]()
         if elements is not None:
             patterns = elements.patterns(_scored(guide_sites, model_sites))
             if elements.rows is not None and elements.particles is not None:
                 met = elements.rows.meeting(_scored(guide_sites, model_sites, user=True))
+                unfollowed = elements.rows.unfollowed(_scored(guide_sites, model_sites))
                 mixes = bool(elements.particles.meeting(_scored(guide_sites, model_sites, user=True)))
     escaped = frozenset() if tracker is None else tracker.escaped - {HANDED}
     rng, number = (watch.model_start, torch.get_rng_state()), options.num_particles
@@ -100,6 +102,7 @@ def trace_run(model: Part, guide: Part, args: Args, kwargs: Kwargs, options: Tra
         patterns=patterns,
         crosses=traced.crosses or bool(met),
         met=met,
+        unfollowed=unfollowed,
         mixes=mixes,
         handed=handed,
         has_buffers=modules is None or bool(modules),

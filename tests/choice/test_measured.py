@@ -340,3 +340,63 @@ def test_a_trial_that_fails_leaves_no_parameters() -> None:
         svi.step()
     assert "on purpose" in elbo.choice.dropped["failing"]
     assert "left behind" not in pyro.get_param_store()
+
+
+@functools.cache
+def table() -> tuple[Any, Any]:
+    """Three dice, the laws of which read each other, and a cost that reads all of them."""
+
+    def dice(q: torch.Tensor) -> torch.Tensor:
+        total = torch.tensor(0)
+        for i in range(3):
+            total = total + pyro.sample(f"z_{i}", dist.Categorical(logits=q[total % 4]))
+        return total
+
+    def model() -> None:
+        pyro.sample("x", dist.Normal(0.2 * dice(torch.zeros(4, 4)).square(), 0.8), obs=torch.tensor(1.0))
+
+    def guide() -> None:
+        dice(pyro.param("q", torch.zeros(4, 4)))
+
+    return model, guide
+
+
+def test_the_default_measures_beside_training() -> None:
+    def losses(elbo: TraceBackpropQ_ELBO) -> list[float]:
+        elbo.choice.share = 1.0
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        svi = SVI(*table(), SGD({"lr": 1e-3}), elbo)
+        return [svi.step() for _ in range(40)]
+
+    elbo, fixed = TraceBackpropQ_ELBO(), TraceBackpropQ_ELBO(choice="fixed")
+    assert losses(elbo) == losses(fixed)
+    tried = elbo.choice.known["sums over values, 8 particles"]
+    assert tried.squares and elbo.choice.dropped == {} and len(elbo.choice.candidates) == 2
+    assert not fixed.choice.is_measured and fixed.choice.known == {}
+
+
+class Own(TraceBackpropQ_ELBO):
+    """An ELBO of a user's own."""
+
+
+def test_subclasses_are_not_measured() -> None:
+    assert TraceBackpropQ_ELBO().choice.is_measured and not Own().choice.is_measured
+    assert Own(choice=ONE).choice.chosen == ONE
+
+
+def test_nothing_is_tried_where_particles_are_hidden() -> None:
+    def dice(q: torch.Tensor) -> torch.Tensor:
+        # Reductions over all dimensions mix particles.
+        return sum(pyro.sample(f"z_{i}", dist.Categorical(logits=q[i])).sum() for i in range(3))
+
+    def model() -> None:
+        pyro.sample("x", dist.Normal(0.2 * dice(torch.zeros(3, 4)) ** 2, 0.8), obs=torch.tensor(1.0))
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO()
+    svi = SVI(model, lambda: dice(pyro.param("q", torch.zeros(3, 4))), SGD({"lr": 1e-3}), elbo)
+    for _ in range(22):
+        svi.step()
+    assert elbo.particles.now.is_hidden and elbo.choice.candidates == (FIXED,)

@@ -1,0 +1,132 @@
+r"""Checks by values whether rows of a plate meet, after operators through which rows are not followed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_bpq.reruns.probes import Kind, probe, probe_generator, shifted
+from pyro_bpq.reruns.row_runs import agree
+from pyro_bpq.reruns.runs_at import RunsAt, Trace, leaves_of, moved
+from pyro_bpq.rollout.runs import Program
+from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.watch import is_enumerated, samples
+
+_KINDS = (Kind.EVEN, Kind.FIRST, Kind.LAST)
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A plate: its name, the dimension that it has in a batch, and its size."""
+
+    name: str
+    dim: int
+    size: int
+
+
+def rows_that_meet(
+    trace: Trace, program: Program, run: TracedRun, has_buffers: bool, seed: int, is_first: bool
+) -> dict[str, tuple[str, ...]]:
+    """Finds costs in which a row reads other rows, among those of which that is unknown, with the plates.
+
+    All rows of a plate get probed values: drawn evenly, or the first or the last one of each site. Then half of the
+    rows get other ones, and the others have to cost the same as before; then so with the other half. A weight of zero
+    hides what it multiplies, so that parameters are moved by a hundredth where rows have their last value.
+
+    Args:
+        trace: Wraps model and guide with a function, and traces the program.
+        program: The program.
+        run: A tracked run of it, whose ``unfollowed`` are the costs in question.
+        has_buffers: Whether the programs may call modules with buffers.
+        seed: Seed of the values.
+        is_first: Whether to try all kinds of values, or one of them.
+
+    Returns:
+        The costs and plates; nothing where runs fail, or draw more noise at some values than at others.
+    """
+    sites = {
+        name: site
+        for part in (run.model_trace, run.guide_trace)
+        for name, site in samples(part).items()
+        if not site["is_observed"] and not is_enumerated(site) and isinstance(site["value"], Tensor)
+    }
+    runs, generator = RunsAt(trace, run.subsamples, has_buffers), probe_generator(seed)
+    sampled = {name: site["value"].detach() for name, site in sites.items()}
+    leaves, found = leaves_of(run.run.costs.values()), dict[str, tuple[str, ...]]()
+    kinds = _KINDS if is_first else (_KINDS[seed % len(_KINDS)],)
+
+    def put(frame: _Frame, values: Mapping[str, Tensor], draw: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
+        """New values of the sites in a plate."""
+        return {n: draw(sites[n], v) if _has(sites[n], v, frame) else v for n, v in values.items()}
+
+    def meeting(frame: _Frame, kind: Kind) -> set[str]:
+        """Costs whose rows do not all stay as they are if others change, from values of a kind on."""
+        own = [cost for cost, plates in run.unfollowed.items() if frame.name in plates]
+        start = put(frame, sampled, lambda site, value: probe(site["fn"], value.unsqueeze(0), [kind], generator)[0])
+        before, met = runs.costs(program, start), set[str]()
+        for half in _halves(frame.size, generator) if before is not None else ():
+            change = functools.partial(_changed, rows=half, frame=frame, generator=generator)
+            after = runs.costs(program, put(frame, start, change))
+            if before is not None and after is not None:
+                met |= {name for name in own if not _is_kept(before.get(name), after.get(name), half, frame)}
+        return met
+
+    for frame in _frames(sites, run.unfollowed):
+        for kind in kinds:
+            with moved(leaves, generator) if kind is Kind.LAST else contextlib.nullcontext():
+                met = meeting(frame, kind)
+            found |= {name: (frame.name,) for name in sorted(met)}
+            if met:
+                break
+    return found if runs.draw_alike else {}
+
+
+def _frames(sites: Mapping[str, Any], unfollowed: Mapping[str, tuple[str, ...]]) -> list[_Frame]:
+    """The plates in which rows may meet."""
+    names = {name for plates in unfollowed.values() for name in plates}
+    frames = {
+        _Frame(frame.name, frame.dim, frame.size): None
+        for site in sites.values()
+        for frame in site["cond_indep_stack"]
+        if frame.vectorized and frame.name in names and frame.size > 1
+    }
+    return list(frames)
+
+
+def _has(site: Any, value: Tensor, frame: _Frame) -> bool:
+    """Whether the rows of a site's value are those of a plate."""
+    dim = frame.dim - len(site["fn"].event_shape)
+    is_inside = any(own.name == frame.name and own.vectorized for own in site["cond_indep_stack"])
+    return is_inside and value.dim() >= -dim and value.shape[dim] == frame.size
+
+
+def _halves(size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """A random half of the rows, then the other one."""
+    order = torch.randperm(size, generator=generator)
+    half = torch.zeros(size, dtype=torch.bool)
+    half[order[: size // 2]] = True
+    yield half
+    yield ~half
+
+
+def _changed(site: Any, value: Tensor, rows: Tensor, frame: _Frame, generator: torch.Generator) -> Tensor:
+    """The value with other ones in some rows of a plate."""
+    dim = frame.dim - len(site["fn"].event_shape)
+    where = rows.reshape(-1, *(1,) * (-dim - 1)).to(value.device)
+    return torch.where(where, shifted(site["fn"], value, generator), value)
+
+
+def _is_kept(before: Tensor | None, after: Tensor | None, changed: Tensor, frame: _Frame) -> bool:
+    """Whether a cost is the same in all rows but those that have changed."""
+    if before is None or after is None or before.shape != after.shape or before.dim() < -frame.dim:
+        return True
+    if before.shape[frame.dim] != frame.size:
+        return True
+    kept = (~changed).nonzero().reshape(-1).to(before.device)
+    return agree(*([cost.index_select(frame.dim, kept).reshape(-1)] for cost in (after, before)))

@@ -1,0 +1,90 @@
+"""Programs that catch an error which comes at some values of a site only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import SGD
+
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.objectives import runner
+from pyro_bpq.testing import assert_unbiased
+
+
+def coins(q: torch.Tensor, is_mixed: bool) -> list[torch.Tensor]:
+    drawn = [pyro.sample(f"z_{i}", dist.Bernoulli(logits=q[i])) for i in range(2)]
+    return [z.sum() for z in drawn] if is_mixed else drawn
+
+
+def factor(a: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.cholesky((a - 0.5).reshape(*a.shape, 1, 1))[..., 0, 0]
+
+
+def entry(a: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([0.2, 0.9])[2 - a.long()]
+
+
+READS = {"cholesky": (factor, torch.linalg.LinAlgError), "index": (entry, IndexError)}
+
+
+def programs(name: str, is_mixed: bool) -> tuple[Any, Any]:
+    read, error = READS[name]
+
+    def model() -> None:
+        a, b = coins(torch.zeros(2), is_mixed)
+        try:
+            scale = read(a)
+        except error:
+            scale = torch.ones(())
+        pyro.sample("x", dist.Normal(a - 0.3 * b, 0.5 + scale), obs=torch.tensor(1.3))
+
+    return model, lambda: coins(pyro.param("q", torch.tensor([0.3, -0.2])), is_mixed)
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["apart", "mixed"])
+@pytest.mark.parametrize("options", [{"num_particles": 1}, {"num_particles": 2}, {}], ids=["one", "two", "default"])
+def test_who_catches_an_error_is_steered(name: str, is_mixed: bool, options: dict[str, Any]) -> None:
+    model, guide = programs(name, is_mixed)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(**options)
+    svi = SVI(model, guide, SGD({"lr": 1e-3}), elbo)
+    for _ in range(12):
+        svi.step()
+    assert elbo.runner.structure.escaping and not elbo.particles.now.is_hidden
+    assert_unbiased(elbo.eval(), model, guide)
+
+
+def hiding() -> tuple[Any, Any]:
+    """Programs that mix particles, and catch what torch says of hidden ones: they may not write into this tensor."""
+
+    def model() -> None:
+        a, b = coins(torch.zeros(2), True)
+        try:
+            scale = torch.tensor(0.5).add_(a)
+        except RuntimeError:
+            scale = torch.tensor(2.0)
+        pyro.sample("x", dist.Normal(a - 0.3 * b, scale), obs=torch.tensor(1.3))
+
+    return model, lambda: coins(pyro.param("q", torch.tensor([0.3, -0.2])), True)
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_hidden_particles_cost_what_they_cost_alone(is_checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_checked:
+        monkeypatch.setattr(runner, "_cost_alike", lambda *runs: True)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    model, guide = hiding()
+    elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True)
+    svi = SVI(model, guide, SGD({"lr": 1e-3}), elbo)
+    with pytest.warns(UserWarning):
+        for _ in range(6):
+            svi.step()
+    assert elbo.particles.now.is_hidden is not is_checked, elbo.settled

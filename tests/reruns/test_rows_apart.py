@@ -1,0 +1,114 @@
+"""Rows of a plate that meet in operators through which rows are not followed: values tell."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv1d, one_hot
+
+from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq.errors import BPQWarning
+from pyro_bpq.testing import exact_gradient, expected_gradient
+
+DATA, EDGES = torch.tensor([0.3, -0.7, 1.2]), torch.tensor([0.5, 1.5])
+Read = Callable[[Tensor, Tensor], Tensor]
+
+
+def smoothed(z: Tensor, w: Tensor) -> Tensor:
+    weight = torch.tensor([[[0.3, -0.4, 0.8]]], dtype=z.dtype)
+    return conv1d(z.reshape(-1, 1, 3), weight, padding=1).reshape(z.shape)
+
+
+def normalised(z: Tensor, w: Tensor) -> Tensor:
+    return nn.BatchNorm1d(1, affine=False).to(z)(z.reshape(-1, 1)).reshape(z.shape)
+
+
+MEETING: dict[str, Read] = {
+    "one_hot": lambda z, w: one_hot(z.long(), 2).to(z).mean(-2, keepdim=True)[..., 1] * z,
+    "index of one row": lambda z, w: w[z[0].long()],
+    "index of all rows": lambda z, w: torch.cat([w, w])[z.sum().long()],
+    "bucketize": lambda z, w: torch.bucketize(z.sum(-1, keepdim=True), EDGES).to(z),
+    "aminmax": lambda z, w: torch.aminmax(z, dim=-1, keepdim=True)[1],
+    "dist": lambda z, w: torch.dist(z, torch.ones(3).to(z)),
+    "convolution": smoothed,
+    "batch norm": normalised,
+    "Fourier transform": lambda z, w: torch.fft.fft(z).real,
+    # At nearly all values nothing shows.
+    "all rows at once": lambda z, w: torch.bucketize((z > 0).all().to(z), EDGES).to(z),
+}
+APART: dict[str, Read] = {
+    "bucketize": lambda z, w: torch.bucketize(z, EDGES).to(z),
+    "one_hot": lambda z, w: one_hot(z.long(), 2).to(z)[..., 1],
+    "convolution": lambda z, w: conv1d(z.reshape(-1, 1, 1), torch.ones(1, 1, 1).to(z)).reshape(z.shape),
+    "index of the own row": lambda z, w: w[z.long()],
+}
+
+
+def largest_error(read: Read) -> tuple[TraceBackpropQ_ELBO, float, list[str]]:
+    """An ELBO after a few steps, the largest error of its expected gradient, and what it has warned of."""
+
+    def model() -> None:
+        w = pyro.param("w", torch.tensor([0.5, -0.8]))
+        with pyro.plate("rows", 3):
+            z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.35)))
+            pyro.sample("x", dist.Normal(w[0] * z + 1.1 * read(z, w), 0.8), obs=DATA)
+
+    def guide() -> None:
+        q = pyro.param("q", torch.tensor([0.3, -0.4, 0.7]))
+        with pyro.plate("rows", 3):
+            pyro.sample("z", dist.Bernoulli(logits=q))
+
+    pyro.clear_param_store()
+    truth = exact_gradient(model, guide)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            elbo.loss_and_grads(model, guide)
+    found = expected_gradient(elbo.eval(), model, guide)
+    error = max((found[name] - truth[name]).abs().max().item() for name in truth)
+    return elbo, error, [str(one.message) for one in said if one.category is BPQWarning]
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_rows_that_meet_are_found(name: str) -> None:
+    elbo, error, said = largest_error(MEETING[name])
+    assert elbo.runner.structure.crosses and error < 1e-10
+    assert any("Rows of the plate 'rows' meet in -log p(x)" in text for text in said)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_rows_that_keep_apart_are_left_alone(name: str) -> None:
+    elbo, error, said = largest_error(APART[name])
+    assert not elbo.runner.structure.crosses and error < 1e-10 and not said
+
+
+def test_rows_that_meet_are_not_found_without_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyro_bpq.objectives.runner.rows_that_meet", lambda *args: {})
+    _, error, said = largest_error(MEETING["one_hot"])
+    assert error > 0.01 and not said
+
+
+def test_particles_that_nobody_chose_look_too() -> None:
+    def model() -> None:
+        with pyro.plate("rows", 3):
+            z = pyro.sample("z", dist.Bernoulli(torch.full((2,), 0.5)).to_event(1))
+            pyro.sample("x", dist.Normal(torch.fft.fft(z, dim=-2).real.sum(-1), 0.8), obs=DATA)
+
+    def guide() -> None:
+        with pyro.plate("rows", 3):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3, 2))).to_event(1))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO()
+    with pytest.warns(BPQWarning, match="meet in"):
+        elbo.loss_and_grads(model, guide)
+    assert elbo.num_particles > 1 and elbo.runner.structure.crosses
