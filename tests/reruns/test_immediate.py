@@ -293,11 +293,14 @@ def test_buffers_of_modules_are_as_after_one_run(register: bool, is_training: bo
         model, guide = make(net, register)
         pyro.clear_param_store()
         pyro.set_rng_seed(1)
-        elbo.loss_and_grads(model, guide, DATA)
+        is_ours = isinstance(elbo, TraceBackpropQ_ELBO)
+        # Batch statistics mix the rows of the data too.
+        with pytest.warns(BPQWarning, match="meet in") if is_ours and is_training else contextlib.nullcontext():
+            elbo.loss_and_grads(model, guide, DATA)
         assert all(net.layer.get_buffer(name) is buffer for name, buffer in originals.items())
         after.append({name: buffer.clone() for name, buffer in originals.items()})
-    # Batch statistics would mix the flipped rows with the sample: such a model runs once for each row.
-    assert len(spy.calls) == 1 and spy.calls[0][0] is not None
+    # Rows that meet are not flipped; their runs at other values leave buffers alone.
+    assert len(spy.calls) == (not is_training) and all(found is not None for found, _ in spy.calls)
     for name, buffer in after[1].items():
         assert torch.equal(after[0][name], buffer)
 

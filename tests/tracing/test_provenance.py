@@ -948,13 +948,26 @@ def test_modes_are_popped_after_an_exception() -> None:
     assert tracker.escaped == {"z"}
 
 
-def test_failed_index_leaves_reads_watched() -> None:
+def test_a_failed_index_leaves_torch_and_reads_stay_watched() -> None:
     with DependencyTracker() as tracker:
-        z = tracker.source("z", torch.tensor(5))
+        z, y = (tracker.source(name, torch.tensor(5)) for name in "zy")
         with pytest.raises(IndexError):
             torch.ones(2)[z]
-        assert tracker.escaped == frozenset()
-        z.item()
+        assert tracker.escaped == {"z"}
+        torch.ones(6)[y]
+        assert tracker.escaped == {"z"}
+        y.item()
+        assert tracker.escaped == {"y", "z"}
+
+
+def test_a_failed_factorisation_leaves_torch() -> None:
+    with DependencyTracker() as tracker:
+        z = tracker.source("z", torch.tensor([[-1.0]]))
+        with pytest.raises(torch.linalg.LinAlgError):
+            torch.linalg.cholesky(z)
+        assert tracker.escaped == {"z"}
+        y = tracker.source("y", torch.tensor([[2.0]]))
+        torch.linalg.cholesky(y)
         assert tracker.escaped == {"z"}
 
 
