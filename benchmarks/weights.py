@@ -100,7 +100,7 @@ def eager() -> None:
 
 def compiled() -> None:
     """Prints the weights of compiled steps."""
-    rows = [row for row in read_csv(RESULTS / "choice_compiled.csv") if row["method"] in ("fixed", *BY_NAME)]
+    rows = [row for row in read_csv(RESULTS / "choice_compiled.csv") if row["method"] in ("default", *BY_NAME)]
     work = fit(rows, "method", "ms a step")
     making = sum(float(row["seconds to make"]) for row in rows) / sum(one.operators for one in work)
     print(f"making: {making:.2g} s for an operator")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,8 @@ def rows_that_meet(
         is_first: Whether to try all kinds of values, or one of them.
 
     Returns:
-        The costs and plates; nothing where runs fail, or draw more noise at some values than at others.
+        The costs and plates; nothing where runs fail, draw more noise at some values than at others, or cost something
+        else each time.
     """
     sites = {
         name: site
@@ -75,7 +77,9 @@ def rows_that_meet(
             after = runs.costs(program, put(frame, start, change))
             if before is not None and after is not None:
                 met |= {name for name in own if not _is_kept(before.get(name), after.get(name), half, frame)}
-        return met
+        # Costs that change from run to run, as by a counter or a clock, show nothing.
+        again = [before, *(runs.costs(program, start) for _ in range(2 if met else 0))]
+        return {name for name in met if all(_is_repeated(name, *pair) for pair in itertools.pairwise(again))}
 
     for frame in _frames(sites, run.unfollowed):
         for kind in kinds:
@@ -85,6 +89,13 @@ def rows_that_meet(
             if met:
                 break
     return found if runs.draw_alike else {}
+
+
+def _is_repeated(name: str, one: Mapping[str, Tensor] | None, other: Mapping[str, Tensor] | None) -> bool:
+    """Whether a cost is the same in two runs at the same values."""
+    if one is None or other is None or name not in one or name not in other:
+        return False
+    return agree([one[name]], [other[name]])
 
 
 def _frames(sites: Mapping[str, Any], unfollowed: Mapping[str, tuple[str, ...]]) -> list[_Frame]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import effectful
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
@@ -60,6 +61,18 @@ class HiddenFactories(TorchFunctionMode):
         return torch._C._functorch._add_batch_dim(every, 0, level)
 
 
+class KnownParameters(Messenger):
+    """Leaves out the initial values of parameters that exist, as in ``pyro.param("w", torch.randn(3))``.
+
+    Handlers from outside keep what they are told, and would keep tensors of the hidden run.
+    """
+
+    def _pyro_param(self, msg: Any) -> None:
+        given = msg["args"][1:]
+        if given and msg["name"] in pyro.get_param_store() and isinstance(given[0], Tensor) and is_wrapped(given[0]):
+            msg["args"] = msg["args"][:1]
+
+
 _FACTORIES = frozenset(
     (
         *(torch.zeros, torch.ones, torch.empty, torch.full),
@@ -91,7 +104,7 @@ def trace_particles(
     def run() -> _Traces:
         watch = Watch(options)
         # Validation reads values, which vmap forbids. An earlier run of one particle has passed validation.
-        with watch, pyro.validation_enabled(False):
+        with watch, KnownParameters(), pyro.validation_enabled(False):
             model_trace, guide_trace, _ = importance_traces(model, watch, guide, args, kwargs)
         if watch.untraced or watch.enumerated or watch.attached or watch.costs:
             raise RuntimeError(

@@ -88,3 +88,34 @@ def test_hidden_particles_cost_what_they_cost_alone(is_checked: bool, monkeypatc
         for _ in range(6):
             svi.step()
     assert elbo.particles.now.is_hidden is not is_checked, elbo.settled
+
+
+def test_costs_that_change_by_themselves_are_not_compared() -> None:
+    calls = [0]
+
+    def model() -> None:
+        calls[0] += 1
+        a, b = coins(torch.zeros(2), True)
+        pyro.sample("x", dist.Normal((a - 0.3 * b) * calls[0] / 100, 1.0), obs=torch.tensor(1.3))
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO()
+    svi = SVI(model, lambda: coins(pyro.param("q", torch.tensor([0.3, -0.2])), True), SGD({"lr": 1e-3}), elbo)
+    for _ in range(6):
+        svi.step()
+    assert elbo.particles.now.is_hidden and elbo.num_particles > 1, elbo.settled
+
+
+def test_drawn_initial_values_are_not_kept_by_the_program() -> None:
+    def model() -> None:
+        a, b = coins(torch.zeros(2), True)
+        pyro.sample("x", dist.Normal(a - 0.3 * b, pyro.param("w", torch.rand(()) + 0.5)), obs=torch.tensor(1.3))
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO()
+    svi = SVI(model, lambda: coins(pyro.param("q", torch.tensor([0.3, -0.2])), True), SGD({"lr": 1e-3}), elbo)
+    for _ in range(4):
+        svi.step()
+    assert elbo.particles.now.is_hidden and elbo.num_particles > 1, elbo.settled

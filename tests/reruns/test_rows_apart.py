@@ -112,3 +112,26 @@ def test_particles_that_nobody_chose_look_too() -> None:
     with pytest.warns(BPQWarning, match="meet in"):
         elbo.loss_and_grads(model, guide)
     assert elbo.num_particles > 1 and elbo.runner.structure.crosses
+
+
+def test_costs_that_change_by_themselves_show_nothing() -> None:
+    calls = [0]
+
+    def model() -> None:
+        calls[0] += 1
+        with pyro.plate("rows", 3):
+            z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.35)))
+            loc = torch.bucketize(z, EDGES).to(z) * calls[0] / 100
+            pyro.sample("x", dist.Normal(loc, 0.8), obs=DATA)
+
+    def guide() -> None:
+        with pyro.plate("rows", 3):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.zeros(3))))
+
+    pyro.clear_param_store()
+    elbo = TraceBackpropQ_ELBO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BPQWarning)
+        for _ in range(3):
+            elbo.loss_and_grads(model, guide)
+    assert calls[0] > 12 and not elbo.runner.structure.crosses
