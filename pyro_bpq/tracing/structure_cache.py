@@ -125,7 +125,7 @@ class StructureCache:
         self.escaping, self.crosses = tuple(state["escaping"]), state["crosses"]
         self.escapes = bool(self.escaping)
         self.in_order, self.needs_graphs = state["in_order"], state["needs_graphs"]
-        self.counted = {key: (Work(*guide), Work(*model)) for key, (guide, model) in state["work"].items()}
+        self.counted = {key: (Work(*guide), Work(*model)) for key, (guide, model) in state.get("work", {}).items()}
 
     def wants_tracking(self) -> bool:
         """Whether the next run must be tracked."""
