@@ -23,7 +23,8 @@ class Nets(nn.Module):
     def __init__(self, layers: int, with_buffers: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        norm: nn.Module = nn.BatchNorm1d(WIDTH, dtype=torch.float64) if with_buffers else nn.Tanh()
+        # In training mode rows would meet.
+        norm: nn.Module = nn.BatchNorm1d(WIDTH, dtype=torch.float64).eval() if with_buffers else nn.Tanh()
         self.up = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), norm)
         self.down = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.layers = layers
@@ -72,5 +73,6 @@ def test_hooks_are_set_where_there_are_buffers(case: str, with_buffers: bool) ->
         nets.hooks.clear()
         elbo.loss_and_grads(nets.model, nets.guide)
         found.append(max(nets.hooks))
-    assert set(found) <= {0, 1}
-    assert (max(found) == 1) == (with_buffers and not elbo.vectorize_particles)
+    # A step that compares particles lends buffers, and so does each run in it.
+    assert set(found) <= {0, 1, 2}
+    assert (max(found) > 0) == (with_buffers and not elbo.vectorize_particles)
