@@ -16,11 +16,11 @@ from torch import Tensor
 from pyro_bpq.errors import BPQWarning
 from pyro_bpq.reruns.probes import Kind, contrasted, kinds_at, probe, probe_generator
 from pyro_bpq.reruns.row_runs import agree, is_due
-from pyro_bpq.reruns.runs_at import RunsAt, leaves_of, moved
+from pyro_bpq.reruns.runs_at import RunsAt, drawn_sites, leaves_of, moved
 from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.watch import PARTICLES, is_enumerated, samples
+from pyro_bpq.tracing.watch import PARTICLES
 
 # Smallest number of particles that are run alone, in the first comparison and in later ones.
 FIRST_LOOK, LATER = 16, 4
@@ -65,12 +65,7 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     many, number, nesting = compared.many, compared.number, compared.nesting
     if many.mixes:
         return False
-    sites = {
-        name: site
-        for trace in (many.model_trace, many.guide_trace)
-        for name, site in samples(trace).items()
-        if not site["is_observed"] and not is_enumerated(site) and isinstance(site["value"], Tensor)
-    }
+    sites = drawn_sites(many)
     runs = RunsAt(compared.trace, many.subsamples, compared.has_buffers)
     generator = probe_generator(seed)
     sampled = {name: site["value"].detach() for name, site in sites.items()}

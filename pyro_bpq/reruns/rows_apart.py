@@ -14,10 +14,9 @@ from torch import Tensor
 
 from pyro_bpq.reruns.probes import Kind, probe, probe_generator, shifted
 from pyro_bpq.reruns.row_runs import agree
-from pyro_bpq.reruns.runs_at import RunsAt, Trace, leaves_of, moved
+from pyro_bpq.reruns.runs_at import RunsAt, Trace, drawn_sites, leaves_of, moved
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.traced_run import TracedRun
-from pyro_bpq.tracing.watch import is_enumerated, samples
 
 _KINDS = (Kind.EVEN, Kind.FIRST, Kind.LAST)
 
@@ -52,12 +51,7 @@ def rows_that_meet(
         The costs and plates; nothing where runs fail, draw more noise at some values than at others, or cost something
         else each time.
     """
-    sites = {
-        name: site
-        for part in (run.model_trace, run.guide_trace)
-        for name, site in samples(part).items()
-        if not site["is_observed"] and not is_enumerated(site) and isinstance(site["value"], Tensor)
-    }
+    sites = drawn_sites(run)
     runs, generator = RunsAt(trace, run.subsamples, has_buffers), probe_generator(seed)
     sampled = {name: site["value"].detach() for name, site in sites.items()}
     leaves, found = leaves_of(run.run.costs.values()), dict[str, tuple[str, ...]]()

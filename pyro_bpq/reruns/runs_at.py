@@ -16,6 +16,7 @@ from pyro_bpq.tracing.cost_statement import SkipCosts
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.watch import is_enumerated, samples
 
 Trace = Callable[[Program, Callable[[Any], Any]], TracedRun]
 
@@ -50,6 +51,16 @@ class RunsAt:
         after = self._after = self._after or sandbox.after
         self.draw_alike &= all(torch.equal(*pair) for pair in zip(after, sandbox.after, strict=True))
         return {name: cost.detach() for name, cost in run.costs.items()}
+
+
+def drawn_sites(run: TracedRun) -> dict[str, Any]:
+    """The sites of a run whose values may be put in: latent ones that do not hold all their values at once."""
+    return {
+        name: site
+        for trace in (run.model_trace, run.guide_trace)
+        for name, site in samples(trace).items()
+        if not site["is_observed"] and not is_enumerated(site) and isinstance(site["value"], Tensor)
+    }
 
 
 def leaves_of(costs: Iterable[Tensor]) -> list[Tensor]:

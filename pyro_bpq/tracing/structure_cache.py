@@ -206,7 +206,11 @@ class StructureCache:
 
     def work_of(self, traced: TracedRun) -> tuple[Work, Work] | None:
         """Returns what guide and model of that structure compute, as first counted; ``None`` if it never was."""
-        return self._facts(traced).work or self.counted.get(_digest(traced.key)) or traced.work
+        known = self._facts(traced).work
+        # This runs at each step: a structure is named only where a state was loaded, and it was not counted since.
+        if known is None and self.counted:
+            known = self.counted.get(_digest(traced.key))
+        return known or traced.work
 
     def knows(self, traced: TracedRun) -> bool:
         """Whether the run was tracked, a run with its key was tracked, or the mode is ``"dense"``."""

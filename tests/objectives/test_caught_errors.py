@@ -21,6 +21,10 @@ def coins(q: torch.Tensor, is_mixed: bool) -> list[torch.Tensor]:
     return [z.sum() for z in drawn] if is_mixed else drawn
 
 
+def guide_of(is_mixed: bool) -> Any:
+    return lambda: coins(pyro.param("q", torch.tensor([0.3, -0.2])), is_mixed)
+
+
 def factor(a: torch.Tensor) -> torch.Tensor:
     return torch.linalg.cholesky((a - 0.5).reshape(*a.shape, 1, 1))[..., 0, 0]
 
@@ -43,7 +47,18 @@ def programs(name: str, is_mixed: bool) -> tuple[Any, Any]:
             scale = torch.ones(())
         pyro.sample("x", dist.Normal(a - 0.3 * b, 0.5 + scale), obs=torch.tensor(1.3))
 
-    return model, lambda: coins(pyro.param("q", torch.tensor([0.3, -0.2])), is_mixed)
+    return model, guide_of(is_mixed)
+
+
+def after(steps: int, model: Any, guide: Any, **options: Any) -> TraceBackpropQ_ELBO:
+    """An ELBO after steps of SVI, whose handlers see what the programs do."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    elbo = TraceBackpropQ_ELBO(**options)
+    svi = SVI(model, guide, SGD({"lr": 1e-3}), elbo)
+    for _ in range(steps):
+        svi.step()
+    return elbo
 
 
 @pytest.mark.parametrize("name", READS)
@@ -51,12 +66,7 @@ def programs(name: str, is_mixed: bool) -> tuple[Any, Any]:
 @pytest.mark.parametrize("options", [{"num_particles": 1}, {"num_particles": 2}, {}], ids=["one", "two", "default"])
 def test_who_catches_an_error_is_steered(name: str, is_mixed: bool, options: dict[str, Any]) -> None:
     model, guide = programs(name, is_mixed)
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(**options)
-    svi = SVI(model, guide, SGD({"lr": 1e-3}), elbo)
-    for _ in range(12):
-        svi.step()
+    elbo = after(12, model, guide, **options)
     assert elbo.runner.structure.escaping and not elbo.particles.now.is_hidden
     assert_unbiased(elbo.eval(), model, guide)
 
@@ -72,21 +82,15 @@ def hiding() -> tuple[Any, Any]:
             scale = torch.tensor(2.0)
         pyro.sample("x", dist.Normal(a - 0.3 * b, scale), obs=torch.tensor(1.3))
 
-    return model, lambda: coins(pyro.param("q", torch.tensor([0.3, -0.2])), True)
+    return model, guide_of(True)
 
 
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_hidden_particles_cost_what_they_cost_alone(is_checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_checked:
         monkeypatch.setattr(runner, "_cost_alike", lambda *runs: True)
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    model, guide = hiding()
-    elbo = TraceBackpropQ_ELBO(num_particles=2, vectorize_particles=True)
-    svi = SVI(model, guide, SGD({"lr": 1e-3}), elbo)
     with pytest.warns(UserWarning):
-        for _ in range(6):
-            svi.step()
+        elbo = after(6, *hiding(), num_particles=2, vectorize_particles=True)
     assert elbo.particles.now.is_hidden is not is_checked, elbo.settled
 
 
@@ -98,12 +102,7 @@ def test_costs_that_change_by_themselves_are_not_compared() -> None:
         a, b = coins(torch.zeros(2), True)
         pyro.sample("x", dist.Normal((a - 0.3 * b) * calls[0] / 100, 1.0), obs=torch.tensor(1.3))
 
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO()
-    svi = SVI(model, lambda: coins(pyro.param("q", torch.tensor([0.3, -0.2])), True), SGD({"lr": 1e-3}), elbo)
-    for _ in range(6):
-        svi.step()
+    elbo = after(6, model, guide_of(True))
     assert elbo.particles.now.is_hidden and elbo.num_particles > 1, elbo.settled
 
 
@@ -112,10 +111,5 @@ def test_drawn_initial_values_are_not_kept_by_the_program() -> None:
         a, b = coins(torch.zeros(2), True)
         pyro.sample("x", dist.Normal(a - 0.3 * b, pyro.param("w", torch.rand(()) + 0.5)), obs=torch.tensor(1.3))
 
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO()
-    svi = SVI(model, lambda: coins(pyro.param("q", torch.tensor([0.3, -0.2])), True), SGD({"lr": 1e-3}), elbo)
-    for _ in range(4):
-        svi.step()
+    elbo = after(4, model, guide_of(True))
     assert elbo.particles.now.is_hidden and elbo.num_particles > 1, elbo.settled
