@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 from pyro.infer.util import is_validation_enabled
 
 from pyro_bpq.critics.bank import CriticBank
-from pyro_bpq.errors import BPQError, BPQWarning, ParticlesDifferError, UnsupportedProgramError
+from pyro_bpq.errors import BPQError, BPQWarning, UnsupportedProgramError
 from pyro_bpq.objectives.observation import NoiseSource, Observation, Runner
+from pyro_bpq.objectives.ordered import ordered_by_option, ordered_by_rules, ordered_runs
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.staged import Mode, Staged
 from pyro_bpq.objectives.staging import Staging
@@ -23,23 +24,21 @@ from pyro_bpq.plan.particles import num_particles_for, num_rows_for
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.plan_cache import PlanCache
 from pyro_bpq.plan.planner import Planner, check_gradients
-from pyro_bpq.plan.rules import plain_score
 from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
-from pyro_bpq.reruns.row_runs import RowRuns, agree
+from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.reruns.rows_apart import rows_that_meet
+from pyro_bpq.reruns.tracked_alone import tracked_alone
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.step.program_order import RunInOrder, in_order, served_alike
 from pyro_bpq.tracing.hidden_particles import trace_particles
 from pyro_bpq.tracing.plain_values import ReachedValues, plain_arguments
 from pyro_bpq.tracing.plate_errors import check_declared, left_torch
 from pyro_bpq.tracing.program_graph import merged_graph
 from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Sandbox, UngraphedBuffers
 from pyro_bpq.tracing.structure_cache import StructureCache
-from pyro_bpq.tracing.substitute import Substitute
-from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
-from pyro_bpq.tracing.tracer import run_in_order, trace_run
+from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions, samples
 
 _NOTHING_ENUMERATED = (
@@ -170,7 +169,6 @@ class StepRunner(Runner):
         options = replace(
             self._options(particles),
             track=track,
-            noise=self.noise,
             step=num_steps,
             only_costs=self.only_costs,
             components=self.structure.follows_components and not self.enumerates,
@@ -208,7 +206,7 @@ class StepRunner(Runner):
 
     def _options(self, particles: Particles) -> TraceOptions:
         planner = self.plans.planner
-        return TraceOptions(planner.choose, particles.nesting, particles.number, planner.attach)
+        return TraceOptions(planner.choose, particles.nesting, particles.number, planner.attach, noise=self.noise)
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """Runs model and guide, given as for one particle, for all particles of a step."""
@@ -222,17 +220,13 @@ class StepRunner(Runner):
             return found
         is_together = particles.has_plate or particles.is_hidden
         is_ordered = self.structure.is_ordered and mode.may_order and not (mode.shows or is_together)
-        if is_ordered and (self.structure.mode == "auto" or self._serves_chosen_order):
-            if self.plans.last is None:
-                self._plan_once(program, particles, mode)
-            step = self._in_order if self.structure.mode == "auto" else self._in_chosen_order
-            in_order = step(program, particles, mode)
-            if in_order is not None:
-                return in_order
+        in_order = self._ordered_step(program, particles, mode) if is_ordered else None
+        if in_order is not None:
+            return in_order
         track = self.structure.wants_tracking() or (self.structure.always_tracks and not is_ordered)
         programs, draws = programs_of(program, particles), Draws()
         runs = self._runs(programs, particles, mode, track)
-        ordered = self._ordered(runs) if is_ordered else None
+        ordered = ordered_runs(self.plans.planner, runs) if is_ordered else None
         if ordered is not None:
             return Observation((), (), ordered)
         # The runs that show the structure: those of the step, unless they cannot be tracked.
@@ -240,7 +234,8 @@ class StepRunner(Runner):
         if runs[0].reads is None and (track or not all(self.structure.knows(run) for run in runs)):
             # Of a structure that was never tracked it is not known whether values steer it or rows meet.
             if particles.is_hidden:
-                shown = self._tracked_again(runs, programs[0], particles, mode)
+                trace = functools.partial(self.trace, programs[0], particles, mode.num_steps)
+                shown = tracked_alone(trace, runs, self.has_buffers)
             else:
                 draws.again()
                 shown = runs = self._runs(programs, particles, mode, True)
@@ -281,50 +276,17 @@ class StepRunner(Runner):
         with Sandbox(torch.get_rng_state(), self.has_buffers):
             self.observe(program, few, replace(mode, learning=False, may_order=False))
 
-    @property
-    def _serves_chosen_order(self) -> bool:
-        """Whether program order that an option asks for serves all sites, as far as is known."""
-        return self.plans.planner.serves_order and not self.structure.needs_graphs
-
-    def _order_runs(self, program: Program, particles: Particles, mode: Mode) -> list[PlainRun | TracedRun]:
-        """The runs of a step in program order."""
-        planner = self.plans.planner
-        options = TraceOptions(
-            *(planner.choose, particles.nesting, particles.number, planner.attach),
-            noise=self.noise,
-            step=mode.num_steps,
-        )
-        return [run_in_order(*program, options) for _ in range(particles.number)]
-
-    def _in_chosen_order(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
-        """A step in program order that an option asks for; ``None``, and nothing drawn, if an estimator needs more."""
-        draws = Draws()
-        ordered = self._ordered(self._order_runs(program, particles, mode))
-        if mode.learning:
-            self.structure.settle_order(ordered is not None)
-        if ordered is None:
-            draws.again()
+    def _ordered_step(self, program: Program, particles: Particles, mode: Mode) -> Observation | None:
+        """A step in program order; ``None`` if it does not serve all sites."""
+        planner, structure = self.plans.planner, self.structure
+        follows_rules = structure.mode == "auto"
+        if not follows_rules and (structure.needs_graphs or not planner.serves_order):
             return None
-        return Observation((), (), ordered)
-
-    def _in_order(self, program: Program, particles: Particles, mode: Mode) -> Observation:
-        """A step in program order that follows from the rules, not from an option.
-
-        If program order does not fit a run, only later steps change: what a step does must not depend on the values
-        that it has drawn.
-        """
-        planner, runs = self.plans.planner, self._order_runs(program, particles, mode)
-        if mode.learning:
-            self.structure.settle_order(all(isinstance(run, PlainRun) or planner.fits_order(run) for run in runs))
-        ordered = tuple(served_alike(run, plain_score(particles.number)) for run in runs)
-        return Observation((), (), ordered, is_lone=len(runs) == 1)
-
-    def _ordered(self, runs: Sequence[PlainRun | TracedRun]) -> tuple[RunInOrder, ...] | None:
-        """The signals of runs of a steered program in program order; ``None`` if an estimator needs more."""
-        estimators = [self.plans.planner.order_estimators(run, len(runs)) for run in runs]
-        pairs = zip(runs, estimators, strict=True)
-        found = tuple(in_order(run, own) for run, own in pairs if own is not None)
-        return found if len(found) == len(runs) else None
+        if self.plans.last is None:
+            self._plan_once(program, particles, mode)
+        options = replace(self._options(particles), step=mode.num_steps)
+        step = ordered_by_rules if follows_rules else ordered_by_option
+        return step(planner, structure, program, options, mode.learning)
 
     def _runs(self, programs: Sequence[Program], particles: Particles, mode: Mode, track: bool) -> list[TracedRun]:
         """Traces the programs of a step, with slopes if the last step's plan needs them.
@@ -367,38 +329,6 @@ class StepRunner(Runner):
             )
             return runs
 
-    def _tracked_again(
-        self, runs: Sequence[TracedRun], program: Program, particles: Particles, mode: Mode
-    ) -> list[TracedRun]:
-        """Tracked runs of particles one after the other, at the values that these have drawn together.
-
-        Raises:
-            ParticlesDifferError: If a particle costs something else alone. Nobody can tell where programs draw more
-                noise, may have changed buffers in the meantime, or cost something else each time.
-        """
-        found, is_comparable = [], True
-
-        def alone(run: TracedRun, track: bool) -> TracedRun:
-            sites = {**samples(run.model_trace), **samples(run.guide_trace)}
-            values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
-            put = functools.partial(_with_values, {**values, **run.subsamples})
-            return self.trace(program, particles, mode.num_steps, track, put=put)
-
-        for run in runs:
-            # What the step has drawn, and written into buffers, stays as it is.
-            with Sandbox(torch.get_rng_state(), self.has_buffers) as sandbox:
-                found.append(alone(run, True))
-            is_comparable &= not found[-1].has_buffers and all(map(torch.equal, sandbox.before, sandbox.after))
-        differing = [i for i, pair in enumerate(zip(runs, found, strict=True)) if not _cost_alike(*pair)]
-        if is_comparable and differing:
-            with Sandbox(torch.get_rng_state(), self.has_buffers):
-                again = [alone(runs[differing[0]], False) for _ in range(2)]
-            if all(_cost_alike(found[differing[0]], one) for one in again):
-                raise ParticlesDifferError(
-                    "a particle costs something else on its own, at the same values of all sites"
-                )
-        return found
-
     def facts(self, runs: Sequence[TracedRun], is_dynamic: bool, particles: Particles, mode: Mode) -> StructureFacts:
         """What is known of the structure of runs besides their graph."""
         structure = self.structure
@@ -424,18 +354,6 @@ class StepRunner(Runner):
         known = graph, facts, most_plates(runs)
         with self.plans.keeping_last():
             return Staging(self, particles, mode, tuple(runs), tuple(programs), *known).staged()
-
-
-def _with_values(values: Mapping[str, Any], part: Any) -> Any:
-    """A program with the values of its sites put in."""
-    return Substitute(values)(part)
-
-
-def _cost_alike(one: TracedRun, other: TracedRun) -> bool:
-    """Whether two runs at the same values cost the same; true if they have other sites, since values steer these."""
-    costs, others = one.run.costs, other.run.costs
-    names = costs.keys() if one.key == other.key else ()
-    return agree([costs[name].detach() for name in names], [others[name].detach() for name in names])
 
 
 def most_plates(runs: Sequence[TracedRun]) -> int:
