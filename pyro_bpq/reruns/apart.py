@@ -62,79 +62,108 @@ def keeps_apart(compared: Comparison, seed: int, is_first: bool) -> bool | None:
     work at no given values (flows without an inverse): the result is ``None``. Initial values do no harm, as
     ``pyro.param("w", torch.randn(5))`` draws them in every run.
     """
-    many, number, nesting = compared.many, compared.number, compared.nesting
-    if many.mixes:
+    if compared.many.mixes:
         return False
-    sites = drawn_sites(many)
-    runs = RunsAt(compared.trace, many.subsamples, compared.has_buffers)
-    generator = probe_generator(seed)
-    sampled = {name: site["value"].detach() for name, site in sites.items()}
-    if compared.is_compact:
-        sampled = {name: _compact(sites[name], value) for name, value in sampled.items()}
-    is_long = len(sites) >= LONG
-    wanted = (FIRST_OF_LONG if is_long else FIRST_LOOK) if is_first else (LATER_OF_LONG if is_long else LATER)
+    pairs = _Pairs(compared, seed)
+    # In the first look every other comparison moves the parameters a little.
+    leaves = leaves_of(compared.many.run.costs.values()) if is_first else []
+    found = pairs.look(is_first, leaves)
+    if None in found:
+        found = pairs.look(is_first, leaves, is_even=True)
+    if None in found:
+        found = [pairs.at_sampled(is_first)]
+        if found == [None] and pairs.never_runs:
+            return None
+    return all(found) if pairs.runs.draw_alike else None
 
-    def costs_alone(values: Mapping[str, Tensor], index: int) -> dict[str, Tensor] | None:
-        own = {name: _whole(sites[name], value_alone(sites[name], values[name], index, nesting)) for name in sites}
-        return runs.costs(compared.one, own)
 
-    def is_same(values: Mapping[str, Tensor], index: int, among: Mapping[str, Tensor]) -> bool | None:
-        alone = costs_alone(values, index)
-        return None if alone is None else _is_same(among, alone, index, nesting)
+class _Pairs:
+    """Runs all particles together and some of them alone, at the same values."""
 
-    def compare(values: Mapping[str, Tensor], picked: Sequence[int]) -> bool | None:
-        among = runs.costs(compared.together, values)
-        found = [False if among is None else is_same(values, i, among) for i in picked]
-        return None if among is None or None in found else all(found)
+    def __init__(self, compared: Comparison, seed: int) -> None:
+        self.compared, self.sites = compared, drawn_sites(compared.many)
+        self.runs = RunsAt(compared.trace, compared.many.subsamples, compared.has_buffers)
+        self.generator = probe_generator(seed)
+        self.sampled = {name: site["value"].detach() for name, site in self.sites.items()}
+        if compared.is_compact:
+            self.sampled = {name: _compact(self.sites[name], value) for name, value in self.sampled.items()}
+        self.is_long = len(self.sites) >= LONG
 
-    def drawn(values: Mapping[str, Tensor], draw: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
-        """New values of all sites; those that all particles share are drawn once."""
-        found = {}
-        for name, value in values.items():
-            fn = sites[name]["fn"]
-            if value.dim() - len(fn.event_shape) >= nesting and len(value) == number:
-                found[name] = draw(fn, value)
-            else:
-                found[name] = probe(fn, value.unsqueeze(0), [Kind.EVEN], generator)[0]
-        return found
-
-    def chosen(is_even: bool) -> Iterator[tuple[Mapping[str, Tensor], Sequence[int]]]:
-        """Values, and the particles that run alone at them."""
-        order = torch.randperm(number, generator=generator).tolist()
-        if not is_long:
-            # Few particles are more likely to be alike by chance: they are compared more than once.
-            for start in range(0, wanted, number):
-                kinds = [Kind.EVEN] * number if is_even else kinds_at([start + order.index(i) for i in range(number)])
-                yield drawn(sampled, functools.partial(probe, kinds=kinds, generator=generator)), order[:wanted]
-            return
-        values, turn = sampled, int(torch.randint(4, (), generator=generator))
-        for i, (last, index) in enumerate(itertools.pairwise(itertools.islice(itertools.cycle(order), wanted + 1))):
-            kind = Kind.EVEN if is_even else (Kind.FIRST, Kind.LAST, Kind.EVEN, Kind.EVEN)[(turn + i) % 4]
-            other = functools.partial(contrasted, kind=kind, last=last, index=index, generator=generator)
-            values = drawn(values, other)
-            yield values, [index]
-
-    leaves = leaves_of(many.run.costs.values()) if is_first else []
-
-    def looked(is_even: bool) -> list[bool | None]:
+    def look(self, is_first: bool, leaves: Sequence[Tensor], is_even: bool = False) -> list[bool | None]:
+        """What comparisons at probed values find, until one fails."""
         found: list[bool | None] = []
-        for i, (values, picked) in enumerate(chosen(is_even)):
-            with moved(leaves, generator) if i % 2 else contextlib.nullcontext():
-                found.append(compare(values, picked))
+        chosen = self._of_long if self.is_long else self._of_short
+        for i, (values, picked) in enumerate(chosen(self._wanted(is_first), is_even)):
+            with moved(leaves, self.generator) if i % 2 else contextlib.nullcontext():
+                found.append(self._compare(values, picked))
             if not found[-1]:
                 break
         return found
 
-    found = looked(False)
-    if None in found:
-        found = looked(True)
-    if None in found:
-        found = [compare(sampled, torch.randperm(number, generator=generator)[:wanted].tolist())]
-        if found == [None] and all(
-            c is None for c in (runs.costs(compared.together, sampled), costs_alone(sampled, 0))
-        ):
-            return None
-    return found == [True] * len(found) if runs.draw_alike else None
+    def at_sampled(self, is_first: bool) -> bool | None:
+        """What a comparison at the sampled values finds."""
+        return self._compare(self.sampled, self._order()[: self._wanted(is_first)])
+
+    @property
+    def never_runs(self) -> bool:
+        """Whether the program fails at given values both for all particles and for one."""
+        return self.runs.costs(self.compared.together, self.sampled) is None and self._alone(self.sampled, 0) is None
+
+    def _wanted(self, is_first: bool) -> int:
+        """Number of particles that run alone."""
+        if self.is_long:
+            return FIRST_OF_LONG if is_first else LATER_OF_LONG
+        return FIRST_LOOK if is_first else LATER
+
+    def _order(self) -> list[int]:
+        return torch.randperm(self.compared.number, generator=self.generator).tolist()
+
+    def _alone(self, values: Mapping[str, Tensor], index: int) -> dict[str, Tensor] | None:
+        """The costs of a particle in a run of its own."""
+        own, nesting = {}, self.compared.nesting
+        for name, site in self.sites.items():
+            own[name] = _whole(site, value_alone(site, values[name], index, nesting))
+        return self.runs.costs(self.compared.one, own)
+
+    def _compare(self, values: Mapping[str, Tensor], picked: Sequence[int]) -> bool | None:
+        """Whether some particles cost alone what they cost together; ``None`` if a run fails."""
+        among, found = self.runs.costs(self.compared.together, values), list[bool]()
+        for index in picked:
+            alone = None if among is None else self._alone(values, index)
+            if among is None or alone is None:
+                return None
+            found.append(_is_same(among, alone, index, self.compared.nesting))
+        return all(found)
+
+    def _drawn(self, values: Mapping[str, Tensor], draw: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
+        """New values of all sites; those that all particles share are drawn once."""
+        found = {}
+        for name, value in values.items():
+            fn = self.sites[name]["fn"]
+            if value.dim() - len(fn.event_shape) >= self.compared.nesting and len(value) == self.compared.number:
+                found[name] = draw(fn, value)
+            else:
+                found[name] = probe(fn, value.unsqueeze(0), [Kind.EVEN], self.generator)[0]
+        return found
+
+    def _of_short(self, wanted: int, is_even: bool) -> Iterator[tuple[Mapping[str, Tensor], Sequence[int]]]:
+        """Values, and the particles that run alone at them."""
+        number, order = self.compared.number, self._order()
+        # Few particles are more likely to be alike by chance: they are compared more than once.
+        for start in range(0, wanted, number):
+            kinds = [Kind.EVEN] * number if is_even else kinds_at([start + order.index(i) for i in range(number)])
+            draw = functools.partial(probe, kinds=kinds, generator=self.generator)
+            yield self._drawn(self.sampled, draw), order[:wanted]
+
+    def _of_long(self, wanted: int, is_even: bool) -> Iterator[tuple[Mapping[str, Tensor], Sequence[int]]]:
+        """The same where few particles run alone: each differs from all others."""
+        order, values = self._order(), self.sampled
+        turn = int(torch.randint(4, (), generator=self.generator))
+        for i, (last, index) in enumerate(itertools.pairwise(itertools.islice(itertools.cycle(order), wanted + 1))):
+            kind = Kind.EVEN if is_even else (Kind.FIRST, Kind.LAST, Kind.EVEN, Kind.EVEN)[(turn + i) % 4]
+            draw = functools.partial(contrasted, kind=kind, last=last, index=index, generator=self.generator)
+            values = self._drawn(values, draw)
+            yield values, [index]
 
 
 class Together:
