@@ -75,6 +75,11 @@ class ProgramFacts:
         return self.estimators <= _PLAIN and self.affordable >= MOST_PARTICLES and not self.is_steered
 
     @property
+    def may_sum(self) -> bool:
+        """Whether sums over values may take the place of a comparison of particles."""
+        return self.has_several and self.is_finite and not self.flips
+
+    @property
     def is_layered(self) -> bool:
         """Whether other particles' costs serve layers."""
         return self.num_sites > 1 and self.many_components > 1
@@ -95,14 +100,14 @@ class Line:
     """A line of the table of candidates.
 
     Args:
-        holds: On which programs these are tried.
-        candidates: What is tried.
-        is_close: Whether they were the best on some programs of that kind, so that rules alone do not tell.
+        candidate: What is tried.
+        may_try: On which programs it may be tried.
+        is_close: On which of them rules alone do not tell: there it was the best on some programs.
     """
 
-    holds: Callable[[ProgramFacts], bool]
-    candidates: tuple[Candidate, ...]
-    is_close: bool = False
+    candidate: Candidate
+    may_try: Callable[[ProgramFacts], bool]
+    is_close: Callable[[ProgramFacts], bool] = lambda p: False
 
 
 @functools.cache
@@ -126,27 +131,23 @@ def lines() -> tuple[Line, ...]:
     no_run = Candidate("no extra run", AllAction(exact=False))
     slopes = Candidate("corrected slopes, 2 particles", DebiasedStraightThrough(), 2, vectorized=True, critics=False)
     return (
-        Line(lambda p: p.is_steered, (several("program order", 4, in_order=True),)),
-        Line(lambda p: p.is_plain, (eight,), is_close=True),
-        Line(lambda p: p.is_plain and _may_sum(p) and not p.has_rows, (sums,), is_close=True),
-        Line(lambda p: p.has_several and not p.is_finite, (one,), is_close=True),
-        Line(lambda p: p.has_several, (one, two, four)),
-        Line(lambda p: not p.is_steered, (eight,)),
-        Line(lambda p: not p.is_steered and not p.has_several, (more,)),
-        Line(_may_sum, (sums,)),
-        Line(lambda p: p.has_critics, (Candidate("no critics", critics=False),)),
-        Line(lambda p: not p.is_steered and p.flips and p.estimators == {AllAction()}, (no_run,)),
-        Line(lambda p: not p.is_steered and p.num_sites == p.many_components == 1 and not p.has_slopes, (slopes,)),
-        Line(lambda p: not p.is_steered and p.is_layered, (crossed, hindsight)),
+        Line(several("program order", 4, in_order=True), lambda p: p.is_steered),
+        Line(eight, lambda p: not p.is_steered, lambda p: p.is_plain),
+        Line(sums, lambda p: p.may_sum, lambda p: p.is_plain and not p.has_rows),
+        Line(one, lambda p: p.has_several, lambda p: not p.is_finite),
+        Line(two, lambda p: p.has_several),
+        Line(four, lambda p: p.has_several),
+        Line(more, lambda p: not p.is_steered and not p.has_several),
+        Line(Candidate("no critics", critics=False), lambda p: p.has_critics),
+        Line(no_run, lambda p: not p.is_steered and p.flips and p.estimators == {AllAction()}),
+        Line(slopes, lambda p: not p.is_steered and p.num_sites == p.many_components == 1 and not p.has_slopes),
+        Line(crossed, lambda p: not p.is_steered and p.is_layered),
+        Line(hindsight, lambda p: not p.is_steered and p.is_layered),
     )
 
 
-def _may_sum(program: ProgramFacts) -> bool:
-    return program.has_several and program.is_finite and not program.flips
-
-
 BY_NAME: Mapping[str, Candidate] = MappingProxyType(
-    {candidate.name: candidate for candidate in (FIXED, *(one for line in lines() for one in line.candidates))}
+    {candidate.name: candidate for candidate in (FIXED, *(line.candidate for line in lines()))}
 )
 """All candidates by name."""
 
@@ -161,6 +162,5 @@ def candidates_for(facts: ProgramFacts, tries_all: bool = False) -> tuple[Candid
     """
     if not facts.num_sites:
         return (FIXED,)
-    tried = (line for line in lines() if (tries_all or line.is_close) and line.holds(facts))
-    found = (one for line in tried for one in line.candidates if not facts.is_default(one))
-    return tuple(dict.fromkeys((FIXED, *found)))
+    tried = (line for line in lines() if line.may_try(facts) and (tries_all or line.is_close(facts)))
+    return (FIXED, *(line.candidate for line in tried if not facts.is_default(line.candidate)))
