@@ -30,12 +30,13 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: t
     :class:`~pyro_bpq.estimators.CrossedLeaveOneOut` does, ``M`` is 8, or less if the values of all pairs of particles
     have more than ``2^20`` elements. The table is ``PARTICLES`` in ``plan/rules.py``.
     """
+    held = frozenset(name for name, may_hold in plan.layers.items() if may_hold)
     facts = ProgramFacts(
         compared=plan.compared,
         noisy=len(plan.noisy),
-        sloped=frozenset(n for n in plan.sloped if num_reads(traced, n) >= MANY_READS) - plan.layers,
-        held=plan.layers,
-        crossed=plan.crossed,
+        sloped=frozenset(n for n in plan.sloped if num_reads(traced, n) >= MANY_READS) - held,
+        held=held,
+        crossed=frozenset(plan.layers) - held,
         is_plain=not (traced.user_costs or traced.untraced) and traced.elimination is None,
         elements=largest_value(traced),
         particles=particles,

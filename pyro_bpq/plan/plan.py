@@ -60,8 +60,8 @@ class Plan:
     refused: str = ""  # why there is no extra run of the model, where its price speaks against it; else empty
     is_dynamic: bool = False  # whether sampled values may steer the program, so that another run may have another plan
     noisy: frozenset[str] = frozenset()  # sites of the default's choice whose gradients are noisy
-    layers: frozenset[str] = frozenset()  # sites that hindsight serves where there are enough particles
-    crossed: frozenset[str] = frozenset()  # sites that crossed costs serve where there are
+    # Sites that crossed costs serve where there are enough particles, and whether hindsight does
+    layers: Mapping[str, bool] = field(default_factory=dict)
     summed: SumPlan | None = None  # the tables that the loss can be summed over, or ``None``
     sums: bool = False  # whether it is summed over them
     has_rows: bool = False  # whether sites for which nothing is chosen are in plates of many rows

@@ -179,7 +179,7 @@ class Planner:
             extra = self._extra_run(structure, choices, can_flip)
         critics = self._critics(structure, choices, extra)
         kinds = self._kinds(structure, choices, extra)
-        layers, crossed = self._revise_vectors(structure, sites, choices, critics, kinds, extra)
+        layers = self._revise_vectors(structure, sites, choices, critics, kinds, extra)
         estimators = {name: choice.estimator for name, choice in choices.items()}
         layout = self._layout(structure, estimators, critics, kinds, extra)
         # What is sampled downstream is drawn anew where slopes count it; costs of a user's own get plain values.
@@ -206,7 +206,6 @@ class Planner:
             is_dynamic=facts.is_dynamic,
             noisy=compared.noisy,
             layers=layers,
-            crossed=crossed,
             summed=summed,
             has_rows=bool(in_rows(structure)),
             elements=largest_value(traced),
@@ -280,14 +279,14 @@ class Planner:
         critics: Mapping[str, Critic | None],
         kinds: dict[str, set[Known]],
         extra: ExtraRun,
-    ) -> tuple[frozenset[str], frozenset[str]]:
+    ) -> dict[str, bool]:
         """Revises the choices of sites of many components that have neither an extra run nor a critic.
 
         Returns:
-            Those that hindsight may serve, and the others that crossed costs may serve.
+            Those of them that crossed costs may serve, and whether hindsight may.
         """
         many = [n for n in choices if n not in extra.components and has_many_components(sites[n])]
-        layers, crossed = set[str](), set[str]()
+        layers = {}
         for name in many:
             if critics[name] is None:
                 kinds[name] = set()
@@ -295,8 +294,8 @@ class Planner:
                 found = untold(sites[name], structure, is_alone, len(many))
                 revise(choices, found)
                 if found.can_cross:
-                    (layers if found.may_hold else crossed).add(name)
-        return frozenset(layers), frozenset(crossed)
+                    layers[name] = found.may_hold
+        return layers
 
     def _layout(
         self,
