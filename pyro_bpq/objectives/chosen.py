@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from pyro_bpq.objectives.runner import StepRunner
 from pyro_bpq.plan.rules import affordable
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.work import Work
+
+if TYPE_CHECKING:
+    from pyro_bpq.objectives.objective import Objective
 
 
 def checked_choice(choice: Any, is_open: bool, may_try: bool = True) -> Candidate | None:
@@ -98,26 +101,10 @@ class Rules:
         )
 
 
-class Undoable(Protocol):
-    """An objective whose steps can be undone."""
-
-    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of a step."""
-
-    def train(self, mode: bool = True) -> Any:
-        """Sets whether steps teach anything."""
-
-    def mark(self) -> Any:
-        """A mark to which :meth:`go_back` takes everything back."""
-
-    def go_back(self, mark: Any) -> None:
-        """Undoes what was built and found out after a mark."""
-
-
 class StillTrial:
     """Takes trial steps of an objective. Unless ``learns``, nothing learns from a step, and its traces are undone."""
 
-    def __init__(self, elbo: Undoable, learns: bool = False) -> None:
+    def __init__(self, elbo: Objective, learns: bool = False) -> None:
         self.elbo, self.learns = elbo, learns
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyro
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pyro_bpq.critics.bank import MAX_IDLE, CriticBank
 from pyro_bpq.critics.block import Write
 from pyro_bpq.critics.learner import CriticLearner, CriticOptimizer
-from pyro_bpq.objectives.replayer import Owner, Replayer, gradients_of
+from pyro_bpq.objectives.replayer import Replayer, gradients_of
 from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.snapshots import restore, snapshot
@@ -25,6 +25,9 @@ from pyro_bpq.step.critic_loss import critic_loss
 from pyro_bpq.step.recent_costs import RecentCosts
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Learning, Seen, Step
+
+if TYPE_CHECKING:
+    from pyro_bpq.objectives.objective import Objective
 
 
 class CriticTrainer:
@@ -112,7 +115,7 @@ class CriticTrainer:
         self.waiting = (result.writes, gradients, result.seen)
         return surrogate
 
-    def learn(self, owner: Owner) -> None:
+    def learn(self, owner: Objective) -> None:
         """Applies what the last step taught; forgets what no step has used for long."""
         if self.waiting is not None:
             with self._all_or_nothing(owner) if self.replays else contextlib.nullcontext():
@@ -121,7 +124,7 @@ class CriticTrainer:
         if gone and self.optimizer is not None:
             self.optimizer.forget(gone, is_final=True)
 
-    def _apply_waiting(self, owner: Owner) -> None:
+    def _apply_waiting(self, owner: Objective) -> None:
         assert self.waiting is not None
         (writes, gradients, seen), self.waiting = self.waiting, None
         self.num_steps += 1
@@ -141,7 +144,7 @@ class CriticTrainer:
             {**late[1], **{name: g for name, g in gradients.items() if name.split(".")[0] not in built}},
         )
 
-    def _learn_again(self, owner: Owner) -> None:
+    def _learn_again(self, owner: Objective) -> None:
         """More steps on the last rollout, which is then stored, and steps on stored ones."""
         assert self.learner is not None
         items, self.staged = self.staged.items, Transient()
@@ -157,7 +160,7 @@ class CriticTrainer:
                 self.replayer.store(staged)
             self.replay(owner, None, self.replayer.replay.updates_per_step)
 
-    def replay(self, owner: Owner, sites: Collection[str] | None, updates: int) -> int:
+    def replay(self, owner: Objective, sites: Collection[str] | None, updates: int) -> int:
         """Updates critics from stored rollouts; the number of updates that found something to learn from."""
         assert self.replayer is not None
         done = 0
@@ -222,7 +225,7 @@ class CriticTrainer:
             self.optimizer.forget(built)
 
     @contextlib.contextmanager
-    def _all_or_nothing(self, owner: Owner) -> Iterator[None]:
+    def _all_or_nothing(self, owner: Objective) -> Iterator[None]:
         """Undoes what critics learn within, and what replay draws and drops, if it is interrupted."""
         mark, outer = owner.mark(), self._changed
         replay = None if self.replayer is None else self.replayer.snapshot()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,33 +30,12 @@ from pyro_bpq.reruns.redraw import (
     trainable,
 )
 from pyro_bpq.rollout.features import finite_components
-from pyro_bpq.rollout.runs import Program
 from pyro_bpq.step.critic_loss import critic_loss, expected_critic_loss
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.values import Learning
 from pyro_bpq.tracing.cost_statement import GiveCosts, SkipCosts, given_costs
-from pyro_bpq.tracing.traced_run import TracedRun
 
-
-class Owner(Protocol):
-    """What learning asks of the objective that owns the critics."""
-
-    critics: CriticBank
-
-    def learning(self) -> Learning:
-        """How targets are formed at present."""
-
-    def run_program(self, program: Program) -> TracedRun:
-        """Runs guide and model as a step does."""
-
-    def stage(self, traced: Sequence[TracedRun], programs: Sequence[Program]) -> Staged:
-        """Prepares runs of a known structure as a step does; nothing learns."""
-
-    def mark(self) -> Any:
-        """A mark to which :meth:`go_back` takes everything back that a step builds and finds out."""
-
-    def go_back(self, mark: Any) -> None:
-        """Undoes what was built and found out after a mark."""
+if TYPE_CHECKING:
+    from pyro_bpq.objectives.objective import Objective
 
 
 def gradients_of(loss: Tensor, critics: CriticBank) -> dict[str, Tensor]:
@@ -108,7 +87,7 @@ class Replayer:
             for name, leaf in leaves.items():
                 track([self.slow_guide[name]], [leaf.detach()], slow.rate)
 
-    def gradients(self, owner: Owner, sites: Collection[str] | None = None) -> dict[str, Tensor]:
+    def gradients(self, owner: Objective, sites: Collection[str] | None = None) -> dict[str, Tensor]:
         """Gradients of one update, by name of the weight; empty where there is nothing to learn from.
 
         Only the critics of the given sites learn; ``None`` stands for all.
@@ -147,7 +126,7 @@ class Replayer:
         self.slow_guide = {name: value.clone() for name, value in state["slow_guide"].items()}
 
     def _mean_loss(
-        self, owner: Owner, stored: StoredRollout, site: str, sites: Collection[str] | None, seeds: Sequence[int]
+        self, owner: Objective, stored: StoredRollout, site: str, sites: Collection[str] | None, seeds: Sequence[int]
     ) -> list[Tensor]:
         """The mean loss over several draws of what an update redraws; empty if the rollout cannot be replayed."""
         losses = []
@@ -166,7 +145,7 @@ class Replayer:
         return bool({node.name for node in stored.network.q_nodes(site)} & stored.plan.redrawn)
 
     def _loss(
-        self, owner: Owner, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
+        self, owner: Objective, stored: StoredRollout, site: str, sites: Collection[str] | None, seed: int
     ) -> Tensor | None:
         """The loss of one draw; ``None`` where nothing learns. A rollout that cannot be replayed any more is dropped.
 
@@ -210,7 +189,7 @@ class Replayer:
 
     def _expected(
         self,
-        owner: Owner,
+        owner: Objective,
         stored: StoredRollout,
         values: Sequence[Mapping[str, Tensor]],
         staged: Staged,
@@ -231,7 +210,7 @@ class Replayer:
         return found
 
     def _rerun(
-        self, owner: Owner, stored: StoredRollout, values: Sequence[Mapping[str, Tensor]], seed: int
+        self, owner: Objective, stored: StoredRollout, values: Sequence[Mapping[str, Tensor]], seed: int
     ) -> Staged | None:
         """Runs the programs again; drops a rollout whose structure is no more."""
         costs: Sequence[Mapping[str, Tensor]] = stored.costs or [{}] * len(values)
