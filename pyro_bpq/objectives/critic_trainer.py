@@ -24,7 +24,7 @@ from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.critic_loss import critic_loss
 from pyro_bpq.step.recent_costs import RecentCosts
 from pyro_bpq.step.signals import Signals
-from pyro_bpq.step.values import Learning, Seen, Step
+from pyro_bpq.step.values import Seen, Step
 
 if TYPE_CHECKING:
     from pyro_bpq.objectives.objective import Objective
@@ -79,23 +79,6 @@ class CriticTrainer:
     def count_step(self) -> None:
         """Counts a step that has taught critics and statistics already."""
         self.num_steps += 1
-
-    def learning(
-        self, lam: float | Tensor, gamma: float, num_steps: int | None = None, is_recorded: bool = False
-    ) -> Learning:
-        """How targets are formed in the present step, or in a step of another number."""
-        learner = self.learner
-        return Learning(
-            lam,
-            gamma,
-            1.0 if learner is None else learner.level_weight,
-            slow=learner is not None and learner.slow is not None,
-            num_steps=self.num_steps if num_steps is None else num_steps,
-            first_order=0.0 if learner is None else learner.first_order,
-            ranks=self.ranks,
-            is_recorded=is_recorded,
-            sweep=None if learner is None or learner.sweep is None else learner.sweep.at(self.num_steps),
-        )
 
     def keep_staged(self) -> None:
         """Keeps from now on what a step worked on."""

@@ -359,10 +359,19 @@ class Objective(ELBO, nn.Module):
             self.learn()
 
     def learning(self, mode: Mode | None = None) -> Learning:
-        """How targets are formed in the present step."""
-        number = self.num_steps if mode is None else mode.num_steps
-        is_recorded = mode is not None and mode.is_recorded
-        return self.trainer.learning(at(self.lam, number), float(at(self.gamma, int(number))), number, is_recorded)
+        """How targets are formed in the present step, or in the step of a mode."""
+        number, learner = self.num_steps if mode is None else mode.num_steps, self.learner
+        return Learning(
+            at(self.lam, number),
+            float(at(self.gamma, int(number))),
+            1.0 if learner is None else learner.level_weight,
+            slow=learner is not None and learner.slow is not None,
+            num_steps=number,
+            first_order=0.0 if learner is None else learner.first_order,
+            ranks=self.trainer.ranks,
+            is_recorded=mode is not None and mode.is_recorded,
+            sweep=None if learner is None or learner.sweep is None else learner.sweep.at(self.num_steps),
+        )
 
     @property
     def _is_learning(self) -> bool:

@@ -36,7 +36,7 @@ class Owner:
 
     def learning(self) -> Learning:
         """With fixed options."""
-        return self.trainer.learning(0.9, 1.0)
+        return Learning(0.9, num_steps=self.trainer.num_steps)
 
     def run_program(self, program: Any) -> Any:
         """Nothing is replayed here."""
