@@ -76,14 +76,6 @@ class CriticTrainer:
         ranks = Ranks() if self.learner is None else self.learner.ranks
         return None if ranks is None or ranks.size == 1 else ranks
 
-    def count_step(self) -> None:
-        """Counts a step that has taught critics and statistics already."""
-        self.num_steps += 1
-
-    def keep_staged(self) -> None:
-        """Keeps from now on what a step worked on."""
-        self.keeps_staged = True
-
     def keep(self, items: Sequence[Staged], result: Step) -> None:
         """Keeps what a step worked on."""
         self.staged = Transient([replace(item, result=result) for item in items])

@@ -273,7 +273,8 @@ class Objective(ELBO, nn.Module):
         if found is not None:
             self.info = found.info
             if math.isfinite(found.loss):
-                self.trainer.count_step()
+                # The step has taught critics and statistics already.
+                self.trainer.num_steps += 1
             else:
                 warn_if_nan(found.loss, "loss")
         return found

@@ -54,10 +54,6 @@ class NoiseSource:
         self.number += 1
         return torch.Generator().manual_seed(self.seed_of(self.number))
 
-    def go_to(self, number: int) -> None:
-        """Goes on as after so many generators."""
-        self.number = number
-
     def seed_of(self, number: int) -> int:
         """Seed of a generator, counted from 1."""
         return (self.seed * 7919 + 1) * 1_000_003 + number

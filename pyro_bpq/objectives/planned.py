@@ -63,7 +63,7 @@ class PlannedObjective(Objective):
 
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
-        return {"planner": self.planner, "graphs": self.runner.structure.known_graphs}
+        return {"planner": self.planner, "graphs": [*self.runner.structure.graphs.values()]}
 
     @property
     def _needs_nesting(self) -> bool:
@@ -74,7 +74,7 @@ class PlannedObjective(Objective):
 
     def loss_and_signals(self, program: Program) -> tuple[float, LocalObjective]:
         """Like ``loss_and_grads``; also returns the local objective of the rollout."""
-        self.trainer.keep_staged()
+        self.trainer.keeps_staged = True
         self._learn_waiting()
         model, guide, args, kwargs = program
         with self._undoing():
@@ -150,7 +150,7 @@ class PlannedObjective(Objective):
 
     @num_noises.setter
     def num_noises(self, number: int) -> None:
-        self.runner.noise.go_to(number)
+        self.runner.noise.number = number
 
     @property
     def replay_buffer(self) -> ReplayBuffer | None:

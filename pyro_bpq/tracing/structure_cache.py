@@ -158,11 +158,6 @@ class StructureCache:
         return self.mode == "dynamic" or (self.escapes and self.mode == "auto")
 
     @property
-    def known_graphs(self) -> list[StochasticComputationGraph]:
-        """The graphs of the structures met so far."""
-        return list(self.graphs.values())
-
-    @property
     def follows_components(self) -> bool:
         """Whether tracked runs follow which components of a site a cost reads."""
         return self.mode in ("auto", "static") and not self.escapes

@@ -199,7 +199,7 @@ def test_limited_steps_of_expected_costs_call_the_cost_once(kind: Any) -> None:
 def test_no_cost_of_the_guide_is_taxed_in_an_expected_cost() -> None:
     pyro.clear_param_store()
     elbo = ExpectedCost().eval()
-    elbo.trainer.keep_staged()
+    elbo.trainer.keeps_staged = True
     elbo.differentiable_loss(environment, policy)
     objective = LocalObjective(elbo.staged.items, 1)
     with torch.no_grad():

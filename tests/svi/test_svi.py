@@ -52,7 +52,7 @@ def particles(case: Case, number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_local_objective_has_the_gradient_of_the_step_at_the_guide_of_the_rollout(case: Case, number: int) -> None:
     elbo = trained(TraceBackpropQ_ELBO(**particles(case, number)), *case.programs, params=case.params, steps=3)
-    elbo.eval().trainer.keep_staged()
+    elbo.eval().trainer.keeps_staged = True
     loss = elbo.differentiable_loss(case.model, case.guide, *case.args)
     objective = LocalObjective(elbo.staged.items, elbo.num_particles)
     leaves = dict(pyro.get_param_store().named_parameters())
@@ -93,7 +93,7 @@ def test_local_objective_of_one_site_is_the_loss_up_to_a_constant() -> None:
     model, guide = one_site()
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO().eval()
-    elbo.trainer.keep_staged()
+    elbo.trainer.keeps_staged = True
     elbo.differentiable_loss(model, guide)
     objective = LocalObjective(elbo.staged.items, 1)
     differences = []
@@ -112,7 +112,7 @@ def test_clipping_by_hand() -> None:
     model, guide = one_site()
     pyro.clear_param_store()
     elbo = TraceBackpropQ_ELBO(estimator=ScoreFunction()).eval()
-    elbo.trainer.keep_staged()
+    elbo.trainer.keeps_staged = True
     pyro.set_rng_seed(3)
     elbo.differentiable_loss(model, guide)
     objective = LocalObjective(elbo.staged.items, 1)
