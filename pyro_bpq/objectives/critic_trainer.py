@@ -23,7 +23,6 @@ from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.critic_loss import critic_loss
 from pyro_bpq.step.recent_costs import RecentCosts
-from pyro_bpq.step.signals import Signals
 from pyro_bpq.step.values import Seen, Step
 
 if TYPE_CHECKING:
@@ -125,8 +124,7 @@ class CriticTrainer:
         items, self.staged = self.staged.items, Transient()
         for _ in range(self.learner.steps - 1):
             # The tensors of the step with the critics as they are now; nothing is built.
-            parts = [staged.signals for staged in items]
-            again = [Signals(part.layout, part.rollout, part.tables, self.critics, False) for part in parts]
+            again = [staged.signals.again() for staged in items]
             loss = critic_loss(again, self.critics, owner.learning())
             if loss is not None:
                 self._advance(self._gradients(loss))
