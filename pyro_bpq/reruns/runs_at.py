@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.tracing.cost_statement import SkipCosts
+from pyro_bpq.tracing.linear_reads import nodes_behind
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun
@@ -65,17 +66,9 @@ def drawn_sites(run: TracedRun) -> dict[str, Any]:
 
 def leaves_of(costs: Iterable[Tensor]) -> list[Tensor]:
     """The parameters that costs depend on."""
-    nodes = [cost.grad_fn for cost in costs if cost.grad_fn is not None]
-    seen, found = set(nodes), []
-    while nodes:
-        node = nodes.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided:
-            found.append(leaf)
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        nodes += new
-    return found
+    variables = (getattr(node, "variable", None) for node in nodes_behind(*costs))
+    leaves = (leaf for leaf in variables if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return [leaf for leaf in leaves if leaf.layout is torch.strided]
 
 
 @contextlib.contextmanager

@@ -141,12 +141,12 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     return None
 
 
-def nodes_behind(tensor: Tensor) -> Iterator[Any]:
-    """The nodes of autograd's graph that a tensor was computed by, each once, those nearest first.
+def nodes_behind(*tensors: Tensor) -> Iterator[Any]:
+    """The nodes of autograd's graph that tensors were computed by, each once.
 
     Nodes of leaves have an attribute ``variable``, the leaf.
     """
-    seen, nodes = set[Any](), [tensor.grad_fn]
+    seen, nodes = set[Any](), [tensor.grad_fn for tensor in tensors]
     while nodes:
         node: Any = nodes.pop()
         if node is None or node in seen:
