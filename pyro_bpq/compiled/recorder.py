@@ -28,6 +28,7 @@ from pyro_bpq.errors import Unrecordable
 from pyro_bpq.reruns.shared_backward import inputs_of
 from pyro_bpq.rollout.schedule import RecordedStep, scheduled
 from pyro_bpq.tracing.sandbox import LentBuffers
+from pyro_bpq.tracing.watch import leaf_of
 
 Info = dict[str, dict[str, Any]]
 
@@ -178,7 +179,7 @@ def _look(subject: Subject, program: Any, call: Call, number: int, updates: Upda
     params = tuple(name for name in announced if name in store)
     updated: tuple[OptimizerUpdate, ...] = ()
     if updates is not None:
-        updated = updates.of(distinct(value.unconstrained() for value in announced.values()), leaves)
+        updated = updates.of(distinct(map(leaf_of, announced.values())), leaves)
     of_optimizer = tensors_of(place for update in updated for place in update.places)
     known = distinct(call.tensors, [store[name] for name in params], own, of_optimizer)
     tensors = distinct(known, leaves)

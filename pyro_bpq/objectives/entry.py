@@ -12,6 +12,7 @@ from pyro.infer.elbo import ELBOModule
 from torch import Tensor
 
 from pyro_bpq.errors import BPQWarning, BusyError, UnsupportedProgramError
+from pyro_bpq.tracing.watch import leaf_of
 
 
 class Turn:
@@ -78,7 +79,7 @@ class LossModule(ELBOModule):
         self._was_called = True
         nodes: Any = capture.trace.nodes
         own = {id(parameter) for parameter in self.parameters()}
-        lost = [name for name, site in nodes.items() if id(_leaf(site["value"])) not in own]
+        lost = [name for name, site in nodes.items() if id(leaf_of(site["value"])) not in own]
         if lost:
             warnings.warn(
                 f"The parameters {lost} belong to no module, so that parameters() lacks them and an optimiser of it "
@@ -88,8 +89,3 @@ class LossModule(ELBOModule):
                 stacklevel=2,
             )
         return loss
-
-
-def _leaf(value: Any) -> Any:
-    unconstrained = getattr(value, "unconstrained", None)
-    return value if unconstrained is None else unconstrained()

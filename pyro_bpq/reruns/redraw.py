@@ -26,6 +26,7 @@ from pyro_bpq.rollout.features import finite_components
 from pyro_bpq.tracing.sandbox import Sandbox
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.watch import leaf_of
 
 
 class StaleError(Exception):
@@ -158,8 +159,7 @@ def traced_leaves(trace: Any) -> dict[str, Tensor]:
     leaves = {}
     for name, site in trace.nodes.items():
         if site["type"] == "param" and isinstance(site["value"], Tensor):
-            unconstrained = getattr(site["value"], "unconstrained", None)
-            leaf = site["value"] if unconstrained is None else unconstrained()
+            leaf = leaf_of(site["value"])
             if leaf.is_leaf and leaf.requires_grad:
                 leaves[name] = leaf
     return leaves

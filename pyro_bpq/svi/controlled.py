@@ -17,6 +17,7 @@ from pyro_bpq.errors import OptionError, check_option, check_whole, is_real
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.objectives.local_objective import LocalObjective, Nearby
 from pyro_bpq.rollout.runs import Program
+from pyro_bpq.tracing.watch import leaf_of
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,7 @@ def descend(optim: Any, objective: Tensor, leaves: Sequence[Tensor]) -> None:
 
 def captured_leaves(capture: Any) -> list[Tensor]:
     """The unconstrained parameters in a trace of parameters, without repetition."""
-    found = {id(leaf): leaf for leaf in (site["value"].unconstrained() for site in capture.trace.nodes.values())}
+    found = {id(leaf): leaf for leaf in (leaf_of(site["value"]) for site in capture.trace.nodes.values())}
     return list(found.values())
 
 

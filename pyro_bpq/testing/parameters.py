@@ -9,6 +9,8 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_bpq.tracing.watch import leaf_of
+
 _Part = Callable[..., Any]
 
 
@@ -45,8 +47,7 @@ class ParameterCollector(Messenger):
 
     def _pyro_post_param(self, msg: Any) -> None:
         if not self._is_fixed and msg["value"] is not None:
-            unconstrained = getattr(msg["value"], "unconstrained", None)
-            self._add(msg["name"], msg["value"] if unconstrained is None else unconstrained())
+            self._add(msg["name"], leaf_of(msg["value"]))
 
 
 class GradientReader(ParameterCollector):

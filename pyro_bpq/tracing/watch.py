@@ -349,6 +349,12 @@ def detached(value: Tensor) -> Tensor:
     return result
 
 
+def leaf_of(value: Any) -> Any:
+    """The unconstrained parameter behind a value of ``pyro.param``, or the value itself if there is none."""
+    unconstrained = getattr(value, "unconstrained", None)
+    return value if unconstrained is None else unconstrained()
+
+
 def samples(trace: Any) -> dict[str, Any]:
     """The sample sites of a trace."""
     return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
