@@ -73,12 +73,6 @@ class Sums:
         """Returns the matrix multiplied elementwise by ``weights``."""
         return Sums(self.shape, self.dtype, self.to_dense() * weights)
 
-    @property
-    def stored(self) -> int:
-        """Number of stored numbers."""
-        parts = (self.dense, self.columns, self.starts, self.weights, self.places, self.scale)
-        return sum(part.numel() for part in parts if part is not None)
-
 
 def subset_sums(
     rows: Sequence[int], columns: Sequence[int], like: Tensor, scale: Sequence[float] | None = None
