@@ -22,7 +22,6 @@ from pyro.optim import Adam
 from schedules import SITES, Chain
 
 from pyro_bpq import AllAction, CriticLearner, Replay, TraceBackpropQ_ELBO
-from pyro_bpq.step.critic_loss import critic_targets
 
 
 def exact_q(chain: Chain) -> list[torch.Tensor]:
@@ -42,9 +41,12 @@ def critic_error(chain: Chain, elbo: TraceBackpropQ_ELBO, draws: int = 50) -> fl
     for _ in range(draws):
         program = (chain.model, chain.guide, (), {})
         run = elbo.run_program(program)
-        for name, (value, _) in critic_targets(elbo.stage([run], [program]).signals, elbo.learning()).items():
-            site = int(name.removeprefix("z"))
-            total += float((value - exact[site][run.run.sites[name].value]).square().sum()) / (SITES * draws)
+        signals = elbo.stage([run], [program]).signals
+        values, _ = signals.q_values
+        for g, critic in signals.critics.items():
+            for node, value in zip(critic.group.nodes, values[g].detach(), strict=True):
+                found = exact[int(node.site.removeprefix("z"))][run.run.sites[node.site].value]
+                total += float((value - found).square().sum()) / (SITES * draws)
     return total
 
 

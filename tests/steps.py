@@ -1,4 +1,4 @@
-"""Steps of an objective, errors of its gradient, equality of nested state, and scripts of the benchmarks."""
+"""What tests share: steps of an objective, errors of its gradient, equality of nested state, benchmarks' scripts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 
 from pyro_bpq import CriticLearner, RunningBaseline, ScoreFunction, TraceBackpropQ_ELBO
+from pyro_bpq.step.signals import Signals
+from pyro_bpq.step.values import Learning
 from pyro_bpq.testing import exact_gradient, expected_gradient
 from pyro_bpq.testing.choices import ChoiceMessenger, ChoiceNoise, walk
 
@@ -126,6 +128,16 @@ def step(elbo: TraceBackpropQ_ELBO, case: Case = CHAIN, through_loss: bool = Fal
         name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
         for name, leaf in leaves.items()
         if not name.startswith("bpq_critics")
+    }
+
+
+def critic_targets(signals: Signals, learning: Learning) -> dict[str, tuple[Tensor, Tensor]]:
+    """Value and target of each learned Q-node, by name, ``(M, plates)`` each, in nats, detached."""
+    pairs = signals.values_and_targets(learning.lam, learning.gamma, learning.slow)
+    return {
+        node.name: (value[i].detach(), target[i])
+        for g, (value, target) in pairs.items()
+        for i, node in enumerate(signals.critics[g].group.nodes)
     }
 
 

@@ -1,4 +1,4 @@
-"""The regression loss of critics on their targets, and these targets."""
+"""The regression loss of critics on their targets."""
 
 from __future__ import annotations
 
@@ -56,15 +56,6 @@ def expected_critic_loss(
         terms = [weight * own[g][1] for own, weight in found]
         pairs[g] = found[0][0][g][0], sum(terms[1:], terms[0])
     return _regress([(first, pairs)], bank, learning, [], {}, chosen)
-
-
-def critic_targets(signals: Signals, learning: Learning) -> dict[str, tuple[Tensor, Tensor]]:
-    """Value and target of each learned Q-node, by name, ``(M, plates)`` each, in nats, detached."""
-    return {
-        node.name: (value[i].detach(), target[i])
-        for g, (value, target) in _pairs(signals, learning).items()
-        for i, node in enumerate(signals.critics[g].group.nodes)
-    }
 
 
 def _pairs(signals: Signals, learning: Learning) -> Pairs:

@@ -15,7 +15,7 @@ import torch
 from models import BY_NAME, real
 from pyro.infer import SVI
 from pyro.optim import Adam
-from steps import CHAIN, assert_equal, run, state_of
+from steps import CHAIN, assert_equal, critic_targets, run, state_of
 from tabular import prob, set_policy
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.objectives.staged import Staged
 from pyro_bpq.reruns.redraw import coparents, held_sites, trainable
-from pyro_bpq.step.critic_loss import critic_targets
 from pyro_bpq.step.values import Learning
 
 # Worked case 7: A -> X, A -> Y2; X, B1 -> Y1 -> f1; X, A, B2 -> Y2 -> f2.

@@ -14,6 +14,7 @@ from lattice import Lattice
 from models import BY_NAME
 from pyro.infer import SVI
 from pyro.optim import SGD, Adam
+from steps import critic_targets
 from test_steered import exact, guide, model, train
 from torch import Tensor
 
@@ -40,7 +41,6 @@ from pyro_bpq.estimators.measure_valued import MeasureValued
 from pyro_bpq.objectives.local_objective import LocalObjective
 from pyro_bpq.objectives.staged import Staged
 from pyro_bpq.reruns.redraw import Hold
-from pyro_bpq.step.critic_loss import critic_targets
 from pyro_bpq.step.values import Learning
 from pyro_bpq.testing import expected_gradient
 

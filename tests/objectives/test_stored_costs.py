@@ -14,6 +14,7 @@ import torch
 from models import coin, real
 from pyro import poutine
 from pyro.optim import Adam
+from steps import critic_targets
 from tabular import prob, set_policy
 from torch import Tensor
 
@@ -32,7 +33,6 @@ from pyro_bpq import (
 from pyro_bpq.graph.network import BackpropQNetwork
 from pyro_bpq.graph.replay_plan import OffPolicyPlan, off_policy_plan
 from pyro_bpq.graph.scg import StochasticComputationGraph
-from pyro_bpq.step.critic_loss import critic_targets
 from pyro_bpq.step.values import Learning
 from pyro_bpq.tracing.cost_statement import GiveCosts, given_costs
 
