@@ -6,7 +6,6 @@ were, so that one exact gradient serves all estimators.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +35,6 @@ from pyro_bpq import (
 from pyro_bpq.estimators.base import SiteContext, SiteTerm
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.rollout import sums
-from pyro_bpq.step import returns
-from pyro_bpq.targets.lambda_return import network_rules
 from pyro_bpq.testing import assert_unbiased, expected_moments
 
 ATOL = 1e-10
@@ -181,7 +178,7 @@ def test_small_programs_as_large_ones(name: str, monkeypatch: pytest.MonkeyPatch
     # No matrices, sums along runs of rows, rules in blocks.
     for limit in ("DENSE", "FULL", "FEW"):
         monkeypatch.setattr(sums, limit, 0)
-    monkeypatch.setattr(returns, "network_rules", functools.partial(network_rules, block=2))
+    monkeypatch.setattr("pyro_bpq.targets.lambda_return.BLOCK", 2)
     case, elbo = BY_NAME[name], TraceBackpropQ_ELBO(1)
     train(elbo, case, 30)
     assert error(elbo, case) < ATOL

@@ -36,7 +36,7 @@ class Reduced:
 
 
 def reduce_graph(
-    graph: StochasticComputationGraph, reduction: str, exact: int, form: Form, discounted: bool = False
+    graph: StochasticComputationGraph, reduction: str, exact: int, form: Form, discounted: bool
 ) -> Reduced:
     """Reduces the networks of all costs; ``exact`` are the costs, as bits, that are used exactly where immediate.
 

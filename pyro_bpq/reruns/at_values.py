@@ -51,7 +51,7 @@ class Reruns:
         plan: Plan,
         generator: torch.Generator,
         share: float | None,
-        held: HeldRun | None = None,
+        held: HeldRun | None,
     ) -> None:
         self.trace, self.programs, self.traced = trace, programs, traced
         self.plan, self.generator, self.share = plan, generator, share
@@ -180,7 +180,7 @@ class Reruns:
         return self.held is not None and all(traced.elimination is None for traced in self.traced)
 
     def at_other_values(
-        self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None = None, group: Tensor | None = None
+        self, drawn: Mapping[str, Tensor], rollout: Rollout, particle: Tensor | None, group: Tensor | None
     ) -> dict[str, Changes] | None:
         """Changes of laws and costs at these values, see :func:`~pyro_bpq.reruns.held_costs.held_costs`.
 

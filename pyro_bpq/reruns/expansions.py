@@ -26,7 +26,7 @@ def expansions(
     leaves: Mapping[str, Tensor],
     blocks: Mapping[str, int],
     generator: torch.Generator | None,
-    nesting: int | None = None,
+    nesting: int | None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """First and second derivatives of a sum of costs in the entries of leaves.
 
@@ -39,7 +39,7 @@ def expansions(
         blocks: For some leaves the size ``K`` of the blocks within which mixed derivatives are found too; for the
             others the derivatives lie on the diagonal.
         generator: Draws the signs.
-        nesting: If given, second derivatives are averaged over the leftmost of so many batch dimensions.
+        nesting: Second derivatives are averaged over the leftmost of so many batch dimensions; ``None`` for no average.
 
     Returns:
         For each leaf a tensor of its shape, and one of second derivatives, which may lack the size of the particles and

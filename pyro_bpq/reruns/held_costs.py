@@ -42,8 +42,8 @@ def held_costs(
     programs: Sequence[Program],
     rollout: Rollout,
     drawn: Mapping[str, Tensor],
-    particle: Tensor | None = None,
-    group: Tensor | None = None,
+    particle: Tensor | None,
+    group: Tensor | None,
 ) -> dict[str, Changes] | None:
     """Runs guide and model at other values of sites while all other sites keep their values.
 

@@ -34,10 +34,10 @@ class HeldRun:
     plan: HeldPlan
     graph: StochasticComputationGraph
     runs: RowRuns
-    has_buffers: bool = True
-    learning: bool = True
-    one: Program | None = None
-    is_checked: bool = True
+    has_buffers: bool
+    learning: bool
+    one: Program | None
+    is_checked: bool
 
 
 def law_of(child: str) -> str:

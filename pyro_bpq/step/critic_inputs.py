@@ -19,13 +19,15 @@ from pyro_bpq.estimators.base import update_mean
 
 # The need of estimators that take the gradient of a critic with respect to the sampled value.
 NEEDS_LEAF = "q_slope"
+# Decays of the running moments of context features and of values.
+CONTEXT_DECAY, VALUE_DECAY = 0.95, 0.99
 
 
-def standardised(context: Tensor, selection: Selection, decay: float = 0.95) -> tuple[Tensor, tuple[Write, ...]]:
+def standardised(context: Tensor, selection: Selection) -> tuple[Tensor, tuple[Write, ...]]:
     """Context features in units of their spread in earlier steps, and the moments' writes."""
     if not context.shape[-1]:
         return context, ()
-    mean, variance, writes = _moments("context", context, selection, decay)
+    mean, variance, writes = _moments("context", context, selection, CONTEXT_DECAY)
     # A feature that hardly varied so far is held down, not blown up, when it moves.
     return ((context - mean) / variance.clamp(min=1e-4).sqrt()).clamp(-6.0, 6.0), writes
 
@@ -73,7 +75,7 @@ def site_value(
     powers = torch.stack((unit, unit.square() - 1.0), -1) * is_random.unsqueeze(-1)
     if not is_read:
         return SiteValue(powers=powers), leaf, ()
-    centre, variance, writes = _moments("value", leaf.detach(), selection, 0.99)
+    centre, variance, writes = _moments("value", leaf.detach(), selection, VALUE_DECAY)
     # One row in the first steps has no spread yet; its distribution has.
     scale = torch.maximum(variance, spread.square().mean(1, keepdim=True)).sqrt()
     return SiteValue(None, None, powers, (leaf - centre) / scale, (mean - centre) / scale, spread / scale), leaf, writes

@@ -68,7 +68,7 @@ def _regress(
     learning: Learning,
     writes: list[Write],
     info: dict[str, dict[str, Any]],
-    chosen: Container[str] | None = None,
+    chosen: Container[str] | None,
 ) -> Tensor | None:
     """Regression loss of critics on their lambda-returns; ``None`` if no critic learns."""
     found: dict[Any, list[tuple[CriticRows, Tensor, Tensor]]] = {}

@@ -42,7 +42,7 @@ class ExactSum:
     num_zeros: int = 0
 
 
-def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, is_recorded: bool = False) -> ExactSum:
+def exact_sum(traced: TracedRun, plan: SumPlan, nesting: int, is_recorded: bool) -> ExactSum:
     """Sums the loss of a run that has one row for each value.
 
     ``nesting`` is the number of batch dimensions. The leftmost of them holds the rows.

@@ -12,6 +12,9 @@ from pyro_bpq.critics.block import Selection, Write
 from pyro_bpq.estimators.base import site_mean, update_mean
 from pyro_bpq.rollout.distributed import Ranks, joint_mean
 
+# Decay of the running moments of targets.
+DECAY = 0.98
+
 
 @dataclass(frozen=True)
 class CriticRows:
@@ -32,7 +35,6 @@ def regression(
     value: Tensor,
     target: Tensor,
     level_weight: float,
-    decay: float = 0.98,
     chosen: Tensor | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[Tensor, list[Write], dict[str, Tensor]]:
@@ -53,7 +55,7 @@ def regression(
         selection.read(name, target.dtype) for name in ("count", "mean", "spread_level", "spread_advantage")
     )
     own_mean, total = joint_mean(ranks, site_mean(scaled), samples)
-    new_mean = update_mean(mean, own_mean, count, decay)
+    new_mean = update_mean(mean, own_mean, count, DECAY)
     lead = (-1, *(1,) * (target.dim() - 1))
     if particles > 1:
         row = scaled.mean(1, keepdim=True)
@@ -64,8 +66,8 @@ def regression(
         outer = scaled - new_mean.reshape(lead)
         inner = outer.square()
     squares, _ = joint_mean(ranks, torch.stack((site_mean(outer.square()), site_mean(inner))), samples)
-    level = update_mean(old_level.square(), squares[0], count, decay).sqrt()
-    step = update_mean(old_step.square(), squares[1], count, decay).sqrt()
+    level = update_mean(old_level.square(), squares[0], count, DECAY).sqrt()
+    step = update_mean(old_step.square(), squares[1], count, DECAY).sqrt()
     floor = 1e-3 * (new_mean.abs() + level) + torch.finfo(target.dtype).tiny
     step = torch.maximum(step, floor)
     # The mean over particles varies less than the particles. In its own unit it would drown their differences.

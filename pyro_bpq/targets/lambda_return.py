@@ -38,6 +38,9 @@ from pyro_bpq.graph.q_node import QNode
 from pyro_bpq.rollout.runs import sum_to_plates
 from pyro_bpq.rollout.sums import Sums, subset_sums, weighted_sums
 
+# Largest number of Q-nodes whose rules are one dense matrix.
+BLOCK = 256
+
 
 def lambda_return(
     network: BackpropQNetwork,
@@ -184,8 +187,8 @@ class Rules:
     immediate: Sums | None
 
 
-def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor, block: int = 256) -> Rules:
-    """The rules of a network whose Q-nodes have the positions ``order``, in blocks of at most ``block`` Q-nodes."""
+def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor) -> Rules:
+    """The rules of a network whose Q-nodes have the positions ``order``."""
     graph, size = network.graph, len(order)
     edges, roots = list[tuple[int, int, float]](), list[tuple[int, int, float]]()
     immediate = [0] * size
@@ -200,8 +203,8 @@ def network_rules(network: BackpropQNetwork, order: dict[str, int], like: Tensor
                 else:
                     roots.append((i, graph.cost_index[child], weight))
     blocks = []
-    for start in range(0, size, block):
-        stop = min(start + block, size)
+    for start in range(0, size, BLOCK):
+        stop = min(start + BLOCK, size)
         own = [edge for edge in edges if start <= edge[0] < stop]
         within = like.new_zeros(stop - start, stop - start)
         for i, j, weight in own:

@@ -109,7 +109,7 @@ def dense(found: Sums | None, shape: tuple[int, int]) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_rules_in_blocks(seed: int) -> None:
+def test_rules_in_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     network = random_network(seed)
     order = {node.name: i for i, node in enumerate(reversed(network.nodes))}
     size, num_costs = len(order), len(network.graph.costs)
@@ -122,6 +122,7 @@ def test_rules_in_blocks(seed: int) -> None:
         whole.blocks[0].within, 0.9 * root @ costs, mean + 0.9 * immediate @ costs, learned, lam, 0.9
     )
     for block in (1, 2, 3, size):
-        rules = network_rules(network, order, LIKE, block)
+        monkeypatch.setattr("pyro_bpq.targets.lambda_return.BLOCK", block)
+        rules = network_rules(network, order, LIKE)
         assert len(rules.blocks) == -(-size // block)
         torch.testing.assert_close(solve_rules(rules, costs, mean, learned, lam, 0.9), expected)

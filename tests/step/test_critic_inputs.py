@@ -28,7 +28,7 @@ def test_features_are_in_units_of_their_earlier_spread() -> None:
     selection = bank.select("k", ("a",), build)
     assert selection is not None
     context = torch.tensor([[[3.0, 5.0], [-1.0, 9.0]]])
-    found, writes = standardised(context, selection, decay=0.5)
+    found, writes = standardised(context, selection)
     torch.testing.assert_close(found, torch.tensor([[[1.0, 0.0], [-1.0, 6.0]]]))
     bank.commit(writes)
     # This step enters the moments of the next one only.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pyro_bpq.critics.bank import CriticBank
@@ -38,12 +39,13 @@ def test_first_step_sets_the_statistics_and_teaches_nothing() -> None:
     assert critic.selection.read("count").tolist() == [1.0]
 
 
-def test_differences_between_particles_count_beside_the_level() -> None:
+def test_differences_between_particles_count_beside_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyro_bpq.step.regression.DECAY", 0.0)
     # Targets 1 and 3 of one row; the critic says 0 and 1. Errors: -1 and -2, their mean -1.5, around it ±0.5.
     target, value = torch.tensor([[[1.0], [3.0]]]), torch.tensor([[[0.0], [1.0]]])
     for weight in (0.0, 0.3):
         critic = rows(CriticBank(), 5.0)
-        loss, *_ = regression(critic, value, target, weight, decay=0.0)
+        loss, *_ = regression(critic, value, target, weight)
         # The targets' spread within the row is 1 + 1 = 2 squared; their mean is the running one, and a level moves no
         # less than its differences do.
         inner, level = (0.25 + 0.25) / 2.0, 2.25 / 2.0
