@@ -6,6 +6,7 @@ against Pyro's ELBOs keeps catching it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Real
 
 __all__ = [
@@ -91,6 +92,12 @@ class BusyError(BPQError, RuntimeError):
 
 class BPQWarning(UserWarning):
     """Base class of all warnings issued by pyro_bpq."""
+
+
+def check_choice(option: str, value: object, allowed: Sequence[str]) -> None:
+    """Raises an OptionError if an option has none of its values."""
+    if value not in allowed:
+        raise OptionError(f"{option}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}.")
 
 
 def check_option(owner: object, name: str, is_valid: bool, advice: str) -> None:

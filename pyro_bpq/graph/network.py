@@ -22,11 +22,11 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import Literal, get_args
 
-from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
+from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError, check_choice
 from pyro_bpq.graph.bitsets import ones, union
 from pyro_bpq.graph.q_node import Average, QNode
 from pyro_bpq.graph.reductions import Reduced, levels_below, reduce_graph, split
-from pyro_bpq.graph.scg import Form, StochasticComputationGraph, check_choice
+from pyro_bpq.graph.scg import Form, StochasticComputationGraph
 from pyro_bpq.short import aligned
 
 # Widest cell of the printed table, in characters.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from pyro_bpq.errors import GraphError, OptionError, SiteNotFoundError
+from pyro_bpq.errors import GraphError, SiteNotFoundError, check_choice
 from pyro_bpq.graph.bitsets import Names, closure, named, transposed
 from pyro_bpq.short import aligned
 
@@ -374,9 +374,3 @@ class StochasticComputationGraph:
             name = f"[{node.name}]" if isinstance(node, CostNode) else node.name
             rows.append([name, ", ".join(node.parents), ", ".join(f"{p.name}:{p.dim}" for p in node.plates)])
         return "\n".join(aligned(rows))
-
-
-def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
-    """Raises an OptionError if an option has none of the allowed values."""
-    if value not in allowed:
-        raise OptionError(f"{option}={value!r} is unknown; use one of {list(allowed)}.")

@@ -2,29 +2,18 @@ r"""Checks the options of an objective, and makes its planner from them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Integral
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
-from pyro_bpq.errors import OptionError
+from pyro_bpq.errors import OptionError, check_choice
 from pyro_bpq.estimators import Estimator
 from pyro_bpq.estimators.baselines import Baseline
 from pyro_bpq.graph.network import Reduction, check_discounted
 from pyro_bpq.graph.scg import Form
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.rollout.schedule import Schedule
-
-_CHOICES = MappingProxyType(
-    {
-        "immediate": ("exact", "learned"),
-        "form": ("ancestor", "history"),
-        "enumeration": ("sample", "exact"),
-    }
-)
-_REDUCTIONS = ("per_cost", "merged", "tree", "chain", "single")
 
 
 def check_counts(num_particles: Any, window: Any) -> None:
@@ -37,15 +26,13 @@ def check_counts(num_particles: Any, window: Any) -> None:
         raise OptionError(f"window={window!r}: write a positive integer.")
 
 
-def check_options(
-    estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any, **choices: Any
-) -> None:
+def check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:
     """Raises :class:`OptionError` for an option that is out of range or of the wrong kind."""
     if estimator is not None and (isinstance(estimator, type) or not isinstance(estimator, Estimator)):
         raise OptionError(f"estimator={estimator!r} is not an estimator; {_instead_of(estimator)}")
     if critic is not None and (isinstance(critic, type) or not isinstance(critic, Critic)):
         raise OptionError(f"critic={critic!r} is not a critic; write an object such as MLPCritic(), or None.")
-    check_choice("reduction", reduction, _REDUCTIONS)
+    check_choice("reduction", reduction, get_args(Reduction))
     if not callable(lam) and not 0.0 <= lam <= 1.0:
         raise OptionError(f"lam={lam!r}: write a number in [0, 1] or a function of the step.")
     if not callable(gamma) and not 0.0 < gamma <= 1.0:
@@ -53,8 +40,6 @@ def check_options(
     check_discounted(reduction, callable(gamma) or gamma != 1.0)
     if learner is not None and not isinstance(learner, CriticLearner):
         raise OptionError(f"learner={learner!r} is not a learner; write CriticLearner(lr=...) or None.")
-    for option, value in choices.items():
-        check_choice(option, value, _CHOICES[option])
 
 
 def planner_of(
@@ -72,8 +57,10 @@ def planner_of(
     only_costs: bool,
 ) -> Planner:
     """The planner of a :class:`~pyro_bpq.TraceBackpropQ_ELBO` with these options, which are checked."""
-    choices = {"immediate": immediate, "form": form, "enumeration": enumeration}
-    check_options(estimator, critic, reduction, lam, gamma, learner, **choices)
+    check_options(estimator, critic, reduction, lam, gamma, learner)
+    check_choice("immediate", immediate, ("exact", "learned"))
+    check_choice("form", form, get_args(Form))
+    check_choice("enumeration", enumeration, ("sample", "exact"))
     chosen = (reduction, lam, gamma, learner, window) != ("chain", 0.97, 1.0, CriticLearner(), 4)
     return Planner(
         *(estimator, critic, reduction),
@@ -93,9 +80,3 @@ def _instead_of(given: Any) -> str:
     if isinstance(given, Baseline):
         return f"it is a baseline: write ScoreFunction({type(given).__name__}())."
     return "write an object such as AllAction()."
-
-
-def check_choice(option: str, value: Any, allowed: Sequence[str]) -> None:
-    """Raises :class:`OptionError` for an option that has none of its values."""
-    if value not in allowed:
-        raise OptionError(f"{option}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}.")

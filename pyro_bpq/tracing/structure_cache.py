@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pyro_bpq.errors import BPQWarning, OptionError, StructureChangedError
+from pyro_bpq.errors import BPQWarning, StructureChangedError, check_choice
 from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.snapshots import restore, snapshot
@@ -72,8 +72,7 @@ class StructureCache:
     """
 
     def __init__(self, mode: str) -> None:
-        if mode not in STRUCTURES:
-            raise OptionError(f"structure={mode!r} is unknown; write one of {', '.join(map(repr, STRUCTURES))}.")
+        check_choice("structure", mode, STRUCTURES)
         self.mode = mode
         self.escapes = False
         self.escaping: tuple[str, ...] = ()

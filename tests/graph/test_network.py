@@ -411,7 +411,7 @@ def test_nodes_without_downstream_cost_have_no_q_node() -> None:
 
 
 def test_wrong_options_and_names_are_refused() -> None:
-    with pytest.raises(OptionError, match=r"reduction='trees' is unknown; use one of \['per_cost'"):
+    with pytest.raises(OptionError, match=r"reduction='trees' is unknown; write one of 'per_cost'"):
         build(CASE_1, "trees")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="immediate="):
         build(CASE_1, immediate="none")  # type: ignore[arg-type]
