@@ -9,11 +9,11 @@ from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic, MLPCritic
 from pyro_bpq.errors import OptionError, check_choice
 from pyro_bpq.estimators import Estimator
-from pyro_bpq.estimators.baselines import Baseline
 from pyro_bpq.graph.network import Reduction, check_discounted
 from pyro_bpq.graph.scg import Form
 from pyro_bpq.plan.planner import Planner
 from pyro_bpq.rollout.schedule import Schedule
+from pyro_bpq.tracing.config import check_critic, check_estimator
 
 
 def check_counts(num_particles: Any, window: Any) -> None:
@@ -28,10 +28,8 @@ def check_counts(num_particles: Any, window: Any) -> None:
 
 def check_options(estimator: Any, critic: Any, reduction: Any, lam: Any, gamma: Any, learner: Any) -> None:
     """Raises :class:`OptionError` for an option that is out of range or of the wrong kind."""
-    if estimator is not None and (isinstance(estimator, type) or not isinstance(estimator, Estimator)):
-        raise OptionError(f"estimator={estimator!r} is not an estimator; {_instead_of(estimator)}")
-    if critic is not None and (isinstance(critic, type) or not isinstance(critic, Critic)):
-        raise OptionError(f"critic={critic!r} is not a critic; write an object such as MLPCritic(), or None.")
+    check_estimator(estimator)
+    check_critic(critic, None)
     check_choice("reduction", reduction, get_args(Reduction))
     if not callable(lam) and not 0.0 <= lam <= 1.0:
         raise OptionError(f"lam={lam!r}: write a number in [0, 1] or a function of the step.")
@@ -71,12 +69,3 @@ def planner_of(
         discounted=callable(gamma) or gamma != 1.0,
         is_elbo=not only_costs and enumeration == "sample",
     )
-
-
-def _instead_of(given: Any) -> str:
-    """What to write in place of what is no estimator."""
-    if isinstance(given, type) and issubclass(given, Estimator):
-        return f"write an object: {given.__name__}()."
-    if isinstance(given, Baseline):
-        return f"it is a baseline: write ScoreFunction({type(given).__name__}())."
-    return "write an object such as AllAction()."

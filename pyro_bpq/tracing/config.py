@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from pyro_bpq.critics.nets import Critic
 from pyro_bpq.errors import OptionError, PlateError
 from pyro_bpq.estimators.base import Estimator
+from pyro_bpq.estimators.baselines import Baseline
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,8 @@ class SiteOptions:
         return all(getattr(self, option.name) is None for option in fields(self))
 
     def __post_init__(self) -> None:
-        given = self.estimator
-        if given is not None and (isinstance(given, type) or not isinstance(given, Estimator)):
-            raise OptionError(
-                f"estimator={self.estimator!r} is not an estimator; write an object such as AllAction() "
-                "or ScoreFunction(baseline=LeaveOneOut())."
-            )
-        is_value = isinstance(self.critic, Critic) and not isinstance(self.critic, type)
-        if self.critic is not None and self.critic is not False and not is_value:
-            raise OptionError(f"critic={self.critic!r} is not a critic; write an object such as MLPCritic(), or False.")
+        check_estimator(self.estimator)
+        check_critic(self.critic, False)
         if self.context is not None and not (isinstance(self.context, Tensor) and self.context.dim()):
             raise OptionError(
                 f"context={self.context!r} is not a tensor of features; write one of shape (*plates, C), "
@@ -59,6 +53,26 @@ class SiteOptions:
             )
         if self.share is not None and not isinstance(self.share, str):
             raise OptionError(f'share={self.share!r} is not a name; write a string, e.g. share="z".')
+
+
+def check_estimator(given: Any) -> None:
+    """Raises :class:`OptionError` for what is neither an estimator nor ``None``."""
+    if given is None or (isinstance(given, Estimator) and not isinstance(given, type)):
+        return
+    if isinstance(given, type) and issubclass(given, Estimator):
+        advice = f"write an object: {given.__name__}()."
+    elif isinstance(given, Baseline):
+        advice = f"it is a baseline: write ScoreFunction({type(given).__name__}())."
+    else:
+        advice = "write an object such as AllAction()."
+    raise OptionError(f"estimator={given!r} is not an estimator; {advice}")
+
+
+def check_critic(given: Any, without: Any) -> None:
+    """Raises :class:`OptionError` for what is no critic; ``None`` and ``without``, which asks for none, are allowed."""
+    is_critic = isinstance(given, Critic) and not isinstance(given, type)
+    if not (is_critic or given is None or given is without):
+        raise OptionError(f"critic={given!r} is not a critic; write an object such as MLPCritic(), or {without}.")
 
 
 # Shared by most sites: options are read at every site of every step.
