@@ -60,8 +60,7 @@ def check_structure(look: Look) -> Iterator[Finding]:
 
 def check_extra_run(look: Look) -> Iterator[Finding]:
     """Models that cannot be run at other values."""
-    keys = look.elbo.runner.plans.unflippable
-    if any(run.key in keys for run in look.tracked):
+    if not all(look.elbo.runner.plans.works("flips", run.key) for run in look.tracked):
         yield Finding(
             "extra run impossible",
             "warning",
@@ -139,7 +138,7 @@ def _without_baselines(look: Look, run: TracedRun) -> tuple[Plan, int]:
     elbo, planned = look.elbo, look.planned
     plain = replace(run, options={name: replace(options, baseline=None) for name, options in run.options.items()})
     plans = elbo.runner.plans
-    can_flip, has_slopes = run.key not in plans.unflippable, plans.slopes.get(run.key, True)
+    can_flip, has_slopes = plans.works("flips", run.key), plans.works("slopes", run.key)
     plan = elbo.planner.plan(plain, planned.graph, planned.facts, can_flip, has_slopes)
     is_open = elbo.particles.is_open and not planned.facts.is_dynamic
     work = planned.facts.work

@@ -319,7 +319,7 @@ class StepRunner(Runner):
             draws.again()
             runs = each()
             # It runs with plain values: torch refuses something that the program does with values that carry gradients.
-            self.plans.know_slopes(last.key, False)
+            self.plans.know("slopes", last.key, False)
             warnings.warn(
                 f"Sites {sorted(last.plan.led_back)}: the program failed while their values carried gradients, which "
                 f"slopes of costs need: {error} From now on estimators do without slopes there. To keep them, write "

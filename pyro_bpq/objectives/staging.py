@@ -76,10 +76,10 @@ class Staging:
             tables = found or tables
             if found is None:
                 row_runs.say("There is no extra run of the model: it does not run at other values of its sites.")
-                plans.do_without_flips(key)
+                plans.know("flips", key, False)
                 plan = self._plan()
         if plan.held is not None and not plan.held.asked and is_refused(plan.held, self.traced[0], rollout, row_runs):
-            plans.do_without_holding(key)
+            plans.know("holding", key, False)
             plan = self._plan()
         return plan, tables
 
@@ -99,7 +99,7 @@ class Staging:
     def _has_slopes(self, rerun: Reruns, plan: Plan, rollout: Rollout) -> bool:
         """Looks, once for each structure, whether costs have gradients to the values of the sites that need some."""
         plans, key = self.runner.plans, self.traced[0].key
-        if key in plans.slopes:
+        if ("slopes", key) in plans.found:
             return True
         plates = {name: plan.graph.node(name).plates for name in plan.sloped}
         try:
@@ -109,5 +109,5 @@ class Staging:
         except RuntimeError:
             # Torch refuses something that the program does with values that carry gradients.
             found = False
-        plans.know_slopes(key, found)
+        plans.know("slopes", key, found)
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.plan.plan import Plan
@@ -13,7 +13,12 @@ from pyro_bpq.plan.planner import Planner
 from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.tracing.traced_run import TracedRun
 
-_PLANS, _STRUCTURES = 64, 256
+# What a plan may ask for: a run of the model at other values, gradients of costs to the values of sites, and a run of
+# the programs with sites held.
+Asked = Literal["flips", "slopes", "holding"]
+
+# Largest numbers of plans and of findings that are kept.
+_PLANS, _FINDINGS = 64, 768
 
 
 @dataclass(frozen=True)
@@ -27,23 +32,20 @@ class Planned:
 
 
 class PlanCache:
-    """Plans by structure, and the structures for which something has failed that a plan may ask for.
+    """Plans by structure, and what was found out of the structures.
 
     Attributes:
         last: The plan of the last step; ``None`` before the first one.
         plans: All plans, by what they were made for.
-        unflippable: Keys of structures whose model could not be run at other values.
-        unheld: Keys of structures whose programs could not be run at other values with all other sites held.
-        slopes: Whether costs have gradients to the values of sites, by key, where that was looked at.
+        found: Whether something that a plan may ask for works, by what it is and the key of the structure. It has an
+            entry only where that was looked at.
     """
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.last: Planned | None = None
         self.plans: dict[Any, Plan] = {}
-        self.unflippable: set[Any] = set()
-        self.unheld: set[Any] = set()
-        self.slopes: dict[Any, bool] = {}
+        self.found: dict[tuple[Asked, Any], bool] = {}
 
     def __repr__(self) -> str:
         return f"PlanCache({len(self.plans)} plans)"
@@ -58,32 +60,22 @@ class PlanCache:
         if key not in self.plans:
             if len(self.plans) >= _PLANS:
                 self.plans.clear()
-            can_flip, has_slopes = traced.key not in self.unflippable, self.slopes.get(traced.key, True)
-            plan = self.planner.plan(traced, graph, facts, can_flip, has_slopes, traced.key not in self.unheld)
+            can_flip, has_slopes = self.works("flips", traced.key), self.works("slopes", traced.key)
+            plan = self.planner.plan(traced, graph, facts, can_flip, has_slopes, self.works("holding", traced.key))
             self.plans[key] = replace(plan, has_buffers=facts.has_buffers)
         self.last = Planned(traced.key, graph, facts, self.plans[key])
         return self.last.plan
 
-    def do_without_flips(self, key: Any) -> None:
-        """Notes that the model cannot be run at other values; plans are made anew."""
-        if len(self.unflippable) >= _STRUCTURES:
-            self.unflippable.clear()
-        self.unflippable.add(key)
-        self.forget()
+    def works(self, asked: Asked, key: Any) -> bool:
+        """Whether something that a plan may ask for works on a structure, as far as is known."""
+        return self.found.get((asked, key), True)
 
-    def do_without_holding(self, key: Any) -> None:
-        """Notes that the programs do not run at other values with all other sites held; plans are made anew."""
-        if len(self.unheld) >= _STRUCTURES:
-            self.unheld.clear()
-        self.unheld.add(key)
-        self.forget()
-
-    def know_slopes(self, key: Any, there: bool) -> None:
-        """Notes whether costs have gradients to the values of sites; plans are made anew where they have none."""
-        if len(self.slopes) >= _STRUCTURES:
-            self.slopes.clear()
-        self.slopes[key] = there
-        if not there:
+    def know(self, asked: Asked, key: Any, works: bool) -> None:
+        """Notes whether something that a plan may ask for works; plans are made anew where it does not."""
+        if len(self.found) >= _FINDINGS:
+            self.found.clear()
+        self.found[asked, key] = works
+        if not works:
             self.forget()
 
     def use(self, planner: Planner) -> None:

@@ -429,7 +429,7 @@ def test_model_that_cannot_be_rerun_is_found() -> None:
     elbo = TraceBackpropQ_ELBO(1)
     for _ in range(3):
         elbo.loss_and_grads(model, guide)
-    assert elbo.runner.plans.unflippable
+    assert not elbo.runner.plans.works("flips", elbo.runner.plans.last.key)
     assert "extra run impossible" in diagnose(elbo, model, guide, num_samples=5).kinds()
 
 

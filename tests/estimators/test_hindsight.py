@@ -349,7 +349,7 @@ def test_slopes_of_the_steps_own_run_are_those_of_a_run_of_their_own(name: str) 
         elbo.loss_and_grads(counted, guide)
         if not is_own:
             assert elbo.runner.plans.last is not None
-            elbo.runner.plans.know_slopes(elbo.runner.plans.last.key, False)
+            elbo.runner.plans.know("slopes", elbo.runner.plans.last.key, False)
         for _ in range(5):
             before = count[0]
             elbo.loss_and_grads(counted, guide)

@@ -355,7 +355,7 @@ def test_a_function_is_called_once_per_particle(particles: int) -> None:
     assert box.calls == 7 * particles == counter.total == counter.calls["box"]
     # The extra run took place all the same.
     (plan,) = elbo.runner.plans.plans.values()
-    assert plan.flips is not None and not elbo.runner.plans.unflippable
+    assert plan.flips is not None and all(elbo.runner.plans.found.values())
 
 
 def test_given_values_rule_the_extra_run_out() -> None:
