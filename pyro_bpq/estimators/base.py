@@ -38,12 +38,12 @@ class SiteProgram(Protocol):
     Every call of :meth:`cost` or :meth:`gradient` runs guide and model again for each site of the class. If particles
     run one after the other, it does so for each particle. The site takes the given value at all components and plate
     rows at once. The sites downstream are drawn afresh and independently. All other sites keep their values.
-
-    Attributes:
-        generator: Generator for the noise that the estimator itself draws; on the CPU.
     """
 
-    generator: torch.Generator
+    @property
+    def generator(self) -> torch.Generator:
+        """Generator for the noise that the estimator itself draws; on the CPU."""
+        ...
 
     @property
     def value(self) -> Tensor:

@@ -42,15 +42,15 @@ class Staging:
         """The signals of the sites; without ``one``, the program for one particle, nothing runs at further values."""
         rollout, critics, mode = self._rollout(), self.runner.critics, self.mode
         plan, tables = self._planned(rollout)
-        rerun = generator = None
+        rerun = None
         if one is not None and (plan.needs_program or mode.first_order) and not self.facts.is_dynamic:
             rerun = self._rerun(plan, rollout, one)
-            plan, generator = rerun.plan, rerun.generator
+            plan = rerun.plan
         if plan.patterns:
             # Only now it is certain which plan is carried out.
             runs = tuple(charged(t.run, plan.patterns, t.guide_trace, t.model_trace) for t in self.traced)
             rollout = replace(rollout, runs=runs)
-        signals = Signals(plan.layout, rollout, tables, critics, mode.learning, rerun, generator, mode.by_value)
+        signals = Signals(plan.layout, rollout, tables, critics, mode.learning, rerun, mode.by_value)
         return Staged(self.traced, self.programs, signals)
 
     def _rollout(self) -> Rollout:

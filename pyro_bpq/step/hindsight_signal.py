@@ -80,20 +80,20 @@ def _runs(signals: Signals) -> tuple[Any, Any, Any, Any]:
     if plan is None:
         return drawn, None, None, {}
     number, particle, group = signals.rollout.num_particles, None, None
-    groups = 1 + max(plan.group_of.values())
+    groups, generator = 1 + max(plan.group_of.values()), signals.rerun.generator
     if plan.all_drawn:
         # The first sites may be reparameterised, and have no score.
         like = signals.rollout.runs[0].loss.detach()
         if number > 1 and signals.rerun.runs_apart:
-            particle = _draw(like.new_full((number,), 1.0 / number), 1, signals.generator)
+            particle = _draw(like.new_full((number,), 1.0 / number), 1, generator)
         if groups > 1:
-            group = _draw(like.new_full((groups,), 1.0 / groups), 1, signals.generator)
+            group = _draw(like.new_full((groups,), 1.0 / groups), 1, generator)
     by_site: dict[str, Tensor] = {}
     for c, cls in enumerate(signals.layout.classes):
         sites = [plan.sites.get(name) for name in cls.names]
         numbers = [site.number for site in sites if site is not None and site.is_drawn]
         if numbers:
-            index, share = _drawn(_openness(signals.batches[c], particle), numbers[0], signals.generator)
+            index, share = _drawn(_openness(signals.batches[c], particle), numbers[0], generator)
             share = share if particle is None else number * share
             if group is not None:
                 share = share * groups * _of_group(group, [plan.group_of.get(name, -1) for name in cls.names], share)
@@ -110,7 +110,7 @@ def _runs(signals: Signals) -> tuple[Any, Any, Any, Any]:
         )
     predicted = {}
     if drawn and found is not None:
-        predicted = signals.rerun.predicted(signals.rollout, signals.generator)
+        predicted = signals.rerun.predicted(signals.rollout, generator)
     return drawn, particle, found, predicted
 
 

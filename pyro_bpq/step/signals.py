@@ -32,7 +32,6 @@ class Signals:
         bank: Critics and running statistics.
         build: Whether missing critics may be built.
         rerun: Runs the program at other values; ``None`` if that is not possible.
-        generator: Noise of the estimators.
         by_value: Whether all gradients go through ``log q`` of every value, or only where an estimator needs it.
     """
 
@@ -44,13 +43,12 @@ class Signals:
         bank: CriticBank,
         build: bool,
         rerun: Rerun | None = None,
-        generator: torch.Generator | None = None,
         by_value: bool = True,
     ) -> None:
         self.layout, self.rollout, self.tables, self.bank = layout, rollout, tables, bank
         # Signals may need more of it than a Rerun offers.
         self.rerun: Any = rerun
-        self.generator, self.by_value = generator, by_value
+        self.by_value = by_value
         # Tensors that a signal computes once for all classes, by name of the signal.
         self.shared: dict[str, Any] = {}
         self._shifts: dict[float, dict[int, Tensor]] = {}
@@ -68,8 +66,7 @@ class Signals:
 
     def again(self) -> Signals:
         """The same with the critics as they are now; nothing is built."""
-        args = (self.layout, self.rollout, self.tables, self.bank, False, self.rerun, self.generator, self.by_value)
-        return Signals(*args)
+        return Signals(self.layout, self.rollout, self.tables, self.bank, False, self.rerun, self.by_value)
 
     def _evaluated(self, groups: Mapping[int, QGroup], build: bool, slow: bool = False) -> dict[int, CriticBatch]:
         """Critics by group, without those that are missing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -26,7 +26,12 @@ class Rerun(Protocol):
 
     Sites downstream are drawn afresh, or take their values in the runs ``held``, or with ``means`` their means. All
     other sites keep their values.
+
+    Attributes:
+        generator: Generator for the noise that estimators draw themselves; on the CPU.
     """
+
+    generator: torch.Generator
 
     def __call__(
         self, name: str, value: Tensor, held: tuple[Run, ...] | None = None, means: bool = False
@@ -62,28 +67,36 @@ def gradient_to(total: Tensor, leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if gradient is None else gradient
 
 
+@dataclass(frozen=True, eq=False)
 class SiteProgramRuns:
-    """A :class:`~pyro_bpq.estimators.base.SiteProgram` for the class ``c``, which takes a run for each site.
+    """A :class:`~pyro_bpq.estimators.base.SiteProgram` for a class of sites, which takes a run for each site.
 
-    Sites downstream of the ``i``-th site keep their values in the runs ``downstream[i]``. Without these they are drawn
-    afresh, or with ``means`` take their means.
+    Args:
+        layout: Classes of sites and costs of the graph.
+        c: Position of the class.
+        batch: Tensors of its sites.
+        rerun: Runs the program at other values.
+        downstream: For each site, the runs in which sites downstream of it keep their values. ``None`` draws these
+            sites afresh.
+        means: Whether sites downstream that are not held take their means.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        c: int,
-        batch: SiteBatch,
-        rerun: Rerun,
-        generator: torch.Generator,
-        downstream: Sequence[tuple[Run, ...] | None] | None = None,
-        means: bool = False,
-    ) -> None:
-        self.layout, self.c, self.batch = layout, c, batch
-        self.rerun, self.generator = rerun, generator
-        self.names = layout.classes[c].names
-        self.downstream = [None] * len(self.names) if downstream is None else downstream
-        self.means = means
+    layout: Layout
+    c: int
+    batch: SiteBatch
+    rerun: Rerun
+    downstream: Sequence[tuple[Run, ...] | None] | None = None
+    means: bool = False
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Generator for the noise that the estimator itself draws; on the CPU."""
+        return self.rerun.generator
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sites."""
+        return self.layout.classes[self.c].names
 
     @property
     def value(self) -> Tensor:
@@ -98,7 +111,7 @@ class SiteProgramRuns:
     def cost(self, value: Tensor) -> Tensor:
         """Costs-to-go at other values, detached."""
         value = value.detach()
-        runs = [self.rerun(name, value[i], self.downstream[i], self.means) for i, name in enumerate(self.names)]
+        runs = [self._run(i, value[i]) for i in range(len(self.names))]
         return torch.stack([self._cost_to_go(found)[i] for i, found in enumerate(runs)])
 
     def independent(self) -> Tensor:
@@ -118,7 +131,7 @@ class SiteProgramRuns:
         costs, gradients = [], []
         for i, name in enumerate(self.names):
             leaf = value[i].detach().requires_grad_()
-            runs = self.rerun(name, leaf, self.downstream[i], self.means)
+            runs = self._run(i, leaf)
             wanted = self.layout.graph.downstream_costs(name)
             gradients.append(slope_of(runs, wanted, leaf))
             costs.append(self._cost_to_go(runs)[i])
@@ -156,11 +169,11 @@ class SiteProgramRuns:
         """The program in which sites downstream keep the values that they take in a run at ``value``."""
         value, graph = value.detach(), self.layout.graph
         held = [self.rerun(name, value[i]) if graph.descendants(name) else None for i, name in enumerate(self.names)]
-        return SiteProgramRuns(self.layout, self.c, self.batch, self.rerun, self.generator, held)
+        return replace(self, downstream=held, means=False)
 
     def mean_field(self) -> SiteProgramRuns:
         """The program in which sites downstream take their means."""
-        return SiteProgramRuns(self.layout, self.c, self.batch, self.rerun, self.generator, None, True)
+        return replace(self, downstream=None, means=True)
 
     def from_index(self, index: Tensor) -> Tensor:
         """Values from indices of finite components."""
@@ -174,6 +187,11 @@ class SiteProgramRuns:
         """Stacks a tensor of the sites' distributions."""
         return self.batch.stack(lambda site: pick(site.fn), event_ndim)
 
+    def _run(self, i: int, value: Tensor) -> tuple[Run, ...]:
+        """The runs with the ``i``-th site at a value."""
+        held = None if self.downstream is None else self.downstream[i]
+        return self.rerun(self.names[i], value, held, self.means)
+
     def _cost_to_go(self, runs: tuple[Run, ...], is_remaining: bool = False) -> Tensor:
         """Costs-to-go ``(G, M, plates)`` of other runs, without the costs known at every value if ``is_remaining``."""
         costs = stack_costs(self.layout, replace(self.batch.rollout, runs=runs))
@@ -185,9 +203,9 @@ class SiteProgramRuns:
 def of_class(signals: Signals, c: int) -> SiteProgramRuns:
     """The program of a class of sites, for costs at other values."""
     cls = signals.layout.classes[c]
-    if signals.rerun is None or signals.generator is None:
+    if signals.rerun is None:
         raise UnsupportedProgramError(
             f"Sites {', '.join(map(repr, cls.names))}: sampled values steer this program, so {cls.spec.estimator} "
             "cannot compare its costs at other values; use AllAction() or ScoreFunction(RunningBaseline()) there."
         )
-    return SiteProgramRuns(signals.layout, c, signals.batches[c], signals.rerun, signals.generator)
+    return SiteProgramRuns(signals.layout, c, signals.batches[c], signals.rerun)
