@@ -242,14 +242,12 @@ def check_time(look: Look) -> Iterator[Finding]:
 
 def _times(look: Look) -> tuple[float, float]:
     """Seconds of the processor for a step with its backward pass, and for its extra run."""
-    elbo, (_, _, args, kwargs), mark = look.elbo, look.program, look.elbo.mark()
+    elbo, mark = look.elbo, look.elbo.mark()
     plan, item = look.planned.plan, look.seen.items[0]
-    model, guide, *_ = item.programs[0]
-    again = guide if elbo.runner.only_costs else model
 
     def extra() -> None:
         rollout, runs = item.signals.rollout, elbo.runner.row_runs
-        flipped_costs(plan, item.traced, rollout, again, args, kwargs, runs, learning=False)
+        flipped_costs(plan, item.traced, rollout, item.programs[0], runs, learning=False)
 
     try:
         with untouched(elbo, look.seed), torch.enable_grad(), GradientReader(*look.program[:2], None) as reader:

@@ -68,11 +68,8 @@ class Staging:
         plan, tables, key = self._plan(), dict[str, Tensor](), self.traced[0].key
         plans, row_runs, mode = self.runner.plans, self.runner.row_runs, self.mode
         if plan.flips is not None:
-            model, guide, args, kwargs = self.programs[0]
-            again, checks = guide if self.runner.only_costs else model, not mode.is_recorded
-            found = flipped_costs(
-                *(plan, self.traced, rollout, again, args, kwargs, row_runs, mode.learning), is_checked=checks
-            )
+            program, checks = self.programs[0], not mode.is_recorded
+            found = flipped_costs(plan, self.traced, rollout, program, row_runs, mode.learning, checks)
             tables = found or tables
             if found is None:
                 row_runs.say("There is no extra run of the model: it does not run at other values of its sites.")

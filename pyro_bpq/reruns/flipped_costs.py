@@ -14,7 +14,7 @@ from pyro_bpq.plan.flips import FlipPlan
 from pyro_bpq.plan.plan import Plan
 from pyro_bpq.reruns.row_runs import RowProgram, RowRuns
 from pyro_bpq.rollout.features import Components
-from pyro_bpq.rollout.runs import Rollout, sum_to_plates
+from pyro_bpq.rollout.runs import Program, Rollout, sum_to_plates
 from pyro_bpq.tracing.cost_statement import SkipCosts, cost_options
 from pyro_bpq.tracing.substitute import Substitute
 from pyro_bpq.tracing.traced_run import TracedRun, cost_of_site
@@ -26,14 +26,21 @@ def flipped_costs(
     plan: Plan,
     traced: Sequence[TracedRun],
     rollout: Rollout,
-    model: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    program: Program,
     runs: RowRuns,
-    learning: bool = True,
+    learning: bool,
     is_checked: bool = True,
 ) -> dict[str, Tensor] | None:
     """Runs the model at flipped values and collects the immediate costs.
+
+    Args:
+        plan: The plan of the structure.
+        traced: The runs of the step.
+        rollout: The tensors of these runs.
+        program: Model, guide and arguments. If only cost statements count, the guide is the whole program.
+        runs: Chooses the way in which the rows run.
+        learning: Whether this run counts as a use of that way.
+        is_checked: Whether the costs of the first row are compared with those of the step.
 
     Returns:
         The immediate costs of each flipped site in nats, ``(M, plate dims, D, K)``. ``None`` if the model cannot run
@@ -41,10 +48,12 @@ def flipped_costs(
     """
     graph, flips = plan.graph, plan.flips
     assert flips is not None
+    model, guide, args, kwargs = program
+    part = guide if traced[0].only_costs else model
     tables: dict[str, list[Tensor]] = {name: [] for name in plan.components}
 
     def again(values: Mapping[str, Any]) -> Any:
-        return trace_at(values, model, args, kwargs)
+        return trace_at(values, part, args, kwargs)
 
     for run in traced:
         rows = _run_flipped(plan, run, again, runs, learning, is_checked)
