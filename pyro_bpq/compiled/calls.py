@@ -9,6 +9,7 @@ plain objects, and plain attributes of their classes.
 from __future__ import annotations
 
 import functools
+import weakref
 from argparse import Namespace
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_bpq.tracing.plain_values import is_of_library, names_of, of_every_module
 
@@ -31,6 +33,8 @@ _PLAINEST = frozenset(kind for kind in _PLAIN if kind is not slice)
 _IN_USE = frozenset({"_installed", "_wraps", "trace", "args_kwargs"})
 # More things than these belong to a program that reaches a whole library or data set.
 _MOST = 20_000
+# Number of calls in a row with new arrays from which on they are told of.
+_MANY = 4
 
 # Shape, strides, type, device, and whether a gradient is asked for.
 Kind = tuple[Any, ...]
@@ -221,6 +225,47 @@ class _Walk:
         for name, value in own.items():
             if name not in usual:
                 self.visit(f"{path}.{name}" if self._explains else "", value)
+
+
+class Arguments:
+    """The arguments of the last call, as far as a recording cannot take them as they are."""
+
+    def __init__(self) -> None:
+        # The arrays of numpy of the last call, and the number of calls in a row that had new ones.
+        self._arrays: list[weakref.ref[Any]] = []
+        self._new_arrays = 0
+        # The float arguments of the last call, by position, and those that have changed.
+        self._floats: dict[int, float] = {}
+        self._varying: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"Arguments({len(self._varying)} floats that vary)"
+
+    def new_arrays(self, call: Call) -> list[int]:
+        """The arrays of numpy that were not there in the last call: a recording holds for the very same ones."""
+        last, self._arrays = self._arrays, [weakref.ref(array) for _, array in call.arrays]
+        known = {id(array) for array in (reference() for reference in last) if array is not None}
+        new = [i for i, (_, array) in enumerate(call.arrays) if id(array) not in known]
+        self._new_arrays = self._new_arrays + 1 if new else 0
+        return new
+
+    @property
+    def has_many_new_arrays(self) -> bool:
+        """Whether several calls in a row had new arrays."""
+        return self._new_arrays >= _MANY
+
+    def with_tensors(self, program: Any) -> Any:
+        """The program with tensors in place of float arguments that change from step to step."""
+        leaves, tree = tree_flatten((program.args, program.kwargs))
+        floats = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, float)}
+        if not floats:
+            return program
+        self._varying |= {i for i, value in floats.items() if self._floats.get(i, value) != value}
+        self._floats = floats
+        for i in self._varying & floats.keys():
+            leaves[i] = torch.tensor(floats[i], dtype=torch.get_default_dtype())
+        args, kwargs = tree_unflatten(leaves, tree)
+        return program._replace(args=args, kwargs=kwargs)
 
 
 def _short(value: Any) -> str:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.compiled.arguments import Arguments
 from pyro_bpq.compiled.backends import outdated
-from pyro_bpq.compiled.calls import Call, kind_of, reach
+from pyro_bpq.compiled.calls import Arguments, Call, kind_of, reach
 from pyro_bpq.compiled.entry import Entry, Outcome
 from pyro_bpq.compiled.making import make
 from pyro_bpq.compiled.options import Compile

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pyro_bpq.diagnostics.text import number, table
 from pyro_bpq.errors import OptionError
+from pyro_bpq.short import number, table
 
 # Name of the default among the estimators.
 DEFAULT = "default"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pyro_bpq.diagnostics.figures import Fit
 from pyro_bpq.diagnostics.findings import Finding
 from pyro_bpq.diagnostics.look import Look, listed
-from pyro_bpq.diagnostics.text import number
+from pyro_bpq.short import number
 
 # After this many steps a critic that explains nothing is unlikely to improve.
 _MANY_STEPS = 200

@@ -28,10 +28,10 @@ from pyro_bpq.diagnostics.program_checks import (
     check_supports,
 )
 from pyro_bpq.diagnostics.sampling import untouched
-from pyro_bpq.diagnostics.text import number
 from pyro_bpq.errors import OptionError
 from pyro_bpq.objectives.elbo import TraceBackpropQ_ELBO
 from pyro_bpq.rollout.runs import Program
+from pyro_bpq.short import number
 
 # Findings of the same severity are listed in this order.
 _CHECKS = (

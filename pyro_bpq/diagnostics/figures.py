@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field
 
 from torch import Tensor
 
-from pyro_bpq.diagnostics.text import number, table
+from pyro_bpq.short import number, table
 from pyro_bpq.testing import Moments
 
 _LEGEND = (

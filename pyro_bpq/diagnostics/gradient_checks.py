@@ -13,10 +13,9 @@ from pyro_bpq.diagnostics.findings import Finding
 from pyro_bpq.diagnostics.look import Look, listed
 from pyro_bpq.diagnostics.moments import COSTS, site_gradients
 from pyro_bpq.diagnostics.sampling import untouched
-from pyro_bpq.diagnostics.text import number
 from pyro_bpq.estimators import AllAction, SecondRun
 from pyro_bpq.reruns.flipped_costs import flipped_costs
-from pyro_bpq.short import short
+from pyro_bpq.short import number, short
 from pyro_bpq.testing.expected import backward
 from pyro_bpq.testing.parameters import GradientReader
 from pyro_bpq.tracing.watch import samples

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_bpq.batching.reads import described
+from pyro_bpq.batching.layout import described
 from pyro_bpq.critics.replay_buffer import ReplayBuffer
 from pyro_bpq.errors import BPQError, OptionError
 from pyro_bpq.graph.network import BackpropQNetwork

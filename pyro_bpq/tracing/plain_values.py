@@ -1,6 +1,7 @@
 r"""Plain values that a call hands to its programs, or that the programs can reach, such as flags.
 
-Other values may switch parts of a program on, so that its sites depend on each other in another way.
+Other values may switch parts of a program on, so that its sites depend on each other in another way. So the values
+that steps have met are kept.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain, islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
@@ -31,6 +33,8 @@ _MOST_PLAIN = 64
 _MOST_OBJECTS, _MOST_PLACES = 2000, 500
 # Number of changes of a number or a text. One that changes more often counts something, and switches nothing.
 _MOST_CHANGES = 4
+# Largest number of values of a kind that are told apart.
+_MOST_KNOWN = 32
 # Number of calls after which objects may have other attributes.
 _EVERY = 64
 _FLAGS = ("bool", "NoneType")
@@ -112,6 +116,38 @@ class ReachedValues:
 
     def _is_counter(self, space: Any, name: str) -> bool:
         return self._changes.get((id(space), name), 0) > _MOST_CHANGES
+
+
+@dataclass(frozen=True)
+class MetValues:
+    """The plain values of steps, by kind.
+
+    Args:
+        known: The values that were read so far.
+        counts: Whether numbers differ in many steps. The program is then looked at more often.
+        has_switched: Whether values are new since a run was tracked last, so that no step went on with what was known.
+    """
+
+    known: Mapping[str, frozenset[tuple[Any, ...]]] = field(default_factory=dict)
+    counts: bool = False
+    has_switched: bool = False
+
+    def after(self, kind: str, values: tuple[Any, ...], has_counters: bool) -> MetValues:
+        """These values and those of one more step; the same object where they are known.
+
+        Where values differ in many steps, only the first of them count as new.
+        """
+        known = self.known.get(kind, frozenset())
+        if values in known:
+            return self if self.counts or not has_counters else replace(self, counts=True)
+        if len(known) >= _MOST_KNOWN:
+            return self if self.counts else replace(self, counts=True)
+        found = {**self.known, kind: known | {values}}
+        return replace(self, known=found, counts=self.counts or has_counters, has_switched=bool(known))
+
+    def seen(self) -> MetValues:
+        """The same after a tracked run."""
+        return replace(self, has_switched=False) if self.has_switched else self
 
 
 def _is_same(one: Any, other: Any) -> bool:

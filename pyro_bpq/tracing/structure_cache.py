@@ -20,7 +20,7 @@ from pyro_bpq.graph.bitsets import Reads
 from pyro_bpq.graph.scg import StochasticComputationGraph
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.tracing.component_costs import Patterns
-from pyro_bpq.tracing.met_values import MetValues
+from pyro_bpq.tracing.plain_values import MetValues
 from pyro_bpq.tracing.program_graph import build_graph, dense_graph
 from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.work import Work

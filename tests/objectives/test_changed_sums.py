@@ -16,10 +16,9 @@ from steps import fitted
 from torch import Tensor
 
 from pyro_bpq import TraceBackpropQ_ELBO
-from pyro_bpq.objectives.summing import Summing
+from pyro_bpq.objectives.summing import EVERY, Summing
 from pyro_bpq.plan import particles as rule
 from pyro_bpq.plan import rules
-from pyro_bpq.reruns.joint_check import EVERY
 from pyro_bpq.testing import assert_unbiased, exact_loss
 
 

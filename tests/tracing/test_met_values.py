@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyro_bpq.tracing.met_values import MetValues
+from pyro_bpq.tracing.plain_values import MetValues
 
 
 def test_the_first_values_of_a_kind_switch_nothing() -> None:
