@@ -15,8 +15,7 @@ from pyro_bpq.plan.plan import Plan
 from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.reruns.at_values import Reruns, charged
 from pyro_bpq.reruns.flipped_costs import flipped_costs
-from pyro_bpq.reruns.held_costs import is_refused
-from pyro_bpq.reruns.held_run import HeldRun
+from pyro_bpq.reruns.held_costs import HeldRun, is_refused
 from pyro_bpq.rollout.runs import Particles, Program, Rollout
 from pyro_bpq.step.signals import Signals
 from pyro_bpq.tracing.traced_run import TracedRun

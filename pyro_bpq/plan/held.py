@@ -1,13 +1,23 @@
-r"""The extra run at other values of sites while all other sites, their children too, keep their values."""
+r"""The extra run at other values of a site while all other sites, its children too, keep their values.
+
+The plan says which sites take other values, and which of their costs are known there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pyro_bpq.plan.flips import FlipPlan
-from pyro_bpq.rollout.features import Components
+from pyro_bpq.estimators.base import Estimator
+from pyro_bpq.estimators.hindsight import Hindsight
+from pyro_bpq.graph.bitsets import union
+from pyro_bpq.graph.scg import Plate, StochasticComputationGraph, cost_of_guide, cost_of_model
+from pyro_bpq.plan.flips import FlipPlan, flip_plan
+from pyro_bpq.plan.structure import Structure
+from pyro_bpq.rollout.features import Components, have_same_values
+from pyro_bpq.tracing.traced_run import TracedRun
+from pyro_bpq.tracing.watch import carried, samples
 
 
 @dataclass(frozen=True)
@@ -101,3 +111,139 @@ class HeldPlan:
 def has_slopes(components: Components) -> bool:
     """Whether costs may have slopes in values with these components: those of bits and of one-hot values."""
     return components.kind in ("bernoulli", "one_hot")
+
+
+def held_plan(structure: Structure, estimators: Mapping[str, Estimator], is_chosen: bool) -> HeldPlan | None:
+    """Plans the extra run for the sites whose estimator is :class:`~pyro_bpq.estimators.Hindsight`.
+
+    Args:
+        structure: The structure.
+        estimators: Those of all sites.
+        is_chosen: Whether the user has chosen an estimator for all sites.
+
+    Returns:
+        The plan. ``None`` if nobody asks for it, or if sampled values may steer the program.
+    """
+    traced, graph = structure.traced, structure.graph
+    if structure.facts.is_dynamic or traced.enumerated & samples(traced.guide_trace).keys():
+        return None
+    sites: dict[str, HeldSite] = {}
+    for name, estimator in estimators.items():
+        components = traced.infos[name].components
+        if isinstance(estimator, Hindsight) and components is not None:
+            children = tuple(graph.children(name))
+            if all(_has_law(structure, name, child, estimators[child]) for child in children):
+                sites[name] = _site(structure, name, components, estimator, children)
+    if not sites:
+        return None
+    if any(site.is_drawn for site in sites.values()):
+        # All of them can then be served by one particle. A single component is too much for slopes to tell.
+        sites = {n: replace(site, is_drawn=site.is_drawn or _has_few_slopes(site)) for n, site in sites.items()}
+    sizes = {name: replace(site.components, event_shape=(site.number,)) for name, site in sites.items()}
+    costs = {name: site.costs for name, site in sites.items()}
+    laws = {name: _read_by_laws(graph, site.children) for name, site in sites.items()}
+    asked = frozenset(name for name in sites if is_chosen or not traced.options[name].is_open)
+    return HeldPlan(flip_plan(graph, sizes, costs, laws), sites, asked, _groups(graph, sites))
+
+
+def _has_few_slopes(site: HeldSite) -> bool:
+    """Whether slopes may predict the changes of a site of a few components."""
+    return site.components.size > 1 and has_slopes(site.components)
+
+
+def _groups(graph: StochasticComputationGraph, sites: Mapping[str, HeldSite]) -> tuple[SlopedCosts, ...]:
+    """The model's costs of sites with slopes, so that no site has immediate and other costs in one group.
+
+    Each group takes a backward pass. A site's own log-probability has no slope.
+    """
+    readers: dict[str, dict[str, bool]] = {}
+    for name, site in sites.items():
+        if site.is_drawn and has_slopes(site.components):
+            for cost in site.costs:
+                if not graph.cost(cost).is_of_guide:
+                    kinds = readers.setdefault(cost, {})
+                    if cost != cost_of_model(name):
+                        kinds[name] = cost in site.immediate
+    groups: list[tuple[list[str], dict[str, bool]]] = []
+    for cost, kinds in readers.items():
+        for members, known in groups:
+            if all(known.get(name, kind) == kind for name, kind in kinds.items()):
+                members.append(cost)
+                known.update(kinds)
+                break
+        else:
+            groups.append(([cost], kinds))
+    return tuple(
+        SlopedCosts(tuple(members), frozenset(name for name, kind in known.items() if kind))
+        for members, known in groups
+    )
+
+
+def _read_by_laws(graph: StochasticComputationGraph, children: tuple[str, ...]) -> int:
+    """What the probabilities of the children's values read, as bits."""
+    own = graph.bits_of(children)
+    return own | union(graph.parent_bits, own)
+
+
+def _site(
+    structure: Structure, name: str, components: Components, estimator: Hindsight, children: tuple[str, ...]
+) -> HeldSite:
+    graph = structure.graph
+    reading = graph.cost_names(graph.cost_child_bits[graph.index[name]])
+    costs = tuple(cost for cost in reading if _is_known(structure, name, cost))
+    number, is_drawn = min(components.size, estimator.draws), components.size > estimator.draws
+    rest = tuple(cost for cost in reading if cost not in costs)
+    immediate = tuple(cost for cost in costs if _is_immediate(graph, name, cost))
+    own = _own(structure.traced, name, costs)
+    return HeldSite(components, number, costs, immediate, rest, children, own, estimator.curvature, is_drawn)
+
+
+def _is_immediate(graph: StochasticComputationGraph, name: str, cost: str) -> bool:
+    """Whether a cost reads no site downstream."""
+    return not graph.cost_bits[graph.cost_index[cost]] & graph.descendant_bits[graph.index[name]]
+
+
+def _own(traced: TracedRun, name: str, costs: tuple[str, ...]) -> tuple[bool, bool]:
+    """Which of the site's own log-probabilities, of guide and model, are sums over its components."""
+    record = traced.run.sites[name]
+    has_prior = record.prior is not None and have_same_values(record.prior, record.fn)
+    has_prior = has_prior and record.prior.batch_shape == record.fn.batch_shape
+    return cost_of_guide(name) in costs, has_prior and cost_of_model(name) in costs
+
+
+def _is_known(structure: Structure, name: str, cost: str) -> bool:
+    """Whether a run at another value of a site, in all rows of its plates at once, tells a cost row by row."""
+    traced, graph = structure.traced, structure.graph
+    options = traced.user_costs.get(cost)
+    if cost in structure.facts.handed or not (options is None or options.exact):
+        return False
+    is_of_model = not graph.cost(cost).is_of_guide
+    if traced.elimination is not None and is_of_model and not traced.elimination.can_flip(cost, name):
+        return False
+    return _keeps_rows(structure, name, graph.cost(cost).plates)
+
+
+def _has_law(structure: Structure, name: str, child: str, estimator: Estimator) -> bool:
+    """Whether the probability of a child's value is known at other values of a site."""
+    traced = structure.traced
+    record = traced.run.sites[child]
+    if child in traced.untraced or estimator.attaches or _is_masked_within(record.fn) or carried(record.value):
+        return False
+    return _keeps_rows(structure, name, structure.graph.node(child).plates)
+
+
+def _keeps_rows(structure: Structure, name: str, plates: Sequence[Plate]) -> bool:
+    """Whether what has these plates tells one row of a site from the others."""
+    own = {plate.name for plate in structure.graph.node(name).plates}
+    return not own or (structure.facts.cuts_plates and own <= {plate.name for plate in plates})
+
+
+def _is_masked_within(fn: object) -> bool:
+    """Whether a mask inside of ``to_event`` hides a part of the law that values are drawn from."""
+    is_joined = False
+    while hasattr(fn, "base_dist"):
+        if is_joined and type(fn).__name__ == "MaskedDistribution":
+            return True
+        is_joined = is_joined or type(fn).__name__ == "Independent"
+        fn = fn.base_dist
+    return False

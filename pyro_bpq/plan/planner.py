@@ -23,7 +23,7 @@ from pyro_bpq.graph.relations import crossings
 from pyro_bpq.graph.scg import Form, StochasticComputationGraph, cost_of_guide, cost_of_model
 from pyro_bpq.plan.critic_options import checked_critic, default_critic
 from pyro_bpq.plan.extra_run import ExtraRun, is_complete, known_costs, plan_extra_run
-from pyro_bpq.plan.holding import held_plan
+from pyro_bpq.plan.held import held_plan
 from pyro_bpq.plan.particles import largest_value
 from pyro_bpq.plan.plan import Plan, SumPlan
 from pyro_bpq.plan.revisions import Compared, charged_costs, compare, crossable, in_rows, revise, untold

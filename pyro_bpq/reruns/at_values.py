@@ -20,8 +20,7 @@ from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
 from pyro_bpq.plan.held import HeldPlan
 from pyro_bpq.plan.plan import Plan
-from pyro_bpq.reruns.held_costs import held_costs, sums_of_costs
-from pyro_bpq.reruns.held_run import HeldRun
+from pyro_bpq.reruns.held_costs import HeldRun, held_costs, sums_of_costs
 from pyro_bpq.reruns.predicted_costs import predicted_costs
 from pyro_bpq.reruns.shared_backward import SharedBackward, shared_backward
 from pyro_bpq.rollout.runs import Program, Rollout, Run

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_bpq.errors import PlateError, UnsupportedProgramError, UnsupportedSiteError
 from pyro_bpq.graph.scg import Plate, cost_of_guide, cost_of_model
-from pyro_bpq.reruns.held_run import unmasked
+from pyro_bpq.reruns.held_costs import unmasked
 
 # A tensor without dimensions of size one. Its attribute ``_pyro_dims`` names the other dimensions.
 Packed = Any

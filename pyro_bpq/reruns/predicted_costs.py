@@ -23,7 +23,7 @@ from pyro_bpq.estimators.hindsight import Changes
 from pyro_bpq.plan.held import has_slopes
 from pyro_bpq.reruns.expansions import expansions
 from pyro_bpq.reruns.flipped_costs import trace_at
-from pyro_bpq.reruns.held_run import HeldRun, joined, law_name, law_of, unmasked
+from pyro_bpq.reruns.held_costs import HeldRun, joined, law_name, law_of, unmasked
 from pyro_bpq.rollout.features import Components
 from pyro_bpq.rollout.runs import Program, Rollout
 from pyro_bpq.tracing.cost_statement import cost_options

@@ -22,7 +22,7 @@ from pyro_bpq.estimators import CrossedLeaveOneOut, Hindsight, StraightThrough, 
 from pyro_bpq.estimators import hindsight as estimator_module
 from pyro_bpq.estimators.base import SiteContext
 from pyro_bpq.graph.scg import cost_of_guide, cost_of_model
-from pyro_bpq.plan import holding
+from pyro_bpq.plan import held as plans
 from pyro_bpq.reruns import expansions
 from pyro_bpq.reruns.row_runs import RowRuns
 from pyro_bpq.step import hindsight_signal as module
@@ -442,7 +442,7 @@ def test_a_backward_pass_tells_immediate_costs_from_others() -> None:
 
 
 def test_a_cost_of_a_child_among_immediate_ones_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "_is_immediate", lambda graph, name, cost: True)
+    monkeypatch.setattr(plans, "_is_immediate", lambda graph, name, cost: True)
     pyro.clear_param_store()
     program = chain()
     assert largest_error(trained(program, 1), program) > 1e-5
