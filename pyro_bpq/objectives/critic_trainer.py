@@ -22,7 +22,7 @@ from pyro_bpq.objectives.staged import Staged, Transient
 from pyro_bpq.rollout.distributed import Ranks
 from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.step.critic_loss import critic_loss
-from pyro_bpq.step.recent_costs import RecentCosts
+from pyro_bpq.step.program_order import RecentCosts
 from pyro_bpq.step.values import Seen, Step
 
 if TYPE_CHECKING:

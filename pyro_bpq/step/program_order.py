@@ -11,8 +11,9 @@ values do not depend on this particle's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.block import Write
 from pyro_bpq.estimators.base import Estimator, SiteContext, initial_statistics
+from pyro_bpq.estimators.baselines import TrimmedBaseline
 from pyro_bpq.step.estimate import may_learn, statistics_of, term_of
-from pyro_bpq.step.recent_costs import RecentCosts
 from pyro_bpq.step.values import Learning, Step
 from pyro_bpq.tracing.traced_run import PlainRun, TracedRun
 
@@ -63,6 +64,55 @@ def served_alike(run: PlainRun | TracedRun, estimator: Estimator) -> RunInOrder:
         return in_order(run, dict.fromkeys(run.sites, estimator))
     scored = (name for name, record in run.run.sites.items() if record.score is not None)
     return in_order(run, dict.fromkeys(scored, estimator))
+
+
+class RecentCosts:
+    """The last costs of each site, in nats, and the baseline of :class:`~pyro_bpq.estimators.TrimmedBaseline`.
+
+    They are plain numbers: a step of few sites is too short for calls of tensor operators.
+
+    Args:
+        max_idle: Number of sites that are remembered besides those of the last step.
+    """
+
+    def __init__(self, max_idle: int) -> None:
+        self.max_idle = max_idle
+        # The sites that were used last are at the end.
+        self._costs: dict[str, list[float]] = {}
+        self._baselines: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"RecentCosts({len(self._costs)} sites)"
+
+    def baselines(self, names: Iterable[str]) -> list[float]:
+        """The baseline of each site; zero for new ones."""
+        return [self._baselines.get(name, 0.0) for name in names]
+
+    def add(self, names: Sequence[str], cost: float) -> None:
+        """Adds the cost that all of these sites had."""
+        for name in names:
+            costs = [*self._costs.pop(name, ())[1 - TrimmedBaseline.recent :], cost]
+            self._costs[name], self._baselines[name] = costs, _centre(costs)
+        surplus = len(self._costs) - self.max_idle - len(names)
+        for name in list(islice(self._costs, max(surplus, 0))):
+            del self._costs[name], self._baselines[name]
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """The costs by site."""
+        return {name: list(costs) for name, costs in self._costs.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self._costs = {name: list(costs) for name, costs in state.items()}
+        self._baselines = {name: _centre(costs) for name, costs in self._costs.items()}
+
+
+def _centre(costs: Sequence[float]) -> float:
+    """The median of few costs, the trimmed mean of all of them."""
+    ordered, cut = sorted(costs), TrimmedBaseline.cut
+    if len(costs) < TrimmedBaseline.recent:
+        return ordered[(len(costs) - 1) // 2]
+    return sum(ordered[cut:-cut]) / (len(costs) - 2 * cut)
 
 
 def lone_step(run: RunInOrder, recent: RecentCosts, learning: Learning, is_learning: bool) -> Step:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyro_bpq.estimators import TrimmedBaseline
-from pyro_bpq.step.recent_costs import RecentCosts
+from pyro_bpq.step.program_order import RecentCosts
 
 
 def test_baselines_are_those_of_tensors():
