@@ -31,7 +31,6 @@ from pyro_bpq.plan.particles import num_drawn_steps
 from pyro_bpq.reruns.apart import TrackedRuns, keeps_apart
 from pyro_bpq.reruns.row_runs import is_due
 from pyro_bpq.rollout.runs import Particles, Program
-from pyro_bpq.snapshots import restore, snapshot
 from pyro_bpq.tracing.sandbox import Draws, LentBuffers, Trial
 from pyro_bpq.tracing.traced_run import TracedRun
 
@@ -153,7 +152,7 @@ class OpenNumber:
 
     def _many(self, runner: Runner, program: Program, mode: Mode, alone: Any = None) -> Observation:
         """The step of many particles, or of one where they do not run; ``alone`` is that of one, if it was taken."""
-        before, was_failed = snapshot(self), self._found.has_failed
+        before, was_failed = (self.now, self._found, self.said), self._found.has_failed
         has_run = self._found.is_proved and not self._found.is_new and not self.now.sums
         found, reason = self._first_way(runner, program, mode, alone is not None)
         if found is not None or alone is not None:
@@ -162,13 +161,13 @@ class OpenNumber:
             found = runner.observe(program, self.now, mode)
         except BaseException:
             # With one particle it fails too: their number is not why.
-            restore(self, before)
+            self.now, self._found, self.said = before
             raise
         if not mode.learning:
             # What an evaluation meets settles nothing.
-            restore(self, before)
+            self.now, self._found, self.said = before
         elif (has_run or was_failed) and reason:
-            number = before["now"].number
+            number = before[0].number
             if self._found.has_failed:
                 rest = f"This step took one particle; the next one tries {number} again."
             else:
