@@ -197,12 +197,6 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         if isinstance(choice, Candidate):
             self._rules.apply(choice)
 
-    def mode(self, learning: bool, goes_back: bool = False) -> Mode:
-        """What a step is for."""
-        # Nothing may learn later from a step in program order, and nothing but its costs may matter.
-        mode = super().mode(learning, goes_back and not self.analytic_kl)
-        return replace(mode, may_order=not (self.trainer.keeps_staged or self.analytic_kl or mode.has_ranks))
-
     def recorded_options(self) -> dict[str, Any]:
         """Further options that a recording depends on, by name."""
         return {**super().recorded_options(), "kl": self.analytic_kl}

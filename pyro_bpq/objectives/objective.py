@@ -49,6 +49,8 @@ class Objective(ELBO, nn.Module):
     """
 
     runner: Runner
+    # Whether gradients of reparameterised sites come from divergences in closed form.
+    analytic_kl = False
 
     def __init__(
         self,
@@ -303,14 +305,16 @@ class Objective(ELBO, nn.Module):
 
     def mode(self, learning: bool, goes_back: bool = False) -> Mode:
         """What a step is for."""
-        learner = self.learner
+        learner, keeps, has_ranks = self.learner, self.trainer.keeps_staged, self.trainer.ranks is not None
         return Mode(
             learning=learning,
             num_steps=self.num_steps,
-            by_value=self.trainer.keeps_staged,
+            by_value=keeps,
             first_order=learning and learner is not None and learner.first_order > 0.0,
-            goes_back=goes_back and not self.retain_graph,
-            has_ranks=self.trainer.ranks is not None,
+            goes_back=goes_back and not (self.retain_graph or self.analytic_kl),
+            has_ranks=has_ranks,
+            # Nothing may learn later from a step in program order, and nothing but its costs may matter.
+            may_order=not (keeps or self.analytic_kl or has_ranks),
         )
 
     def taken(self, program: Program, mode: Mode) -> tuple[Step, Tensor]:
