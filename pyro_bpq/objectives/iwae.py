@@ -234,10 +234,10 @@ class BoundRunner(Runner):
     ) -> TracedRun:
         """Runs a program once."""
         model, guide, args, kwargs = program
-        return trace_run(put(model), put(guide), args, kwargs, replace(self._options(particles), warns=warns))
+        return trace_run(put(model), put(guide), args, kwargs, self._options(particles, warns))
 
-    def _options(self, particles: Particles) -> TraceOptions:
-        return TraceOptions(self.planner.choose, particles.nesting, particles.number)
+    def _options(self, particles: Particles, warns: bool = True) -> TraceOptions:
+        return TraceOptions(self.planner.choose, particles.nesting, particles.number, warns=warns)
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """The runs of a step."""

@@ -166,8 +166,8 @@ class StepRunner(Runner):
         model, guide, args, kwargs = program
         # Particles that meet show in few runs at few values, but in every tracked one.
         is_looked_at = particles.has_plate and not self.structure.always_tracks
-        options = replace(
-            self._options(particles),
+        options = self._options(
+            particles,
             track=track,
             step=num_steps,
             only_costs=self.only_costs,
@@ -204,9 +204,9 @@ class StepRunner(Runner):
         met = rows_that_meet(trace, program, traced, self.has_buffers, num_steps, is_first)
         return replace(traced, met=met, crosses=bool(met))
 
-    def _options(self, particles: Particles) -> TraceOptions:
-        planner = self.plans.planner
-        return TraceOptions(planner.choose, particles.nesting, particles.number, planner.attach, noise=self.noise)
+    def _options(self, particles: Particles, **more: Any) -> TraceOptions:
+        planner, nesting, number = self.plans.planner, particles.nesting, particles.number
+        return TraceOptions(planner.choose, nesting, number, planner.attach, noise=self.noise, **more)
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """Runs model and guide, given as for one particle, for all particles of a step."""
@@ -284,7 +284,7 @@ class StepRunner(Runner):
             return None
         if self.plans.last is None:
             self._plan_once(program, particles, mode)
-        options = replace(self._options(particles), step=mode.num_steps)
+        options = self._options(particles, step=mode.num_steps)
         step = ordered_by_rules if follows_rules else ordered_by_option
         return step(planner, structure, program, options, mode.learning)
 
