@@ -16,7 +16,8 @@ no row.
 the clock, is told apart.
 
     python benchmarks/choice.py [--seconds 12] [--seeds 2] [--tuning 1] [--only NAME;NAME] [--held-out] [--all]
-        [--methods NAME;NAME] [--rates FILE] [--samples 1] [--compile] [--output DIRECTORY]
+        [--methods NAME;NAME] [--rates FILE] [--grid RATE ...] [--samples 1] [--compile]
+        [--output DIRECTORY]
 """
 
 from __future__ import annotations
@@ -190,7 +191,8 @@ def race(
     for seed in range(options.seeds):
         lanes = []
         for name, make in rivals.items():
-            rates = (known[program.name, name],) if (program.name, name) in known else RATES[bool(program.rows)]
+            grid = options.grid or RATES[bool(program.rows)]
+            rates = (known[program.name, name],) if (program.name, name) in known else grid
             rates = (best_rate(runs[name]),) if seed >= options.tuning else rates
             lanes += [Run(program, name, make(), rate, seed) for rate in rates]
         failed = turns(lanes, options, data)
@@ -246,6 +248,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every candidate, and TraceGraph_ELBO")
     parser.add_argument("--methods", default="", help="names of methods, separated by semicolons")
     parser.add_argument("--rates", type=Path, help="a result file, whose learning rates serve again")
+    parser.add_argument("--grid", type=float, nargs="+", help="other learning rates, where the best lies at an end")
     parser.add_argument("--samples", type=int, default=1, help="how many times the usual number of samples evaluate")
     parser.add_argument("--compile", action="store_true", help="compiled steps of our own methods")
     parser.add_argument("--output", type=Path, default=RESULTS)

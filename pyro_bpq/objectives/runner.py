@@ -28,7 +28,7 @@ from pyro_bpq.plan.structure import StructureFacts
 from pyro_bpq.reruns.elimination import eliminate
 from pyro_bpq.reruns.enumeration import enumerated_programs
 from pyro_bpq.reruns.row_runs import RowRuns
-from pyro_bpq.reruns.rows_apart import rows_that_meet
+from pyro_bpq.reruns.rows_apart import plated_costs, rows_that_meet
 from pyro_bpq.reruns.tracked_alone import tracked_alone
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.tracing.hidden_particles import trace_particles
@@ -188,7 +188,11 @@ class StepRunner(Runner):
             traced = trace_run(put(summed), put(sampled), args, kwargs, options)
         if self.warns and is_validation_enabled() and not traced.enumerated:
             warnings.warn(_NOTHING_ENUMERATED, BPQWarning, stacklevel=2)
-        return eliminate(traced, nesting)
+        traced = eliminate(traced, nesting)
+        if track and self.structure.follows_rows:
+            # Rows are not followed beside the values of enumerated sites.
+            traced = replace(traced, unfollowed=plated_costs(traced))
+        return self._with_rows_that_meet(traced, program, particles, num_steps) if traced.unfollowed else traced
 
     def _with_rows_that_meet(
         self, traced: TracedRun, program: Program, particles: Particles, num_steps: int

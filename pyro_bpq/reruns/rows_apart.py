@@ -85,6 +85,17 @@ def rows_that_meet(
     return found if runs.draw_alike else {}
 
 
+def plated_costs(run: TracedRun) -> dict[str, tuple[str, ...]]:
+    """The costs of a tracked run that read sampled sites of their own plates, with these plates."""
+    found, sampled = {}, run.run.sites.keys()
+    for entry, cost in zip(run.entries, run.run.costs, strict=True):
+        inside = {plate for name in (run.reads or {})[cost] & sampled for plate in run.plates[name]}
+        own = tuple(plate.name for plate in entry[1] if plate in inside)
+        if own:
+            found[cost] = own
+    return found
+
+
 def _is_repeated(name: str, one: Mapping[str, Tensor] | None, other: Mapping[str, Tensor] | None) -> bool:
     """Whether a cost is the same in two runs at the same values."""
     if one is None or other is None or name not in one or name not in other:

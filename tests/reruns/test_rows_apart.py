@@ -50,25 +50,33 @@ APART: dict[str, Read] = {
 }
 
 
-def largest_error(read: Read) -> tuple[TraceBackpropQ_ELBO, float, list[str]]:
-    """An ELBO after a few steps, the largest error of its expected gradient, and what it has warned of."""
+def largest_error(read: Read, summed: str = "") -> tuple[TraceBackpropQ_ELBO, float, list[str]]:
+    """An ELBO after a few steps, the largest error of its expected gradient, and what it has warned of.
+
+    ``summed`` says who has an enumerated site in each row: the model, the guide as well, or nobody.
+    """
+    mark = {"enumerate": "parallel"}
 
     def model() -> None:
         w = pyro.param("w", torch.tensor([0.5, -0.8]))
         with pyro.plate("rows", 3):
             z = pyro.sample("z", dist.Bernoulli(torch.tensor(0.35)))
-            pyro.sample("x", dist.Normal(w[0] * z + 1.1 * read(z, w), 0.8), obs=DATA)
+            shift = w[pyro.sample("k", dist.Bernoulli(0.3), infer=mark).long()] if summed else 0.0
+            pyro.sample("x", dist.Normal(w[0] * z + 1.1 * read(z, w) + shift, 0.8), obs=DATA)
 
     def guide() -> None:
         q = pyro.param("q", torch.tensor([0.3, -0.4, 0.7]))
         with pyro.plate("rows", 3):
             pyro.sample("z", dist.Bernoulli(logits=q))
+            if summed == "guide":
+                pyro.sample("k", dist.Bernoulli(logits=q - 0.5), infer=mark)
 
     pyro.clear_param_store()
+    options = {"enumeration": "exact"} if summed else {}
     truth = exact_gradient(model, guide)
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    elbo = TraceBackpropQ_ELBO(num_particles=1)
+    elbo = TraceBackpropQ_ELBO(num_particles=1, **options)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(5):
@@ -88,6 +96,21 @@ def test_rows_that_meet_are_found(name: str) -> None:
 @pytest.mark.parametrize("name", APART)
 def test_rows_that_keep_apart_are_left_alone(name: str) -> None:
     elbo, error, said = largest_error(APART[name])
+    assert not elbo.runner.structure.crosses and error < 1e-10 and not said
+
+
+@pytest.mark.parametrize("summed", ["model", "guide"])
+@pytest.mark.parametrize("name", MEETING)
+def test_rows_that_meet_are_found_beside_enumerated_sites(name: str, summed: str) -> None:
+    elbo, error, said = largest_error(MEETING[name], summed)
+    assert elbo.runner.structure.crosses and error < 1e-10
+    assert any("Rows of the plate 'rows' meet in" in text for text in said)
+
+
+@pytest.mark.parametrize("summed", ["model", "guide"])
+@pytest.mark.parametrize("name", APART)
+def test_rows_that_keep_apart_are_left_alone_beside_enumerated_sites(name: str, summed: str) -> None:
+    elbo, error, said = largest_error(APART[name], summed)
     assert not elbo.runner.structure.crosses and error < 1e-10 and not said
 
 
