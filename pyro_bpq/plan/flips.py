@@ -41,8 +41,8 @@ class FlipPlan:
 def immediate_model_costs(graph: StochasticComputationGraph) -> dict[str, tuple[str, ...]]:
     """For each stochastic node its immediate costs of the model that can be read off row by row.
 
-    They are immediate, belong to another site of the model, and have all plates of the node: flipping
-    all its plate rows at once then leaves each row's cost its own.
+    They are immediate, belong to another site of the model, and have all plates of the node. So all rows of the node
+    can be flipped at once: each row of the cost depends on one row of the node only.
     """
     found = {}
     for name, costs in graph.last_costs.items():

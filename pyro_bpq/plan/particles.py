@@ -19,16 +19,16 @@ def num_particles_for(plan: Plan, traced: TracedRun, particles: int = 1, work: t
 
         M = min(8, max(4, 1 + a / 2b), max(2, 524288 / n)),   n elements of the largest value of a particle
 
-    Several particles serve sites for which nothing is chosen and whose gradients are noisy. A gradient has no noise if
-    the site is the only one of the program, has one component, and all later costs are known at its other values.
-    ``a`` are the counted seconds of a step that the particles of one call share, its calls of operators. ``b`` are the
-    seconds that each particle adds. Several particles help because their mean is a baseline for each site and row,
-    unlike means of earlier steps.
+    Several particles run if a site has no chosen estimator and a noisy gradient. A gradient has no noise if the site is
+    the only one of the program, has one component, and all later costs are known at its other values. ``a`` is the
+    time that all particles of one call share: the calls of operators. ``b`` is the time that each particle adds. Both
+    are in counted seconds. Several particles help because their mean is a baseline for each site and each row, which
+    means of earlier steps are not.
 
-    If :class:`~pyro_bpq.estimators.DebiasedStraightThrough`, which needs no baseline, serves all such sites, ``M`` is
-    2. If :class:`~pyro_bpq.estimators.Hindsight` does, it is at most 4. If
-    :class:`~pyro_bpq.estimators.CrossedLeaveOneOut` does, ``M`` is 8, or less if the values of all pairs of particles
-    have more than ``2^20`` elements. The table is ``PARTICLES`` in ``plan/rules.py``.
+    The estimator of these sites may change ``M``. With :class:`~pyro_bpq.estimators.DebiasedStraightThrough` at all of
+    them, ``M`` is 2, because it needs no baseline. With :class:`~pyro_bpq.estimators.Hindsight` it is at most 4. With
+    :class:`~pyro_bpq.estimators.CrossedLeaveOneOut` it is 8, or less if the values of all pairs of particles have more
+    than ``2^20`` elements. The table is ``PARTICLES`` in ``plan/rules.py``.
     """
     held = frozenset(name for name, may_hold in plan.layers.items() if may_hold)
     facts = ProgramFacts(

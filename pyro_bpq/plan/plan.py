@@ -47,9 +47,9 @@ class Plan:
     components: dict[str, Components]  # finite components of the sites that it flips
     # What components of sites read, by site and cost, where costs are charged to components.
     patterns: Mapping[tuple[str, str], Pattern] = field(default_factory=dict)
-    # Noisy sites of the default's choice that other particles serve: in rows of data, or few.
+    # Noisy sites, without a chosen estimator, whose baseline other particles give: in rows of data, or few.
     compared: frozenset[str] = frozenset()
-    led_back: frozenset[str] = frozenset()  # sites whose estimators ask for slopes that the costs of a run have itself
+    led_back: frozenset[str] = frozenset()  # sites whose slopes follow from the costs of the run itself
     notes_maps: bool = False  # whether a run notes the linear maps that read these sites, for curvatures
     handed: frozenset[str] = frozenset()  # costs of the model that read values of the guide itself
     has_buffers: bool = True  # whether the programs may call modules with buffers

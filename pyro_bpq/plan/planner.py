@@ -317,7 +317,7 @@ class Planner:
                 Known.MODEL: extra.costs(name),
             }
             tabled[name] = tuple(cost for kind in sorted(kinds[name]) for cost in costs[kind])
-            # Many components at once: what they cost right away is for the extra run, where there is one.
+            # Many components at once: only an extra run knows their immediate costs.
             if critic is None or (
                 info.components is not None and info.components.size > 1 and name in extra.components
             ):
@@ -367,7 +367,7 @@ class Planner:
         info, options, record = traced.infos[name], traced.options[name], traced.run.sites[name]
         plates = traced.plates[name]
         event = tuple(record.fn.event_shape)
-        # A critic of the value itself could not tell it from the parameters, which move with it.
+        # The parameters move with the value, so that a critic that reads the value could not tell the two apart.
         shows_rows = reads_value(critic) and options.context is not None
         return SiteSpec(
             plates=plates,

@@ -75,7 +75,7 @@ def open_sites(traced: TracedRun) -> list[str]:
 
 @dataclass(frozen=True)
 class Compared:
-    """Which sites of the default's choice other particles serve.
+    """Which sites, of those without a chosen estimator, get their baseline from other particles.
 
     Args:
         noisy: Sites for which nothing is chosen and whose gradients are noisy. A program without noise draws one site,

@@ -35,7 +35,7 @@ FEW_PARTICLES = 4
 MANY_READS = 10_000
 # The same where there are several such sites: a step is longer then.
 MANY_READS_OF_LAYERS = 100_000
-# With fewer layers, and fewer reads, the costs beside a particle's own past are not worth their time.
+# With fewer layers, and fewer reads, crossed costs gain less than their time.
 FEW_LAYERS = 3
 # Elements that the largest values in all rows of a sum over all values may have.
 MOST_SUMMED = 1 << 19
@@ -77,7 +77,7 @@ class SiteFacts:
         layers: Number of such sites; 0 if rows of plates do not stay apart.
         reads: The values of its components times the observed elements of a row.
         has_slopes: Whether costs may have gradients to its values.
-        can_hold: Whether guide and model have not failed to run at its other values with all other sites held.
+        can_hold: Whether the program runs at its other values while all other sites keep theirs; true until it fails.
         is_ordered: Whether sampled values steer the program, and nobody chose anything that needs its graph.
     """
 
@@ -120,7 +120,7 @@ class SiteFacts:
 
     @property
     def can_cross(self) -> bool:
-        """Whether it is one of several layers, whose costs may be those of other particles' later layers."""
+        """Whether it is one of several layers, and may be charged with the costs of other particles' later layers."""
         return self.is_untold and (self.is_large or self.layers >= FEW_LAYERS)
 
     @property

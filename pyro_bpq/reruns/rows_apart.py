@@ -33,7 +33,7 @@ class _Frame:
 def rows_that_meet(
     trace: Trace, program: Program, run: TracedRun, has_buffers: bool, seed: int, is_first: bool
 ) -> dict[str, tuple[str, ...]]:
-    """Finds costs in which a row reads other rows, among those of which that is unknown, with the plates.
+    """Finds costs in which a row reads other rows, among the costs whose rows were not followed.
 
     All rows of a plate get probed values: drawn evenly, or the first or the last one of each site. Then half of the
     rows get other ones, and the others have to cost the same as before; then so with the other half. A weight of zero
@@ -42,7 +42,7 @@ def rows_that_meet(
     Args:
         trace: Wraps model and guide with a function, and traces the program.
         program: The program.
-        run: A tracked run of it, whose ``unfollowed`` are the costs in question.
+        run: A tracked run of it. Its ``unfollowed`` are the costs to judge.
         has_buffers: Whether the programs may call modules with buffers.
         seed: Seed of the values.
         is_first: Whether to try all kinds of values, or one of them.

@@ -135,7 +135,7 @@ def _joint(
     level, step = unit * (mean + spread * level), unit * step
     expected = (level + step * centre).detach()
     value, variate = level + step * value, step * variate
-    # A critic that reads the value does not know E[Q]. Its value minus a variate of mean zero is right on average.
+    # A critic that reads the value does not know E[Q]. Q minus a variate of mean zero has the mean E[Q].
     mean = value.detach() - variate if reads_value(batch.cls.spec.critic) else expected
     joint = JointValue(value, mean, step * own, variate, leaf)
     return expected, step[..., None, None] * table, unit, joint

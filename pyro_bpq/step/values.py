@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_bpq.critics.block import Write
 from pyro_bpq.rollout.distributed import Ranks
 
-# Sites, and the cost in nats that a step in program order adds to the recent ones of each; ``None`` if it adds none.
+# Sites, and the cost in nats that a step in program order adds to the recent costs of each. ``None`` if it adds none.
 Seen = tuple[tuple[str, ...], float] | None
 
 
@@ -47,5 +47,5 @@ class Step:
     paths: Tensor = field(default_factory=lambda: torch.zeros(()))
     # Sampled values that are leaves of the costs; nobody needs the gradient of the loss in them
     leaves: tuple[Tensor, ...] = ()
-    # What recent costs learn
+    # What is added to the recent costs of sites
     seen: Seen = None

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from pyro.infer import RenyiELBO
 from torch import Tensor
 
-from pyro_bpq.errors import StructureChangedError
+from pyro_bpq.errors import OptionError, StructureChangedError
+from pyro_bpq.objectives.iwae import TraceBackpropQ_IWAE
 from pyro_bpq.rollout.runs import Program
 from pyro_bpq.testing.choices import ChoiceNoise, iter_outcomes
 from pyro_bpq.testing.exact import exact_gradient
@@ -195,7 +197,16 @@ def assert_unbiased(
     Raises:
         AssertionError: If the gradients of a parameter differ, or if the exact gradient is zero, so that the
             comparison tests nothing.
+        OptionError: If the ELBO is a bound of several samples, whose gradient is another one.
     """
+    if isinstance(elbo, TraceBackpropQ_IWAE | RenyiELBO):
+        number = elbo.num_inner if isinstance(elbo, TraceBackpropQ_IWAE) else elbo.num_particles
+        if number > 1:
+            raise OptionError(
+                f"assert_unbiased compares with the gradient of the ELBO of one sample, and {type(elbo).__name__} has "
+                f"a bound of {number} samples. Compare expected_gradient(...) with the gradient of that bound, or "
+                "write num_particles=1."
+            )
     limits: dict[str, Any] = {"parameters": parameters, "num_outcomes": num_outcomes}
     exact = exact_gradient(model, guide, *args, **limits, **kwargs)
     if all(float(g.abs().max()) <= atol for g in exact.values() if g.numel()):

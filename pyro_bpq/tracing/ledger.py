@@ -39,9 +39,9 @@ class OperatorMode(TorchDispatchMode):
 class Entry(weakref.ref[torch.UntypedStorage]):
     """The record of one storage. It vanishes with the storage, so that a reused address starts clean.
 
-    ``views`` is filled once a source has chosen a view (``table[z]``). It holds the sources that chose each view. If
-    the tracker did not see the making of a view, the view depends on all of ``chosen``; but what covers the whole
-    storage was not chosen from it.
+    ``views`` holds, for each view that a source has chosen (``table[z]``), these sources. A view that the tracker did
+    not see being made depends on all of ``chosen``. A view of the whole storage depends on none of them: nothing was
+    chosen.
     """
 
     key: int

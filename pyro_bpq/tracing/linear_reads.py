@@ -98,7 +98,7 @@ class LinearReads(TorchFunctionMode):
                 given = [factor for factor in found if factor is not None]
                 if len(given) != 1 or given[0].dim() > 0:
                     return None
-                # A number of Python is a tensor here that recorders know nothing of but in such operators.
+                # Autograd keeps a number of Python as a tensor. A recorder of operators sees this tensor here only.
                 factor = given[0].detach() if given[0].requires_grad else given[0]
                 scale = scale / factor if _SCALED[node.name()] else scale * factor
             elif node.name() not in _SHIFTED or getattr(node, "_saved_alpha", 1) != 1:

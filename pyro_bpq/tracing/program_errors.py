@@ -170,7 +170,7 @@ def _number_error(text: str, watch: Watch, inputs: Mapping[int | str, Any]) -> U
 
 
 def _read_tensor(traceback: TracebackType | None) -> Tensor | None:
-    """The tensor that Python has tried to read: the tracker's own function that sees such reads is on the way."""
+    """The tensor that Python has tried to read, taken from the tracker's frame in the traceback."""
     found = None
     while traceback is not None:
         frame = traceback.tb_frame

@@ -90,7 +90,7 @@ class StructureCache:
         self.reads: OrderedDict[Any, tuple[Reads, int]] = OrderedDict()
         self.graphs: dict[Any, StochasticComputationGraph] = {}
         self.facts: dict[Any, _Facts] = {}
-        # What structures of a loaded state compute: later runs, of more particles, would be counted otherwise.
+        # The counted work of structures in a loaded state. Counted in a run of more particles it would be another.
         self.counted: dict[str, tuple[Work, Work]] = {}
         # What was found last.
         self.said = ""
@@ -114,7 +114,7 @@ class StructureCache:
             "escaping": self.escaping,
             "crosses": self.crosses,
             "in_order": self.in_order,
-            # It means nothing where no value steers the program.
+            # It is saved only if values steer the program; else it has no meaning.
             "needs_graphs": self.escapes and self.needs_graphs,
             "work": {key: tuple(map(astuple, work)) for key, work in {**self.counted, **works}.items()},
         }

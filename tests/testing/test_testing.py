@@ -10,12 +10,12 @@ import pytest
 import torch
 from models import BY_NAME, CASES, Case, each_case
 from pyro import poutine
-from pyro.infer import Trace_ELBO, TraceGraph_ELBO
+from pyro.infer import ELBO, RenyiELBO, Trace_ELBO, TraceGraph_ELBO
 from pyro.nn import PyroModule, PyroParam
 from steps import bias
 from torch.distributions import constraints
 
-from pyro_bpq import TraceBackpropQ_ELBO
+from pyro_bpq import TraceBackpropQ_ELBO, TraceBackpropQ_IWAE
 from pyro_bpq.errors import (
     OptionError,
     SiteNotFoundError,
@@ -663,3 +663,9 @@ def test_noise_of_its_own_is_noticed() -> None:
     elbo = TraceBackpropQ_ELBO(estimator=DisARMTree()).eval()
     with pytest.raises(StructureChangedError, match="noise of its own"):
         expected_gradient(elbo, model, guide)
+
+
+@pytest.mark.parametrize("elbo", [TraceBackpropQ_IWAE(2), RenyiELBO(0, 2)])
+def test_a_bound_of_several_samples_is_not_compared_with_the_elbo(elbo: ELBO) -> None:
+    with pytest.raises(OptionError, match="has a bound of 2 samples"):
+        assert_unbiased(elbo, lambda: None, lambda: None)
