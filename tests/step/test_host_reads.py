@@ -31,6 +31,12 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.found: Counter[str] = Counter()
 
+    @staticmethod
+    def hands_on(frame: Any) -> bool:
+        """Whether a frame only calls what the frame before asks for: torch, and modes that watch the program."""
+        is_mode = frame.f_code.co_name == "__torch_function__"
+        return is_mode or f"{torch.__name__}/" in frame.f_code.co_filename.replace("\\", "/")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).rsplit(".", 1)[0]
         masks = args[1] if name in ("aten.index", "aten.index_put_", "aten.index_put") else ()
@@ -38,7 +44,7 @@ class Watch(TorchDispatchMode):
         is_state = name == "aten.equal" and args[0].dtype == torch.uint8
         if (name in READS or name in SENDS or is_masked) and not is_state:
             frame: Any = sys._getframe(1)
-            while frame is not None and f"{torch.__name__}/" in frame.f_code.co_filename.replace("\\", "/"):
+            while frame is not None and self.hands_on(frame):
                 frame = frame.f_back
             if frame is not None and "pyro_bpq" in frame.f_globals.get("__name__", ""):
                 self.found[frame.f_code.co_name] += 1
