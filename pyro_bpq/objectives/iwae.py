@@ -3,6 +3,7 @@ r"""``TraceBackpropQ_IWAE``: the importance-weighted bound, with leave-one-out s
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -15,7 +16,7 @@ from pyro_bpq.batching.layout import Layout
 from pyro_bpq.compiled.options import Backend, Compile
 from pyro_bpq.critics.learner import CriticLearner
 from pyro_bpq.critics.nets import Critic
-from pyro_bpq.errors import OptionError, PlateError
+from pyro_bpq.errors import BPQWarning, OptionError, PlateError
 from pyro_bpq.graph.scg import Plate
 from pyro_bpq.objectives.multi_sample import BoundPlanner, bound_rollout, is_plain
 from pyro_bpq.objectives.objective import Objective
@@ -23,6 +24,7 @@ from pyro_bpq.objectives.observation import NoiseSource, Observation, Runner
 from pyro_bpq.objectives.options import check_options
 from pyro_bpq.objectives.programs import programs_of
 from pyro_bpq.objectives.staged import Mode, Staged
+from pyro_bpq.reruns.rows_apart import rows_that_meet
 from pyro_bpq.rollout.runs import Particles, Program
 from pyro_bpq.step.bound_signals import MEANS, features_of_others, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.step.signals import Signals
@@ -61,7 +63,8 @@ class TraceBackpropQ_IWAE(Objective):
         num_particles: Number of samples ``K`` of one bound, at least 1.
         num_outer: Number of independent bounds whose mean is taken.
         plate: Name of an outermost plate that all sites are in, such as the data points': every row then has
-            weights and a bound of its own. ``None``: one weight for all that a sample draws.
+            weights and a bound of its own. ``None``: one weight for all that a sample draws. If a row reads values of
+            other rows, the gradient is biased; a warning says so where other values show it.
         baseline: ``"geometric"`` or ``"arithmetic"`` mean of the other samples' weights, or ``None``: the plain
             score function.
         max_plate_nesting: As in Pyro's ELBOs.
@@ -135,7 +138,7 @@ class TraceBackpropQ_IWAE(Objective):
             num_bounds=num_outer,
             num_features=2 if num_particles > 1 else 0,
         )
-        self.runner = BoundRunner(planner)
+        self.runner = BoundRunner(planner, plate)
 
     @property
     def planner(self) -> BoundPlanner:
@@ -163,7 +166,7 @@ class TraceBackpropQ_IWAE(Objective):
         """Takes a step: the loss is the mean over bounds; the surrogates with its gradient are sums over bounds."""
         start = time.perf_counter()
         runs = self.particles.observe(self.runner, program, mode).runs
-        found = [self.runner.layout(run, self.plate) for run in runs]
+        found = [self.runner.layout(run) for run in runs]
         layout, rows = found[0]
         drawn = [index for run in runs for name, index in run.subsamples.items() if name == self.plate]
         if any(not torch.equal(drawn[0], index) for index in drawn[1:]):
@@ -217,10 +220,10 @@ class TraceBackpropQ_IWAE(Objective):
 
 
 class BoundRunner(Runner):
-    """Runs the programs of a bound."""
+    """Runs the programs of a bound, whose rows are those of a plate if it has a name."""
 
-    def __init__(self, planner: BoundPlanner) -> None:
-        self.planner, self.noise = planner, NoiseSource(0)
+    def __init__(self, planner: BoundPlanner, plate: str | None) -> None:
+        self.planner, self.plate, self.noise = planner, plate, NoiseSource(0)
         self._layouts: dict[Any, tuple[Layout, Plate | None]] = {}
 
     def trace(
@@ -241,18 +244,40 @@ class BoundRunner(Runner):
 
     def observe(self, program: Program, particles: Particles, mode: Mode) -> Observation:
         """The runs of a step."""
+        programs: Sequence[Program] = (program,) if particles.is_hidden else programs_of(program, particles)
         if particles.is_hidden:
-            hidden = trace_particles(*program, self._options(particles), is_checked=mode.is_checked)
-            return Observation(tuple(hidden))
-        programs = programs_of(program, particles)
-        return Observation(tuple(self.trace(each, particles, mode.num_steps) for each in programs))
+            runs = tuple(trace_particles(*program, self._options(particles), is_checked=mode.is_checked))
+        else:
+            runs = tuple(self.trace(each, particles, mode.num_steps) for each in programs)
+        if self.plate is not None and not mode.is_recorded and runs[0].key not in self._layouts:
+            single = replace(particles, number=1, is_hidden=False) if particles.is_hidden else particles
+            self._warn_of_rows(self.plate, runs[0], programs[0], single, mode.num_steps)
+        return Observation(runs)
 
-    def layout(self, traced: TracedRun, plate: str | None) -> tuple[Layout, Plate | None]:
+    def _warn_of_rows(self, plate: str, run: TracedRun, program: Program, particles: Particles, num_steps: int) -> None:
+        """Warns if a row of the plate reads values of other rows, which runs at other values show."""
+
+        def trace(part: Program, put: Callable[[Any], Any]) -> TracedRun:
+            return self.trace(part, particles, num_steps, warns=False, put=put)
+
+        _row_plate(run, plate)  # an error where a site is not in it
+        judged = replace(run, unfollowed=dict.fromkeys(run.run.costs, (plate,)))
+        met = rows_that_meet(trace, program, judged, True, num_steps, is_first=True)
+        if met:
+            warnings.warn(
+                f"Rows of the plate {plate!r} meet in {next(iter(met))}: a row of it reads values of other rows. With "
+                f"plate={plate!r} each row has weights of its own, so that the gradient is biased. Write plate=None, "
+                "or keep the rows apart.",
+                BPQWarning,
+                stacklevel=2,
+            )
+
+    def layout(self, traced: TracedRun) -> tuple[Layout, Plate | None]:
         """The batching of the sites of a run, and the plate of its rows."""
         if traced.key not in self._layouts:
             if len(self._layouts) >= 64:
                 self._layouts.clear()
-            rows = None if plate is None else _row_plate(traced, plate)
+            rows = None if self.plate is None else _row_plate(traced, self.plate)
             self._layouts[traced.key] = self.planner.layout(traced, rows), rows
         return self._layouts[traced.key]
 

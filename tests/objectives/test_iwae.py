@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ from steps import expected_loss
 from torch import Tensor
 
 from pyro_bpq import AllAction, TraceBackpropQ_IWAE, config_bpq
-from pyro_bpq.errors import OptionError, PlateError, UnsupportedSiteError
+from pyro_bpq.errors import BPQWarning, OptionError, PlateError, UnsupportedSiteError
 from pyro_bpq.step.bound_signals import _without_each, leave_one_out_signal, multi_sample_bound
 from pyro_bpq.testing import expected_gradient, expected_moments
 
@@ -167,3 +168,25 @@ def test_errors(run: Callable[[], Any], kind: type[Exception], text: str) -> Non
     pyro.clear_param_store()
     with pytest.raises(kind, match=text):
         run()
+
+
+@pytest.mark.parametrize("options", [{}, {"vectorize_particles": True}, {"compile": "eager"}])
+@pytest.mark.parametrize("meet", [False, True])
+def test_rows_of_weights_of_their_own_have_to_keep_apart(meet: bool, options: dict[str, Any]) -> None:
+    def model() -> None:
+        with pyro.plate("rows", 3):
+            z = pyro.sample("z", dist.Bernoulli(0.35))
+            loc = torch.fft.fft(z, dim=-1).real if meet else 2.0 * z
+            pyro.sample("x", dist.Normal(loc, 0.8), obs=torch.tensor([0.3, -0.7, 1.2]))
+
+    def guide() -> None:
+        with pyro.plate("rows", 3):
+            pyro.sample("z", dist.Bernoulli(logits=pyro.param("q", torch.tensor([0.3, -0.4, 0.7]))))
+
+    elbo = TraceBackpropQ_IWAE(2, plate="rows", max_plate_nesting=1, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            elbo.loss_and_grads(model, guide)
+    found = [str(one.message) for one in said if one.category is BPQWarning]
+    assert len(found) == meet and all("Rows of the plate 'rows' meet in -log p(x)" in text for text in found)
