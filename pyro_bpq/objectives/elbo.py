@@ -103,10 +103,10 @@ class TraceBackpropQ_ELBO(PlannedObjective):
             measures other estimators and numbers of particles beside training, and changes to one that is better.
             Trials run the program a little more, from step 20 on, and take 3 % of the time. ``"all"`` measures
             everything that could serve the program. ``"fixed"`` measures nothing. A
-            :class:`~pyro_bpq.choice.Candidate` is used as it is. Only steps of ``loss_and_grads``, as SVI takes them,
-            and of :class:`~pyro_bpq.CompiledSVI` are measured, in one process, for programs without cost statements. If
-            you choose an ``estimator``, ``num_particles``, a ``structure`` or an option about critics, nothing is
-            measured. ``print(elbo.choice)`` shows what was tried.
+            :class:`~pyro_bpq.choice.Candidate` is used as it is; so is the ``choice`` of another objective. Only steps
+            of ``loss_and_grads``, as SVI takes them, and of :class:`~pyro_bpq.CompiledSVI` are measured, in one
+            process, for programs without cost statements. If you choose an ``estimator``, ``num_particles``, a
+            ``structure`` or an option about critics, nothing is measured. ``print(elbo.choice)`` shows what was tried.
 
     Attributes:
         choice: What was tried, what it measured and what was chosen.
@@ -160,7 +160,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         compile: bool | Backend | Compile = False,
         immediate: Literal["exact", "learned"] = "exact",
         form: Form = "ancestor",
-        choice: Literal["auto", "all", "fixed"] | Candidate = "auto",
+        choice: Literal["auto", "all", "fixed"] | Candidate | MeasuredChoice = "auto",
     ) -> None:
         check_counts(num_particles, window)
         planner = planner_of(
@@ -191,6 +191,7 @@ class TraceBackpropQ_ELBO(PlannedObjective):
         is_open = self.particles.is_open and estimator is None and critic is not None and not planner.asks_for_critics
         is_plain = structure == "auto" and not (analytic_kl or self.trainer.keeps_staged or learner is None)
         self._rules = Rules(self.runner, self.particles, is_open and is_plain)
+        choice = choice.chosen if isinstance(choice, MeasuredChoice) else choice
         # A trial would not do what a subclass does.
         pinned = checked_choice(choice, self._rules.are_open, type(self) is TraceBackpropQ_ELBO)
         self.choice = MeasuredChoice(self._trial, seed, pinned, choice == "all")

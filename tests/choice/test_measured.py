@@ -104,6 +104,8 @@ def test_the_choice_is_kept() -> None:
 def test_a_pinned_candidate_is_unbiased(name: str) -> None:
     elbo, _ = trained(6, BY_NAME[name])
     assert elbo.choice.chosen == BY_NAME[name] and not elbo.choice.is_due(10**6)
+    again = TraceBackpropQ_ELBO(choice=elbo.choice)
+    assert again.choice is not elbo.choice and again.choice.chosen == BY_NAME[name]
     assert_unbiased(elbo.eval(), model, guide)
 
 
