@@ -27,7 +27,7 @@ _LARGE = 1 << 14
 def stack_costs(layout: Layout, rollout: Rollout) -> list[Tensor]:
     """Stacks the costs of a rollout per class of costs, ``(costs, M, plates)`` each, in nats, detached."""
     return [
-        rollout.stack(lambda run, name: run.costs[name].detach(), cls.names, cls.plates) for cls in layout.cost_classes
+        rollout.stack(lambda run, name: _wide(run.costs[name]), cls.names, cls.plates) for cls in layout.cost_classes
     ]
 
 
@@ -116,3 +116,8 @@ def _pairs(group: CrossedCosts, rollout: Rollout, names: Sequence[str], like: Te
     weights = stack(weight, 0).unsqueeze(2)
     # Masked log-probabilities may be infinite or NaN.
     return torch.where(weights == 0.0, 0.0, weights * log_prob)
+
+
+def _wide(cost: Tensor) -> Tensor:
+    """A detached cost in single precision at least: squares of costs overflow in half precision."""
+    return cost.detach().to(torch.promote_types(cost.dtype, torch.float32))

@@ -167,14 +167,16 @@ def _products(plain: Tensor, variates: list[Tensor]) -> Tensor:
 
 def _solve(gram: Tensor, count: int, ridge: Tensor) -> Tensor:
     """Scales of least second moment, with a ridge towards zero."""
-    square = gram.reshape(-1, count, count + 1)
+    # Half precision has no solve.
+    wide = gram.to(torch.promote_types(gram.dtype, torch.float32))
+    square = wide.reshape(-1, count, count + 1)
     left, right = square[..., :-1], square[..., -1:]
     diagonal = torch.diagonal(left, dim1=1, dim2=2)
-    tiny = torch.finfo(gram.dtype)
+    tiny = torch.finfo(wide.dtype)
     scaled = diagonal.clamp(min=tiny.tiny**0.5).rsqrt()
     # The system is in units of the control variates' sizes. A control variate that is always zero keeps scale zero.
     system = scaled.unsqueeze(-1) * left * scaled.unsqueeze(-2)
-    eye = torch.eye(count, dtype=gram.dtype, device=gram.device)
+    eye = torch.eye(count, dtype=wide.dtype, device=wide.device)
     system = system * (1 - eye) + eye * (1.0 + ridge.reshape(-1, 1, 1) + 10 * tiny.eps)
     found = torch.linalg.solve(system, scaled.unsqueeze(-1) * right)
-    return (scaled * found.squeeze(-1)).clamp(-4.0, 4.0)
+    return (scaled * found.squeeze(-1)).clamp(-4.0, 4.0).to(gram)

@@ -2,6 +2,7 @@ r"""Hindsight: the law of a site's value given what was drawn after it, in place
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -234,7 +235,11 @@ def _softmax(logits: Tensor) -> Tensor:
 def _coefficients(means: Means, level: Tensor, kept: Tensor, has_bits: bool) -> Tensor:
     """What multiplies the gradients of the log-probabilities or, of bits, of the log-odds of the other value."""
     kept = kept if has_bits else kept.unsqueeze(-1)
-    costs = torch.lerp(means.immediate, means.held, kept).add_(means.later)
+    # Data may have another dtype than parameters.
+    own = (means.immediate, means.held, kept, means.later, level)
+    dtype = functools.reduce(torch.promote_types, (each.dtype for each in own))
+    immediate, held, kept, later, level = (each.to(dtype) for each in own)
+    costs = torch.lerp(immediate, held, kept).add_(later)
     if not has_bits:
         return costs + means.weights * level.unsqueeze(-1)
     # The gradient of log q is 1 - q of the log-odds' at the other value, and -q at the drawn one.
@@ -280,7 +285,7 @@ def _corrected(table: Tensor, log_q: Tensor, level: Tensor, kept: Tensor, held: 
         dim, at, share = -2, drawn.unsqueeze(-1).expand(*drawn.shape, table.shape[-1]), share.unsqueeze(-1)
     own, values = pick(table), pick(log_q).gather(dim, at)
     exact = _coefficients(_means(values, held.exact, held.has_bits), pick(level), kept, held.has_bits)
-    own = own.scatter_add(dim, at, (exact - own.gather(dim, at)) * share)
+    own = own.scatter_add(dim, at, ((exact - own.gather(dim, at)) * share).to(own))
     return own if held.particle is None else table.index_copy_(1, held.particle, own)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -85,6 +86,9 @@ def _solve(
     gamma: float,
 ) -> dict[int, Tensor]:
     order = layout.rule_order
+    # Data may have another dtype than parameters, and half precision has no solve.
+    dtype = functools.reduce(torch.promote_types, (each.dtype for each in (*values.values(), *ahead.values())))
+    costs = costs.to(torch.promote_types(torch.promote_types(dtype, costs.dtype), torch.float32))
     size = (len(order), *costs.shape[1:])
     learned, mean = costs.new_zeros(size), costs.new_zeros(size)
     weight = costs.new_ones(len(order))
@@ -92,7 +96,7 @@ def _solve(
     for g, value in values.items():
         places = [order[node.name] for node in groups[g].nodes]
         rows = groups[g].constant("order", places, costs.device, torch.long)
-        learned[rows], mean[rows] = value, ahead[g]
+        learned[rows], mean[rows] = value.to(costs), ahead[g].to(costs)
         where[g], weight = rows, weight.index_fill(0, rows, lam)
     returns = solve_rules(rules_of(layout, costs), costs, mean, learned, weight, gamma)
     return {g: returns[rows] for g, rows in where.items()}

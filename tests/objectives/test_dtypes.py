@@ -35,6 +35,7 @@ from pyro_bpq import (
 )
 from pyro_bpq.critics.bank import CriticBank
 from pyro_bpq.critics.block import Block
+from pyro_bpq.estimators import DoubleCV, Hindsight
 from pyro_bpq.testing import assert_unbiased
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -270,3 +271,50 @@ def test_gradients_of_critics_that_wait_follow_a_conversion() -> None:
         module().backward()
     state = module.state_dict().values()
     assert all(bool(value.isfinite().all()) for value in state if isinstance(value, Tensor))
+
+
+def mixed(parameters: torch.dtype, data: torch.dtype, length: int = 10) -> tuple[Program, Program]:
+    """More sites than share particles, with parameters of one type, and priors and data of another."""
+
+    def model() -> None:
+        z = total = torch.zeros((), dtype=parameters)
+        for t in range(length):
+            z = pyro.sample(f"z{t}", dist.Bernoulli(logits=0.5 * z + torch.zeros((), dtype=data)))
+            total = total + z
+            pyro.sample(f"x{t}", dist.Normal(total, torch.ones((), dtype=data)), obs=torch.ones((), dtype=data))
+
+    def guide() -> None:
+        q = pyro.param("q", torch.zeros(length, dtype=parameters))
+        for t in range(length):
+            pyro.sample(f"z{t}", dist.Bernoulli(logits=q[t]))
+
+    return model, guide
+
+
+SEVERAL: dict[str, Any] = {"num_particles": 4, "vectorize_particles": True}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        elbo(),
+        elbo(num_particles=1),
+        elbo(estimator=Hindsight(crossed=True), **SEVERAL),
+        elbo(estimator=DoubleCV(), **SEVERAL),
+    ],
+    ids=["default", "one particle", "hindsight", "double control variate"],
+)
+@pytest.mark.parametrize(
+    "types",
+    [
+        (torch.float32, torch.float64),
+        (torch.float64, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+def test_programs_of_mixed_types_and_of_half_precision_train(types: tuple[torch.dtype, ...], make: Any) -> None:
+    step(make(), mixed(*types), 6)
+    store = pyro.get_param_store()
+    assert store["q"].dtype == types[0] and bool(store["q"].isfinite().all()) and bool(store["q"].any())
