@@ -35,6 +35,9 @@ from pyro_bpq.tracing.traced_run import TracedRun
 from pyro_bpq.tracing.tracer import trace_run
 from pyro_bpq.tracing.watch import TraceOptions
 
+# So many structures of a program are looked at for rows that meet. Programs that values steer have many.
+_JUDGED = 3
+
 
 class TraceBackpropQ_IWAE(Objective):
     r"""Importance-weighted bound on the evidence, with unbiased gradients for sites of any kind.
@@ -249,7 +252,8 @@ class BoundRunner(Runner):
             runs = tuple(trace_particles(*program, self._options(particles), is_checked=mode.is_checked))
         else:
             runs = tuple(self.trace(each, particles, mode.num_steps) for each in programs)
-        if self.plate is not None and not mode.is_recorded and runs[0].key not in self._layouts:
+        is_new = len(self._layouts) < _JUDGED and runs[0].key not in self._layouts
+        if self.plate is not None and is_new and not mode.is_recorded:
             single = replace(particles, number=1, is_hidden=False) if particles.is_hidden else particles
             self._warn_of_rows(self.plate, runs[0], programs[0], single, mode.num_steps)
         return Observation(runs)
